@@ -1,0 +1,24 @@
+"""jshard: annotate a Flax model, and it trains fully sharded, with communication that is shown.
+
+Example:
+    >>> import jshard as js
+"""
+
+from jshard._annotate import fully_shard as fully_shard
+from jshard._errors import AnnotationError as AnnotationError
+from jshard._errors import CallError as CallError
+from jshard._errors import MeshError as MeshError
+from jshard._errors import ShardingError as ShardingError
+from jshard._init import abstract_init as abstract_init
+from jshard._init import shard_init as shard_init
+from jshard._mesh import mesh as mesh
+from jshard._mesh import shard_batch as shard_batch
+from jshard._plan import LeafPlan as LeafPlan
+from jshard._plan import ShardPlan as ShardPlan
+from jshard._plan import UnitPlan as UnitPlan
+from jshard._plan import plan as plan
+from jshard._policies import MixedPrecision as MixedPrecision
+from jshard.engine.context import global_view as global_view
+from jshard.engine.outputs import batch_mean as batch_mean
+
+__version__ = "0.1.0"

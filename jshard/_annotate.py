@@ -1,0 +1,311 @@
+"""`fully_shard`: say which modules are units, and their parameters are sharded over the mesh."""
+
+import dataclasses
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
+
+import jax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from jshard._errors import AnnotationError
+from jshard._mesh import FSDP, AnyMesh, check_mesh, degree, is_concrete
+from jshard._nnx import (
+    NESTED,
+    OUTER,
+    OWN,
+    Member,
+    Path,
+    Unit,
+    attach,
+    dotted,
+    nested_units,
+    occurrences,
+    plain_class,
+    unit_of,
+)
+from jshard._placement import Placement, PlacementRule, ShardDim, place
+from jshard._plan import owner_of
+from jshard._policies import MixedPrecision, Remat, UnitPolicy, check_remat
+from jshard.engine.route import route
+
+M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module])
+UnitChoice = type | str | Callable[[str, nnx.Module], bool]
+
+_groups = itertools.count()
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: AnyMesh,
+    units: UnitChoice | Sequence[UnitChoice] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    remat: Remat = "none",
+    shard_dim: ShardDim = None,
+    stacked: int = 0,
+    ignored: Any = None,
+    allow_replicated: Sequence[str] = (),
+    min_size: int = 1024,
+    batch_dim: int = 0,
+    batch_arg: str | None = None,
+    replicated_args: Sequence[str] = (),
+    outputs: str | None = None,
+    sync_batch_norm: bool = True,
+) -> M:
+    """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
+
+    Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
+    sharded along its largest dim that divides by the degree of the `fsdp` axis. When the root is called,
+    the call runs as one `jax.shard_map` region over the data axes; inside, each unit all-gathers its own
+    parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
+    which come out sharded like the parameters. The module keeps its class, names, variables and tree; the
+    training step stays plain Flax, in global view.
+
+    A unit should be a layer or a block: large enough for efficient collectives, small enough that one
+    gathered unit fits beside the shards. Parameters outside the inner units belong to the root.
+
+    Args:
+        module: the module; or a list of modules that form one unit together, such as a norm and a head.
+        mesh: from `js.mesh`. Parameters are sharded over `fsdp` and repeated over `replica`.
+        units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
+            function of (path, module), or a list of these. The same settings go to all and to the root.
+        reshard_after_forward: True: let the gathered parameters go after forward and gather again in
+            backward (ZeRO-3). False: keep them until backward (ZeRO-2). A number k: keep 1/k of them on each
+            device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
+            the root, False for the root itself, whose parameters backward needs at once.
+        mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
+        remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"full"` or a policy from
+            `jax.checkpoint_policies`. Gathered parameters are never kept on its account.
+        shard_dim: which dim to shard: a number, or a function of (path, shape) that returns a number, or
+            None to choose as usual.
+        stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
+        ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these.
+        allow_replicated: path patterns of parameters that may be replicated although they make up more than
+            one percent of the model.
+        min_size: parameters with fewer elements stay replicated.
+        batch_dim: which dim of array arguments is the batch.
+        batch_arg: name of the argument whose batch counts; the first array argument by default.
+        replicated_args: names of arguments that every data shard gets whole.
+        outputs: `"mean"` or `"sum"`: how outputs without a batch dim, computed from a part of the batch
+            each, are combined. Without it they raise; `js.batch_mean` in the model says it one by one.
+        sync_batch_norm: BatchNorm statistics are those of the whole batch, not of one data shard.
+
+    Returns:
+        The same object, annotated in place.
+
+    Raises:
+        AnnotationError: an argument does not fit the model; all bad parameters in one message.
+        MeshError: the mesh has no `fsdp` axis, or axes that are not Auto.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     block = js.fully_shard(block, mesh=mesh)
+        >>> model = js.fully_shard(model, mesh=mesh)
+    """
+    check_mesh(mesh)
+    check_remat(remat)
+    modules = [module] if isinstance(module, nnx.Module) else list(module)
+    _check_modules(modules)
+    _check_reshard(reshard_after_forward, mesh)
+    _check_choice("outputs", outputs, (None, "mean", "sum"))
+    precision = mixed_precision or MixedPrecision()
+    policy = UnitPolicy(
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=precision,
+        remat=remat,
+        group=next(_groups) if len(modules) > 1 else None,
+        batch_dim=batch_dim,
+        batch_arg=batch_arg,
+        replicated_args=tuple(replicated_args),
+        outputs=outputs,
+        sync_batch_norm=sync_batch_norm,
+    )
+    rule = PlacementRule(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size)
+    record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
+    for chosen in _choose_units(modules, units):
+        _annotate(chosen, record)
+    for one in modules:
+        _annotate(one, record)
+    return module
+
+
+def _annotate(module: nnx.Module, record: Unit) -> None:
+    """Makes one module a unit, renews the records of the units inside, and places the arrays."""
+    if unit_of(module) is not None:
+        raise AnnotationError(
+            "A module is annotated twice.",
+            where=plain_class(module).__name__,
+            why="it is a unit already, by an earlier fully_shard, or because it is used in two places.",
+            do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
+        )
+    attach(module, record, route)
+    inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
+    found = _members(module)
+    for path, nested, old in inner:
+        assert old is not None
+        members = tuple(_seen_from(nested, found))
+        attach(nested, dataclasses.replace(old, members=members, nested=bool(path) or old.nested), route)
+    _place_arrays(module)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    owner: nnx.Module
+    placement: Placement
+
+
+def _members(module: nnx.Module) -> dict[int, _Found]:
+    """Owner and placement of every parameter under the module, by id of the variable."""
+    chains: dict[int, list[tuple[nnx.Module, ...]]] = {}
+    variables: dict[int, nnx.Param] = {}
+    for variable, _, units in occurrences(module):
+        variables[id(variable)] = variable
+        chains.setdefault(id(variable), []).append(units)
+    relative: dict[int, dict[int, Path]] = {}
+    found, errors = {}, []
+    for key, variable in variables.items():
+        owner = owner_of(chains[key])
+        assert owner is not None, "the module itself encloses all of its parameters"
+        if id(owner) not in relative:
+            relative[id(owner)] = {id(v): p for v, p, _ in reversed(list(occurrences(owner)))}
+        try:
+            found[key] = _Found(owner, _place(variable, owner, relative[id(owner)][key]))
+        except AnnotationError as error:
+            errors.append(error)
+    if errors:
+        first = errors[0]
+        raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
+    return found
+
+
+def _place(variable: nnx.Param, owner: nnx.Module, path: Path) -> Placement:
+    """The placement that a parameter's owner gives it; the path is relative to the owner."""
+    unit = unit_of(owner)
+    assert unit is not None
+    ignored = nnx.filterlib.to_predicate(unit.ignored)(path, variable)
+    value = variable.get_raw_value()
+    return place(dotted(path), value.shape, value.dtype, _given_spec(variable), unit.rule, ignored=ignored)
+
+
+def _seen_from(unit_module: nnx.Module, found: dict[int, _Found]) -> Iterator[Member]:
+    """The members of a unit: relative paths, and who gathers each."""
+    inside = {id(m) for _, m in nested_units(unit_module)}
+    done = set()
+    for variable, relative, _ in occurrences(unit_module):
+        if id(variable) in done:
+            continue
+        done.add(id(variable))
+        item = found[id(variable)]
+        owner = OWN if item.owner is unit_module else NESTED if id(item.owner) in inside else OUTER
+        yield Member(relative, item.placement, owner)
+
+
+def _given_spec(variable: nnx.Param) -> tuple:
+    """Mesh axes that the model's own `out_sharding` metadata names, such as a tensor axis."""
+    given = variable.get_metadata("out_sharding", None)
+    return tuple(given) if given else ()
+
+
+def _place_arrays(module: nnx.Module) -> None:
+    unit = unit_of(module)
+    assert unit is not None
+    done: set[int] = set()
+    for variable, path, _ in occurrences(module):
+        if id(variable) in done:
+            continue
+        done.add(id(variable))
+        value = variable.get_raw_value()
+        sharding = NamedSharding(cast(Any, unit.mesh), unit.by_path[path].placement.partition_spec)
+        if isinstance(value, jax.ShapeDtypeStruct):
+            variable.set_raw_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+        elif is_concrete(unit.mesh) and not isinstance(value, jax.core.Tracer):
+            variable.set_raw_value(jax.device_put(value, sharding))
+
+
+def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
+    """The submodules that the one-call form names, inner ones first."""
+    if units is None:
+        return []
+    choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
+    chosen, kinds = [], {}
+    for root in modules:
+        for path, node in nnx.iter_graph(root):
+            if not path or not isinstance(node, nnx.Module) or isinstance(node, nnx.List):
+                continue
+            kinds.setdefault(type(node).__name__, dotted(path))
+            if any(_chosen(choice, dotted(path), node) for choice in choices):
+                chosen.append(node)
+    if not chosen:
+        raise AnnotationError(
+            "No submodule is chosen as a unit.",
+            where=f"fully_shard({type(modules[0]).__name__}, units={units!r})",
+            why="none of its submodules matches; there are " + ", ".join(f"{k} ({p})" for k, p in kinds.items()) + ".",
+            do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
+        )
+    return chosen
+
+
+def _chosen(choice: UnitChoice, path: str, module: nnx.Module) -> bool:
+    if isinstance(choice, type):
+        return isinstance(module, choice)
+    if isinstance(choice, str):
+        return path.count("/") == choice.count("/") and fnmatch.fnmatch(path, choice)
+    return bool(choice(path, module))
+
+
+def _as_filter(ignored: Any) -> Any:
+    """An nnx filter from filters and path patterns; hashable, as it is part of the unit's record."""
+    if ignored is None:
+        return False
+    if isinstance(ignored, str):
+        return _PathPattern(ignored)
+    if isinstance(ignored, (list, tuple, set)):
+        return tuple(_as_filter(one) for one in ignored)
+    return ignored
+
+
+@dataclasses.dataclass(frozen=True)
+class _PathPattern:
+    pattern: str
+
+    def __call__(self, path: Path, value: Any) -> bool:
+        return fnmatch.fnmatch(dotted(path), self.pattern)
+
+
+def _check_modules(modules: list[Any]) -> None:
+    wrong = [type(m).__name__ for m in modules if not isinstance(m, nnx.Module)]
+    if wrong or not modules:
+        raise AnnotationError(
+            "fully_shard needs an nnx module, or a list of them.",
+            where=f"fully_shard({', '.join(wrong) or '[]'})",
+            why="only an nnx.Module holds parameters and is called.",
+            do="js.fully_shard(model.blocks[0], mesh=mesh)",
+        )
+
+
+def _check_reshard(value: Any, mesh: AnyMesh) -> None:
+    if value is None or isinstance(value, bool):
+        return
+    size = degree(mesh, FSDP)
+    if isinstance(value, int) and value >= 1 and size % value == 0:
+        return
+    raise AnnotationError(
+        "The parameters cannot be resharded to such a group after forward.",
+        where=f"fully_shard(reshard_after_forward={value!r}), fsdp={size}",
+        why=f"it is True, False, or a number that divides the degree of the fsdp axis, {size}.",
+        do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)",
+    )
+
+
+def _check_choice(name: str, value: Any, allowed: tuple) -> None:
+    if value not in allowed:
+        raise AnnotationError(
+            f"There is no such choice for {name}.",
+            where=f"fully_shard({name}={value!r})",
+            why=f"it is one of {', '.join(map(repr, allowed))}.",
+            do=f"js.fully_shard(model, mesh=mesh, {name}={allowed[-1]!r})",
+        )

@@ -1,0 +1,48 @@
+"""The four-part error: what failed, where, why (the numbers), what to do (a line to paste)."""
+
+from collections.abc import Sequence
+
+_SHOWN = 10
+
+
+class ShardingError(ValueError):
+    """A request that cannot be met, told in four parts.
+
+    Args:
+        what: one sentence: what failed.
+        where: the place or places (leaf path, unit, mesh axes); the first ten are shown, then a count.
+        why: the numbers behind it.
+        do: what to change, with a line to paste.
+    """
+
+    def __init__(self, what: str, *, where: str | Sequence[str], why: str, do: str) -> None:
+        self.what, self.why, self.do = what, why, do
+        self.where = (where,) if isinstance(where, str) else tuple(where)
+        places = list(self.where[:_SHOWN])
+        if len(self.where) > _SHOWN:
+            places.append(f"... and {len(self.where) - _SHOWN} more")
+        parts = (("where:", "\n".join(places)), ("why:", why), ("do:", do))
+        super().__init__("\n".join([what, *(_part(head, text) for head, text in parts)]))
+
+    def __reduce__(self) -> tuple:
+        return _rebuild, (type(self), self.what, self.where, self.why, self.do)
+
+
+class MeshError(ShardingError):
+    """The mesh asked for does not fit the devices, or lacks an axis."""
+
+
+class AnnotationError(ShardingError):
+    """An annotation that does not fit the model or its parameters."""
+
+
+class CallError(ShardingError):
+    """A call into an annotated model that cannot be split over the data shards."""
+
+
+def _part(head: str, text: str) -> str:
+    return f"  {head:<7}" + text.replace("\n", "\n         ")
+
+
+def _rebuild(cls: type[ShardingError], what: str, where: tuple, why: str, do: str) -> ShardingError:
+    return cls(what, where=where, why=why, do=do)

@@ -1,0 +1,200 @@
+"""Named meshes: `replica` copies of the model, each sharded over `fsdp`, each layer split over `tensor`."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jshard._errors import CallError, MeshError
+
+REPLICA, FSDP, TENSOR = AXES = ("replica", "fsdp", "tensor")
+DATA_AXES = (REPLICA, FSDP)
+
+AnyMesh = Mesh | AbstractMesh
+
+
+def mesh(
+    *,
+    replica: int = 1,
+    fsdp: int = -1,
+    tensor: int = 1,
+    devices: Sequence[jax.Device] | int | None = None,
+    **unknown: int,
+) -> AnyMesh:
+    """Lays the devices out over the axes `replica`, `fsdp` and `tensor`.
+
+    The batch is split over `replica` and `fsdp`; parameters are sharded over `fsdp` and repeated over
+    `replica`; `tensor` is left to the model's own annotations. The innermost axis, `tensor`, then `fsdp`,
+    lies on the devices with the fastest links: devices are ordered by slice, process and id (on TPU by
+    their place in the torus), so that neighbours share a host.
+
+    Args:
+        replica: degree of the replica axis; -1 takes the devices that the other axes leave.
+        fsdp: degree of the sharding axis; -1 (the default) likewise.
+        tensor: degree of the tensor axis; -1 likewise.
+        devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
+            that need not exist: good for `js.plan` and `js.explain`, not for arrays.
+
+    Returns:
+        A `jax.sharding.Mesh` with Auto axes, or an `AbstractMesh` if `devices` is an int.
+
+    Raises:
+        MeshError: an axis is unknown, a degree is not positive, more than one is -1, or the product does
+            not match the number of devices.
+
+    Example:
+        >>> mesh = js.mesh(replica=2, fsdp=-1)
+        >>> dict(mesh.shape)
+        {'replica': 2, 'fsdp': 4, 'tensor': 1}
+    """
+    asked = {REPLICA: replica, FSDP: fsdp, TENSOR: tensor}
+    found: list[jax.Device] | None = None
+    if not isinstance(devices, int):
+        found = list(jax.devices() if devices is None else devices)
+    count = devices if isinstance(devices, int) else len(found or ())
+    sizes = _fill(asked, unknown, count)
+    types = (AxisType.Auto,) * len(AXES)
+    if found is None:
+        return AbstractMesh(sizes, AXES, axis_types=types)
+    if found[0].platform == "tpu":
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=found)
+    ordered = sorted(found, key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
+    return Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=types)
+
+
+def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> tuple[int, ...]:
+    """The degrees in axis order, with -1 replaced by what is left."""
+    where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (asked | unknown).items()) + ")"
+    known = ", ".join(AXES)
+    if unknown:
+        names = ", ".join(repr(k) for k in unknown)
+        raise MeshError(
+            f"The mesh has no axis {names}.",
+            where=where,
+            why=f"the axes are {known}.",
+            do="name one of them, e.g. js.mesh(replica=2, fsdp=-1).",
+        )
+    bad = [k for k, v in asked.items() if not isinstance(v, int) or isinstance(v, bool) or (v < 1 and v != -1)]
+    if bad:
+        raise MeshError(
+            f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number.",
+            where=where,
+            why=", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree is 1 or more, or -1 for the rest.",
+            do="use 1 for an axis that you do not need, e.g. js.mesh(replica=1, fsdp=-1).",
+        )
+    open_axes = [k for k, v in asked.items() if v == -1]
+    fixed = math.prod(v for v in asked.values() if v != -1)
+    if len(open_axes) > 1:
+        raise MeshError(
+            f"More than one mesh axis is -1: {', '.join(open_axes)}.",
+            where=where,
+            why=f"only one axis can take the rest of the {count} devices.",
+            do=f"give all but one a number, e.g. js.mesh(replica=1, fsdp=-1, tensor={max(asked[TENSOR], 1)}).",
+        )
+    if count < 1 or count % fixed or (not open_axes and fixed != count):
+        product = " x ".join(str(v) for v in asked.values() if v != -1)
+        does = "does not divide" if open_axes else "is not"
+        raise MeshError(
+            "The mesh does not match the devices.",
+            where=where,
+            why=f"{product} = {fixed} {does} {count}, the number of devices.",
+            do="let one axis take the rest, e.g. js.mesh(replica=1, fsdp=-1), or pass devices=jax.devices()[:n].",
+        )
+    sizes = {k: count // fixed if v == -1 else v for k, v in asked.items()}
+    return tuple(sizes.values())
+
+
+def check_mesh(value: Any) -> AnyMesh:
+    """The mesh that an annotation was given, or a MeshError if jshard cannot shard over it."""
+    if not isinstance(value, (Mesh, AbstractMesh)):
+        raise MeshError(
+            "This is not a mesh.",
+            where=f"mesh={value!r}",
+            why=f"a jax.sharding.Mesh is needed, not {type(value).__name__}.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    shape = dict(zip(value.axis_names, value.axis_sizes, strict=True))
+    if FSDP not in shape:
+        raise MeshError(
+            "The mesh has no axis to shard over.",
+            where=f"mesh axes {shape}",
+            why=f"parameters are sharded over an axis named {FSDP!r}, and copies lie on {REPLICA!r}.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
+    if wrong:
+        raise MeshError(
+            "The mesh has axes that are not Auto.",
+            where=f"mesh axes {shape}",
+            why=f"{', '.join(map(repr, wrong))}: jax.make_mesh makes Explicit axes unless told otherwise, and with"
+            " them the model's own code must carry shardings.",
+            do="mesh = js.mesh(...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names).",
+        )
+    return value
+
+
+def degree(mesh: AnyMesh, axis: str) -> int:
+    """Size of a mesh axis; 1 if the mesh lacks it."""
+    return dict(mesh.shape).get(axis, 1)
+
+
+def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The axes over which the batch is split, outermost first."""
+    return tuple(a for a in DATA_AXES if a in mesh.axis_names)
+
+
+def data_degree(mesh: AnyMesh) -> int:
+    """How many shards the batch is split into."""
+    return math.prod(degree(mesh, a) for a in data_axes(mesh))
+
+
+def is_concrete(mesh: AnyMesh) -> bool:
+    """Whether the mesh has devices, so that arrays can be placed on it."""
+    return isinstance(mesh, Mesh)
+
+
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
+    """Places a batch from the host over the data axes of the mesh.
+
+    Args:
+        batch: pytree of host arrays whose leading dim is the batch. With several processes each passes its
+            own part, in the order of the processes.
+        mesh: the mesh of the model.
+
+    Returns:
+        The same pytree of global arrays, sharded over `replica` and `fsdp` on the leading dim.
+
+    Raises:
+        CallError: a leading dim is not divisible by the number of data shards.
+
+    Example:
+        >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
+    """
+    check_mesh(mesh)
+    shards, processes = data_degree(mesh), len({d.process_index for d in mesh.devices.flat})
+    flat, tree = jax.tree_util.tree_flatten_with_path(batch)
+    bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in flat if _rows(x, processes) % shards]
+    if bad:
+        raise CallError(
+            "The batch cannot be split over the data shards.",
+            where=[f"batch{p}  shape {s}" for p, s in bad],
+            why=f"{processes} process(es) with that many rows each, over {shards} data shards {_sizes(mesh)}.",
+            do=f"use a global batch that is a multiple of {shards}.",
+        )
+    sharding = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+    if processes == 1:
+        return jax.device_put(batch, sharding)
+    placed = [jax.make_array_from_process_local_data(sharding, np.asarray(x)) for _, x in flat]
+    return jax.tree.unflatten(tree, placed)
+
+
+def _rows(x: Any, processes: int) -> int:
+    shape = np.shape(x)
+    return shape[0] * processes if shape else 1
+
+
+def _sizes(mesh: AnyMesh) -> str:
+    return "(" + ", ".join(f"{a}={degree(mesh, a)}" for a in data_axes(mesh)) + ")"

@@ -1,0 +1,181 @@
+"""Marking an nnx module as a unit: its class is swapped for a subclass that carries the unit's record.
+
+The module keeps its attributes, names, variables and `isinstance`; only calls go through jshard. As the record
+lives in the class it survives everything that nnx does to a module (split, merge, clone, jit, scan) and pickling.
+"""
+
+import copyreg
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard import _compat
+from jshard._mesh import AnyMesh
+from jshard._placement import Placement, PlacementRule
+from jshard._policies import UnitPolicy
+
+Path = tuple[str | int, ...]
+
+OWN, NESTED, OUTER = "own", "nested", "outer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A parameter seen from a unit.
+
+    Args:
+        path: path from the unit's module.
+        placement: how it is stored.
+        owner: `own` if this unit gathers it, `nested` if a unit inside does, `outer` if it is tied to a
+            parameter elsewhere, so that an enclosing unit gathers it.
+    """
+
+    path: Path
+    placement: Placement
+    owner: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The record of a unit: equal for equal layers, so it holds no global path.
+
+    Args:
+        mesh: the mesh it is sharded over.
+        policy: what the annotation said.
+        rule: what decides the placement of its parameters.
+        ignored: filter for parameters that the annotation leaves out.
+        allow_replicated: path patterns that may be large and replicated.
+        members: every parameter under the module.
+        nested: whether an enclosing unit is known.
+    """
+
+    mesh: AnyMesh
+    policy: UnitPolicy
+    rule: PlacementRule
+    ignored: Any = False
+    allow_replicated: tuple[str, ...] = ()
+    members: tuple[Member, ...] = ()
+    nested: bool = False
+
+    @functools.cached_property
+    def by_path(self) -> dict[Path, Member]:
+        return {m.path: m for m in self.members}
+
+    def __reduce__(self) -> tuple:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        mesh = fields.pop("mesh")
+        layout = mesh.axis_sizes, mesh.axis_names, mesh.axis_types
+        ids = [d.id for d in mesh.devices.flat] if isinstance(mesh, Mesh) else None
+        return _rebuild_unit, (fields, layout, ids)
+
+
+def _rebuild_unit(fields: dict[str, Any], layout: tuple, device_ids: list[int] | None) -> Unit:
+    sizes, names, types = layout
+    if device_ids is None:
+        return Unit(jax.sharding.AbstractMesh(sizes, names, axis_types=types), **fields)
+    by_id = {d.id: d for d in jax.devices()}
+    devices = np.array([by_id[i] for i in device_ids]).reshape(sizes)
+    return Unit(Mesh(devices, names, axis_types=types), **fields)
+
+
+def unit_of(module: Any) -> Unit | None:
+    """The record of a unit's module; None for any other object."""
+    return getattr(type(module), "_jshard_unit", None)
+
+
+def plain_class(module: nnx.Module) -> type[nnx.Module]:
+    """The class that the user wrote."""
+    return getattr(type(module), "_jshard_base", type(module))
+
+
+def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
+    """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
+    object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
+
+
+def detach(module: nnx.Module) -> None:
+    """Gives a module its own class back."""
+    object.__setattr__(module, "__class__", plain_class(module))
+
+
+@functools.lru_cache(maxsize=None)
+def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -> type[nnx.Module]:
+    body: dict[str, Any] = {
+        "_jshard_unit": unit,
+        "_jshard_base": base,
+        "_jshard_route": staticmethod(route),
+        "__annotations__": {},
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    body |= {name: _routed(method, route) for name, method in _methods(base)}
+    metaclass = _unit_metaclass(type(base))
+    return metaclass(base.__name__, (base,), body, pytree=base._pytree__is_pytree)
+
+
+def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
+    for name in dir(base):
+        public = not name.startswith("_") and not hasattr(nnx.Module, name)
+        method = inspect.getattr_static(base, name)
+        if (public or name == "__call__") and inspect.isfunction(method):
+            yield name, method
+
+
+def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        return route(self, method, args, kwargs)
+
+    return call
+
+
+@functools.lru_cache(maxsize=None)
+def _unit_metaclass(meta: type) -> type:
+    """A metaclass of its own, so that pickle can be told how to rebuild a unit's class."""
+    made = type("UnitMeta", (meta,), {})
+    copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
+    return made
+
+
+def _reduce_class(cls: Any) -> tuple:
+    return _unit_class, (cls._jshard_base, cls._jshard_unit, cls._jshard_route)
+
+
+def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
+    """Every parameter along every path, with the units that enclose it, outermost first.
+
+    A tied parameter comes several times. The order is that of `nnx.iter_graph`.
+    """
+
+    def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
+        if isinstance(node, nnx.Param):
+            yield node, path, units
+            return
+        if isinstance(node, nnx.Variable) or id(node) in open_nodes:
+            return
+        if unit_of(node) is not None:
+            units = (*units, node)
+        for key, child in _compat.children(node).items():
+            yield from visit(child, (*path, key), units, open_nodes | {id(node)})
+
+    yield from visit(module, (), (), frozenset())
+
+
+def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    """The unit modules in a graph with their first path, outer before inner, each once."""
+    found = [(p, n) for p, n in nnx.iter_graph(module) if isinstance(n, nnx.Module) and unit_of(n)]
+    yield from sorted(found, key=lambda item: [(isinstance(k, str), k) for k in item[0]])
+
+
+def dotted(path: Path) -> str:
+    """A path as text: `blocks/0/kernel`; `(root)` for the module itself."""
+    return "/".join(map(str, path)) or "(root)"

@@ -1,0 +1,171 @@
+"""Which dim of a parameter is sharded, and what its copies cost. Knows shapes only, no model and no device."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jshard._errors import AnnotationError
+from jshard._mesh import FSDP
+from jshard._policies import MixedPrecision
+
+Entry = str | tuple[str, ...] | None
+ShardDim = int | Callable[[str, tuple[int, ...]], int | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How one parameter is stored, gathered and reduced; the same value for equal layers.
+
+    Args:
+        shape: logical shape.
+        dtype: stored dtype.
+        spec: mesh axes per dim of the stored array, as in `PartitionSpec`.
+        dim: the dim sharded over `fsdp`; None if the parameter is replicated over it.
+        degree: pieces over `fsdp`; 1 if replicated.
+        shards: pieces over all axes of `spec`.
+        gathered_dtype: dtype of the all-gather, and of the copy that the model computes with.
+        reduce_dtype: dtype of the gradient's reduction.
+        because: why the parameter is replicated; empty if it is sharded.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[Entry, ...]
+    dim: int | None
+    degree: int
+    shards: int
+    gathered_dtype: str
+    reduce_dtype: str
+    because: str = ""
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of the whole parameter as stored."""
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the stored parameter on one device."""
+        return self.logical_bytes // self.shards
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes on one device of the copy gathered over `fsdp`."""
+        return self.size * self.degree // self.shards * jnp.dtype(self.gathered_dtype).itemsize
+
+    @property
+    def dim_from_end(self) -> int | None:
+        """The sharded dim counted from the end: right also when a scan took leading dims away."""
+        return None if self.dim is None else self.dim - len(self.shape)
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        return PartitionSpec(*self.spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementRule:
+    """What decides a parameter's placement, besides its shape.
+
+    Args:
+        degrees: size of every mesh axis.
+        mixed_precision: dtypes of the unit.
+        shard_dim: the dim asked for: a number, or a function of (path, shape); None chooses.
+        stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
+        min_size: parameters with fewer elements stay replicated.
+    """
+
+    degrees: tuple[tuple[str, int], ...]
+    mixed_precision: MixedPrecision
+    shard_dim: ShardDim = None
+    stacked: int = 0
+    min_size: int = 1024
+
+
+def place(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    given: tuple[Entry, ...],
+    rule: PlacementRule,
+    *,
+    ignored: bool = False,
+) -> Placement:
+    """Places one parameter.
+
+    Args:
+        path: its path, for messages and for `shard_dim`.
+        shape: logical shape.
+        dtype: stored dtype.
+        given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
+        rule: the rest of what decides.
+        ignored: the annotation leaves this parameter out.
+    """
+    degrees = dict(rule.degrees)
+    degree = degrees[FSDP]
+    free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
+    dim, because = _choose(path, shape, free, degree, rule, ignored)
+    entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
+    if dim is not None:
+        entries[dim] = FSDP
+    shards = math.prod(degrees.get(n, 1) for e in entries for n in (e if isinstance(e, tuple) else (e,)) if n)
+    precision = rule.mixed_precision
+    gathered = precision.param or jnp.dtype(dtype).name
+    return Placement(
+        shape=tuple(shape),
+        dtype=jnp.dtype(dtype).name,
+        spec=tuple(entries),
+        dim=dim,
+        degree=1 if dim is None else degree,
+        shards=shards,
+        gathered_dtype=gathered,
+        reduce_dtype=precision.reduce or gathered,
+        because=because,
+    )
+
+
+IGNORED = "ignored by the annotation"
+DEGREE_ONE = "the fsdp axis has degree 1"
+SMALL = "smaller than min_size"
+INDIVISIBLE = "no dim divides by"
+
+
+def _choose(
+    path: str, shape: tuple[int, ...], free: list[int], degree: int, rule: PlacementRule, ignored: bool
+) -> tuple[int | None, str]:
+    if ignored:
+        return None, IGNORED
+    asked = rule.shard_dim(path, shape) if callable(rule.shard_dim) else rule.shard_dim
+    if isinstance(asked, int) and shape:
+        return _asked_dim(path, shape, asked, free, degree), ""
+    if degree == 1:
+        return None, DEGREE_ONE
+    size = math.prod(shape[rule.stacked :])
+    if size < rule.min_size:
+        return None, f"{SMALL} ({size} < {rule.min_size} elements)"
+    fits = [d for d in free if shape[d] % degree == 0 and shape[d]]
+    if not fits:
+        return None, f"{INDIVISIBLE} {degree} (shape {tuple(shape)})"
+    return max(fits, key=lambda d: (shape[d], -d)), ""
+
+
+def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int) -> int:
+    dim = asked + len(shape) if asked < 0 else asked
+    if dim in free and shape[dim] % degree == 0:
+        return dim
+    possible = [d for d in free if shape[d] % degree == 0]
+    raise AnnotationError(
+        f"A parameter cannot be sharded along dim {asked}.",
+        where=f"{path}  shape {tuple(shape)}",
+        why=f"the fsdp axis has degree {degree}; the dims that are free and divide by it are {possible}.",
+        do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
+        " shard_dim=lambda path, shape: None)",
+    )

@@ -1,0 +1,211 @@
+"""ShardPlan: where every parameter lies, as one frozen value that everything else reads."""
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+from flax import nnx
+
+from jshard._errors import AnnotationError
+from jshard._nnx import Path, Unit, dotted, nested_units, occurrences, plain_class, unit_of
+from jshard._placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """One parameter of the model.
+
+    Args:
+        path: its path from the root, `blocks/0/attn/kernel`.
+        unit: name of the unit that gathers it.
+        placement: how it is stored, gathered and reduced.
+        aliases: other paths of the same parameter, if it is tied.
+    """
+
+    path: str
+    unit: str
+    placement: Placement
+    aliases: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """Parameters that are gathered together.
+
+    Args:
+        name: path of the unit's module; several joined by `+` if they were given in a list.
+        kind: class of the module.
+        reshard_after_forward: True: gathered again before backward. False: kept. A number: kept in that
+            many pieces, within the fastest links.
+        remat: the activation checkpointing policy.
+        mixed_precision: the dtypes asked for, as text.
+    """
+
+    name: str
+    kind: str
+    reshard_after_forward: bool | int
+    remat: str
+    mixed_precision: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """Where every parameter lies: pure data, made from the model's shapes, good for any size of model.
+
+    Args:
+        mesh: degree of every mesh axis, outermost first.
+        units: the units in tree order, root first.
+        leaves: the parameters in tree order.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    units: tuple[UnitPlan, ...]
+    leaves: tuple[LeafPlan, ...]
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, LeafPlan]:
+        return {p: leaf for leaf in self.leaves for p in (leaf.path, *leaf.aliases)}
+
+    def leaf(self, path: str) -> LeafPlan:
+        """The parameter at a path, or at one of its aliases."""
+        return self._by_path[path]
+
+    def unit_leaves(self, name: str) -> tuple[LeafPlan, ...]:
+        """The parameters that a unit gathers."""
+        return tuple(leaf for leaf in self.leaves if leaf.unit == name)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(leaf.placement.size for leaf in self.leaves)
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of all parameters as stored, over all devices, each counted once."""
+        return sum(leaf.placement.logical_bytes for leaf in self.leaves)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the stored parameters on one device."""
+        return sum(leaf.placement.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def replicated(self) -> tuple[LeafPlan, ...]:
+        """Parameters that every device of the `fsdp` axis holds whole."""
+        return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `ShardPlan.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardPlan":
+        """Reads what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            mesh=tuple((name, size) for name, size in data["mesh"]),
+            units=tuple(UnitPlan(**unit) for unit in data["units"]),
+            leaves=tuple(_leaf_from_json(leaf) for leaf in data["leaves"]),
+        )
+
+
+def plan(model: nnx.Module) -> ShardPlan:
+    """Reads the plan off an annotated model, concrete or abstract.
+
+    Args:
+        model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size.
+
+    Raises:
+        AnnotationError: the root is not annotated.
+
+    Example:
+        >>> js.plan(model).num_parameters
+        8704
+    """
+    root = unit_of(model)
+    if root is None:
+        raise root_forgotten(model)
+    names = _unit_names(model)
+    owners = _owners(model)
+    aliases: dict[int, list[str]] = {}
+    for variable, path, _ in occurrences(model):
+        aliases.setdefault(id(variable), []).append(dotted(path))
+    leaves = []
+    for variable, path, _ in occurrences(model):
+        first, *others = aliases[id(variable)]
+        if first != dotted(path):
+            continue
+        owner = owners[id(variable)]
+        placement = root.by_path[path].placement
+        leaves.append(LeafPlan(first, names[id(owner)], placement, tuple(others)))
+    units = {names[id(m)]: _unit_plan(names[id(m)], p, m) for p, m in reversed(list(nested_units(model)))}
+    order = [names[id(m)] for _, m in nested_units(model)]
+    return ShardPlan(
+        mesh=tuple(zip(root.mesh.axis_names, root.mesh.axis_sizes, strict=True)),
+        units=tuple(units[name] for name in dict.fromkeys(order)),
+        leaves=tuple(leaves),
+    )
+
+
+def root_forgotten(model: Any) -> AnnotationError:
+    """The error for a model whose root is not a unit."""
+    inner = [dotted(p) for p, _ in nested_units(model)]
+    return AnnotationError(
+        "The root of the model is not annotated.",
+        where=f"{type(model).__name__}: {len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})",
+        why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
+        do="js.fully_shard(model, mesh=mesh)  # after its submodules",
+    )
+
+
+def owner_of(chains: list[tuple[nnx.Module, ...]]) -> nnx.Module | None:
+    """The innermost unit that encloses every occurrence of a parameter."""
+    owner = None
+    for level in zip(*chains, strict=False):
+        if any(unit is not level[0] for unit in level):
+            break
+        owner = level[0]
+    return owner
+
+
+def _owners(model: nnx.Module) -> dict[int, nnx.Module | None]:
+    chains: dict[int, list[tuple[nnx.Module, ...]]] = {}
+    for variable, _, units in occurrences(model):
+        chains.setdefault(id(variable), []).append(units)
+    return {key: owner_of(found) for key, found in chains.items()}
+
+
+def _unit_names(model: nnx.Module) -> dict[int, str]:
+    """Name of every unit module: its path, or the paths of its list joined."""
+    groups: dict[Any, list[tuple[Path, nnx.Module]]] = {}
+    for path, module in nested_units(model):
+        group = unit_of(module).policy.group  # type: ignore[union-attr]
+        groups.setdefault(id(module) if group is None else ("group", group), []).append((path, module))
+    return {id(m): "+".join(dotted(p) for p, _ in found) for found in groups.values() for _, m in found}
+
+
+def _unit_plan(name: str, path: Path, module: nnx.Module) -> UnitPlan:
+    unit = unit_of(module)
+    assert unit is not None
+    remat = unit.policy.remat
+    precision = unit.policy.mixed_precision
+    return UnitPlan(
+        name=name,
+        kind=plain_class(module).__name__,
+        reshard_after_forward=resharded(unit, is_root=not path),
+        remat=remat if isinstance(remat, str) else getattr(remat, "__name__", repr(remat)),
+        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}",
+    )
+
+
+def resharded(unit: Unit, *, is_root: bool) -> bool | int:
+    """What `reshard_after_forward=None` means: True, but False for the root, whose copy backward needs at once."""
+    asked = unit.policy.reshard_after_forward
+    return (not is_root) if asked is None else asked
+
+
+def _leaf_from_json(data: dict[str, Any]) -> LeafPlan:
+    placement = dict(data["placement"])
+    placement["shape"] = tuple(placement["shape"])
+    placement["spec"] = tuple(tuple(e) if isinstance(e, list) else e for e in placement["spec"])
+    return LeafPlan(data["path"], data["unit"], Placement(**placement), tuple(data["aliases"]))

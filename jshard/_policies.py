@@ -1,0 +1,104 @@
+"""Policies of a unit, as frozen values."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshard._errors import AnnotationError
+
+Remat = str | Callable[..., Any]
+"""`"none"`, `"dots"`, `"full"`, or a policy from `jax.checkpoint_policies`."""
+
+# A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
+_FREE = frozenset(
+    "all_gather broadcast_in_dim convert_element_type copy expand_dims name pcast pvary reshape reshard"
+    " sharding_constraint slice split squeeze transpose".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of a unit's computation and communication; the stored shard keeps its own dtype.
+
+    Args:
+        param: dtype of the gathered copy, and so of the all-gather; None keeps the stored dtype.
+        reduce: dtype of the gradient's reduce-scatter and all-reduce; None takes the dtype of `param`.
+        output: dtype to which the unit's floating outputs are cast; None leaves them.
+        cast_inputs: cast the unit's floating inputs to `param` before the call.
+
+    Example:
+        >>> js.MixedPrecision(param="bfloat16", reduce="float32")
+        MixedPrecision(param='bfloat16', reduce='float32', output=None, cast_inputs=True)
+    """
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for field in ("param", "reduce", "output"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            try:
+                dtype = jnp.dtype(value)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise AnnotationError(
+                    "A mixed-precision dtype is not floating point.",
+                    where=f"MixedPrecision({field}={value!r})",
+                    why=f"{value!r} is not the name of a floating dtype.",
+                    do='js.MixedPrecision(param="bfloat16", reduce="float32")',
+                )
+            object.__setattr__(self, field, dtype.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """What `fully_shard` was told about one unit.
+
+    `group` is shared by modules that were given in one list; None for a module on its own.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecision = MixedPrecision()
+    remat: Remat = "none"
+    group: int | None = None
+    batch_dim: int = 0
+    batch_arg: str | None = None
+    replicated_args: tuple[str, ...] = ()
+    outputs: str | None = None
+    sync_batch_norm: bool = True
+
+
+def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
+    """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
+    if remat == "full":
+        return None
+    inner = {
+        "none": jax.checkpoint_policies.everything_saveable,
+        "dots": jax.checkpoint_policies.dots_saveable,
+    }.get(remat, remat)  # type: ignore[arg-type]
+
+    def policy(prim: Any, *args: Any, **params: Any) -> Any:
+        return False if prim.name in _FREE else inner(prim, *args, **params)
+
+    return policy
+
+
+def check_remat(remat: Remat) -> None:
+    """Raises for a remat policy that does not exist."""
+    if callable(remat) or remat in ("none", "dots", "full"):
+        return
+    raise AnnotationError(
+        "There is no such remat policy.",
+        where=f"fully_shard(remat={remat!r})",
+        why='it is "none" (keep activations), "dots" (keep the results of matrix products), "full" (recompute the'
+        " unit), or a function from jax.checkpoint_policies.",
+        do='js.fully_shard(block, mesh=mesh, remat="full")',
+    )

@@ -1,0 +1,49 @@
+"""Parameters that could not be sharded: an error for a large one, one warning for the rest."""
+
+import fnmatch
+import functools
+import warnings
+
+from jshard._errors import AnnotationError
+from jshard._mesh import FSDP, degree
+from jshard._nnx import Member, Unit, dotted
+from jshard._placement import INDIVISIBLE
+
+_LARGE_SHARE = 0.01
+
+
+@functools.lru_cache(maxsize=None)
+def check_replicated(root: Unit, name: str) -> None:
+    """Looks at the parameters of a model that no dim divides; once per model and process.
+
+    Called when the root is known: by `shard_init`, and by the first call into a model.
+
+    Raises:
+        AnnotationError: one of them is over one percent of the model and not in `allow_replicated`.
+    """
+    total = sum(m.placement.logical_bytes for m in root.members)
+    odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
+    large = [m for m in odd if m.placement.logical_bytes > _LARGE_SHARE * total and not _allowed(m, root)]
+    axis = f"{FSDP}={degree(root.mesh, FSDP)}"
+    if large:
+        paths = [dotted(m.path) for m in large]
+        raise AnnotationError(
+            f"{len(large)} large parameter(s) of {name} would be replicated.",
+            where=[_describe(m) for m in large],
+            why=f"no dim divides by {axis}, and each is over {_LARGE_SHARE:.0%} of the model's {total} bytes.",
+            do=f"pad a dim to a multiple, or accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}).",
+        )
+    if odd:
+        listed = "".join(f"\n  {_describe(m)}" for m in odd)
+        warnings.warn(
+            f"{len(odd)} parameter(s) of {name} stay replicated, as no dim divides by {axis}:{listed}", stacklevel=3
+        )
+
+
+def _allowed(member: Member, root: Unit) -> bool:
+    return any(fnmatch.fnmatch(dotted(member.path), pattern) for pattern in root.allow_replicated)
+
+
+def _describe(member: Member) -> str:
+    placement = member.placement
+    return f"{dotted(member.path)}  {placement.dtype}{list(placement.shape)}  {placement.logical_bytes} bytes"

@@ -1,0 +1,1 @@
+"""What happens when an annotated model is called: one sharded region, and in it one gather per unit."""

@@ -1,0 +1,161 @@
+"""A method call on a module as a function of arrays: taken apart, put together again, its changes written back."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from jshard._errors import CallError
+from jshard._nnx import Path, dotted, plain_class
+
+Kept = list[tuple[Path, Any]]
+"""Paths with variables; an array that a module holds as a plain attribute stands for itself."""
+
+
+def is_nnx(x: Any) -> bool:
+    """Objects that travel with the module, in one graph, rather than as arrays."""
+    return isinstance(x, (nnx.Pytree, nnx.Variable))
+
+
+def is_array(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray))
+
+
+def raw(leaf: Any) -> Any:
+    """The value in a variable; an array is its own value."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def is_float(x: Any) -> bool:
+    return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
+
+
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """A module and arguments put together from arrays.
+
+    `graph` is the module with the nnx objects among the arguments: they may share variables.
+    """
+
+    graph: tuple[nnx.Module, tuple[Any, ...]]
+    args: tuple
+    kwargs: dict[str, Any]
+
+    @property
+    def module(self) -> nnx.Module:
+        return self.graph[0]
+
+    def variables(self, kind: type[nnx.Variable] = nnx.Variable) -> Kept:
+        return [(p, v) for p, v in nnx.iter_graph(self.graph) if isinstance(v, kind)]
+
+
+class Call:
+    """One call, taken apart.
+
+    Attributes:
+        params: the parameters, with paths that start with 0 in the module, 1 in the arguments.
+        state: the other variables, likewise.
+        arrays: the array arguments, and `names` for each: the name or position of its argument.
+    """
+
+    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self.method = method
+        self.where = f"{plain_class(module).__name__}.{method.__name__}"
+        flat, self._tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_nnx)
+        self._leaves = [leaf for _, leaf in flat]
+        self._objects = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
+        self._arrays = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
+        self.arrays = [self._leaves[i] for i in self._arrays]
+        self._paths = [flat[i][0] for i in self._arrays]
+        self.graph = (module, tuple(self._leaves[i] for i in self._objects))
+        self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
+        self.params: Kept = list(nnx.to_flat_state(params))
+        self.state: Kept = list(nnx.to_flat_state(state))
+
+    def argument_names(self, parameter_names: Sequence[str]) -> list[str]:
+        """The argument that each array belongs to, given the method's parameter names."""
+        names = []
+        for kind, key, *_ in self._paths:
+            if kind.idx == 1:
+                names.append(key.key)
+            else:
+                names.append(parameter_names[key.idx] if key.idx < len(parameter_names) else str(key.idx))
+        return names
+
+    def values(self) -> tuple[list, list, list]:
+        """The arrays of the call: parameters, state (each a pytree), arguments."""
+        return [raw(v) for _, v in self.params], [raw(v) for _, v in self.state], self.arrays
+
+    def put_together(self, params: Sequence, state: Sequence, arrays: Sequence) -> Live:
+        """A fresh copy of module and arguments that holds these values."""
+        given = zip(self.params + self.state, [*params, *state], strict=True)
+        flat = [(p, v.replace(x) if isinstance(v, nnx.Variable) else x) for (p, v), x in given]
+        graph = nnx.merge(self._graphdef, nnx.from_flat_state(flat), copy=True)
+        leaves = list(self._leaves)
+        for i, x in zip(self._arrays, arrays, strict=True):
+            leaves[i] = x
+        for i, x in zip(self._objects, graph[1], strict=True):
+            leaves[i] = x
+        args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        return Live(graph, args, kwargs)
+
+    def write_back(self, changes: Kept) -> None:
+        """Carries what the call changed over to the caller's objects."""
+        mine = dict(nnx.iter_graph(self.graph))
+        for path, new in changes:
+            if path in mine:
+                mine[path].set_raw_value(new.get_raw_value())
+            else:
+                setattr(mine[path[:-1]], path[-1], new)
+
+
+@dataclasses.dataclass(frozen=True)
+class Before:
+    """What a live graph held before its method ran."""
+
+    values: dict[Path, Any]
+    attributes: dict[Path, Any]
+
+    @classmethod
+    def of(cls, live: Live) -> "Before":
+        return cls({p: v.get_raw_value() for p, v in live.variables()}, _attributes(live))
+
+    def changes(self, live: Live, where: str) -> Kept:
+        """State that the method changed or made.
+
+        Raises:
+            CallError: it wrote a parameter, or a plain attribute: neither could leave the call.
+        """
+        changed = [(p, v) for p, v in live.variables() if not _same(v.get_raw_value(), self.values.get(p))]
+        written = [dotted(p[1:]) for p, v in changed if isinstance(v, nnx.Param)]
+        if written:
+            raise CallError(
+                "A parameter was written inside the call.",
+                where=[f"{where}: {path}" for path in written],
+                why="inside, only a shard or a gathered copy of it is there; the write would be lost.",
+                do="update parameters outside the model, as nnx.Optimizer does.",
+            )
+        now = _attributes(live)
+        lost = [dotted(p[1:]) for p, x in now.items() if p not in self.attributes or self.attributes[p] is not x]
+        if lost:
+            raise CallError(
+                "A plain attribute was written inside the call.",
+                where=[f"{where}: {path}" for path in lost],
+                why="the call runs on a copy of the module; only nnx Variables come back.",
+                do="keep it in a variable: self.count = nnx.Variable(jnp.zeros((), int)).",
+            )
+        return changed
+
+
+def _attributes(live: Live) -> dict[Path, Any]:
+    skip = lambda p: any(isinstance(k, str) and k.startswith("_pytree__") for k in p)  # noqa: E731
+    plain = lambda x: not isinstance(x, nnx.Variable) and not nnx.graphlib.is_node(x)  # noqa: E731
+    return {p: x for p, x in nnx.iter_graph(live.graph) if p and not skip(p) and plain(x)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    old, new = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(old) == len(new) and all(x is y for x, y in zip(old, new, strict=True))

@@ -1,0 +1,103 @@
+"""The collectives of one parameter: all-gather before use, reduce-scatter of its gradient."""
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jshard import _compat
+from jshard._mesh import FSDP, data_axes
+from jshard._placement import Placement
+
+
+def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """The full parameter in its gathered dtype, counted as different on every data shard.
+
+    The shard is made varying over all data axes *before* the gather: else differentiation would all-reduce
+    the full gradient over `replica` instead of the shard.
+    """
+    shard = vary(shard, data_axes(mesh)).astype(placement.gathered_dtype)
+    dim = _dim(shard, placement)
+    if dim is None:
+        return shard
+    return _keep_other_axes(lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True), shard, placement)(shard)
+
+
+def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.Array) -> jax.Array:
+    """The gradient of the stored shard from each data shard's gradient of the full parameter.
+
+    Reduce-scatter over `fsdp`, then an all-reduce of the shard over `replica`, both in the reduce dtype. A
+    replicated parameter is all-reduced over both.
+    """
+    full = full.astype(placement.reduce_dtype)
+    dim = _dim(full, placement)
+    if dim is not None:
+        scatter = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)  # noqa: E731
+        full = _keep_other_axes(scatter, full, placement)(full)
+    extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(full) - _compat.varying_axes(like))
+    return (lax.psum(full, extra) if extra else full).astype(like.dtype)
+
+
+def gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """A differentiable all-gather whose gradient is the reduce-scatter above; the full copy is kept."""
+
+    @jax.custom_vjp
+    def gathered(shard: jax.Array) -> jax.Array:
+        return all_gather(shard, placement, mesh)
+
+    def forward(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return all_gather(shard, placement, mesh), shard
+
+    def backward(shard: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+        return (reduce_scatter(gradient, placement, mesh, shard),)
+
+    gathered.defvjp(forward, backward)
+    return gathered(shard)
+
+
+def keep_piece(full: jax.Array, placement: Placement, pieces: int) -> jax.Array:
+    """The part of a gathered parameter that this device keeps: one of `pieces`, shared by a group of neighbours."""
+    dim = _dim(full, placement)
+    if dim is None:
+        return full
+    size = full.shape[dim] // pieces
+    mine = lax.axis_index(FSDP) % pieces
+    return lax.dynamic_slice_in_dim(full, mine * size, size, dim)
+
+
+def gather_pieces(piece: jax.Array, placement: Placement, pieces: int) -> jax.Array:
+    """The full parameter from the pieces that a group of `pieces` neighbours kept."""
+    dim = _dim(piece, placement)
+    if dim is None:
+        return piece
+    groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)]
+    join = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)  # noqa: E731
+    return _keep_other_axes(join, piece, placement)(piece)
+
+
+def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Counts a value as different along axes; its gradient is then summed over them."""
+    missing = tuple(a for a in axes if a not in _compat.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _dim(x: jax.Array, placement: Placement) -> int | None:
+    from_end = placement.dim_from_end
+    return None if from_end is None else x.ndim + from_end
+
+
+def _keep_other_axes(collective: Callable, x: jax.Array, placement: Placement) -> Callable:
+    """Runs a collective per shard of the axes that stay automatic.
+
+    In a partly manual region XLA would replicate a `tensor` axis before a collective over `fsdp`; being
+    manual over it too, around just the collective, avoids that.
+    """
+    spec = placement.spec[len(placement.spec) - x.ndim :]
+    others = tuple(None if e is None or e == FSDP else e for e in spec)
+    names = {n for e in others for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
+    names -= _compat.manual_axes()
+    if not names:
+        return collective
+    kept = PartitionSpec(*others)
+    return jax.shard_map(collective, in_specs=kept, out_specs=kept, axis_names=names)

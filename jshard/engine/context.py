@@ -1,0 +1,82 @@
+"""Where we are: outside, inside a sharded region, or in global view."""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """The sharded region that is being traced.
+
+    Args:
+        mesh: the mesh of the model.
+        axes: the data axes, manual inside the region.
+        gathered: parameters are full copies already, as in accumulation with `sync="last"`.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    gathered: bool = False
+
+
+# The region is told apart from the outside by the trace itself (its axes are manual), so a context variable is
+# enough; global view is not, and must be part of jit's cache key.
+_region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
+_copies: contextvars.ContextVar[Mapping[int, Any] | None] = contextvars.ContextVar("copies", default=None)
+_global_view = jax.make_user_context(default_value=False)
+
+
+def current_region() -> Region | None:
+    """The region being traced; None outside."""
+    return _region.get()
+
+
+@contextlib.contextmanager
+def region_scope(region: Region | None) -> Iterator[None]:
+    """Sets the region. Rules of `custom_vjp` are traced later than the call, so they must set it again."""
+    token = _region.set(region)
+    try:
+        yield
+    finally:
+        _region.reset(token)
+
+
+def gathered_copies() -> Mapping[int, Any] | None:
+    """Copies gathered beforehand, by id of the variable; None if each call gathers for itself."""
+    return _copies.get()
+
+
+@contextlib.contextmanager
+def copies_scope(copies: Mapping[int, Any] | None) -> Iterator[None]:
+    token = _copies.set(copies)
+    try:
+        yield
+    finally:
+        _copies.reset(token)
+
+
+def in_global_view() -> bool:
+    """Whether annotated modules run as plain ones."""
+    return bool(_global_view.value)
+
+
+@contextlib.contextmanager
+def global_view() -> Iterator[None]:
+    """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
+
+    For what cannot be split over the data shards: a batch that does not divide, a sample of one text, a
+    Hessian-vector product by forward mode. Results are right; memory and communication are the
+    compiler's choice.
+
+    Example:
+        >>> with js.global_view():
+        ...     logits = model(x[:1])
+    """
+    with _global_view(True):
+        yield

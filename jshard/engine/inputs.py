@@ -1,0 +1,139 @@
+"""Which arguments carry the batch, found from what the model does with their shapes."""
+
+import dataclasses
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard._errors import CallError
+from jshard._mesh import data_axes, data_degree, degree
+from jshard._nnx import Unit
+from jshard.engine.call import Call, is_array
+from jshard.engine.context import global_view
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSplit:
+    """How a call is split over the data shards.
+
+    Args:
+        size: global batch size.
+        shards: number of data shards.
+        arrays: for each array argument, whether it is split along the batch dim.
+        state: likewise for the module's other variables (a decoding cache).
+    """
+
+    size: int
+    shards: int
+    arrays: tuple[bool, ...]
+    state: tuple[bool, ...]
+
+
+def split_batch(call: Call, unit: Unit) -> BatchSplit | None:
+    """Finds the batch of a call; None if it has no array argument that could carry one.
+
+    The first array argument carries it. Any other of the same length does so only if the model needs it:
+    traced abstractly with a batch of twice the size and this argument as it is, the shapes must clash. A
+    table or positions that have that length by chance are then left whole, which is always right.
+
+    Raises:
+        CallError: the batch does not divide over the data shards, or `batch_arg` is not an argument.
+    """
+    policy = unit.policy
+    names = call.argument_names(list(inspect.signature(call.method).parameters)[1:])
+    candidates = [
+        i
+        for i, (x, name) in enumerate(zip(call.arrays, names, strict=True))
+        if x.ndim > policy.batch_dim and name not in policy.replicated_args and not _is_key(x)
+    ]
+    if policy.batch_arg is not None:
+        candidates = _put_first(candidates, names, call, policy.batch_arg)
+    if not candidates:
+        return None
+    first = candidates[0]
+    size, shards = call.arrays[first].shape[policy.batch_dim], data_degree(unit.mesh)
+    if size % shards:
+        raise _indivisible(call, unit, names[first], size, shards)
+    same = [i for i in candidates if call.arrays[i].shape[policy.batch_dim] == size]
+    state = tuple(_is_cache(v, policy.batch_dim, size) for _, v in call.state)
+    split = set(same)
+    if shards > 1:
+        for i in same[1:]:
+            others = split - {i}
+            if _shapes_fit(call, BatchSplit(size, shards, _flags(call, others), state), policy.batch_dim):
+                split = others
+    return BatchSplit(size, shards, _flags(call, split), state)
+
+
+def output_shapes(call: Call, split: BatchSplit, batch_dim: int, *, factor: int = 1) -> list[tuple[int, ...]]:
+    """Shapes of the call's array results in global view, with the batch `factor` times as large."""
+
+    def scaled(x: Any, is_batch: bool) -> Any:
+        shape = list(x.shape)
+        if is_batch:
+            shape[batch_dim] *= factor
+        return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
+
+    def run(params: list, state: list, arrays: list) -> list:
+        live = call.put_together(params, state, arrays)
+        with global_view():
+            out = call.method(live.module, *live.args, **live.kwargs)
+        return [x for x in jax.tree.leaves(out) if is_array(x)]
+
+    params, state, arrays = call.values()
+    state = [jax.tree.map(lambda x, f=f: scaled(x, f), s) for s, f in zip(state, split.state, strict=True)]
+    arrays = [scaled(x, f) for x, f in zip(arrays, split.arrays, strict=True)]
+    params = [scaled(x, False) for x in params]
+    return [x.shape for x in jax.eval_shape(run, params, state, arrays)]
+
+
+def _shapes_fit(call: Call, split: BatchSplit, batch_dim: int) -> bool:
+    try:
+        output_shapes(call, split, batch_dim, factor=2)
+    except Exception:  # whatever the model says to shapes that clash
+        return False
+    return True
+
+
+def _flags(call: Call, which: Iterable[int]) -> tuple[bool, ...]:
+    chosen = set(which)
+    return tuple(i in chosen for i in range(len(call.arrays)))
+
+
+def _put_first(candidates: list[int], names: list[str], call: Call, wanted: str) -> list[int]:
+    first = [i for i in candidates if names[i] == wanted]
+    if not first:
+        raise CallError(
+            "The argument that should carry the batch is not there.",
+            where=f"{call.where}, batch_arg={wanted!r}",
+            why=f"its array arguments are {', '.join(dict.fromkeys(names)) or 'none'}.",
+            do=f"js.fully_shard(model, mesh=mesh, batch_arg={names[0] if names else 'x'!r})",
+        )
+    return first + [i for i in candidates if i not in first]
+
+
+def _indivisible(call: Call, unit: Unit, name: str, size: int, shards: int) -> CallError:
+    sizes = ", ".join(f"{a}={degree(unit.mesh, a)}" for a in data_axes(unit.mesh))
+    return CallError(
+        "The batch cannot be split over the data shards.",
+        where=f"{call.where}, argument {name!r}, dim {unit.policy.batch_dim}",
+        why=f"{size} examples over {shards} data shards ({sizes}).",
+        do=f"use a batch that is a multiple of {shards}, or run this call whole: with js.global_view(): ...",
+    )
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _is_cache(variable: Any, batch_dim: int, size: int) -> bool:
+    if not isinstance(variable, nnx.Cache):
+        return False
+    shape = getattr(variable.get_raw_value(), "shape", ())
+    return len(shape) > batch_dim and shape[batch_dim] == size
+
+

@@ -1,0 +1,193 @@
+"""The sharded region: the outermost call into an annotated model as one `jax.shard_map` over the data axes.
+
+Parameters enter as their shards, arguments with a batch enter split along it, results leave the same way. All
+around it the user's program stays in global view, so penalties, metrics and optimizers see whole parameters.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jshard._errors import CallError
+from jshard._mesh import data_axes
+from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._replicated import check_replicated
+from jshard.engine.call import Before, Call, Live, is_array, raw
+from jshard.engine.context import Region, gathered_copies, global_view
+from jshard.engine.inputs import BatchSplit, output_shapes, split_batch
+from jshard.engine.outputs import Exit, changed_state
+from jshard.engine.reads import guard, hold_shard
+from jshard.engine.unit import run_unit
+
+
+def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs the outermost call into an annotated model.
+
+    A call without an array that could carry a batch runs in global view.
+    """
+    name = plain_class(module).__name__
+    if not isinstance(unit.mesh, Mesh):
+        raise CallError(
+            "The model was annotated for devices that are not here.",
+            where=f"{name}.{method.__name__}",
+            why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    if not unit.nested:
+        check_replicated(unit, name)
+    call = Call(module, method, args, kwargs)
+    split = split_batch(call, unit)
+    if split is None:
+        with global_view():
+            return method(module, *args, **kwargs)
+    return _Island(call, unit, unit.mesh, split).run()
+
+
+@dataclasses.dataclass
+class _Island:
+    call: Call
+    unit: Unit
+    mesh: Mesh
+    split: BatchSplit
+
+    def __post_init__(self) -> None:
+        self.axes = data_axes(self.mesh)
+        policy = self.unit.policy
+        where, batch = self.call.where, self.split.size
+        self.exit = Exit(where, self.axes, self.split.shards, batch, policy.batch_dim, policy.outputs)
+        self.members = [_member(self.call, path) for path, _ in self.call.params]
+        self.copies = _copies_of(self.call, gathered_copies())
+        self.region = Region(self.mesh, self.axes, gathered=self.copies is not None)
+
+    def run(self) -> Any:
+        params, state, arrays = self.call.values()
+        self.global_shapes = output_shapes(self.call, self.split, self.exit.batch_dim) if self.split.shards > 1 else None
+        specs = self._input_specs()
+        if self.copies is not None:
+            params = self.copies
+        # shard_map reads out_specs after it has traced the body, which fills the list: one trace instead of two.
+        self.out_specs: list[PartitionSpec] = []
+        region = jax.shard_map(
+            self._body, mesh=self.mesh, in_specs=specs, out_specs=self.out_specs, axis_names=self._manual_axes()
+        )
+        eager = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, state, arrays)))
+        outs = (jax.jit(region) if eager else region)(params, state, arrays)
+        return self._finish(outs)
+
+    def _manual_axes(self) -> set[str]:
+        """The data axes, and any other of degree 1: a region that is manual all over compiles best."""
+        others = {a for a, size in self.mesh.shape.items() if size == 1}
+        return set(self.axes) | others
+
+    def _input_specs(self) -> tuple[list, list, list]:
+        along = PartitionSpec(*[None] * self.exit.batch_dim, self.axes)
+        params = [
+            PartitionSpec(self.axes) if self.copies is not None else self._param_spec(member, raw(variable).ndim)
+            for member, (_, variable) in zip(self.members, self.call.params, strict=True)
+        ]
+        state = [along if is_batch else PartitionSpec() for is_batch in self.split.state]
+        arrays = [along if is_batch else PartitionSpec() for is_batch in self.split.arrays]
+        return params, state, arrays
+
+    def _param_spec(self, member: Member | None, ndim: int) -> PartitionSpec:
+        if member is None:
+            return PartitionSpec()
+        placement = member.placement
+        if placement.dim is not None and -placement.dim_from_end > ndim:
+            raise CallError(
+                "A parameter is sharded along the dim that a scan runs over.",
+                where=f"{self.call.where}: {dotted(member.path)}  {placement.dtype}{list(placement.shape)}",
+                why=f"dim {placement.dim} is gone inside the scan.",
+                do="js.fully_shard(layers, mesh=mesh, stacked=1)",
+            )
+        entries = placement.spec[len(placement.spec) - ndim :]
+        return PartitionSpec(*[e if e in self.axes else None for e in entries])
+
+    def _body(self, params: list, state: list, arrays: list) -> list:
+        if self.copies is not None:
+            params = [x[0] for x in params]  # each rank's own copy
+        shards = {
+            i: dotted(member.path)
+            for i, member in enumerate(self.members)
+            if member is not None and member.placement.dim is not None and self.copies is None
+        }
+        return guard(self._trace, shards, self.call.where, (params, state, arrays))
+
+    def _trace(self, params: list, state: list, arrays: list) -> list:
+        """The call on this data shard; returns its arrays and notes how each leaves the region."""
+        live = self.call.put_together(params, state, self._fold_keys(arrays))
+        self._prepare(live)
+        before = Before.of(live)
+        out = run_unit(
+            live.module, self.unit, self.region, self.call.method, live.args, live.kwargs, outermost=True
+        )
+        changes = [c for c in before.changes(live, self.call.where) if not isinstance(c[1], nnx.RngKey)]
+        flat, self.tree = jax.tree_util.tree_flatten_with_path(out)
+        self.static = [None if is_array(x) else x for _, x in flat]
+        self.dynamic = [is_array(x) for _, x in flat]
+        found = [(jax.tree_util.keystr(p), x) for p, x in flat if is_array(x)]
+        shapes = self.global_shapes or [x.shape for _, x in found]
+        ways = [self.exit.output(x, shape, name) for (name, x), shape in zip(found, shapes, strict=True)]
+        state_arrays, state_specs = changed_state(changes, self.exit)
+        self.changes = [(p, v, jax.tree.structure(raw(v))) for p, v in changes]
+        self.out_specs[:] = [spec for _, spec in ways] + state_specs
+        return [x for x, _ in ways] + state_arrays
+
+    def _finish(self, outs: list) -> Any:
+        it = iter(outs)
+        leaves = [next(it) if d else s for d, s in zip(self.dynamic, self.static, strict=True)]
+        changes = []
+        for path, variable, tree in self.changes:
+            changes.append((path, variable.replace(jax.tree.unflatten(tree, [next(it) for _ in range(tree.num_leaves)]))))
+        self.call.write_back(changes)
+        return jax.tree.unflatten(self.tree, leaves)
+
+    def _prepare(self, live: Live) -> None:
+        """What the in-region copy has that the user's module has not."""
+        by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
+        for path, node in nnx.iter_graph(live.graph):
+            member = by_path.get(path) if isinstance(node, nnx.Param) else None
+            if member is not None and member.placement.dim is not None and not self.region.gathered:
+                hold_shard(node, member.placement, self.mesh)
+            if isinstance(node, nnx.RngKey) and self.split.shards > 1:
+                node.set_raw_value(self._fold(node.get_raw_value()))
+            if self.unit.policy.sync_batch_norm and isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+                node.axis_name = self.axes
+
+    def _fold_keys(self, arrays: list) -> list:
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+        return [self._fold(x) if is_key(x) and self.split.shards > 1 else x for x in arrays]
+
+    def _fold(self, key: jax.Array) -> jax.Array:
+        """A key of this data shard's own, so that dropout masks differ between shards."""
+        fold = lambda k: jax.random.fold_in(k, lax.axis_index(self.axes))  # noqa: E731
+        for _ in range(key.ndim):
+            fold = jax.vmap(fold)
+        return fold(key)
+
+
+def _member(call: Call, path: tuple) -> Member | None:
+    """The record of a parameter in the call: of the module's own, or of an annotated module among the arguments."""
+    if path[0] == 0:
+        module, relative = call.graph[0], path[1:]
+    else:
+        module, relative = call.graph[1][path[1]], path[2:]
+    unit = unit_of(module)
+    return None if unit is None else unit.by_path.get(relative)
+
+
+def _copies_of(call: Call, copies: Mapping[int, Any] | None) -> list | None:
+    """The copies gathered beforehand for the parameters of this call, if they are all there."""
+    if copies is None:
+        return None
+    variables = dict(nnx.iter_graph(call.graph))
+    found = [copies.get(id(variables[path])) for path, _ in call.params]
+    return None if any(x is None for x in found) else found
+
+

@@ -1,0 +1,32 @@
+"""Where a call into an annotated module goes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from jshard import _compat
+from jshard._errors import CallError
+from jshard._nnx import plain_class, unit_of
+from jshard.engine.context import current_region, in_global_view
+from jshard.engine.island import open_region
+from jshard.engine.unit import run_unit
+
+
+def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Runs a method of a unit: as the region itself, as a unit inside it, or plainly in global view."""
+    unit = unit_of(module)
+    assert unit is not None
+    if in_global_view():
+        return method(module, *args, **kwargs)
+    region = current_region()
+    if region is not None:
+        return run_unit(module, unit, region, method, args, kwargs, outermost=False)
+    if manual := _compat.manual_axes() & set(unit.mesh.axis_names):
+        raise CallError(
+            "An annotated module was called inside a shard_map that is not jshard's.",
+            where=f"{plain_class(module).__name__}.{method.__name__}, manual axes {sorted(manual)}",
+            why="the call opens a sharded region over the data axes, which are manual already.",
+            do="call it outside the shard_map, or leave the data axes out of its axis_names.",
+        )
+    return open_region(module, unit, method, args, kwargs)
