@@ -13,11 +13,13 @@ from jshard._init import abstract_init as abstract_init
 from jshard._init import shard_init as shard_init
 from jshard._mesh import mesh as mesh
 from jshard._mesh import shard_batch as shard_batch
+from jshard._optimizer import shard_optimizer as shard_optimizer
 from jshard._plan import LeafPlan as LeafPlan
 from jshard._plan import ShardPlan as ShardPlan
 from jshard._plan import UnitPlan as UnitPlan
 from jshard._plan import plan as plan
 from jshard._policies import MixedPrecision as MixedPrecision
+from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
 from jshard.engine.outputs import batch_mean as batch_mean
 

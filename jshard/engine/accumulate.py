@@ -1,0 +1,153 @@
+"""Gradient accumulation: reduce every microbatch into a sharded sum, or gather once and reduce once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jshard._errors import AnnotationError, CallError
+from jshard._mesh import data_axes, data_degree
+from jshard._nnx import Member, Unit, plain_class, unit_of
+from jshard._plan import root_forgotten
+from jshard.engine.collectives import gather
+from jshard.engine.context import copies_scope
+
+
+def value_and_grad(
+    loss_fn: Callable[..., Any], *, accumulate: int = 1, sync: str = "each", has_aux: bool = False
+) -> Callable[..., Any]:
+    """`nnx.value_and_grad` over microbatches.
+
+    The batch is cut into `accumulate` microbatches along its leading dim; loss and gradients are the means
+    over them. State that the model changes (BatchNorm, dropout counts) passes from one to the next.
+
+    Args:
+        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view.
+        accumulate: number of microbatches.
+        sync: `"each"`: every microbatch gathers parameters and reduce-scatters gradients; the sum is sharded.
+            `"last"`: parameters are gathered once and gradients reduced once per step; each device holds the
+            full parameters and gradients of the model meanwhile.
+        has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
+
+    Returns:
+        A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`.
+
+    Raises:
+        CallError: the batch does not divide into microbatches that divide over the data shards.
+
+    Example:
+        >>> grad_fn = js.value_and_grad(loss_fn, accumulate=4, sync="last")
+        >>> loss, grads = nnx.jit(lambda model, x: grad_fn(model, x))(model, x)
+    """
+    if not isinstance(accumulate, int) or accumulate < 1 or sync not in ("each", "last"):
+        raise AnnotationError(
+            "There is no such way to accumulate.",
+            where=f"value_and_grad(accumulate={accumulate!r}, sync={sync!r})",
+            why='accumulate is a number of microbatches, sync is "each" or "last".',
+            do='js.value_and_grad(loss_fn, accumulate=4, sync="last")',
+        )
+
+    @functools.wraps(loss_fn)
+    def run(model: nnx.Module, *batch: Any) -> Any:
+        unit = unit_of(model)
+        if unit is None:
+            raise root_forgotten(model)
+        if accumulate == 1:
+            return nnx.value_and_grad(loss_fn, has_aux=has_aux)(model, *batch)
+        parts = _microbatches(batch, unit, accumulate, plain_class(model).__name__)
+        return _accumulate(loss_fn, model, unit, parts, accumulate, sync == "last", has_aux)
+
+    return run
+
+
+def _accumulate(
+    loss_fn: Callable, model: nnx.Module, unit: Unit, parts: Any, steps: int, once: bool, has_aux: bool
+) -> Any:
+    graphdef, params, state = nnx.split(model, nnx.Param, ...)
+    members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(params)]
+    copies, reduce = _gather_once(params, members, unit) if once else ([], None)
+
+    def loss(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, Any]:
+        live = nnx.merge(graphdef, params, state, copy=True)
+        with copies_scope(_by_variable(live, params, copies) if once else None):
+            out = loss_fn(live, *part)
+        value, aux = out if has_aux else (out, None)
+        return value, (aux, nnx.state(live, nnx.Not(nnx.Param)))
+
+    def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
+        total, sums, state = carry
+        (value, (aux, state)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
+            params, copies, state, part
+        )
+        return (total + value, jax.tree.map(jnp.add, sums, grads), state), aux
+
+    zeros = jax.tree.map(jnp.zeros_like, (params, copies))
+    dtype = jax.eval_shape(loss, params, copies, state, jax.tree.map(lambda x: x[0], parts))[0].dtype
+    (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, state), parts)
+    if reduce is not None:
+        (of_params,) = reduce(of_copies)
+        grads = jax.tree.map(jnp.add, grads, of_params)
+    nnx.update(model, state)
+    grads = jax.tree.map(lambda g: g / steps, grads)
+    value = total / steps
+    return ((value, aux) if has_aux else value), grads
+
+
+def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> tuple[list, Callable]:
+    """Every data shard's own full copy of the parameters, and the function that reduces their gradients.
+
+    A copy is an array with one leading row per data shard: gradients of the rows are the unreduced ones.
+    """
+    axes = data_axes(unit.mesh)
+
+    def gather_all(values: list) -> list:
+        pairs = zip(values, members, strict=True)
+        return [gather(x, m.placement, unit.mesh)[None] for x, m in pairs if m is not None]
+
+    def specs_of(m: Member | None) -> PartitionSpec:
+        assert m is not None, "every parameter of the root is a member of it"
+        return PartitionSpec(*[e if e in axes else None for e in m.placement.spec])
+
+    def copy_all(params: Any) -> list:
+        return jax.shard_map(
+            gather_all,
+            mesh=unit.mesh,
+            in_specs=([specs_of(m) for m in members],),
+            out_specs=PartitionSpec(axes),
+            axis_names=set(axes) | {a for a, size in unit.mesh.shape.items() if size == 1},
+        )(jax.tree.leaves(params))
+
+    return jax.vjp(copy_all, params)
+
+
+def _by_variable(live: nnx.Module, params: Any, copies: list) -> dict[int, jax.Array]:
+    """The copies by the variables of a live model, so that a call into any of its units finds its own."""
+    variables = dict(nnx.iter_graph(live))
+    paths = [path for path, _ in nnx.to_flat_state(params)]
+    return {id(variables[path]): copy for path, copy in zip(paths, copies, strict=True)}
+
+
+def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
+    """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them."""
+    shards = data_degree(unit.mesh)
+    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
+    bad = [(jax.tree_util.keystr(p), x.shape) for p, x in flat if not x.ndim or x.shape[0] % (steps * shards)]
+    if bad:
+        raise CallError(
+            "The batch cannot be cut into microbatches.",
+            where=[f"{name}: batch{p}  shape {tuple(s)}" for p, s in bad],
+            why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
+            do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
+        )
+    sharding = NamedSharding(unit.mesh, PartitionSpec(None, data_axes(unit.mesh)))
+
+    def cut(x: jax.Array) -> jax.Array:
+        rows = jnp.asarray(x).reshape(x.shape[0] // steps, steps, *x.shape[1:])
+        return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
+
+    return jax.tree.map(cut, batch)
