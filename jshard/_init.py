@@ -1,15 +1,15 @@
 """Deferred initialisation: every parameter is created where it will live."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard._errors import MeshError
+from jshard._errors import AnnotationError, MeshError
 from jshard._mesh import AnyMesh
-from jshard._nnx import plain_class, unit_of
+from jshard._nnx import dotted, plain_class, unit_of
 from jshard._plan import root_forgotten
 from jshard._replicated import check_replicated
 
@@ -29,14 +29,7 @@ def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any]) -> M:
     Example:
         >>> plan = js.plan(js.abstract_init(lambda: MLP(nnx.Rngs(0)), annotate))
     """
-    with nnx.use_eager_sharding(False):
-        model = nnx.eval_shape(build)
-    annotate(model)
-    unit = unit_of(model)
-    if unit is None:
-        raise root_forgotten(model)
-    check_replicated(unit, plain_class(model).__name__)
-    return model
+    return _annotated(nnx.merge(*_shapes(build)), annotate)
 
 
 def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: AnyMesh | None = None) -> M:
@@ -61,7 +54,8 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: An
     Example:
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
-    abstract = abstract_init(build, annotate)
+    graphdef, shapes = _shapes(build)
+    abstract = _annotated(nnx.merge(graphdef, shapes), annotate)
     unit = unit_of(abstract)
     assert unit is not None
     used = unit.mesh
@@ -72,13 +66,45 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: An
             why="the annotation used an abstract mesh." if not isinstance(used, Mesh) else "the annotation used another.",
             do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
         )
-    graphdef, state = nnx.split(abstract)
+    planned = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
     replicated = NamedSharding(used, PartitionSpec())
-    shardings = jax.tree.map(lambda x: x.sharding if isinstance(x.sharding, NamedSharding) else replicated, state)
+    leaves = [(path, planned[path].sharding if path in planned else replicated) for path, _ in _flat(shapes)]
+    init = lambda: [leaf for _, leaf in _flat(_split(build)[1])]  # noqa: E731
+    arrays = jax.jit(init, out_shardings=[sharding for _, sharding in leaves])()
+    model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
+    return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
 
-    def init() -> Any:
-        with nnx.use_eager_sharding(False):
-            fresh = nnx.state(build())
-        return jax.tree.unflatten(jax.tree.structure(state), jax.tree.leaves(fresh))
 
-    return cast(M, nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)()))
+def _annotated(model: M, annotate: Callable[[M], Any]) -> M:
+    annotate(model)
+    unit = unit_of(model)
+    if unit is None:
+        raise root_forgotten(model)
+    check_replicated(unit, plain_class(model).__name__)
+    return model
+
+
+def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
+    """Builds and splits; a `tensor` axis in the model's metadata must not place arrays yet."""
+    with nnx.use_eager_sharding(False):
+        return nnx.split(build())
+
+
+def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
+    """The split model with shapes for arrays."""
+    graphdef, shapes = jax.eval_shape(lambda: _split(build))
+    model = nnx.merge(graphdef, shapes)
+    lost = [dotted(p) for p, x in nnx.iter_graph(model) if isinstance(x, jax.core.Tracer)]
+    if lost:
+        raise AnnotationError(
+            "The model holds arrays that Flax cannot see while it is traced.",
+            where=[f"{plain_class(model).__name__}: {path}" for path in lost],
+            why="a plain attribute that is assigned a traced array counts as static, and its value would be lost.",
+            do=f"wrap it: self.{lost[0].split('/')[-1]} = nnx.data(...), or nnx.Variable(...).",
+        )
+    return graphdef, shapes
+
+
+def _flat(state: Any) -> list[tuple[tuple, Any]]:
+    """The arrays of a state with the paths of their variables."""
+    return [(path, leaf) for path, v in nnx.to_flat_state(state) for leaf in jax.tree.leaves(v)]

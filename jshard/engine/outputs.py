@@ -99,7 +99,8 @@ class Exit:
             where=f"{self.where} returned {name or 'an array'}: {_type(x)}",
             why=f"each of {self.shards} data shards computed it from its own {self.local_batch} of {self.batch} examples,"
             " and jshard cannot know how to combine them.",
-            do='return js.batch_mean(x) if it is a mean over the batch, or js.fully_shard(model, mesh=mesh, outputs="mean").',
+            do="return js.batch_mean(x), right for a mean over the batch and for what is the same on all shards;"
+            ' or js.fully_shard(model, mesh=mesh, outputs="mean").',
         )
 
     def _odd_shape(self, x: jax.Array, global_shape: tuple[int, ...], name: str) -> CallError:

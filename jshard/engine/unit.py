@@ -9,6 +9,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from jshard import _compat
 from jshard._nnx import NESTED, OWN, Member, Unit, detach
 from jshard._placement import Placement
 from jshard._plan import resharded
@@ -206,8 +207,11 @@ class _Pull:
 
 
 def _after(values: list, gradients: list) -> tuple[list, list]:
-    """Makes values available only once the floating gradients are."""
-    at = [i for i, g in enumerate(gradients) if g.dtype != jax.dtypes.float0]
+    """Makes values available only once the gradients that differ between data shards are.
+
+    The barrier would count the others (of synchronised state, say) as different too, so they stay out of it.
+    """
+    at = [i for i, g in enumerate(gradients) if g.dtype != jax.dtypes.float0 and _compat.varying_axes(g)]
     if not at:
         return values, gradients
     values, waited = lax.optimization_barrier((values, [gradients[i] for i in at]))

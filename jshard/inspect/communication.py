@@ -1,0 +1,70 @@
+"""What a plan sends: the collectives of one step of training, leaf by leaf, before anything is compiled."""
+
+import collections
+import dataclasses
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from jshard._mesh import FSDP, REPLICA
+from jshard._placement import Placement
+from jshard._plan import ShardPlan
+from jshard.inspect.hlo import ring_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The collectives of one kind in a step.
+
+    Args:
+        kind: `all-gather`, `reduce-scatter` or `all-reduce`.
+        axes: the mesh axes that it runs over.
+        group_size: devices of a group.
+        dtype: dtype on the wire.
+        full_bytes: bytes of the whole arrays, before they are split over the group.
+        purpose: what it is for.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+    dtype: str
+    full_bytes: int
+    purpose: str
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, by the ring algorithm."""
+        return ring_bytes(self.kind, self.full_bytes, self.group_size)
+
+
+def communication(plan: ShardPlan) -> tuple[Traffic, ...]:
+    """The collectives of one forward and backward pass as the plan asks for them.
+
+    A compiler leaves out the second gather of a parameter that backward does not need, such as most biases.
+    """
+    sums: dict[Traffic, int] = collections.defaultdict(int)
+    reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
+    for leaf in plan.leaves:
+        for one in _of_leaf(leaf.placement, reshard[leaf.unit], dict(plan.mesh)):
+            sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes
+    return tuple(dataclasses.replace(one, full_bytes=total) for one, total in sums.items())
+
+
+def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
+    fsdp, replica = degrees[FSDP], degrees.get(REPLICA, 1)
+    reduce, gather = placement.reduce_dtype, placement.gathered_dtype
+    full = placement.gathered_bytes
+    reduced = full // jnp.dtype(gather).itemsize * jnp.dtype(reduce).itemsize
+    if placement.dim is None:
+        axes = tuple(a for a in (REPLICA, FSDP) if degrees.get(a, 1) > 1)
+        if axes:
+            yield Traffic("all-reduce", axes, fsdp * replica, reduce, reduced, "gradients of replicated parameters")
+        return
+    yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
+    if reshard is not False:
+        size = fsdp if reshard is True else int(reshard)
+        yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
+    yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
+    if replica > 1:
+        yield Traffic("all-reduce", (REPLICA,), replica, reduce, reduced // fsdp, "gradient shards over replicas")

@@ -1,0 +1,302 @@
+"""Which collectives a program holds: read from the compiled HLO, or from StableHLO as it was asked for.
+
+The compiled text says what runs: kinds, groups, bytes, how often. The lowered text says what was asked, before the
+compiler changed it: XLA:CPU, for one, turns bfloat16 collectives into float32 ones.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jshard._errors import ShardingError
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+# Communication that is not counted: better an error than a total that is too small.
+_OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+_ITEM_BYTES = {
+    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
+    "f8e4m3": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
+}  # fmt: skip
+_CALLING = frozenset("call fusion while conditional async-start custom-call".split())
+
+
+class ProgramError(ShardingError):
+    """A compiled program holds something that this reader cannot count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program; one that carries several dtypes counts as one for each.
+
+    Args:
+        name: the instruction's name in the text.
+        kind: one of `KINDS`.
+        dtype: HLO name of the element type, such as `f32` or `bf16`.
+        group: positions, in the mesh's order, of the devices of the first group.
+        executions: how often it runs in one run of the program, loops counted.
+        full_bytes: of one execution, the bytes of the whole array: the result of an all-gather, the input of
+            a reduce-scatter, the array of an all-reduce, one device's array of the others.
+        conditional: it lies in a branch, and may not run at all.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    group: tuple[int, ...]
+    executions: int
+    full_bytes: int
+    conditional: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The whole array's bytes, times executions."""
+        return self.full_bytes * self.executions
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, over all executions, by the ring algorithm."""
+        return self.executions * ring_bytes(self.kind, self.full_bytes, len(self.group))
+
+    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+        """The mesh axes that it runs over."""
+        places = np.stack(np.unravel_index(self.group, mesh.axis_sizes), axis=1)
+        return tuple(a for a, column in zip(mesh.axis_names, places.T, strict=True) if len(set(column)) > 1)
+
+
+def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
+    """Bytes that each device of a group sends in one collective, by the ring algorithm."""
+    if kind == "collective-permute":
+        return full_bytes
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * full_bytes * (group_size - 1) / group_size
+
+
+def collectives(program: Any, num_devices: int | None = None) -> tuple[Collective, ...]:
+    """The collectives of a compiled program, those in loops with their trip counts.
+
+    Args:
+        program: a `jax.stages.Compiled`, or its text.
+        num_devices: devices of the program, where its text does not say.
+
+    Raises:
+        ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
+    """
+    text = program if isinstance(program, str) else program.as_text()
+    if num_devices is None:
+        found = re.search(r"num_partitions=(\d+)", text)
+        num_devices = int(found.group(1)) if found else 1
+    computations, entry = _parse(text)
+    return tuple(_Reader(computations, num_devices).visit(entry))
+
+
+def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
+    """The collectives of a lowered program, as the trace wrote them: each once, loops and calls not counted.
+
+    Args:
+        lowered: a `jax.stages.Lowered`, or its StableHLO text.
+    """
+    text = lowered if isinstance(lowered, str) else lowered.as_text()
+    kinds = "|".join(k.replace("-", "_") for k in KINDS)
+    op = re.compile(rf'(%[\w:]+) = "stablehlo\.({kinds})"(.*?) : \(tensor<([^>]*)>.*?\) -> \(?tensor<([^>]*)>', re.S)
+    found = []
+    for name, kind, attributes, before, after in op.findall(text):
+        kind = kind.replace("_", "-")
+        *dims, dtype = (before if kind == "reduce-scatter" else after).split("x")
+        first = re.search(r"(?:replica_groups|source_target_pairs) = dense<\[?\[?([\d, ]*)", attributes)
+        group = tuple(int(i) for i in first.group(1).split(",")) if first and first.group(1).strip() else ()
+        size = math.prod(map(int, dims)) * _item_bytes(dtype, name)
+        found.append(Collective(name, kind, dtype, group, 1, size))
+    return tuple(found)
+
+
+def full_bytes(found: Iterable[Collective], kind: str, *, over: int = 1) -> int:
+    """Sum of the whole arrays' bytes over all executions of one kind, for groups of more than `over` devices."""
+    return sum(c.total_bytes for c in found if c.kind == kind and len(c.group) > over)
+
+
+def wire_bytes(found: Iterable[Collective]) -> float:
+    """Bytes that each device sends in one run of the program."""
+    return sum(c.wire_bytes for c in found)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    """`%name = shape opcode(operands), attributes`."""
+
+    name: str
+    shape: str
+    opcode: str
+    attributes: str
+
+
+def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
+    """The computations of an HLO module, and the name of the entry."""
+    header = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
+    computations: dict[str, list[_Instruction]] = {}
+    current, entry = None, ""
+    for line in text.splitlines():
+        if line.startswith("}"):
+            current = None
+        elif current is not None:
+            instruction = _instruction(line)
+            if instruction is not None:
+                computations[current].append(instruction)
+        elif match := header.match(line):
+            current = match.group(2)
+            computations[current] = []
+            entry = current if match.group(1) else entry
+    if not entry:
+        raise ProgramError(
+            "This is not the text of a compiled program.",
+            where=repr(text[:60]),
+            why="it has no ENTRY computation.",
+            do="js.inspect.collectives(jax.jit(f).lower(...).compile())",
+        )
+    return computations, entry
+
+
+def _instruction(line: str) -> _Instruction | None:
+    match = re.match(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$", line)
+    if not match:
+        return None
+    name, right = match.groups()
+    end = _closing(right) if right.startswith("(") else right.find(" ")  # a tuple shape has spaces in it
+    opcode = re.match(r"\s*([\w\-]+)(?=\()", right[end:])
+    if not opcode:
+        return None
+    operands = end + opcode.end()
+    return _Instruction(name, right[:end], opcode.group(1), right[operands + _closing(right[operands:]) :])
+
+
+def _closing(text: str) -> int:
+    """Length of the parenthesis that a text opens with."""
+    depth = 0
+    for end, char in enumerate(text, start=1):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return end
+    return len(text)
+
+
+class _Reader:
+    """Walks the computations from the entry, through loops, branches and calls."""
+
+    def __init__(self, computations: dict[str, list[_Instruction]], num_devices: int) -> None:
+        self._computations = computations
+        self._num_devices = num_devices
+        self._known: dict[str, list[Collective]] = {}
+
+    def visit(self, name: str) -> list[Collective]:
+        if name not in self._known:
+            self._known[name] = [c for i in self._computations[name] for c in self._read(i)]
+        return self._known[name]
+
+    def _read(self, instruction: _Instruction) -> Iterator[Collective]:
+        opcode = instruction.opcode
+        kind = opcode.removesuffix("-start")
+        if kind in KINDS:
+            yield from self._collective(instruction, kind)
+        elif kind in _OTHERS:
+            raise _cannot(instruction, f"{opcode} is not one of {', '.join(KINDS)}.")
+        else:
+            inner = [c for called in self._called(instruction) for c in self.visit(called)]
+            if not inner:
+                return
+            # A TPU shows one asynchronous collective in several fusions: it would be counted several times.
+            if opcode not in _CALLING or opcode == "fusion":
+                raise _cannot(instruction, f"it runs the collective {inner[0].name} inside {opcode}.")
+            times = _trip_count(instruction) if opcode == "while" else 1
+            branch = opcode == "conditional"
+            for c in inner:
+                yield dataclasses.replace(c, executions=c.executions * times, conditional=c.conditional or branch)
+
+    def _called(self, instruction: _Instruction) -> list[str]:
+        """Names of the computations that an instruction runs."""
+        if instruction.opcode in ("async-update", "async-done"):
+            return []  # their start counts
+        names = re.findall(r"[{,=]\s*%?([\w.\-]+)", instruction.attributes)
+        return [n for n in dict.fromkeys(names) if n in self._computations]
+
+    def _collective(self, instruction: _Instruction, kind: str) -> Iterator[Collective]:
+        group = _group(instruction, kind, self._num_devices)
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", instruction.shape)
+        if instruction.opcode.endswith("-start") and kind != "all-reduce":
+            # (operands, results), then for a permute two context words.
+            shapes = [s for s in shapes if s != ("u32", "")] if kind == "collective-permute" else shapes
+            shapes = shapes[len(shapes) // 2 :]
+        sizes: dict[str, int] = collections.defaultdict(int)
+        for dtype, dims in shapes:
+            size = math.prod(int(d) for d in dims.split(",") if d)
+            sizes[dtype] += size * _item_bytes(dtype, instruction.name)
+        scattered = len(group) if kind == "reduce-scatter" else 1
+        for dtype, size in sizes.items():
+            yield Collective(instruction.name, kind, dtype, group, 1, size * scattered)
+
+
+def _trip_count(loop: _Instruction) -> int:
+    found = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if not found:
+        raise _cannot(loop, "it is a loop with collectives whose number of rounds the compiler does not know.")
+    return int(found.group(1))
+
+
+def _group(instruction: _Instruction, kind: str, num_devices: int) -> tuple[int, ...]:
+    """Positions of the devices in the first group: from a list, an iota, or a mesh with axis names."""
+    rest = instruction.attributes
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{\{([\d,{}]*)\}\}", rest)
+        if pairs:
+            return tuple(sorted({int(i) for i in re.findall(r"\d+", pairs.group(1))}))
+    if "replica_groups={}" in rest:
+        return tuple(range(num_devices))
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return tuple(int(i) for i in found.group(1).split(",") if i) or tuple(range(num_devices))
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, source, order = (_ints(g) for g in found.groups())
+        ids = np.arange(math.prod(source)).reshape(source)
+        return tuple(ids.transpose(order or None).reshape(shape)[0].tolist())
+    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
+        return _mesh_group(instruction, *found.groups())
+    raise _cannot(instruction, "its groups of devices are written in an unknown way.")
+
+
+def _mesh_group(instruction: _Instruction, sizes: str, axes: str) -> tuple[int, ...]:
+    """First group of `mesh['a'=2,'b'=4] {'b'}`."""
+    names = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
+    used = re.findall(r"'([^']+)'", axes)
+    if ":" in axes or not set(used) <= set(names):
+        raise _cannot(instruction, f"a part of a mesh axis is not understood: {axes}.")
+    ids = np.arange(math.prod(map(int, names.values()))).reshape([int(n) for n in names.values()])
+    first = ids[tuple(slice(None) if name in used else 0 for name in names)]
+    return tuple(np.ravel(first).tolist())
+
+
+def _ints(text: str | None) -> Sequence[int]:
+    return [int(i) for i in text.split(",")] if text else []
+
+
+def _item_bytes(dtype: str, name: str) -> int:
+    dtype = re.sub(r"^i(\d)", r"s\1", dtype).lower()  # StableHLO says i32 and f8E4M3FN
+    if dtype not in _ITEM_BYTES:
+        raise ProgramError(
+            "A collective cannot be counted.",
+            where=name,
+            why=f"the size of its element type {dtype!r} is not known.",
+            do="report the program's text as an issue.",
+        )
+    return _ITEM_BYTES[dtype]
+
+
+def _cannot(instruction: _Instruction, why: str) -> ProgramError:
+    return ProgramError(
+        "A collective cannot be counted.",
+        where=f"%{instruction.name} = {instruction.opcode}(...)",
+        why=why,
+        do="report the program's text as an issue.",
+    )
