@@ -22,5 +22,8 @@ from jshard._policies import MixedPrecision as MixedPrecision
 from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
 from jshard.engine.outputs import batch_mean as batch_mean
+from jshard.engine.outputs import per_shard as per_shard
+from jshard.inspect.check import CheckReport as CheckReport
+from jshard.inspect.check import check as check
 
 __version__ = "0.1.0"

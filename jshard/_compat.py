@@ -1,10 +1,15 @@
 """Every difference between versions of jax and flax, and every name of theirs that is not public."""
 
+import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import flax
 import jax
 from flax.nnx import graphlib
+
+
+_LIBRARY = tuple(str(pathlib.Path(m.__file__).parent) for m in (jax, flax)) + (str(pathlib.Path(__file__).parent),)
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -20,6 +25,11 @@ def manual_axes() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def is_carry_mismatch(error: TypeError) -> bool:
+    """Whether jax refused a loop because its carry varies over a mesh axis at the end and not at the start."""
+    return "manual axis types do not match" in str(error) or "to='varying'" in str(error)
+
+
 def children(node: Any) -> Mapping[Any, Any]:
     """The attributes or items of a node of a Flax graph; empty for a leaf.
 
@@ -29,3 +39,21 @@ def children(node: Any) -> Mapping[Any, Any]:
         return {}
     impl = graphlib.get_node_impl(node)
     return {} if impl is None else impl.node_dict(node)
+
+
+def _frames(eqn: Any) -> list[Any]:
+    traceback = getattr(eqn.source_info, "traceback", None)
+    return list(traceback.frames) if traceback is not None else []
+
+
+def frame_files(eqn: Any) -> str:
+    """The files of the Python stack that made an equation of a jaxpr, one per line."""
+    return "\n".join(frame.file_name for frame in _frames(eqn))
+
+
+def user_frame(eqn: Any) -> str:
+    """`file:line` of the user's code that made an equation: the innermost frame outside jax, flax and jshard."""
+    for frame in _frames(eqn):
+        if not frame.file_name.startswith((*_LIBRARY, "<")):
+            return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
+    return "an unknown place"

@@ -69,8 +69,16 @@ def split_batch(call: Call, unit: Unit) -> BatchSplit | None:
     return BatchSplit(size, shards, _flags(call, split), state)
 
 
-def output_shapes(call: Call, split: BatchSplit, batch_dim: int, *, factor: int = 1) -> list[tuple[int, ...]]:
-    """Shapes of the call's array results in global view, with the batch `factor` times as large."""
+@dataclasses.dataclass(frozen=True)
+class GlobalTrace:
+    """A call traced abstractly in global view: its program, and the shapes of its array results."""
+
+    jaxpr: Any
+    shapes: tuple[tuple[int, ...], ...]
+
+
+def trace_globally(call: Call, split: BatchSplit, batch_dim: int, *, factor: int = 1) -> GlobalTrace:
+    """Traces the call in global view, with the batch `factor` times as large."""
 
     def scaled(x: Any, is_batch: bool) -> Any:
         shape = list(x.shape)
@@ -88,12 +96,13 @@ def output_shapes(call: Call, split: BatchSplit, batch_dim: int, *, factor: int 
     state = [jax.tree.map(lambda x, f=f: scaled(x, f), s) for s, f in zip(state, split.state, strict=True)]
     arrays = [scaled(x, f) for x, f in zip(arrays, split.arrays, strict=True)]
     params = [scaled(x, False) for x in params]
-    return [x.shape for x in jax.eval_shape(run, params, state, arrays)]
+    jaxpr, out = jax.make_jaxpr(run, return_shape=True)(params, state, arrays)
+    return GlobalTrace(jaxpr, tuple(x.shape for x in out))
 
 
 def _shapes_fit(call: Call, split: BatchSplit, batch_dim: int) -> bool:
     try:
-        output_shapes(call, split, batch_dim, factor=2)
+        trace_globally(call, split, batch_dim, factor=2)
     except Exception:  # whatever the model says to shapes that clash
         return False
     return True

@@ -20,9 +20,10 @@ from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
 from jshard._replicated import check_replicated
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.context import Region, gathered_copies, global_view
-from jshard.engine.inputs import BatchSplit, output_shapes, split_batch
+from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.reads import guard, hold_shard
+from jshard.engine.reductions import warn_of_batch_reductions
 from jshard.engine.unit import run_unit
 
 
@@ -67,7 +68,11 @@ class _Island:
 
     def run(self) -> Any:
         params, state, arrays = self.call.values()
-        self.global_shapes = output_shapes(self.call, self.split, self.exit.batch_dim) if self.split.shards > 1 else None
+        self.global_shapes = None
+        if self.split.shards > 1:
+            traced = trace_globally(self.call, self.split, self.exit.batch_dim)
+            self.global_shapes = traced.shapes
+            warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
         specs = self._input_specs()
         if self.copies is not None:
             params = self.copies

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from jshard import _compat
@@ -15,6 +16,10 @@ from jshard._errors import CallError
 from jshard._nnx import dotted
 from jshard.engine.call import raw
 from jshard.engine.collectives import vary
+from jshard.engine.context import current_region, in_global_view
+
+BATCH_MEAN = "jshard_batch_mean"
+"""Marks a declared mean over the batch in a program traced in global view."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,10 +132,27 @@ def batch_mean(x: Any) -> Any:
     """
 
     def mean(value: jax.Array) -> jax.Array:
+        if in_global_view():
+            return checkpoint_name(value, BATCH_MEAN)
         axes = tuple(sorted(_compat.varying_axes(value) & _compat.manual_axes()))
         return lax.pmean(value, axes) if axes else value
 
     return jax.tree.map(mean, x)
+
+
+def per_shard(x: Any) -> Any:
+    """Says that a constant belongs to each data shard, so that a loop in a model may start from it.
+
+    Elsewhere it changes nothing.
+
+    Args:
+        x: pytree of arrays.
+
+    Example:
+        >>> carry = js.per_shard(jnp.zeros((16, 64)))
+    """
+    region = current_region()
+    return x if region is None else jax.tree.map(lambda value: vary(value, region.axes), x)
 
 
 def changed_state(changes: Sequence, exit_: Exit) -> tuple[list, list[PartitionSpec]]:

@@ -1,7 +1,8 @@
 """One unit inside the region: gather its parameters, compute, let them go, gather again for backward."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jshard import _compat
+from jshard._errors import CallError
 from jshard._nnx import NESTED, OWN, Member, Unit, detach
 from jshard._placement import Placement
 from jshard._plan import resharded
@@ -85,7 +87,7 @@ class _Box:
         live = self.call.put_together(params, state, self._cast(arrays, self._input_dtype))
         self._open(live)
         before = Before.of(live)
-        with region_scope(self.region):
+        with region_scope(self.region), _loops_explained(self.call.where):
             out = self.call.method(live.module, *live.args, **live.kwargs)
         changes = before.changes(live, self.call.where)
         leaves, tree = jax.tree.flatten(out)
@@ -120,6 +122,22 @@ class _Box:
     @staticmethod
     def _cast(arrays: Sequence, dtype: str | None) -> list:
         return [x.astype(dtype) if dtype and jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x for x in arrays]
+
+
+@contextlib.contextmanager
+def _loops_explained(where: str) -> Iterator[None]:
+    """Tells in the model's words what jax says of a loop whose carry starts the same on all data shards."""
+    try:
+        yield
+    except TypeError as error:
+        if not _compat.is_carry_mismatch(error):
+            raise
+        raise CallError(
+            "A loop in the model starts from a constant and ends with values of the batch.",
+            where=where,
+            why="the constant is the same on all data shards, the result is not, and a loop keeps the type of its carry.",
+            do="say that the start belongs to each shard: carry = js.per_shard(jnp.zeros(...)).",
+        ) from error
 
 
 def _run(

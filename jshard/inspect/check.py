@@ -1,0 +1,150 @@
+"""Is the sharded region right for this model? Run a call both ways and compare."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from jshard._errors import CallError
+from jshard._nnx import dotted, plain_class, unit_of
+from jshard._plan import root_forgotten
+from jshard.engine.call import is_array, is_float
+from jshard.engine.context import global_view
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckReport:
+    """Differences between the sharded region and global view, relative to the largest element of each array.
+
+    An array whose elements are all below a hundredth of the largest of its kind is measured against that.
+
+    Args:
+        outputs: by path of the output.
+        gradients: by path of the parameter.
+        tolerance: what was allowed.
+    """
+
+    outputs: dict[str, float]
+    gradients: dict[str, float]
+    tolerance: float
+
+    @property
+    def worst(self) -> float:
+        return max([*self.outputs.values(), *self.gradients.values()], default=0.0)
+
+    def __str__(self) -> str:
+        leaf = max(self.gradients, key=self.gradients.__getitem__, default="none")
+        return (
+            f"check: {len(self.outputs)} outputs and {len(self.gradients)} gradients agree with global view;"
+            f" worst {self.worst:.1e} of {self.tolerance:.0e} allowed (gradient of {leaf})"
+        )
+
+
+def check(
+    model: nnx.Module,
+    *args: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    tolerance: float = 1e-4,
+    **kwargs: Any,
+) -> CheckReport:
+    """Compares a call into an annotated model with the same call in global view: outputs and gradients.
+
+    A model that combines examples of the batch does so per data shard; this finds it by its results. The model
+    is not changed.
+
+    Args:
+        model: the annotated model.
+        *args: arguments of the call, or of `loss_fn` after the model.
+        loss_fn: `loss_fn(model, *args, **kwargs)`; the model's own `__call__` by default. If it returns a
+            scalar, gradients are those of it; else of a fixed weighted sum of the outputs.
+        tolerance: largest difference allowed, relative to the largest element of an array.
+        **kwargs: keyword arguments of the call.
+
+    Returns:
+        The differences.
+
+    Raises:
+        CallError: a difference is larger than `tolerance`, or the call drew random numbers, which differ
+            between data shards by design.
+
+    Example:
+        >>> report = js.check(model, x)
+    """
+    if unit_of(model) is None:
+        raise root_forgotten(model)
+    call = loss_fn or (lambda model, *args, **kwargs: model(*args, **kwargs))
+    where = f"{plain_class(model).__name__}: {getattr(loss_fn, '__name__', '__call__')}"
+    graphdef, params, state = nnx.split(model, nnx.Param, ...)
+    static = {k: v for k, v in kwargs.items() if not is_array(v)}
+    arrays = {k: v for k, v in kwargs.items() if is_array(v)}
+
+    def run(params: Any, state: Any, args: tuple, arrays: dict) -> tuple[Any, Any, Any]:
+        def scalar(params: Any) -> tuple[jax.Array, tuple]:
+            live = nnx.merge(graphdef, params, state, copy=True)
+            out = call(live, *args, **arrays, **static)
+            found = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
+            return _weighted_sum(found), (found, nnx.state(live, nnx.RngCount))
+
+        (_, (found, counts)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+        return found, grads, counts
+
+    found, grads, counts = jax.jit(run)(params, state, args, arrays)
+    _refuse_random(counts, nnx.state(model, nnx.RngCount), where)
+    with global_view():
+        wanted, wanted_grads, _ = jax.jit(run)(params, state, args, arrays)
+    report = CheckReport(
+        _differences({name or "output": (x, wanted[name]) for name, x in found.items()}),
+        _differences({dotted(p): (v, w) for (p, v), (_, w) in zip(*map(_flat, (grads, wanted_grads)), strict=True)}),
+        tolerance,
+    )
+    _raise_if_apart(report, where)
+    return report
+
+
+def _weighted_sum(outputs: dict[str, jax.Array]) -> jax.Array:
+    """A scalar that depends on every element in its own way; a scalar output is itself."""
+    floats = [x for x in outputs.values() if is_float(x)]
+    if len(floats) == 1 and floats[0].ndim == 0:
+        return floats[0]
+    weights = [jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape) for x in floats]
+    return sum((jnp.vdot(w, x.astype(jnp.float32)) for w, x in zip(weights, floats, strict=True)), jnp.zeros(()))
+
+
+def _flat(state: Any) -> list[tuple[tuple, jax.Array]]:
+    return [(path, v.get_raw_value()) for path, v in nnx.to_flat_state(state)]
+
+
+def _differences(pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
+    """Largest difference of each pair, relative to its largest element; one that is nearly zero counts as noise."""
+    host = {k: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for k, (x, y) in pairs.items() if x.size}
+    scale = {k: float(np.abs(y).max()) for k, (_, y) in host.items()}
+    floor = max(1e-2 * max(scale.values(), default=0.0), np.finfo(np.float32).tiny)
+    return {k: float(np.abs(x - y).max()) / max(scale[k], floor) for k, (x, y) in host.items()}
+
+
+def _refuse_random(after: Any, before: Any, where: str) -> None:
+    drawn = [dotted(p) for (p, a), (_, b) in zip(_flat(after), _flat(before), strict=True) if (a != b).any()]
+    if drawn:
+        raise CallError(
+            "The call drew random numbers, so its results cannot be compared.",
+            where=[f"{where}: {path}" for path in drawn],
+            why="every data shard draws its own; a plain run would draw others.",
+            do="compare without dropout: model.eval(); js.check(model, x).",
+        )
+
+
+def _raise_if_apart(report: CheckReport, where: str) -> None:
+    every = {**{f"output {k}": v for k, v in report.outputs.items()}, **report.gradients}
+    bad = sorted((k for k in every if not every[k] <= report.tolerance), key=lambda k: -every[k])
+    if bad:
+        raise CallError(
+            "The sharded region and global view do not agree.",
+            where=[f"{where}: {k}  {every[k]:.1e}" for k in bad],
+            why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. A model that combines"
+            " examples (a mean over the batch, in-batch negatives) sees one data shard's part of them.",
+            do="compute it outside the model, or declare it with js.batch_mean(x).",
+        )
