@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, AnyMesh, check_mesh, degree, is_concrete
 from jshard._nnx import (
@@ -124,7 +125,9 @@ def fully_shard(
         outputs=outputs,
         sync_batch_norm=sync_batch_norm,
     )
-    rule = PlacementRule(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size)
+    rule = PlacementRule(
+        tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size
+    )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
     for chosen in _choose_units(modules, units):
         _annotate(chosen, record)
@@ -222,7 +225,7 @@ def _place_arrays(module: nnx.Module) -> None:
         sharding = NamedSharding(cast(Any, unit.mesh), unit.by_path[path].placement.partition_spec)
         if isinstance(value, jax.ShapeDtypeStruct):
             variable.set_raw_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
-        elif is_concrete(unit.mesh) and not isinstance(value, jax.core.Tracer):
+        elif is_concrete(unit.mesh) and not _compat.is_tracer(value):
             variable.set_raw_value(jax.device_put(value, sharding))
 
 
@@ -243,7 +246,9 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
         raise AnnotationError(
             "No submodule is chosen as a unit.",
             where=f"fully_shard({type(modules[0]).__name__}, units={units!r})",
-            why="none of its submodules matches; there are " + ", ".join(f"{k} ({p})" for k, p in kinds.items()) + ".",
+            why="none of its submodules matches; there are "
+            + (", ".join(f"{k} ({p})" for k, p in kinds.items()) or "none")
+            + ".",
             do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
         )
     return chosen
@@ -277,7 +282,7 @@ class _PathPattern:
 
 
 def _check_modules(modules: list[Any]) -> None:
-    wrong = [type(m).__name__ for m in modules if not isinstance(m, nnx.Module)]
+    wrong = dict.fromkeys(type(m).__name__ for m in modules if not isinstance(m, nnx.Module))
     if wrong or not modules:
         raise AnnotationError(
             "fully_shard needs an nnx module, or a list of them.",

@@ -7,9 +7,9 @@ from typing import Any
 import flax
 import jax
 from flax.nnx import graphlib
+from jax import core
 
-
-_LIBRARY = tuple(str(pathlib.Path(m.__file__).parent) for m in (jax, flax)) + (str(pathlib.Path(__file__).parent),)
+_LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -28,6 +28,11 @@ def manual_axes() -> frozenset[str]:
 def is_carry_mismatch(error: TypeError) -> bool:
     """Whether jax refused a loop because its carry varies over a mesh axis at the end and not at the start."""
     return "manual axis types do not match" in str(error) or "to='varying'" in str(error)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value is being traced, rather than there."""
+    return isinstance(x, core.Tracer)
 
 
 def children(node: Any) -> Mapping[Any, Any]:

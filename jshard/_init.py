@@ -7,6 +7,7 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard import _compat
 from jshard._errors import AnnotationError, MeshError
 from jshard._mesh import AnyMesh
 from jshard._nnx import dotted, plain_class, unit_of
@@ -63,13 +64,15 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: An
         raise MeshError(
             "The model cannot be placed on this mesh.",
             where=f"shard_init({plain_class(abstract).__name__})",
-            why="the annotation used an abstract mesh." if not isinstance(used, Mesh) else "the annotation used another.",
+            why="the annotation used an abstract mesh."
+            if not isinstance(used, Mesh)
+            else "the annotation used another.",
             do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
         )
     planned = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
     replicated = NamedSharding(used, PartitionSpec())
     leaves = [(path, planned[path].sharding if path in planned else replicated) for path, _ in _flat(shapes)]
-    init = lambda: [leaf for _, leaf in _flat(_split(build)[1])]  # noqa: E731
+    init = lambda: [leaf for _, leaf in _flat(_split(build)[1])]
     arrays = jax.jit(init, out_shardings=[sharding for _, sharding in leaves])()
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
     return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
@@ -94,7 +97,7 @@ def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     """The split model with shapes for arrays."""
     graphdef, shapes = jax.eval_shape(lambda: _split(build))
     model = nnx.merge(graphdef, shapes)
-    lost = [dotted(p) for p, x in nnx.iter_graph(model) if isinstance(x, jax.core.Tracer)]
+    lost = [dotted(p) for p, x in nnx.iter_graph(model) if _compat.is_tracer(x)]
     if lost:
         raise AnnotationError(
             "The model holds arrays that Flax cannot see while it is traced.",

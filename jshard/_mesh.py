@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jshard._errors import CallError, MeshError
 REPLICA, FSDP, TENSOR = AXES = ("replica", "fsdp", "tensor")
 DATA_AXES = (REPLICA, FSDP)
 
-AnyMesh = Mesh | AbstractMesh
+AnyMesh: TypeAlias = Mesh | AbstractMesh
 
 
 def mesh(
@@ -21,7 +21,7 @@ def mesh(
     replica: int = 1,
     fsdp: int = -1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | int | None = None,
+    devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
     **unknown: int,
 ) -> AnyMesh:
     """Lays the devices out over the axes `replica`, `fsdp` and `tensor`.
@@ -37,6 +37,7 @@ def mesh(
         tensor: degree of the tensor axis; -1 likewise.
         devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
             that need not exist: good for `js.plan` and `js.explain`, not for arrays.
+        **unknown: refused: there are no other axes.
 
     Returns:
         A `jax.sharding.Mesh` with Auto axes, or an `AbstractMesh` if `devices` is an int.
@@ -51,7 +52,7 @@ def mesh(
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
     asked = {REPLICA: replica, FSDP: fsdp, TENSOR: tensor}
-    found: list[jax.Device] | None = None
+    found: list[Any] | None = None
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
@@ -96,7 +97,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> tuple[i
         )
     if count < 1 or count % fixed or (not open_axes and fixed != count):
         product = " x ".join(str(v) for v in asked.values() if v != -1)
-        does = "does not divide" if open_axes else "is not"
+        does = "does not divide" if open_axes and count > 0 else "is not"
         raise MeshError(
             "The mesh does not match the devices.",
             where=where,
@@ -181,7 +182,8 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         raise CallError(
             "The batch cannot be split over the data shards.",
             where=[f"batch{p}  shape {s}" for p, s in bad],
-            why=f"{processes} process(es) with that many rows each, over {shards} data shards {_sizes(mesh)}.",
+            why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
+            f" over {shards} data shards {_sizes(mesh)}.",
             do=f"use a global batch that is a multiple of {shards}.",
         )
     sharding = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))

@@ -21,7 +21,8 @@ from jshard._mesh import AnyMesh
 from jshard._placement import Placement, PlacementRule
 from jshard._policies import UnitPolicy
 
-Path = tuple[str | int, ...]
+Path = tuple[Any, ...]
+"""Keys from a module to something in it: attribute names and indices."""
 
 OWN, NESTED, OUTER = "own", "nested", "outer"
 
@@ -105,7 +106,7 @@ def detach(module: nnx.Module) -> None:
     object.__setattr__(module, "__class__", plain_class(module))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -> type[nnx.Module]:
     body: dict[str, Any] = {
         "_jshard_unit": unit,
@@ -138,7 +139,7 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
     return call
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _unit_metaclass(meta: type) -> type:
     """A metaclass of its own, so that pickle can be told how to rebuild a unit's class."""
     made = type("UnitMeta", (meta,), {})

@@ -1,7 +1,7 @@
 """Optimizer state that follows the plan: created sharded, and kept so."""
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import jax
 import optax
@@ -57,7 +57,7 @@ def shard_optimizer(
         )
     places = _StatePlaces(unit, shard_replicated)
     placed = _placed(tx, places)
-    build = lambda model: nnx.Optimizer(model, placed, wrt=wrt)  # noqa: E731
+    build = lambda model: nnx.Optimizer(model, placed, wrt=wrt)
     abstract = nnx.eval_shape(build, model)
     graphdef, state = nnx.split(abstract)
     shardings = nnx.from_flat_state([(p, places.shardings(p, v)) for p, v in nnx.to_flat_state(state)])
@@ -80,7 +80,7 @@ def _placed(tx: optax.GradientTransformation, places: "_StatePlaces") -> optax.G
         updates, state = tx.update(places.hold(grads), places.hold(state), params, **extra)
         return places.hold(updates, as_params=True), places.hold(state)
 
-    return optax.GradientTransformationExtraArgs(tx.init, update)
+    return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
 
 
 class _StatePlaces:
@@ -93,7 +93,7 @@ class _StatePlaces:
 
     def shardings(self, path: Path, variable: nnx.Variable) -> nnx.Variable:
         """The variable with a sharding for each array in it; Optax masks some out."""
-        sharding = lambda x: NamedSharding(self._mesh, self.spec(path, x.shape))  # noqa: E731
+        sharding = lambda x: NamedSharding(self._mesh, self.spec(path, x.shape))
         return variable.replace(jax.tree.map(sharding, variable.get_raw_value()))
 
     def hold(self, tree: Any, *, as_params: bool = False) -> Any:
@@ -102,10 +102,7 @@ class _StatePlaces:
         def one(path: Any, leaf: Any) -> Any:
             names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
             member = self._member(names)
-            if member is not None and as_params:
-                spec = member.placement.partition_spec
-            else:
-                spec = self.spec(names, leaf.shape)
+            spec = self.spec(names, leaf.shape) if not as_params or member is None else member.placement.partition_spec
             return lax.with_sharding_constraint(leaf, NamedSharding(self._mesh, spec))
 
         return jax.tree_util.tree_map_with_path(one, tree)

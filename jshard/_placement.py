@@ -164,8 +164,8 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], d
     possible = [d for d in free if shape[d] % degree == 0]
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked}.",
-        where=f"{path}  shape {tuple(shape)}",
-        why=f"the fsdp axis has degree {degree}; the dims that are free and divide by it are {possible}.",
+        where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
+        why=f"a dim must divide by the degree of the fsdp axis, {degree}, and be free of other axes and of layers.",
         do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
         " shard_dim=lambda path, shape: None)",
     )

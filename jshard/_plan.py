@@ -150,9 +150,14 @@ def plan(model: nnx.Module) -> ShardPlan:
 def root_forgotten(model: Any) -> AnnotationError:
     """The error for a model whose root is not a unit."""
     inner = [dotted(p) for p, _ in nested_units(model)]
+    units = (
+        f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"
+        if inner
+        else "no unit inside"
+    )
     return AnnotationError(
         "The root of the model is not annotated.",
-        where=f"{type(model).__name__}: {len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})",
+        where=f"{type(model).__name__}: {units}",
         why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
         do="js.fully_shard(model, mesh=mesh)  # after its submodules",
     )

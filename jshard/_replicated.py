@@ -12,7 +12,7 @@ from jshard._placement import INDIVISIBLE
 _LARGE_SHARE = 0.01
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def check_replicated(root: Unit, name: str) -> None:
     """Looks at the parameters of a model that no dim divides; once per model and process.
 

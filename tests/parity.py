@@ -89,7 +89,7 @@ def compare(found: Trained, wanted: Trained) -> Difference:
     assert found.gradients.keys() == wanted.gradients.keys()
     assert found.state.keys() == wanted.state.keys()
     leaf = max(wanted.gradients, key=lambda k: worst(found.gradients[k], wanted.gradients[k]))
-    square = lambda tree: sum(float((np.float64(x) ** 2).sum()) for x in tree.values())  # noqa: E731
+    square = lambda tree: sum(float((np.float64(x) ** 2).sum()) for x in tree.values())
     apart = {k: found.parameters[k] - wanted.parameters[k] for k in wanted.parameters}
     floats = [k for k, x in wanted.state.items() if np.issubdtype(x.dtype, np.floating)]
     for k in wanted.state.keys() - set(floats):

@@ -14,6 +14,8 @@ from tests.parity import assert_parity, flat, train, worst
 
 CONFIG = Config()
 BATCH = token_batch(CONFIG)
+# Adam divides a gradient by its own size: where the penalty is a bias's whole gradient, rounding becomes a step.
+PENALTY_TOLERANCE = 1e-5
 MESHES = [{"fsdp": 8}, {"replica": 2, "fsdp": 4}]
 
 
@@ -28,13 +30,13 @@ def penalty(model):
 @pytest.mark.parametrize("axes", MESHES)
 def test_penalty_over_all_parameters_outside_the_model(axes):
     loss = lambda model, x, y: loss_fn(model, x, y) + penalty(model)
-    assert_parity(builder(CONFIG), annotator(js.mesh(**axes)), loss, BATCH)
+    assert_parity(builder(CONFIG), annotator(js.mesh(**axes)), loss, BATCH, parameters=PENALTY_TOLERANCE)
 
 
 def test_penalty_with_accumulation_that_syncs_last():
     loss = lambda model, x, y: loss_fn(model, x, y) + penalty(model)
     grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
-    assert_parity(builder(CONFIG), annotator(js.mesh()), loss, BATCH, grad=grad)
+    assert_parity(builder(CONFIG), annotator(js.mesh()), loss, BATCH, grad=grad, parameters=PENALTY_TOLERANCE)
 
 
 class TiedByHand(Decoder):
@@ -46,7 +48,9 @@ class TiedByHand(Decoder):
             x = block(x)
         x = self.norm(x)
         first = self.blocks[0]
-        extra = (first.up.kernel[...] ** 2).sum() + first.down.kernel[3].sum() + (jnp.ones((1, 64)) @ first.up.kernel).sum()
+        extra = (
+            (first.up.kernel[...] ** 2).sum() + first.down.kernel[3].sum() + (jnp.ones((1, 64)) @ first.up.kernel).sum()
+        )
         assert first.up.kernel.shape == (64, 256) and first.up.kernel.ndim == 2 and first.up.kernel.size == 64 * 256
         return x @ self.embed.embedding[...].T + 0.01 * extra * x.mean(-1, keepdims=True)
 
@@ -138,7 +142,10 @@ def annotate_awkward(mesh, **settings):
 LENGTH = BATCH[0].shape[1]
 RNG = np.random.default_rng(1)
 KEYWORDS = {
-    "batch mask, positions": ((RNG.random((16, LENGTH, 1)) > 0.3).astype(np.float32), np.arange(LENGTH, dtype=np.float32)),
+    "batch mask, positions": (
+        (RNG.random((16, LENGTH, 1)) > 0.3).astype(np.float32),
+        np.arange(LENGTH, dtype=np.float32),
+    ),
     "broadcast mask, batch positions": (
         np.ones((1, LENGTH, 1), np.float32),
         np.tile(np.arange(LENGTH, dtype=np.float32), (16, 1)),
@@ -172,7 +179,9 @@ def test_methods_and_several_calls(loss):
 @pytest.mark.parametrize("axes", MESHES)
 def test_batch_norm_sees_the_whole_batch(axes):
     # Statistics are sums over the batch in another order; the gradient of a normalised activation magnifies that.
-    assert_parity(awkward(norm=True), annotate_awkward(js.mesh(**axes)), loss_of_call, BATCH, gradient=2e-5, parameters=1e-4)
+    assert_parity(
+        awkward(norm=True), annotate_awkward(js.mesh(**axes)), loss_of_call, BATCH, gradient=2e-5, parameters=1e-4
+    )
 
 
 def loss_of_call(model, x, y):
@@ -187,7 +196,9 @@ def test_batch_norm_can_be_per_shard():
     synced = train(js.shard_init(awkward(norm=True), annotate_awkward(mesh)), loss_of_call, alike, steps=1).state[key]
     settings = {"sync_batch_norm": False}
     with pytest.warns(UserWarning, match="combines examples of the batch"):
-        local = train(js.shard_init(awkward(norm=True), annotate_awkward(mesh, **settings)), loss_of_call, alike, steps=1)
+        local = train(
+            js.shard_init(awkward(norm=True), annotate_awkward(mesh, **settings)), loss_of_call, alike, steps=1
+        )
     np.testing.assert_allclose(synced, plain, rtol=1e-5)
     np.testing.assert_allclose(local.state[key], 0.99, rtol=1e-5)
     assert np.abs(plain - 0.99).max() > 1e-4
@@ -249,7 +260,9 @@ def test_sown_intermediates():
     model, plain = attender(True), attender(False)
     found, wanted = nnx.jit(lambda m, x: m(x))(model, BATCH[0]), nnx.jit(lambda m, x: m(x))(plain, BATCH[0])
     np.testing.assert_allclose(found, wanted, atol=1e-5)
-    sown, want = ({p: v.get_raw_value()[0] for p, v in nnx.to_flat_state(nnx.state(m, nnx.Intermediate))} for m in (model, plain))
+    sown, want = (
+        {p: v.get_raw_value()[0] for p, v in nnx.to_flat_state(nnx.state(m, nnx.Intermediate))} for m in (model, plain)
+    )
     assert sown.keys() == want.keys() and len(sown) == 2
     for path in want:
         np.testing.assert_allclose(sown[path], want[path], atol=1e-5)

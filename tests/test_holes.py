@@ -37,7 +37,9 @@ class Centred(nnx.Module):
 
 def test_a_reduction_over_the_batch_is_warned_of_and_found_by_check():
     model = js.fully_shard(Centred(nnx.Rngs(0)), mesh=js.mesh())
-    with pytest.warns(UserWarning, match=r"Centred.__call__ combines examples .* own 2 of 16:\n  reduce_sum at test_holes.py"):
+    with pytest.warns(
+        UserWarning, match=r"Centred.__call__ combines examples .* own 2 of 16:\n  reduce_sum at test_holes.py"
+    ):
         call(model, X)
     with pytest.warns(UserWarning, match="dot_general at test_holes.py"):
         nnx.jit(lambda m, x: m.similarities(x))(model, X)

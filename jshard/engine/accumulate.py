@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree
@@ -103,11 +103,13 @@ def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> tuple
 
     A copy is an array with one leading row per data shard: gradients of the rows are the unreduced ones.
     """
-    axes = data_axes(unit.mesh)
+    mesh = unit.mesh
+    assert isinstance(mesh, Mesh), "the model has arrays"
+    axes = data_axes(mesh)
 
     def gather_all(values: list) -> list:
         pairs = zip(values, members, strict=True)
-        return [gather(x, m.placement, unit.mesh)[None] for x, m in pairs if m is not None]
+        return [gather(x, m.placement, mesh)[None] for x, m in pairs if m is not None]
 
     def specs_of(m: Member | None) -> PartitionSpec:
         assert m is not None, "every parameter of the root is a member of it"
@@ -116,10 +118,10 @@ def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> tuple
     def copy_all(params: Any) -> list:
         return jax.shard_map(
             gather_all,
-            mesh=unit.mesh,
+            mesh=mesh,
             in_specs=([specs_of(m) for m in members],),
             out_specs=PartitionSpec(axes),
-            axis_names=set(axes) | {a for a, size in unit.mesh.shape.items() if size == 1},
+            axis_names=set(axes) | {a for a, size in mesh.shape.items() if size == 1},
         )(jax.tree.leaves(params))
 
     return jax.vjp(copy_all, params)

@@ -21,6 +21,7 @@ def is_nnx(x: Any) -> bool:
 
 
 def is_array(x: Any) -> bool:
+    """Whether a leaf of arguments or results is an array, traced or not."""
     return isinstance(x, (jax.Array, np.ndarray))
 
 
@@ -30,6 +31,7 @@ def raw(leaf: Any) -> Any:
 
 
 def is_float(x: Any) -> bool:
+    """Whether an array has gradients."""
     return jax.numpy.issubdtype(x.dtype, jax.numpy.inexact)
 
 
@@ -46,9 +48,11 @@ class Live:
 
     @property
     def module(self) -> nnx.Module:
+        """The module whose method runs."""
         return self.graph[0]
 
     def variables(self, kind: type[nnx.Variable] = nnx.Variable) -> Kept:
+        """The variables of a kind, by path."""
         return [(p, v) for p, v in nnx.iter_graph(self.graph) if isinstance(v, kind)]
 
 
@@ -109,7 +113,7 @@ class Call:
             if path in mine:
                 mine[path].set_raw_value(new.get_raw_value())
             else:
-                setattr(mine[path[:-1]], path[-1], new)
+                setattr(mine[path[:-1]], str(path[-1]), new)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +125,7 @@ class Before:
 
     @classmethod
     def of(cls, live: Live) -> "Before":
+        """What a live graph holds now."""
         return cls({p: v.get_raw_value() for p, v in live.variables()}, _attributes(live))
 
     def changes(self, live: Live, where: str) -> Kept:
@@ -151,8 +156,8 @@ class Before:
 
 
 def _attributes(live: Live) -> dict[Path, Any]:
-    skip = lambda p: any(isinstance(k, str) and k.startswith("_pytree__") for k in p)  # noqa: E731
-    plain = lambda x: not isinstance(x, nnx.Variable) and not nnx.graphlib.is_node(x)  # noqa: E731
+    skip = lambda p: any(isinstance(k, str) and k.startswith("_pytree__") for k in p)
+    plain = lambda x: not isinstance(x, nnx.Variable) and not nnx.graphlib.is_node(x)
     return {p: x for p, x in nnx.iter_graph(live.graph) if p and not skip(p) and plain(x)}
 
 

@@ -33,7 +33,7 @@ def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.
     full = full.astype(placement.reduce_dtype)
     dim = _dim(full, placement)
     if dim is not None:
-        scatter = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)  # noqa: E731
+        scatter = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
         full = _keep_other_axes(scatter, full, placement)(full)
     extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(full) - _compat.varying_axes(like))
     return (lax.psum(full, extra) if extra else full).astype(like.dtype)
@@ -72,7 +72,7 @@ def gather_pieces(piece: jax.Array, placement: Placement, pieces: int) -> jax.Ar
     if dim is None:
         return piece
     groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)]
-    join = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)  # noqa: E731
+    join = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
     return _keep_other_axes(join, piece, placement)(piece)
 
 

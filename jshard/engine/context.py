@@ -54,6 +54,7 @@ def gathered_copies() -> Mapping[int, Any] | None:
 
 @contextlib.contextmanager
 def copies_scope(copies: Mapping[int, Any] | None) -> Iterator[None]:
+    """Sets the copies that calls inside find."""
     token = _copies.set(copies)
     try:
         yield

@@ -115,12 +115,13 @@ def _flags(call: Call, which: Iterable[int]) -> tuple[bool, ...]:
 
 def _put_first(candidates: list[int], names: list[str], call: Call, wanted: str) -> list[int]:
     first = [i for i in candidates if names[i] == wanted]
+    possible = [names[i] for i in candidates]
     if not first:
         raise CallError(
             "The argument that should carry the batch is not there.",
             where=f"{call.where}, batch_arg={wanted!r}",
-            why=f"its array arguments are {', '.join(dict.fromkeys(names)) or 'none'}.",
-            do=f"js.fully_shard(model, mesh=mesh, batch_arg={names[0] if names else 'x'!r})",
+            why=f"the arguments that can carry it are {', '.join(dict.fromkeys(possible)) or 'none'}.",
+            do=f"js.fully_shard(model, mesh=mesh, batch_arg={possible[0] if possible else 'x'!r})",
         )
     return first + [i for i in candidates if i not in first]
 
@@ -144,5 +145,3 @@ def _is_cache(variable: Any, batch_dim: int, size: int) -> bool:
         return False
     shape = getattr(variable.get_raw_value(), "shape", ())
     return len(shape) > batch_dim and shape[batch_dim] == size
-
-

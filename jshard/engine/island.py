@@ -14,6 +14,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
@@ -81,7 +82,7 @@ class _Island:
         region = jax.shard_map(
             self._body, mesh=self.mesh, in_specs=specs, out_specs=self.out_specs, axis_names=self._manual_axes()
         )
-        eager = not any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((params, state, arrays)))
+        eager = not any(_compat.is_tracer(x) for x in jax.tree.leaves((params, state, arrays)))
         outs = (jax.jit(region) if eager else region)(params, state, arrays)
         return self._finish(outs)
 
@@ -104,7 +105,8 @@ class _Island:
         if member is None:
             return PartitionSpec()
         placement = member.placement
-        if placement.dim is not None and -placement.dim_from_end > ndim:
+        from_end = placement.dim_from_end
+        if from_end is not None and -from_end > ndim:
             raise CallError(
                 "A parameter is sharded along the dim that a scan runs over.",
                 where=f"{self.call.where}: {dotted(member.path)}  {placement.dtype}{list(placement.shape)}",
@@ -129,9 +131,7 @@ class _Island:
         live = self.call.put_together(params, state, self._fold_keys(arrays))
         self._prepare(live)
         before = Before.of(live)
-        out = run_unit(
-            live.module, self.unit, self.region, self.call.method, live.args, live.kwargs, outermost=True
-        )
+        out = run_unit(live.module, self.unit, self.region, self.call.method, live.args, live.kwargs, outermost=True)
         changes = [c for c in before.changes(live, self.call.where) if not isinstance(c[1], nnx.RngKey)]
         flat, self.tree = jax.tree_util.tree_flatten_with_path(out)
         self.static = [None if is_array(x) else x for _, x in flat]
@@ -147,10 +147,8 @@ class _Island:
     def _finish(self, outs: list) -> Any:
         it = iter(outs)
         leaves = [next(it) if d else s for d, s in zip(self.dynamic, self.static, strict=True)]
-        changes = []
-        for path, variable, tree in self.changes:
-            changes.append((path, variable.replace(jax.tree.unflatten(tree, [next(it) for _ in range(tree.num_leaves)]))))
-        self.call.write_back(changes)
+        take = lambda tree: jax.tree.unflatten(tree, [next(it) for _ in range(tree.num_leaves)])
+        self.call.write_back([(path, variable.replace(take(tree))) for path, variable, tree in self.changes])
         return jax.tree.unflatten(self.tree, leaves)
 
     def _prepare(self, live: Live) -> None:
@@ -163,15 +161,15 @@ class _Island:
             if isinstance(node, nnx.RngKey) and self.split.shards > 1:
                 node.set_raw_value(self._fold(node.get_raw_value()))
             if self.unit.policy.sync_batch_norm and isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-                node.axis_name = self.axes
+                node.axis_name = self.axes  # pyright: ignore[reportAttributeAccessIssue]  (lax.pmean takes several)
 
     def _fold_keys(self, arrays: list) -> list:
-        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)  # noqa: E731
+        is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return [self._fold(x) if is_key(x) and self.split.shards > 1 else x for x in arrays]
 
     def _fold(self, key: jax.Array) -> jax.Array:
         """A key of this data shard's own, so that dropout masks differ between shards."""
-        fold = lambda k: jax.random.fold_in(k, lax.axis_index(self.axes))  # noqa: E731
+        fold = lambda k: jax.random.fold_in(k, lax.axis_index(self.axes))
         for _ in range(key.ndim):
             fold = jax.vmap(fold)
         return fold(key)
@@ -194,5 +192,3 @@ def _copies_of(call: Call, copies: Mapping[int, Any] | None) -> list | None:
     variables = dict(nnx.iter_graph(call.graph))
     found = [copies.get(id(variables[path])) for path, _ in call.params]
     return None if any(x is None for x in found) else found
-
-

@@ -44,7 +44,12 @@ class Exit:
 
     @property
     def local_batch(self) -> int:
+        """Examples of one data shard."""
         return self.batch // self.shards
+
+    @property
+    def _own_part(self) -> str:
+        return f"each of {self.shards} data shards computed it from its own {self.local_batch} of {self.batch} examples"
 
     def output(self, x: jax.Array, global_shape: tuple[int, ...], name: str) -> tuple[jax.Array, PartitionSpec]:
         """One output and its spec. Its batch dim is the one that is smaller here than in global view."""
@@ -80,7 +85,7 @@ class Exit:
         raise CallError(
             "State differs between data shards after the call.",
             where=f"{self.where}: {dotted(path)} ({type(variable).__name__}, {_type(x)})",
-            why=f"each of {self.shards} data shards computed it from its own {self.local_batch} of {self.batch} examples.",
+            why=self._own_part + ".",
             do="make it the same on all: self.state[...] = js.batch_mean(value).",
         )
 
@@ -102,8 +107,7 @@ class Exit:
         return CallError(
             "An output has no batch dim and differs between data shards.",
             where=f"{self.where} returned {name or 'an array'}: {_type(x)}",
-            why=f"each of {self.shards} data shards computed it from its own {self.local_batch} of {self.batch} examples,"
-            " and jshard cannot know how to combine them.",
+            why=f"{self._own_part}, and jshard cannot know how to combine them.",
             do="return js.batch_mean(x), right for a mean over the batch and for what is the same on all shards;"
             ' or js.fully_shard(model, mesh=mesh, outputs="mean").',
         )

@@ -51,10 +51,11 @@ class _GatheredReads:
         return math.prod(self.shape)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _gathered_class(base: type[nnx.Variable]) -> type[nnx.Variable]:
     body = {"__slots__": (), "__module__": base.__module__, "_jshard_base": base}
-    return type(base)(base.__name__, (_GatheredReads, base), body)
+    metaclass: Any = type(base)
+    return metaclass(base.__name__, (_GatheredReads, base), body)
 
 
 def hold_shard(variable: nnx.Variable, placement: Placement, mesh: Mesh) -> None:
@@ -112,7 +113,7 @@ def guard(function: Callable, shards: dict[int, str], where: str, args: Sequence
 def _follow(jaxpr: Any, marked: Sequence[str | None], misuse: dict[str, str]) -> list[str | None]:
     """Marks of a jaxpr's outputs, given those of its inputs; notes each use that is not allowed."""
     marks = {v: m for v, m in zip(jaxpr.invars, marked, strict=True) if m is not None}
-    look = lambda a: None if isinstance(a, jex.Literal) else marks.get(a)  # noqa: E731
+    look = lambda a: None if isinstance(a, jex.Literal) else marks.get(a)
     for eqn in jaxpr.eqns:
         ins = [look(a) for a in eqn.invars]
         first = next((m for m in ins if m is not None), None)

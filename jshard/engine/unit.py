@@ -81,7 +81,9 @@ class _Box:
     def compute(self, full: list, floats: list, fixed: list) -> list:
         """Runs the method; returns the arrays of its result, then those of the changed state."""
         float_it, fixed_it = iter(floats), iter(fixed)
-        others, state, arrays = jax.tree.unflatten(self.tree, [next(float_it if f else fixed_it) for f in self.is_float])
+        others, state, arrays = jax.tree.unflatten(
+            self.tree, [next(float_it if f else fixed_it) for f in self.is_float]
+        )
         full_at, rest = dict(zip(self.mine, full, strict=True)), iter(others)
         params = [full_at[i] if i in full_at else next(rest) for i in range(len(self.call.params))]
         live = self.call.put_together(params, state, self._cast(arrays, self._input_dtype))
@@ -135,7 +137,7 @@ def _loops_explained(where: str) -> Iterator[None]:
         raise CallError(
             "A loop in the model starts from a constant and ends with values of the batch.",
             where=where,
-            why="the constant is the same on all data shards, the result is not, and a loop keeps the type of its carry.",
+            why="the constant is the same on all data shards, the result is not, and a loop's carry keeps its type.",
             do="say that the start belongs to each shard: carry = js.per_shard(jnp.zeros(...)).",
         ) from error
 
@@ -190,7 +192,9 @@ def _resharded(
         full = gather_all(shards)
         step = jax.checkpoint(compute, policy=policy)
         outs, pull = jax.vjp(lambda full, floats: step(full, floats, fixed), full, floats)
-        kept = shards if pieces is None else [collectives.keep_piece(x, p, pieces) for x, p in zip(full, placements)]
+        kept = shards
+        if pieces is not None:
+            kept = [collectives.keep_piece(x, p, pieces) for x, p in zip(full, placements, strict=True)]
         residuals, tree = jax.tree.flatten(pull)
         slots = tuple(next((i for i, w in enumerate(full) if r is w), None) for r in residuals)
         saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]

@@ -34,6 +34,7 @@ class CheckReport:
 
     @property
     def worst(self) -> float:
+        """The largest difference of all."""
         return max([*self.outputs.values(), *self.gradients.values()], default=0.0)
 
     def __str__(self) -> str:
@@ -123,7 +124,7 @@ def _differences(pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
     host = {k: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for k, (x, y) in pairs.items() if x.size}
     scale = {k: float(np.abs(y).max()) for k, (_, y) in host.items()}
     floor = max(1e-2 * max(scale.values(), default=0.0), np.finfo(np.float32).tiny)
-    return {k: float(np.abs(x - y).max()) / max(scale[k], floor) for k, (x, y) in host.items()}
+    return {k: float(np.abs(x - y).max() / max(scale[k], floor)) for k, (x, y) in host.items()}
 
 
 def _refuse_random(after: Any, before: Any, where: str) -> None:
