@@ -1,0 +1,37 @@
+# Every target sets up .venv by itself; only Python (3.11 or newer) and make are needed.
+#   make train    train the tiny recipe on real text, minutes on two cores
+#   make test     the test suite
+#   make check    format, lint, types
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check format clean
+
+train: $(VENV)/stamp-train
+	$(BIN)/jshard train models/gpt.py
+
+test: $(VENV)/stamp-test
+	$(BIN)/python -m pytest
+
+check: $(VENV)/stamp-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: $(VENV)/stamp-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# One stamp per extra: installed once, and again when pyproject.toml changes.
+$(VENV)/stamp-%: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
+	touch $@
+
+$(BIN)/python:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jshard needs Python 3.11 or newer: make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist

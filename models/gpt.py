@@ -1,0 +1,298 @@
+"""A GPT to read from top to bottom: the model, how it is sharded, its loss and its recipes.
+
+    jshard train models/gpt.py                        # the tiny recipe, minutes on a laptop
+    jshard train models/gpt.py --recipe gpt2_small    # 124M parameters
+    jshard train models/gpt.py --recipe gpt3_175b --mesh replica=4,fsdp=128 --dry-run
+
+Everything up to `annotate` is plain Flax and knows nothing of devices; `annotate` alone says what
+is sharded. Copy this file, change what you like, and hand your copy to `jshard train`.
+
+Names end in the dims of the array they hold:
+
+    B  batch                 D  model width (d_model)       H  heads
+    T  position in sequence  F  feed-forward width (d_ff)   K  width of one head (D / H)
+    V  vocabulary
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+import jshard as js
+from jshard.train import Batch, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Size and kind of a GPT. Parameters are float32 whatever `compute_dtype` says."""
+
+    vocab_size: int = 50257
+    block_size: int = 1024  # longest sequence
+    n_layer: int = 12
+    n_head: int = 12
+    d_model: int = 768
+    d_ff: int = 3072
+    dropout: float = 0.0
+    tied: bool = True  # one table embeds the tokens and scores them
+    positions: str = "learned"  # or "rotary"
+    # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
+    compute_dtype: str = "float32"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.n_head:
+            raise ValueError(f"d_model={self.d_model} does not split into n_head={self.n_head}")
+        if self.positions not in ("learned", "rotary"):
+            raise ValueError(f"positions={self.positions!r} is neither 'learned' nor 'rotary'")
+
+
+# ---- The model -------------------------------------------------------------------------------
+
+
+def linear(d_in: int, d_out: int, *, std: float, rngs: nnx.Rngs) -> nnx.Linear:
+    """A linear layer with GPT-2's initialisation: normal weights, zero biases."""
+    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.normal(std), rngs=rngs)
+
+
+def layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(config.d_model, epsilon=1e-5, rngs=rngs)
+
+
+def residual_std(config: GPTConfig) -> float:
+    """GPT-2 shrinks what is added to the residual stream, so that depth does not inflate it."""
+    return 0.02 / math.sqrt(2 * config.n_layer)
+
+
+def rotate(x_BTHK: jax.Array) -> jax.Array:
+    """Rotary positions: turns each pair of features by an angle that grows with the position."""
+    T, K = x_BTHK.shape[1], x_BTHK.shape[3]
+    frequency_k = 10_000.0 ** (-jnp.arange(K // 2) / (K // 2))
+    angle_TK = jnp.arange(T)[:, None] * frequency_k[None]
+    cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
+    x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention: each position mixes in what the positions before it hold."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        D = config.d_model
+        self.n_head = config.n_head
+        self.rotary = config.positions == "rotary"
+        self.qkv = linear(D, 3 * D, std=0.02, rngs=rngs)
+        self.out = linear(D, D, std=residual_std(config), rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        B, T, D = x_BTD.shape
+        qkv_BTHK = self.qkv(x_BTD).reshape(B, T, 3 * self.n_head, D // self.n_head)
+        q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv_BTHK, 3, axis=2)
+        if self.rotary:
+            q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
+        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
+        return self.out(y_BTHK.reshape(B, T, D))
+
+
+class MLP(nnx.Module):
+    """The feed-forward half of a block: widen, bend, narrow, each position on its own."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.up = linear(config.d_model, config.d_ff, std=0.02, rngs=rngs)
+        self.down = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        h_BTF = jax.nn.gelu(self.up(x_BTD))
+        return self.down(h_BTF)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then feed-forward, each read through a norm and added back."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = layer_norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = layer_norm(config, rngs)
+        self.mlp = MLP(config, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
+        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
+
+
+class GPT(nnx.Module):
+    """Tokens in, for each position the scores of the token that comes next out."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        V, D = config.vocab_size, config.d_model
+        normal = nnx.initializers.normal(0.02)
+        self.tokens = nnx.Embed(V, D, embedding_init=normal, rngs=rngs)
+        if config.positions == "learned":
+            self.positions = nnx.Embed(config.block_size, D, embedding_init=normal, rngs=rngs)
+        self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
+        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.norm = layer_norm(config, rngs)
+        if not config.tied:
+            self.head = nnx.Linear(D, V, use_bias=False, kernel_init=normal, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        x_BTD = self.tokens(tokens_BT)
+        if self.config.positions == "learned":
+            x_BTD += self.positions(jnp.arange(tokens_BT.shape[1]))[None]
+        x_BTD = self.dropout(x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD)
+        x_BTD = self.norm(x_BTD)
+        return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
+
+
+def generate(
+    model: GPT, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array, temperature: float = 1.0
+) -> jax.Array:
+    """Continues each prompt by `num_tokens` tokens, drawn one after another.
+
+    Every token runs the whole model over a window of `block_size` positions. That is slow, and
+    clear: what lies behind the last token cannot be seen from it, so one compiled program serves
+    every length.
+    """
+    block_size = model.config.block_size
+
+    @nnx.jit
+    def draw(model: GPT, window_BT: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
+        logits_BV = model(window_BT)[:, last].astype(jnp.float32)
+        return jax.random.categorical(key, logits_BV / temperature).astype(window_BT.dtype)
+
+    text_BT = prompt_BT
+    for step_key in jax.random.split(key, num_tokens):
+        window_BT = text_BT[:, -block_size:]
+        length = window_BT.shape[1]
+        window_BT = jnp.pad(window_BT, ((0, 0), (0, block_size - length)))
+        token_B = draw(model, window_BT, jnp.asarray(length - 1), step_key)
+        text_BT = jnp.concatenate([text_BT, token_B[:, None]], axis=1)
+    return text_BT
+
+
+# ---- What `jshard train` asks of a model file ---------------------------------------------------
+
+
+def build(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
+    return GPT(config, rngs=rngs)
+
+
+def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
+    """One unit per block, one for an untied head, and the root, which keeps the rest."""
+    config = model.config
+    precision = None
+    if config.compute_dtype != "float32":
+        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+    for block in model.blocks:
+        js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat)
+    if not config.tied:
+        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision)
+    js.fully_shard(model, mesh=mesh, mixed_precision=precision)
+
+
+def loss_fn(model: GPT, batch: Batch) -> jax.Array:
+    """Mean cross entropy, in nats per token, over the whole (global) batch."""
+    logits_BTV = model(batch["inputs"]).astype(jnp.float32)
+    loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"])
+    return loss_BT.mean()
+
+
+# ---- Recipes: a whole run as a value --------------------------------------------------------------
+
+
+def tiny() -> Recipe:
+    """1.4M parameters over bytes: trains on two CPU cores in minutes."""
+    return Recipe(
+        model=GPTConfig(
+            vocab_size=256,
+            block_size=128,
+            n_layer=3,
+            n_head=6,
+            d_model=192,
+            d_ff=768,
+            positions="rotary",
+        ),
+        sequence_length=128,
+        batch_size=32,
+        num_steps=500,
+        learning_rate=4e-3,
+        warmup_steps=50,
+        eval_every=250,
+        eval_sequences=2048,
+    )
+
+
+def gpt2_small() -> Recipe:
+    """124M parameters; batch and schedule as in nanoGPT's reproduction."""
+    return Recipe(
+        model=GPTConfig(compute_dtype="bfloat16"),
+        sequence_length=1024,
+        batch_size=480,
+        accumulate=5,
+        num_steps=600_000,
+        learning_rate=6e-4,
+        warmup_steps=2000,
+        eval_every=1000,
+    )
+
+
+def gpt2_xl() -> Recipe:
+    """1.56B parameters, the largest GPT-2."""
+    return Recipe(
+        model=GPTConfig(
+            n_layer=48,
+            n_head=25,
+            d_model=1600,
+            d_ff=6400,
+            compute_dtype="bfloat16",
+            remat="full",
+        ),
+        sequence_length=1024,
+        batch_size=512,
+        num_steps=300_000,
+        learning_rate=2e-4,
+        warmup_steps=2000,
+        eval_every=1000,
+    )
+
+
+def gpt3_175b() -> Recipe:
+    """The minGPT-175B of the PyTorch FSDP paper: vocabulary 50000, block 2048, untied head."""
+    return Recipe(
+        model=GPTConfig(
+            vocab_size=50_000,
+            block_size=2048,
+            n_layer=96,
+            n_head=96,
+            d_model=12_288,
+            d_ff=49_152,
+            tied=False,
+            compute_dtype="bfloat16",
+            remat="full",
+        ),
+        sequence_length=2048,
+        batch_size=1536,
+        num_steps=95_000,
+        learning_rate=6e-5,
+        warmup_steps=100,
+        eval_every=1000,
+    )
+
+
+RECIPES = {
+    "tiny": tiny,
+    "gpt2_small": gpt2_small,
+    "gpt2_xl": gpt2_xl,
+    "gpt3_175b": gpt3_175b,
+}

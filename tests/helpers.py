@@ -1,0 +1,185 @@
+"""A small decoder in two forms, its annotation, a batch, a loss and a training step: what most tests need."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jshard as js
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Size and form of the decoder.
+
+    Args:
+        scanned: the blocks are stacked by the user's own `nnx.vmap` and run by `nnx.scan`.
+        tied: the embedding table also scores the tokens.
+    """
+
+    layers: int = 2
+    width: int = 64
+    hidden: int = 256
+    heads: int = 4
+    vocab: int = 256
+    scanned: bool = False
+    tied: bool = True
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.heads = config.heads
+        self.qkv = nnx.Linear(config.width, 3 * config.width, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(config.width, config.width, use_bias=False, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        batch, length, width = x.shape
+        split = self.qkv(x).reshape(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = (split[:, :, i] for i in range(3))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return self.out(mixed.reshape(batch, length, width))
+
+
+class Block(nnx.Module):
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.attention_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.attention = Attention(config, rngs)
+        self.mlp_norm = nnx.RMSNorm(config.width, rngs=rngs)
+        self.up = nnx.Linear(config.width, config.hidden, rngs=rngs)
+        self.down = nnx.Linear(config.hidden, config.width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.down(jax.nn.gelu(self.up(self.mlp_norm(x))))
+
+
+class Decoder(nnx.Module):
+    """Token ids (batch, length) in, logits (batch, length, vocab) out."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs):
+        self.config = config
+        self.embed = nnx.Embed(config.vocab, config.width, rngs=rngs)
+        if config.scanned:
+
+            @nnx.split_rngs(splits=config.layers)
+            @nnx.vmap(in_axes=0, out_axes=0)
+            def stack(rngs: nnx.Rngs) -> Block:
+                return Block(config, rngs)
+
+            self.blocks = stack(rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
+        self.norm = nnx.RMSNorm(config.width, rngs=rngs)
+        if not config.tied:
+            self.head = nnx.Linear(config.width, config.vocab, use_bias=False, rngs=rngs)
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.embed(ids)
+        if self.config.scanned:
+
+            @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+            def run(x: jax.Array, block: Block) -> jax.Array:
+                return block(x)
+
+            x = run(x, self.blocks)
+        else:
+            for block in self.blocks:
+                x = block(x)
+        x = self.norm(x)
+        return self.embed.attend(x) if self.config.tied else self.head(x)
+
+
+def builder(config: Config = Config(), seed: int = 0) -> Callable[[], Decoder]:
+    """Builds the decoder when called: for `js.shard_init` and `js.abstract_init`."""
+    return lambda: Decoder(config, nnx.Rngs(seed))
+
+
+def annotator(mesh: Any, **settings: Any) -> Callable[[Decoder], None]:
+    """The annotation: a unit per block with these settings of `js.fully_shard`, then the root.
+
+    Dtypes go to the root too; the other settings are the blocks' alone.
+    """
+    dtypes = {k: v for k, v in settings.items() if k == "mixed_precision"}
+
+    def annotate(model: Decoder) -> None:
+        if model.config.scanned:
+            js.fully_shard(model.blocks, mesh=mesh, stacked=1, **settings)
+        else:
+            for block in model.blocks:
+                js.fully_shard(block, mesh=mesh, **settings)
+        js.fully_shard(model, mesh=mesh, **dtypes)
+
+    return annotate
+
+
+def sharded(config: Config, mesh: Any, **settings: Any) -> Decoder:
+    """The decoder on the mesh, born sharded."""
+    return js.shard_init(builder(config), annotator(mesh, **settings))
+
+
+def abstract(config: Config, mesh: Any, **settings: Any) -> Decoder:
+    """The annotated decoder without arrays; the mesh may be abstract."""
+    return js.abstract_init(builder(config), annotator(mesh, **settings))
+
+
+def token_batch(config: Config, batch: int = 16, length: int = 16, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets, the same text one token later: two int32 arrays (batch, length)."""
+    ids = np.random.default_rng(seed).integers(0, config.vocab, (batch, length + 1), dtype=np.int32)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def loss_fn(model: Decoder, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean cross entropy over the global batch."""
+    logits = model(inputs).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """Loss and gradients of a decoder, lowered, with the plan of its model; compiled when first asked for."""
+
+    plan: js.ShardPlan
+    mesh: Any
+    lowered: jax.stages.Lowered
+
+    @functools.cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        # It is read and never run: the machine code need not be good. The HLO and its memory are the same.
+        return self.lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+
+
+@functools.cache
+def program(
+    config: Config,
+    *,
+    replica: int = 1,
+    fsdp: int = -1,
+    batch: tuple[int, int] = (8, 8),
+    accumulate: int = 1,
+    sync: str = "each",
+    **settings: Any,
+) -> Program:
+    """Loss and gradients of the decoder for a batch of (sequences, tokens), to be read and not run.
+
+    Kept for the whole test session, as compiling is most of what the tests cost.
+
+    Args:
+        config: the decoder.
+        replica: degree of the mesh axis; `fsdp` likewise.
+        batch: sequences and tokens of each.
+        accumulate: as in `js.value_and_grad`; 1 takes Flax's own.
+        sync: likewise.
+        settings: of the blocks' `js.fully_shard`; they must hash.
+    """
+    mesh = js.mesh(replica=replica, fsdp=fsdp)
+    model = abstract(config, mesh, **settings)
+    plain = nnx.value_and_grad(loss_fn)
+    run = plain if accumulate == 1 else js.value_and_grad(loss_fn, accumulate=accumulate, sync=sync)
+    lowered = nnx.jit(lambda model, *batch: run(model, *batch)).lower(model, *token_batch(config, *batch))
+    return Program(js.plan(model), mesh, lowered.lowered)
