@@ -116,7 +116,7 @@ def plan(model: nnx.Module) -> ShardPlan:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size.
 
     Raises:
-        AnnotationError: the root is not annotated.
+        AnnotationError: the root is not annotated, or parameters were added after the annotation.
 
     Example:
         >>> js.plan(model).num_parameters
@@ -126,24 +126,32 @@ def plan(model: nnx.Module) -> ShardPlan:
     if root is None:
         raise root_forgotten(model)
     names = _unit_names(model)
-    owners = _owners(model)
-    aliases: dict[int, list[str]] = {}
-    for variable, path, _ in occurrences(model):
-        aliases.setdefault(id(variable), []).append(dotted(path))
-    leaves = []
-    for variable, path, _ in occurrences(model):
-        first, *others = aliases[id(variable)]
-        if first != dotted(path):
-            continue
-        owner = owners[id(variable)]
-        placement = root.by_path[path].placement
-        leaves.append(LeafPlan(first, names[id(owner)], placement, tuple(others)))
+    leaves = _leaves(model, root, names)
     units = {names[id(m)]: _unit_plan(names[id(m)], p, m) for p, m in reversed(list(nested_units(model)))}
     order = [names[id(m)] for _, m in nested_units(model)]
     return ShardPlan(
         mesh=tuple(zip(root.mesh.axis_names, root.mesh.axis_sizes, strict=True)),
         units=tuple(units[name] for name in dict.fromkeys(order)),
-        leaves=tuple(leaves),
+        leaves=leaves,
+    )
+
+
+def _leaves(model: nnx.Module, root: Unit, names: dict[int, str]) -> tuple[LeafPlan, ...]:
+    owners = _owners(model)
+    paths: dict[int, list[Path]] = {}
+    for variable, path, _ in occurrences(model):
+        paths.setdefault(id(variable), []).append(path)
+    unplanned = [found[0] for found in paths.values() if found[0] not in root.by_path]
+    if unplanned:
+        raise AnnotationError(
+            "The model has parameters that the annotation never saw.",
+            where=[f"{plain_class(model).__name__}: {dotted(path)}" for path in unplanned],
+            why="they were added after fully_shard.",
+            do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
+        )
+    return tuple(
+        LeafPlan(dotted(first), names[id(owners[key])], root.by_path[first].placement, tuple(map(dotted, others)))
+        for key, (first, *others) in paths.items()
     )
 
 

@@ -40,6 +40,17 @@ def check_replicated(root: Unit, name: str) -> None:
         )
 
 
+def warn_of_unplanned(paths: list[str], where: str) -> None:
+    """Warns of parameters that the annotation never saw: they are right, but whole on every device."""
+    if paths:
+        listed = "".join(f"\n  {path}" for path in paths)
+        warnings.warn(
+            f"{where}: {len(paths)} parameter(s) came after the annotation and stay replicated:{listed}\n"
+            "  Change the model first, then js.fully_shard it.",
+            stacklevel=3,
+        )
+
+
 def _allowed(member: Member, root: Unit) -> bool:
     return any(fnmatch.fnmatch(dotted(member.path), pattern) for pattern in root.allow_replicated)
 

@@ -387,3 +387,64 @@ def test_forward_mode_in_global_view():
     with js.global_view():
         found = nnx.jit(along)(model, *BATCH)
     np.testing.assert_allclose(found, along(plain, *BATCH), rtol=1e-5)
+
+
+class Stack(nnx.Module):
+    """Layers with a parameter of the stack's own."""
+
+    def __init__(self, rngs):
+        self.layers = nnx.List([Layer(64, rngs, norm=False) for _ in range(2)])
+        self.out = nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, h, memory=None):
+        for layer in self.layers:
+            h = layer(h)
+        return self.out(h if memory is None else h + memory.mean(1, keepdims=True))
+
+
+class EncoderDecoder(nnx.Module):
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(256, 64, rngs=rngs)
+        self.encoder, self.decoder = Stack(rngs), Stack(rngs)
+
+    def __call__(self, x, y):
+        return self.embed.attend(self.decoder(self.embed(y), self.encoder(self.embed(x))))
+
+
+@pytest.mark.parametrize("settings", [{}, {"remat": "full"}, {"reshard_after_forward": 2}], ids=str)
+def test_units_inside_units(settings):
+    def annotate(model):
+        for stack in (model.encoder, model.decoder):
+            for layer in stack.layers:
+                js.fully_shard(layer, mesh=mesh, **settings)
+            js.fully_shard(stack, mesh=mesh, **settings)
+        js.fully_shard(model, mesh=mesh)
+
+    def loss(model, x, y):
+        return cross_entropy(model(x, x), y)
+
+    mesh = js.mesh(replica=2)
+    assert_parity(lambda: EncoderDecoder(nnx.Rngs(0)), annotate, loss, BATCH)
+
+
+def test_parameters_added_after_the_annotation_are_right_and_named():
+    def grown(annotate):
+        model = awkward()()
+        if annotate:
+            annotate_awkward(js.mesh())(model)
+        model.layers[0].linear.scale = nnx.Param(jnp.full((64,), 1.5))
+        return model
+
+    def loss(model, x, y):
+        h = model.encode(x) * model.layers[0].linear.scale[None, None]
+        return cross_entropy(model.decode(h), y)
+
+    run = nnx.jit(lambda model, x, y: nnx.value_and_grad(loss)(model, x, y))
+    with pytest.warns(UserWarning, match=r"after the annotation(.|\n)*layers/0/linear/scale"):
+        value, grads = run(grown(True), *BATCH)
+    want, want_grads = run(grown(False), *BATCH)
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    found, wanted = flat(grads), flat(want_grads)
+    assert max(worst(found[k], wanted[k]) for k in wanted) < 2e-6
+    with pytest.raises(js.AnnotationError, match="never saw"):
+        js.plan(grown(True))

@@ -18,7 +18,7 @@ from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
-from jshard._replicated import check_replicated
+from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.context import Region, gathered_copies, global_view
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
@@ -64,6 +64,8 @@ class _Island:
         where, batch = self.call.where, self.split.size
         self.exit = Exit(where, self.axes, self.split.shards, batch, policy.batch_dim, policy.outputs)
         self.members = [_member(self.call, path) for path, _ in self.call.params]
+        unplanned = [p[1:] for (p, _), m in zip(self.call.params, self.members, strict=True) if m is None and not p[0]]
+        warn_of_unplanned([dotted(p) for p in unplanned], where)
         self.copies = _copies_of(self.call, gathered_copies())
         self.region = Region(self.mesh, self.axes, gathered=self.copies is not None)
 
