@@ -13,7 +13,7 @@ train: $(VENV)/stamp-train
 	$(BIN)/jshard train models/gpt.py
 
 test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 check: $(VENV)/stamp-dev
 	$(BIN)/ruff format --check .

@@ -4,6 +4,7 @@ Example:
     >>> import jshard as js
 """
 
+from jshard import checkpoint as checkpoint
 from jshard._annotate import fully_shard as fully_shard
 from jshard._errors import AnnotationError as AnnotationError
 from jshard._errors import CallError as CallError
@@ -19,11 +20,15 @@ from jshard._plan import ShardPlan as ShardPlan
 from jshard._plan import UnitPlan as UnitPlan
 from jshard._plan import plan as plan
 from jshard._policies import MixedPrecision as MixedPrecision
+from jshard._strategies import Strategy as Strategy
+from jshard._strategies import strategies as strategies
 from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
 from jshard.engine.outputs import batch_mean as batch_mean
 from jshard.engine.outputs import per_shard as per_shard
 from jshard.inspect.check import CheckReport as CheckReport
 from jshard.inspect.check import check as check
+from jshard.inspect.explain import Explanation as Explanation
+from jshard.inspect.explain import explain as explain
 
 __version__ = "0.1.0"

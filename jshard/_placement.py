@@ -30,6 +30,7 @@ class Placement:
         gathered_dtype: dtype of the all-gather, and of the copy that the model computes with.
         reduce_dtype: dtype of the gradient's reduction.
         because: why the parameter is replicated; empty if it is sharded.
+        layers: layers stacked in the leading dims; a scan gathers them one at a time.
     """
 
     shape: tuple[int, ...]
@@ -41,6 +42,7 @@ class Placement:
     gathered_dtype: str
     reduce_dtype: str
     because: str = ""
+    layers: int = 1
 
     @property
     def size(self) -> int:
@@ -129,6 +131,7 @@ def place(
         gathered_dtype=gathered,
         reduce_dtype=precision.reduce or gathered,
         because=because,
+        layers=math.prod(shape[: rule.stacked]),
     )
 
 

@@ -23,7 +23,8 @@ def check_replicated(root: Unit, name: str) -> None:
     """
     total = sum(m.placement.logical_bytes for m in root.members)
     odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
-    large = [m for m in odd if m.placement.logical_bytes > _LARGE_SHARE * total and not _allowed(m, root)]
+    odd = [m for m in odd if not _allowed(m, root)]
+    large = [m for m in odd if m.placement.logical_bytes > _LARGE_SHARE * total]
     axis = f"{FSDP}={degree(root.mesh, FSDP)}"
     if large:
         paths = [dotted(m.path) for m in large]

@@ -40,7 +40,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> None:
             why="there is something at that path already.",
             do="save under another name, for example with the step in it.",
         )
-    ocp.save(path, _leaves.nested(_leaves.flatten(state)))
+    ocp.save(str(path), _leaves.nested(_leaves.flatten(state)))
 
 
 def restore(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,19 +63,21 @@ def restore(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     path = Path(path).absolute()
-    if not ocp.is_orbax_checkpoint(path):
+    try:
+        stored = ocp.metadata(str(path)).metadata
+    except (ocp.errors.InvalidLayoutError, FileNotFoundError) as error:
         raise CheckpointError(
             "There is no checkpoint to restore.",
             where=str(path),
             why="the folder is not one that save() completed." if path.exists() else "no such folder.",
             do="give the path that save() was given; a training run writes to runs/NAME/checkpoint.",
-        )
+        ) from error
     wanted = _leaves.abstract(_leaves.flatten(like))
-    _check_fits(path, _leaves.flat(ocp.metadata(path).metadata), wanted)
+    _check_fits(path, _leaves.flat(stored), wanted)
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # `like` may name the model alone
     with context:
-        tree = ocp.load(path, _leaves.nested(wanted))
+        tree = ocp.load(str(path), _leaves.nested(wanted))
     return _leaves.unflatten_like(like, _leaves.flat(tree))
 
 
@@ -100,6 +102,6 @@ def _shape(leaves: Mapping, path: _leaves.Path) -> str:
     if path not in leaves:
         return "nothing"
     leaf = leaves[path]
-    if jnp.issubdtype(getattr(leaf, "dtype", None), jax.dtypes.prng_key):
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.eval_shape(jax.random.key_data, leaf)  # Orbax speaks of the numbers in a key
     return str(tuple(getattr(leaf, "shape", ())))

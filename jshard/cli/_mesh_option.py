@@ -53,7 +53,7 @@ def simulate_devices(sizes: dict[str, int]) -> None:
     himself stays.
     """
     by_user = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ["XLA_FLAGS"]
-    if not by_user and jax.config.jax_num_cpu_devices == -1:
+    if not by_user and jax.config.values["jax_num_cpu_devices"] == -1:
         jax.config.update("jax_num_cpu_devices", num_devices(sizes))
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
+import jax
+import jax.numpy as jnp
 import tyro
 from flax import nnx
+from jax.sharding import Mesh
 
 import jshard as js
 from jshard._errors import ShardingError
@@ -27,18 +30,17 @@ class TrainArgs:
 
     model: tyro.conf.Positional[Path]
     """Python file with the model, its annotation and its recipes, e.g. models/gpt.py."""
-    recipe: str | None = None
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
-    mesh: str = ""
-    """Degrees of the mesh axes, e.g. replica=2,fsdp=4; by default fsdp takes all devices. With no accelerator,
-    devices are simulated on the CPU: 8, or as many as are asked for here."""
-    steps: int | None = None
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """Degrees of the mesh axes, e.g. replica=2,fsdp=4 (default: fsdp takes all devices; on a CPU 8 are simulated)."""
+    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Optimizer steps, instead of the recipe's."""
-    seed: int | None = None
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Seed of parameters, dropout and sample order, instead of the recipe's."""
     data: tuple[Path, ...] = ()
     """Text files, or folders of them; by default the sources of Python's standard library."""
-    out: Path | None = None
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder to write, which must not exist; by default runs/MODEL-RECIPE, with a number if that is taken."""
     dry_run: bool = False
     """Print the plan and stop: needs no device and no memory for parameters."""
@@ -63,6 +65,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _train(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, paths: Sequence[Path], out: Path) -> int:
+    assert isinstance(mesh, Mesh)
     from jshard.train.data import load_corpus  # a dry run does without grain
     from jshard.train.loop import fit
 
@@ -87,8 +90,11 @@ def _with_options(recipe: Recipe, args: TrainArgs) -> Recipe:
 
 
 def _print_plan(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> None:
-    build = lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed))  # noqa: E731
-    js.explain(js.abstract_init(build, functools.partial(model_file.annotate, mesh=mesh)))
+    model = js.abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+    )
+    print(js.explain(model, optimizer=recipe.optimizer()))
 
 
 def _free_folder(asked: Path | None, name: str) -> Path:

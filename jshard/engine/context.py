@@ -29,6 +29,7 @@ class Region:
 # enough; global view is not, and must be part of jit's cache key.
 _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
 _copies: contextvars.ContextVar[Mapping[int, Any] | None] = contextvars.ContextVar("copies", default=None)
+_shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _global_view = jax.make_user_context(default_value=False)
 
 
@@ -60,6 +61,21 @@ def copies_scope(copies: Mapping[int, Any] | None) -> Iterator[None]:
         yield
     finally:
         _copies.reset(token)
+
+
+def in_shapes_only() -> bool:
+    """Whether calls are traced for their shapes alone, so that an abstract mesh will do."""
+    return _shapes_only.get()
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Inside, a model with an abstract mesh can be called in a trace that is not compiled."""
+    token = _shapes_only.set(True)
+    try:
+        yield
+    finally:
+        _shapes_only.reset(token)
 
 
 def in_global_view() -> bool:

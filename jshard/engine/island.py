@@ -20,7 +20,7 @@ from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
-from jshard.engine.context import Region, gathered_copies, global_view
+from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.reads import guard, hold_shard
@@ -34,7 +34,7 @@ def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
     A call without an array that could carry a batch runs in global view.
     """
     name = plain_class(module).__name__
-    if not isinstance(unit.mesh, Mesh):
+    if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
         raise CallError(
             "The model was annotated for devices that are not here.",
             where=f"{name}.{method.__name__}",

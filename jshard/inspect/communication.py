@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jshard._mesh import FSDP, REPLICA
 from jshard._placement import Placement
 from jshard._plan import ShardPlan
-from jshard.inspect.hlo import ring_bytes
+from jshard.inspect.hlo import KINDS, ring_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Traffic:
         return ring_bytes(self.kind, self.full_bytes, self.group_size)
 
 
-def communication(plan: ShardPlan) -> tuple[Traffic, ...]:
+def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     """The collectives of one forward and backward pass as the plan asks for them.
 
     A compiler leaves out the second gather of a parameter that backward does not need, such as most biases.
@@ -48,7 +48,8 @@ def communication(plan: ShardPlan) -> tuple[Traffic, ...]:
     for leaf in plan.leaves:
         for one in _of_leaf(leaf.placement, reshard[leaf.unit], dict(plan.mesh)):
             sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes
-    return tuple(dataclasses.replace(one, full_bytes=total) for one, total in sums.items())
+    found = [dataclasses.replace(one, full_bytes=total) for one, total in sums.items()]
+    return tuple(sorted(found, key=lambda one: (KINDS.index(one.kind), len(one.axes))))
 
 
 def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
@@ -59,7 +60,7 @@ def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int])
     if placement.dim is None:
         axes = tuple(a for a in (REPLICA, FSDP) if degrees.get(a, 1) > 1)
         if axes:
-            yield Traffic("all-reduce", axes, fsdp * replica, reduce, reduced, "gradients of replicated parameters")
+            yield Traffic("all-reduce", axes, fsdp * replica, reduce, reduced, "gradients of the replicated")
         return
     yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
     if reshard is not False:
@@ -67,4 +68,4 @@ def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int])
         yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
     yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
     if replica > 1:
-        yield Traffic("all-reduce", (REPLICA,), replica, reduce, reduced // fsdp, "gradient shards over replicas")
+        yield Traffic("all-reduce", (REPLICA,), replica, reduce, reduced // fsdp, "gradients, over replicas")

@@ -103,16 +103,32 @@ def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
     """
     text = lowered if isinstance(lowered, str) else lowered.as_text()
     kinds = "|".join(k.replace("-", "_") for k in KINDS)
-    op = re.compile(rf'(%[\w:]+) = "stablehlo\.({kinds})"(.*?) : \(tensor<([^>]*)>.*?\) -> \(?tensor<([^>]*)>', re.S)
+    signature = r"\((tensor<[^)]*)\) -> (\(?tensor<[^)\n]*)"
+    op = re.compile(rf'(%[\w:]+) = "stablehlo\.({kinds})"(.*?) : {signature}', re.S)
+    meshes = dict(re.findall(r"sdy\.mesh (@[\w.]+) = <\[(.*?)\]", text))
     found = []
     for name, kind, attributes, before, after in op.findall(text):
         kind = kind.replace("_", "-")
-        *dims, dtype = (before if kind == "reduce-scatter" else after).split("x")
-        first = re.search(r"(?:replica_groups|source_target_pairs) = dense<\[?\[?([\d, ]*)", attributes)
-        group = tuple(int(i) for i in first.group(1).split(",")) if first and first.group(1).strip() else ()
-        size = math.prod(map(int, dims)) * _item_bytes(dtype, name)
-        found.append(Collective(name, kind, dtype, group, 1, size))
+        group = _asked_group(name, kind, attributes, meshes)
+        sizes: dict[str, int] = collections.defaultdict(int)
+        for shape in re.findall(r"tensor<([^>]*)>", before if kind == "reduce-scatter" else after):
+            *dims, dtype = shape.split("x")
+            sizes[dtype] += math.prod(map(int, dims)) * _item_bytes(dtype, name)
+        found += [Collective(name, kind, dtype, group, 1, size) for dtype, size in sizes.items()]
     return tuple(found)
+
+
+def _asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) -> tuple[int, ...]:
+    """The first group of a StableHLO collective: from a table, or from a mesh with axis names."""
+    if table := re.search(r"(?:replica_groups|source_target_pairs) = dense<\[(.*?\])\]?>", attributes):
+        rows = [_ints(row) for row in re.findall(r"[\d, ]+\d", table.group(1))]
+        return tuple(sorted({i for row in rows for i in row}) if kind == "collective-permute" else rows[0])
+    if named := re.search(r"replica_group_mesh_axes<mesh = (@[\w.]+), axes = \[(.*?)\]>", attributes):
+        sizes = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', meshes.get(named.group(1), ""))}
+        used = re.findall(r'name = "([^"]+)"', named.group(2))
+        if "sub_axis" not in named.group(2) and set(used) <= set(sizes):
+            return _group_along(sizes, used)
+    raise _cannot(f"{name} = {kind}(...)", "its groups of devices are written in an unknown way.")
 
 
 def full_bytes(found: Iterable[Collective], kind: str, *, over: int = 1) -> int:
@@ -133,6 +149,10 @@ class _Instruction:
     shape: str
     opcode: str
     attributes: str
+
+    @property
+    def text(self) -> str:
+        return f"%{self.name} = {self.opcode}(...)"
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
@@ -203,14 +223,14 @@ class _Reader:
         if kind in KINDS:
             yield from self._collective(instruction, kind)
         elif kind in _OTHERS:
-            raise _cannot(instruction, f"{opcode} is not one of {', '.join(KINDS)}.")
+            raise _cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
         else:
             inner = [c for called in self._called(instruction) for c in self.visit(called)]
             if not inner:
                 return
             # A TPU shows one asynchronous collective in several fusions: it would be counted several times.
             if opcode not in _CALLING or opcode == "fusion":
-                raise _cannot(instruction, f"it runs the collective {inner[0].name} inside {opcode}.")
+                raise _cannot(instruction.text, f"it runs the collective {inner[0].name} inside {opcode}.")
             times = _trip_count(instruction) if opcode == "while" else 1
             branch = opcode == "conditional"
             for c in inner:
@@ -242,7 +262,7 @@ class _Reader:
 def _trip_count(loop: _Instruction) -> int:
     found = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
     if not found:
-        raise _cannot(loop, "it is a loop with collectives whose number of rounds the compiler does not know.")
+        raise _cannot(loop.text, "it is a loop with collectives whose number of rounds the compiler does not know.")
     return int(found.group(1))
 
 
@@ -263,17 +283,22 @@ def _group(instruction: _Instruction, kind: str, num_devices: int) -> tuple[int,
         return tuple(ids.transpose(order or None).reshape(shape)[0].tolist())
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
         return _mesh_group(instruction, *found.groups())
-    raise _cannot(instruction, "its groups of devices are written in an unknown way.")
+    raise _cannot(instruction.text, "its groups of devices are written in an unknown way.")
 
 
 def _mesh_group(instruction: _Instruction, sizes: str, axes: str) -> tuple[int, ...]:
     """First group of `mesh['a'=2,'b'=4] {'b'}`."""
-    names = dict(re.findall(r"'([^']+)'=(\d+)", sizes))
+    known = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     used = re.findall(r"'([^']+)'", axes)
-    if ":" in axes or not set(used) <= set(names):
-        raise _cannot(instruction, f"a part of a mesh axis is not understood: {axes}.")
-    ids = np.arange(math.prod(map(int, names.values()))).reshape([int(n) for n in names.values()])
-    first = ids[tuple(slice(None) if name in used else 0 for name in names)]
+    if ":" in axes or not set(used) <= set(known):
+        raise _cannot(instruction.text, f"a part of a mesh axis is not understood: {axes}.")
+    return _group_along(known, used)
+
+
+def _group_along(sizes: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    """Positions of the first group of devices along some axes of a mesh."""
+    ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    first = ids[tuple(slice(None) if axis in axes else 0 for axis in sizes)]
     return tuple(np.ravel(first).tolist())
 
 
@@ -284,19 +309,14 @@ def _ints(text: str | None) -> Sequence[int]:
 def _item_bytes(dtype: str, name: str) -> int:
     dtype = re.sub(r"^i(\d)", r"s\1", dtype).lower()  # StableHLO says i32 and f8E4M3FN
     if dtype not in _ITEM_BYTES:
-        raise ProgramError(
-            "A collective cannot be counted.",
-            where=name,
-            why=f"the size of its element type {dtype!r} is not known.",
-            do="report the program's text as an issue.",
-        )
+        raise _cannot(name, f"the size of its element type {dtype!r} is not known.")
     return _ITEM_BYTES[dtype]
 
 
-def _cannot(instruction: _Instruction, why: str) -> ProgramError:
+def _cannot(where: str, why: str) -> ProgramError:
     return ProgramError(
         "A collective cannot be counted.",
-        where=f"%{instruction.name} = {instruction.opcode}(...)",
+        where=where,
         why=why,
         do="report the program's text as an issue.",
     )

@@ -13,7 +13,6 @@ from jshard._placement import Placement, PlacementRule, place
 from jshard._plan import LeafPlan, ShardPlan
 from jshard._policies import MixedPrecision
 
-
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # what nnx.Optimizer adds
 
 
@@ -58,7 +57,7 @@ class Memory:
         return self.held_bytes + self.gradients_bytes + passing + (self.activations_bytes or 0)
 
 
-def memory(plan: ShardPlan, *, optimizer: Any = None, activations_bytes: int | None = None) -> Memory:
+def memory_of(plan: ShardPlan, *, optimizer: Any = None, activations_bytes: int | None = None) -> Memory:
     """Bytes on one device, from the plan.
 
     Args:
@@ -90,11 +89,6 @@ def memory(plan: ShardPlan, *, optimizer: Any = None, activations_bytes: int | N
     )
 
 
-def layers(placement: Placement) -> int:
-    """How many layers lie stacked in a parameter; a scan gathers them one at a time."""
-    return getattr(placement, "layers", 1)
-
-
 def copy_bytes(placement: Placement) -> int:
     """Bytes of the gathered copy on a device, all layers; 0 where the stored array serves as it is."""
     same = placement.dim is None and placement.gathered_dtype == placement.dtype
@@ -103,7 +97,7 @@ def copy_bytes(placement: Placement) -> int:
 
 def unit_bytes(plan: ShardPlan, name: str) -> int:
     """Bytes of a unit's gathered copy, of one layer if it is a stack of them."""
-    return sum(copy_bytes(leaf.placement) // layers(leaf.placement) for leaf in plan.unit_leaves(name))
+    return sum(copy_bytes(leaf.placement) // leaf.placement.layers for leaf in plan.unit_leaves(name))
 
 
 def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
@@ -112,7 +106,7 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     for leaf in leaves:
         p = leaf.placement
         if p.dim is not None:
-            total += p.size * p.degree // p.shards // layers(p) * jnp.dtype(p.reduce_dtype).itemsize
+            total += p.size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
     return total
 
 
@@ -123,8 +117,8 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, str]:
     divides, the rest is replicated, as `js.shard_optimizer` does it. An `nnx.Optimizer` with arrays is measured.
     """
     if isinstance(optimizer, nnx.Optimizer):
-        found = jax.tree_util.tree_leaves_with_path(nnx.pure(nnx.state(optimizer)))
-        name = f"{type(optimizer).__name__} given"
+        found = jax.tree_util.tree_leaves_with_path(nnx.state(optimizer))
+        name = "given"
     else:
         tx = optax.adamw(1e-3) if optimizer is None else optimizer
         state = {"opt_state": jax.eval_shape(tx.init, _abstract_parameters(plan)), "step": _STEP}
@@ -146,7 +140,7 @@ def _abstract_parameters(plan: ShardPlan) -> nnx.State:
 
 def _state_bytes(path: Any, x: Any, by_path: dict[str, Placement], plan: ShardPlan) -> int:
     item = jnp.dtype(x.dtype).itemsize if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 8
-    if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+    if getattr(x, "sharding", None) is not None:
         return math.prod(x.sharding.shard_shape(x.shape)) * item
     keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
     keys = keys[:-1] if keys and keys[-1] == "value" else keys

@@ -15,9 +15,9 @@ import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grain
-import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -46,9 +46,9 @@ class Corpus:
     """Text as bytes, split into what is trained on and what is held out.
 
     Attributes:
-      train: uint8, every training file, one after another.
-      held_out: uint8, text that training never sees.
-      description: One line: where the text is from and how it was split.
+        train: uint8, every training file, one after another.
+        held_out: uint8, text that training never sees.
+        description: one line: where the text is from and how it was split.
     """
 
     train: np.ndarray
@@ -63,10 +63,10 @@ def load_corpus(paths: Sequence[str | Path] = ()) -> Corpus:
     moves no other one across. With fewer than 20 files it is the last twentieth of each.
 
     Args:
-      paths: Text files or folders of them; none means the sources of the standard library.
+        paths: text files or folders of them; none means the sources of the standard library.
 
     Raises:
-      DataError: A path does not exist, or there is no text.
+        DataError: a path does not exist, or there is no text.
     """
     files = _given_files(paths) if paths else _stdlib_files()
     texts = {name: path.read_bytes() + _END_OF_FILE for name, path in sorted(files.items())}
@@ -139,7 +139,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     """The rows of a global batch that lie on this process's devices, in order.
 
     Raises:
-      DataError: The batch does not split evenly over the data axes of the mesh.
+        DataError: the batch does not split evenly over the data axes of the mesh.
     """
     degree = mesh.shape["replica"] * mesh.shape["fsdp"]
     if batch_size % degree:
@@ -151,7 +151,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
         )
     sharding = NamedSharding(mesh, PartitionSpec(("replica", "fsdp")))
     slices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return sorted({row for (rows,) in slices for row in range(*rows.indices(batch_size))})
+    return sorted({row for index in slices if index for row in range(*index[0].indices(batch_size))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -162,11 +162,11 @@ class Loader:
     "targets", the same text one token later.
 
     Attributes:
-      corpus: The text.
-      sequence_length: Tokens per sequence.
-      batch_size: Sequences in a global batch.
-      seed: Seed of the order.
-      rows: Rows of each global batch to read; see `local_rows`.
+        corpus: the text.
+        sequence_length: tokens per sequence.
+        batch_size: sequences in a global batch.
+        seed: seed of the order.
+        rows: rows of each global batch to read; see `local_rows`.
     """
 
     corpus: Corpus
@@ -188,7 +188,7 @@ class Loader:
     def train(self, num_steps: int, *, start_step: int = 0) -> Iterator[Tokens]:
         """The batches of steps `start_step` to `num_steps`, shuffled anew in every pass."""
         windows = _Windows(self.corpus.train, self.sequence_length)
-        samples = grain.MapDataset.source(windows).shuffle(self.seed).repeat()
+        samples: Any = grain.MapDataset.source(windows).shuffle(self.seed).repeat()
 
         def batch(step: int) -> Tokens:
             first = int(step) * self.batch_size

@@ -29,13 +29,11 @@ LossFn = Callable[[Any, Batch], jax.Array]
 TrainStep = Callable[[Any, nnx.Optimizer, Batch], dict[str, jax.Array]]
 
 
-def create(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh
-) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
     """The model and its optimizer, every leaf born sharded."""
     model = js.shard_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        functools.partial(model_file.annotate, mesh=mesh),
+        lambda model: model_file.annotate(model, mesh),
         mesh=mesh,
     )
     return model, js.shard_optimizer(model, recipe.optimizer())
@@ -45,12 +43,12 @@ def make_train_step(loss_fn: LossFn, *, accumulate: int = 1) -> TrainStep:
     """A compiled step: loss, gradients, update.
 
     Args:
-      loss_fn: The mean loss over the global batch.
-      accumulate: Microbatches that the batch is cut into.
+        loss_fn: the mean loss over the global batch.
+        accumulate: microbatches that the batch is cut into.
 
     Returns:
-      A function of (model, optimizer, batch) that updates the first two in place and returns the
-      scalars "loss" and "grad_norm" (before clipping).
+        A function of (model, optimizer, batch) that updates the first two in place and returns the
+        scalars "loss" and "grad_norm" (before clipping).
     """
 
     # The old parameters and moments are donated: they are dead once the new ones are there.
@@ -58,7 +56,7 @@ def make_train_step(loss_fn: LossFn, *, accumulate: int = 1) -> TrainStep:
     def train_step(model: Any, optimizer: nnx.Optimizer, batch: Batch) -> dict[str, jax.Array]:
         loss, grads = js.value_and_grad(loss_fn, accumulate=accumulate)(model, batch)
         optimizer.update(model, grads)
-        return {"loss": loss, "grad_norm": optax.global_norm(grads)}
+        return {"loss": loss, "grad_norm": optax.tree.norm(grads)}
 
     return train_step
 
@@ -81,26 +79,24 @@ def evaluate(
     return sum(losses) / len(losses)
 
 
-def fit(
-    model_file: ModelFile, recipe: Recipe, *, mesh: Mesh, corpus: data.Corpus, out: Path
-) -> float:
+def fit(model_file: ModelFile, recipe: Recipe, *, mesh: Mesh, corpus: data.Corpus, out: Path) -> float:
     """Trains a recipe from scratch and writes the record of the run into `out`.
 
     `out` (made here, by the first process) receives recipe.json, metrics.jsonl with a line per
     step, loss.png, and the final state in checkpoint/.
 
     Args:
-      model_file: The model, its annotation and its loss.
-      recipe: What to train.
-      mesh: The devices.
-      corpus: The text.
-      out: A folder that does not exist yet.
+        model_file: the model, its annotation and its loss.
+        recipe: what to train.
+        mesh: the devices.
+        corpus: the text.
+        out: a folder that does not exist yet.
 
     Returns:
-      The validation loss after the last step.
+        The validation loss after the last step.
 
     Raises:
-      ShardingError: The batch does not split over the mesh, or the text is too short.
+        ShardingError: the batch does not split over the mesh, or the text is too short.
     """
     loader = data.Loader(
         corpus=corpus,
@@ -109,6 +105,9 @@ def fit(
         seed=recipe.seed,
         rows=data.local_rows(recipe.batch_size, mesh),
     )
+    if jax.process_index() == 0:
+        out.mkdir(parents=True)
+        (out / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe), indent=2, default=str) + "\n")
     model, optimizer = create(model_file, recipe, mesh)
     train_step = make_train_step(model_file.loss_fn, accumulate=recipe.accumulate)
     eval_step = make_eval_step(model_file.loss_fn)
@@ -127,6 +126,5 @@ def fit(
     state = {"model": model, "optimizer": optimizer, "step": recipe.num_steps}
     checkpoint.save(out / "checkpoint", state)
     if jax.process_index() == 0:
-        (out / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe), indent=2) + "\n")
         plot_loss(out / "metrics.jsonl", out / "loss.png")
     return val_loss

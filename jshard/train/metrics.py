@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 import jax
@@ -20,7 +19,7 @@ _PLAIN_LINE_EVERY_S = 10.0
 class MetricsWriter:
     """Writes dicts as lines of JSON; a run that is cut short keeps its lines.
 
-    Makes the folder. Of several processes only the first one writes.
+    Of several processes only the first one writes.
 
     Example:
         with MetricsWriter(out / "metrics.jsonl") as metrics:
@@ -28,10 +27,8 @@ class MetricsWriter:
     """
 
     def __init__(self, path: str | Path):
-        path = Path(path)
-        if jax.process_index() == 0:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = (path if jax.process_index() == 0 else Path(os.devnull)).open("a", buffering=1)
+        path = Path(path if jax.process_index() == 0 else os.devnull)
+        self._file = path.open("a", buffering=1)
 
     def write(self, **values: Any) -> None:
         """Writes one line; arrays of one element become numbers."""
@@ -40,12 +37,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._file.close()
 
 
@@ -56,9 +48,9 @@ class Progress:
     every ten seconds. Of several processes only the first one shows it.
 
     Args:
-      num_steps: Steps of the whole run.
-      tokens_per_step: Tokens of a global batch.
-      stream: Where to write.
+        num_steps: steps of the whole run.
+        tokens_per_step: tokens of a global batch.
+        stream: where to write.
     """
 
     def __init__(self, num_steps: int, tokens_per_step: int, stream: TextIO | None = None):

@@ -39,20 +39,20 @@ class Recipe:
     """A whole training run as a value.
 
     Attributes:
-      model: The frozen config that the model file's `build` takes.
-      sequence_length: Tokens per sequence.
-      batch_size: Sequences per step, over all devices and microbatches.
-      num_steps: Optimizer steps.
-      learning_rate: Peak of the schedule: linear warmup, then a cosine down to a tenth.
-      warmup_steps: Steps of warmup.
-      weight_decay: AdamW's decay, on matrices only (not on biases and norms).
-      b1: AdamW's decay of the first moment.
-      b2: AdamW's decay of the second moment.
-      clip_norm: Largest global norm of the gradient.
-      accumulate: Microbatches per step.
-      eval_every: Steps between two evaluations; the last step is always followed by one.
-      eval_sequences: Held-out sequences per evaluation, spread evenly over the held-out text.
-      seed: Seed of the parameters, of dropout and of the sample order.
+        model: the frozen config that the model file's `build` takes.
+        sequence_length: tokens per sequence.
+        batch_size: sequences per step, over all devices and microbatches.
+        num_steps: optimizer steps.
+        learning_rate: peak of the schedule: linear warmup, then a cosine down to a tenth.
+        warmup_steps: steps of warmup.
+        weight_decay: AdamW's decay, on matrices only (not on biases and norms).
+        b1: AdamW's decay of the first moment.
+        b2: AdamW's decay of the second moment.
+        clip_norm: largest global norm of the gradient.
+        accumulate: microbatches per step.
+        eval_every: steps between two evaluations; the last step is always followed by one.
+        eval_sequences: held-out sequences per evaluation, spread evenly over the held-out text.
+        seed: seed of the parameters, of dropout and of the sample order.
     """
 
     model: Any
@@ -106,7 +106,7 @@ class ModelFile:
         """The named recipe, or the file's first, with its name.
 
         Raises:
-          ModelFileError: The file has no recipe of that name.
+            ModelFileError: the file has no recipe of that name.
         """
         name = next(iter(self.recipes)) if name is None else name
         if name not in self.recipes:
@@ -124,7 +124,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     """Runs a model file and picks its four names.
 
     Raises:
-      ModelFileError: The file does not exist, or lacks one of the names.
+        ModelFileError: the file does not exist, or lacks one of the names.
     """
     path = Path(path)
     if not path.is_file():
@@ -147,7 +147,7 @@ def load_model_file(path: str | Path) -> ModelFile:
 
 def _pick(module: Any, path: Path) -> ModelFile:
     names = ("RECIPES", "build", "annotate", "loss_fn")
-    missing = [name for name in names if not hasattr(module, name)]
+    missing = [name for name in names if not getattr(module, name, None)]  # empty RECIPES are none
     if missing:
         raise ModelFileError(
             f"The model file lacks {', '.join(missing)}.",

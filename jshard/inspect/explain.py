@@ -1,0 +1,290 @@
+"""`explain`: the plan as a person reads it: what lies where and why, what it holds and what it sends."""
+
+import dataclasses
+import io
+import json
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from jshard._plan import LeafPlan, ShardPlan, UnitPlan
+from jshard._plan import plan as make_plan
+from jshard.inspect.activations import saved_bytes
+from jshard.inspect.communication import Traffic, traffic_of
+from jshard.inspect.memory import Memory, memory_of, unit_bytes
+
+_WIDTH = 110
+
+
+def explain(
+    model_or_plan: nnx.Module | ShardPlan,
+    *,
+    optimizer: Any = None,
+    loss: Callable[..., Any] | None = None,
+    batch: Any = None,
+    leaves: bool = False,
+) -> "Explanation":
+    """Says where every parameter of an annotated model lies and what training it costs.
+
+    Nothing is compiled, and no array is needed: an abstract model of any size will do. What follows from the
+    plan is told apart from what is estimated.
+
+    Args:
+        model_or_plan: an annotated model, concrete or abstract, or its plan.
+        optimizer: an `nnx.Optimizer` or an Optax transformation, to count its state; AdamW is assumed.
+        loss: function of the model and the batch. With it and `batch`, activations of a model are estimated.
+        batch: the global batch, abstract or real; a tuple stands for several arguments of `loss`.
+        leaves: list every parameter too.
+
+    Returns:
+        An `Explanation`: print it, show it in a notebook, or take its JSON.
+
+    Raises:
+        AnnotationError: the root of the model is not annotated.
+
+    Example:
+        >>> print(js.explain(model, optimizer=optax.adamw(3e-4)))
+    """
+    plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan)
+    held = memory_of(plan, optimizer=optimizer)
+    if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
+        saved = max(0, saved_bytes(model_or_plan, loss, batch) - held.kept_bytes)
+        held = dataclasses.replace(held, activations_bytes=saved)
+    return Explanation(plan, held, traffic_of(plan), leaves)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """What `js.explain` found. `print` it; in a notebook it shows itself; `to_json` for programs.
+
+    Args:
+        plan: the plan.
+        memory: bytes on one device.
+        traffic: the collectives of one step.
+        leaves: whether every parameter is listed.
+    """
+
+    plan: ShardPlan
+    memory: Memory
+    traffic: tuple[Traffic, ...]
+    leaves: bool = False
+
+    def __str__(self) -> str:
+        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
+        console.print(self)
+        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+        return "\n".join(line.rstrip() for line in lines)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Group:
+        tables = [_units_table(self.plan)]
+        if self.leaves:
+            tables.append(_leaves_table(self.plan))
+        tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
+        notes = [*_replicated_notes(self.plan), *_tied_notes(self.plan)]
+        spaced = [part for table in tables for part in (Text(), table)]
+        return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
+
+    def to_json(self) -> str:
+        """Everything as JSON text; the plan in it is what `ShardPlan.from_json` reads."""
+        bytes_ = dataclasses.asdict(self.memory)
+        bytes_ |= {"held_bytes": self.memory.held_bytes, "step_bytes": self.memory.step_bytes}
+        traffic = [dataclasses.asdict(t) | {"wire_bytes": t.wire_bytes} for t in self.traffic]
+        units = [
+            {"unit": name, "count": count, "gathered_bytes": unit_bytes(self.plan, unit.name)}
+            for name, count, unit in folded_units(self.plan)
+        ]
+        whole = {
+            "plan": json.loads(self.plan.to_json()),
+            "num_parameters": self.plan.num_parameters,
+            "parameter_bytes": self.plan.logical_bytes,
+            "units": units,
+            "memory_per_device": bytes_,
+            "communication_per_step": traffic,
+            "replicated": {leaf.path: leaf.placement.because for leaf in self.plan.replicated},
+        }
+        return json.dumps(whole, indent=1)
+
+
+def folded_units(plan: ShardPlan) -> list[tuple[str, int, UnitPlan]]:
+    """The units with equal ones of a list folded: name such as `blocks/0..11`, how many, the first of them."""
+    groups: dict[Any, list[tuple[int | None, UnitPlan]]] = {}
+    for unit in plan.units:
+        pattern, index = _pattern(unit.name)
+        content = tuple((leaf.path.removeprefix(unit.name), leaf.placement) for leaf in plan.unit_leaves(unit.name))
+        key = (pattern, content, dataclasses.replace(unit, name=""))
+        groups.setdefault(key, []).append((index, unit))
+    return [(_joined(key[0], [i for i, _ in found]), len(found), found[0][1]) for key, found in groups.items()]
+
+
+def _pattern(name: str) -> tuple[str, int | None]:
+    """`blocks/3/mlp` as `blocks/*/mlp` and 3: the last number in a path is what may differ."""
+    numbers = list(re.finditer(r"(?<=/)\d+(?=/|$)", name))
+    if not numbers or "+" in name:
+        return name, None
+    last = numbers[-1]
+    return f"{name[: last.start()]}*{name[last.end() :]}", int(last.group())
+
+
+def _joined(pattern: str, indices: list[int | None]) -> str:
+    numbers = sorted(i for i in indices if i is not None)
+    runs: list[list[int]] = []
+    for i in numbers:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return pattern.replace("*", ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs))
+
+
+def _headline(plan: ShardPlan) -> str:
+    axes = ", ".join(f"{name}={size}" for name, size in plan.mesh)
+    devices = math.prod(size for _, size in plan.mesh)
+    return (
+        f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, "
+        f"on {devices} device{'s'[: devices != 1]} ({axes})"
+    )
+
+
+def _table(title: str, *columns: str, caption: str = "") -> Table:
+    """A table; columns whose name ends in > hold numbers."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.caption, table.caption_justify = caption or None, "left"
+    for i, column in enumerate(columns):
+        number = column.endswith(">")
+        justify = "right" if number else "left"
+        table.add_column(column.rstrip(">"), justify=justify, no_wrap=number or not i, overflow="fold")
+    return table
+
+
+def _add(table: Table, *cells: str, style: str | None = None, end_section: bool = False) -> None:
+    table.add_row(*map(Text, cells), style=style, end_section=end_section)  # Text: no markup in paths and shapes
+
+
+def _units_table(plan: ShardPlan) -> Table:
+    caption = "dtypes: stored, gathered, reduced. kept: of the gathered copy, until backward. x<n>: figures of one."
+    columns = "unit", "kind", "parameters>", "per device>", "gathered>", "dtypes", "kept", "remat"
+    table = _table("Units: what is gathered together", *columns, caption=caption)
+    for name, count, unit in folded_units(plan):
+        leaves = plan.unit_leaves(unit.name)
+        _add(
+            table,
+            f"{name}  x{count}" if count > 1 else name,
+            unit.kind,
+            human_count(sum(leaf.placement.size for leaf in leaves)),
+            human_bytes(sum(leaf.placement.bytes_per_device for leaf in leaves)),
+            human_bytes(unit_bytes(plan, unit.name)),
+            _dtypes(leaves),
+            _kept(unit.reshard_after_forward),
+            unit.remat,
+        )
+    return table
+
+
+def _kept(reshard: bool | int) -> str:
+    return {True: "nothing", False: "all"}[reshard] if isinstance(reshard, bool) else f"1/{reshard}"
+
+
+def _dtypes(leaves: tuple[LeafPlan, ...]) -> str:
+    found = {(p.dtype, p.gathered_dtype, p.reduce_dtype) for p in (leaf.placement for leaf in leaves)}
+    return "; ".join(sorted(", ".join(map(_short, dtypes)) for dtypes in found)) or "-"
+
+
+def _short(dtype: str) -> str:
+    return dtype.replace("bfloat", "bf").replace("float", "f")
+
+
+def _leaves_table(plan: ShardPlan) -> Table:
+    table = _table("Parameters", "parameter", "shape", "dtypes", "per device>", "placement")
+    for name, _, unit in folded_units(plan):
+        for leaf in plan.unit_leaves(unit.name):
+            p = leaf.placement
+            path = name + leaf.path.removeprefix(unit.name) if leaf.path.startswith(unit.name) else leaf.path
+            axes = ", ".join("-" if e is None else e if isinstance(e, str) else "+".join(e) for e in p.spec)
+            where = f"({axes})" if p.shards > 1 else ""
+            where += f" replicated: {p.because}" if p.dim is None else ""
+            _add(table, path, str(list(p.shape)), _dtypes((leaf,)), human_bytes(p.bytes_per_device), where.strip())
+    return table
+
+
+def _memory_table(held: Memory) -> Table:
+    caption = "A unit is gathered when it is called; the compiler may begin earlier and hold two."
+    table = _table("Memory of one device", "", "bytes>", "", caption=caption)
+    _add(table, "parameters", human_bytes(held.parameters_bytes), "plan")
+    _add(table, f"optimizer state ({held.optimizer})", human_bytes(held.optimizer_bytes), "plan")
+    _add(table, "held between steps", human_bytes(held.held_bytes), "plan", style="bold", end_section=True)
+    _add(table, "gradients", human_bytes(held.gradients_bytes), "plan")
+    _add(table, "gathered copies kept until backward", human_bytes(held.kept_bytes), "estimate")
+    unit = f" ({held.largest_unit})" if held.largest_unit else ""
+    _add(table, f"largest gathered unit{unit}", human_bytes(held.largest_unit_bytes), "estimate: one at a time")
+    _add(table, "largest gradient of a unit, not yet reduced", human_bytes(held.largest_gradient_bytes), "estimate")
+    known = held.activations_bytes is not None
+    amount = human_bytes(held.activations_bytes or 0) if known else "not estimated"
+    _add(table, "activations", amount, "estimate: saved for backward" if known else "give loss= and batch=")
+    total = "in a step" if known else "in a step, without activations"
+    _add(table, total, human_bytes(held.step_bytes), "estimate", style="bold")
+    return table
+
+
+def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> Table:
+    caption = 'With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.'
+    columns = "collective", "over", "dtype", "arrays>", "in P>", "sent>", "for"
+    table = _table("Communication of one forward and backward pass, by device", *columns, caption=caption)
+    for t in traffic:
+        amounts = human_bytes(t.full_bytes), f"{t.full_bytes / plan.logical_bytes:.2f}", human_bytes(t.wire_bytes)
+        _add(table, t.kind, f"{', '.join(t.axes)} ({t.group_size})", _short(t.dtype), *amounts, t.purpose)
+    total = sum(t.wire_bytes for t in traffic)
+    sent = f"{total / plan.logical_bytes:.2f} P"
+    _add(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
+    return table
+
+
+def _replicated_notes(plan: ShardPlan) -> list[str]:
+    """One line for each reason, with the parameters it holds for."""
+    if plan.replicated == plan.leaves:
+        return [f"Replicated: all parameters: {plan.leaves[0].placement.because}"]
+    reasons: dict[str, dict[str, int]] = {}
+    for leaf in plan.replicated:
+        paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
+        shape = list(leaf.placement.shape)
+        pattern = re.sub(r"(?<=/)\d+(?=/|$)", "*", leaf.path) + f" {shape}"
+        paths[pattern] = paths.get(pattern, 0) + 1
+    if not reasons:
+        return []
+    total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
+    lines = [f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"]
+    for because, paths in reasons.items():
+        lines.append(f"  {because}:")
+        lines += [f"    {path}" + (f"  x{count}" if count > 1 else "") for path, count in paths.items()]
+    return lines
+
+
+def _tied_notes(plan: ShardPlan) -> list[str]:
+    tied = [leaf for leaf in plan.leaves if leaf.aliases]
+    return [f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}" for leaf in tied]
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as text, in B, KiB, MiB, GiB or TiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def human_count(count: float) -> str:
+    """A number of parameters as text: 1.23M."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.2f}{unit}"
+        count /= 1000
+    return f"{count:.2f}B"

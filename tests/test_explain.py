@@ -1,0 +1,218 @@
+"""`explain` says what the plan says, tells plan from estimate, and prints on any terminal."""
+
+import io
+import json
+
+import jax
+import optax
+import pytest
+from flax import nnx
+from rich.console import Console
+
+import jshard as js
+from jshard.inspect.explain import explain, folded_units, human_bytes, human_count
+from jshard.inspect.memory import memory_of, optimizer_bytes
+from tests.helpers import Config, abstract, annotator, builder, loss_fn, program, sharded, token_batch
+
+GOLDEN = """\
+115,648 parameters, 451.75 KiB = P, on 8 devices (replica=2, fsdp=4, tensor=1)
+
+Units: what is gathered together
+
+ unit              kind      parameters   per device    gathered   dtypes           kept      remat
+ ──────────────────────────────────────────────────────────────────────────────────────────────────
+ (root)            Decoder       16.45K    16.25 KiB   32.12 KiB   f32, bf16, f32   all       none
+ blocks/0..1  x2   Block         49.60K    49.75 KiB   96.88 KiB   f32, bf16, f32   nothing   full
+
+dtypes: stored, gathered, reduced. kept: of the gathered copy, until backward. x<n>: figures of one.
+
+Memory of one device
+
+                                                       bytes
+ ─────────────────────────────────────────────────────────────────────────────────────
+ parameters                                       115.75 KiB   plan
+ optimizer state (AdamW assumed)                  231.51 KiB   plan
+ held between steps                               347.26 KiB   plan
+
+ gradients                                        115.75 KiB   plan
+ gathered copies kept until backward               32.12 KiB   estimate
+ largest gathered unit (blocks/0)                  96.88 KiB   estimate: one at a time
+ largest gradient of a unit, not yet reduced      192.00 KiB   estimate
+ activations                                   not estimated   give loss= and batch=
+ in a step, without activations                   784.01 KiB   estimate
+
+A unit is gathered when it is called; the compiler may begin earlier and hold two.
+
+Communication of one forward and backward pass, by device
+
+ collective       over                dtype       arrays   in P         sent   for
+ ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+ all-gather       fsdp (4)            bf16    224.00 KiB   0.50   168.00 KiB   parameters for forward
+ all-gather       fsdp (4)            bf16    192.00 KiB   0.43   144.00 KiB   parameters for backward
+ reduce-scatter   fsdp (4)            f32     448.00 KiB   0.99   336.00 KiB   gradients
+ all-reduce       replica (2)         f32     112.00 KiB   0.25   112.00 KiB   gradients, over replicas
+ all-reduce       replica, fsdp (8)   f32       3.75 KiB   0.01     6.56 KiB   gradients of the replicated
+ total                                                            766.56 KiB   1.70 P
+
+With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.
+
+Replicated: 9 parameters, 3.75 KiB on every device
+  smaller than min_size:
+    blocks/*/attention_norm/scale [64]  x2
+    blocks/*/down/bias [64]  x2
+    blocks/*/mlp_norm/scale [64]  x2
+    blocks/*/up/bias [256]  x2
+    norm/scale [64]
+"""
+
+
+def small_plan() -> js.ShardPlan:
+    precision = js.MixedPrecision(param="bfloat16", reduce="float32")
+    return js.plan(abstract(Config(), js.mesh(replica=2), mixed_precision=precision, remat="full"))
+
+
+def test_the_text():
+    assert str(explain(small_plan())) + "\n" == GOLDEN
+
+
+def test_every_parameter_on_request():
+    plan = small_plan()
+    text = str(explain(plan, leaves=True))
+    for leaf in plan.leaves:
+        assert leaf.path.replace("blocks/0", "blocks/0..1").replace("blocks/1", "blocks/0..1") in text
+    assert "replicated: smaller than" in text
+    assert "(-, fsdp)" in text
+    assert "(-, fsdp)" not in str(explain(plan))
+
+
+def test_tied_parameters_are_shown():
+    class Pair(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.first = nnx.Linear(64, 64, rngs=rngs)
+            self.second = nnx.Linear(64, 64, rngs=rngs)
+            self.second.kernel = self.first.kernel
+
+    mesh = js.mesh(devices=8)
+    model = js.abstract_init(lambda: Pair(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=mesh))
+    assert "Tied: first/kernel = second/kernel, gathered by (root)" in str(explain(model))
+
+
+def test_only_equal_units_are_folded():
+    mesh = js.mesh(devices=8)
+
+    def annotate(model):
+        for i, block in enumerate(model.blocks):
+            js.fully_shard(block, mesh=mesh, remat="full" if i in (1, 4) else "none")
+        js.fully_shard(model, mesh=mesh)
+
+    plan = js.plan(js.abstract_init(builder(Config(layers=12)), annotate))
+    folded = [(name, count) for name, count, _ in folded_units(plan)]
+    assert folded == [("(root)", 1), ("blocks/0,2..3,5..11", 10), ("blocks/1,4", 2)]
+
+
+@pytest.mark.parametrize(
+    ("tx", "scanned"),
+    [
+        (optax.adamw(1e-3, mask=lambda params: jax.tree.map(lambda p: p.ndim > 1, params)), False),
+        (optax.adafactor(1e-3), True),
+        (optax.contrib.muon(1e-3), False),
+        (optax.MultiSteps(optax.adam(1e-3, mu_dtype="bfloat16"), 4), True),
+    ],
+    ids=["adamw", "adafactor", "muon", "multisteps"],
+)
+def test_optimizer_bytes_are_those_that_shard_optimizer_holds(tx, scanned: bool):
+    model = sharded(Config(scanned=scanned), js.mesh())
+    plan, optimizer = js.plan(model), js.shard_optimizer(model, tx)
+    shards = (x.addressable_shards[0].data for x in jax.tree.leaves(nnx.state(optimizer)))
+    held = sum(shard.nbytes for shard in shards)
+    assert optimizer_bytes(plan, tx)[0] == held
+    assert optimizer_bytes(plan, optimizer)[0] == held
+
+
+def test_adamw_is_assumed_and_the_text_says_so():
+    plan = small_plan()
+    assert memory_of(plan) != memory_of(plan, optimizer=optax.sgd(1e-3))
+    assert memory_of(plan).optimizer_bytes == memory_of(plan, optimizer=optax.adamw(1e-3)).optimizer_bytes
+    assert "optimizer state (AdamW assumed)" in str(explain(plan))
+    assert "optimizer state (given)" in str(explain(plan, optimizer=optax.sgd(1e-3)))
+
+
+def test_activations_are_estimated_only_with_loss_and_batch_and_without_devices_too():
+    assert "not estimated   give loss= and batch=" in str(explain(abstract(Config(), js.mesh())))
+    found = [
+        explain(abstract(Config(), mesh), loss=loss_fn, batch=token_batch(Config())).memory.activations_bytes
+        for mesh in (js.mesh(), js.mesh(devices=8))
+    ]
+    assert found[0] == found[1] > 0
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_the_activations_estimate_is_close_to_the_compiled_program(reshard: bool):
+    """What remat=full saves is the difference of the estimates, and about that of the programs' memory."""
+    config = Config(layers=8, width=128, hidden=512, vocab=64, scanned=True)
+    batch, estimated, compiled = token_batch(config, 16, 64), {}, {}
+    for remat in ("none", "full"):
+        settings = {"remat": remat, "reshard_after_forward": reshard}
+        model = abstract(config, js.mesh(), **settings)
+        estimated[remat] = explain(model, loss=loss_fn, batch=batch).memory.activations_bytes
+        made = program(config, batch=(16, 64), **settings)
+        compiled[remat] = made.compiled.memory_analysis().temp_size_in_bytes
+    saved = estimated["none"] - estimated["full"]
+    assert saved == pytest.approx(compiled["none"] - compiled["full"], rel=0.15)
+    inputs_of_blocks = 8 * 2 * 64 * 128 * 4
+    assert inputs_of_blocks < estimated["full"] < 2 * inputs_of_blocks
+
+
+def test_abstract_arrays_will_do_as_a_batch():
+    config = Config()
+    model, batch = abstract(config, js.mesh()), token_batch(config)
+    shapes = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in batch)
+    real, shaped = (explain(model, loss=loss_fn, batch=b).memory.activations_bytes for b in (batch, shapes))
+    assert real == shaped > 0
+
+
+def test_json_holds_the_plan_and_the_figures():
+    plan = small_plan()
+    explanation = explain(plan)
+    data = json.loads(explanation.to_json())
+    assert js.ShardPlan.from_json(json.dumps(data["plan"])) == plan
+    assert data["memory_per_device"]["held_bytes"] == memory_of(plan).held_bytes
+    assert data["num_parameters"] == plan.num_parameters
+    assert [unit["unit"] for unit in data["units"]] == ["(root)", "blocks/0..1"]
+    assert data["replicated"]["norm/scale"] == "smaller than min_size (64 < 1024 elements)"
+    sent = sum(t["wire_bytes"] for t in data["communication_per_step"])
+    assert sent == sum(t.wire_bytes for t in explanation.traffic)
+
+
+def test_it_prints_only_when_printed(capsys):
+    explanation = explain(small_plan())
+    assert capsys.readouterr().out == ""
+    assert repr(explanation) == str(explanation)
+    narrow = Console(file=io.StringIO(), width=60)
+    narrow.print(explanation)
+    assert max(map(len, narrow.file.getvalue().splitlines())) <= 60
+
+
+def test_a_large_model_is_explained_without_arrays():
+    config = Config(layers=12, width=12_288, hidden=49_152, heads=96, vocab=50_000, tied=False)
+    mesh = js.mesh(replica=4, fsdp=128, devices=512)
+    live = len(jax.live_arrays())
+    text = str(explain(js.abstract_init(builder(config), annotator(mesh, remat="full"))))
+    assert len(jax.live_arrays()) == live
+    assert "blocks/0..11  x12" in text
+    assert "on 512 devices" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (human_bytes(1023), "1023 B"),
+        (human_bytes(1536), "1.50 KiB"),
+        (human_bytes(3 * 2**40), "3.00 TiB"),
+        (human_count(999), "999"),
+        (human_count(1_234_567), "1.23M"),
+        (human_count(175e9), "175.00B"),
+    ],
+)
+def test_amounts_for_people(text: str, expected: str):
+    assert text == expected

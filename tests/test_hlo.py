@@ -1,0 +1,164 @@
+"""The reader of compiled programs counts what is there, and raises where it cannot."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jshard as js
+from jshard.inspect import ProgramError, asked_collectives, collectives, full_bytes, wire_bytes
+
+
+def module(*lines: str, computations: str = "") -> str:
+    """The text of a module for 8 devices with these instructions in its entry."""
+    body = "".join(f"  {line}\n" for line in lines)
+    head = "HloModule m, is_scheduled=true, num_partitions=8"
+    return f"{head}\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}}}\n"
+
+
+def loop(trip_count: str) -> str:
+    inner = """%body (p: (s32[], f32[64])) -> (s32[], f32[64]) {
+  %ag = f32[64]{0} all-gather(%x), channel_id=1, replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}
+}
+
+%cond (p: (s32[], f32[64])) -> pred[] {
+  %c = s32[] constant(5)
+}
+"""
+    call = f"%w = (s32[], f32[64]{{0}}) while(%t), condition=%cond, body=%body{trip_count}"
+    return module(call, computations=inner)
+
+
+def test_a_compiled_program_is_counted():
+    mesh = js.mesh(replica=2)
+
+    def body(x):
+        def step(carry, _):
+            full = lax.all_gather(carry, "fsdp", tiled=True)
+            scattered = lax.psum_scatter(jnp.sin(full), "fsdp", tiled=True)
+            return lax.pmean(scattered, "replica"), None
+
+        out, _ = lax.scan(step, x, length=7)
+        return lax.ppermute(out, "fsdp", [(i, (i + 1) % 4) for i in range(4)])
+
+    spec = PartitionSpec("fsdp")
+    run = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
+    found = {c.kind: c for c in collectives(run.lower(jnp.zeros(64)).compile())}
+    gather, scatter, reduce, permute = (
+        found[k] for k in ("all-gather", "reduce-scatter", "all-reduce", "collective-permute")
+    )
+    assert (gather.executions, gather.full_bytes, gather.axes(mesh)) == (7, 256, ("fsdp",))
+    assert (scatter.executions, scatter.full_bytes, scatter.axes(mesh)) == (7, 256, ("fsdp",))
+    assert (reduce.executions, reduce.full_bytes, reduce.axes(mesh)) == (7, 64, ("replica",))
+    assert (permute.executions, permute.full_bytes) == (1, 64)
+    assert gather.wire_bytes == 7 * 256 * 3 / 4
+    assert reduce.wire_bytes == 7 * 2 * 64 / 2
+    assert wire_bytes(found.values()) == sum(c.wire_bytes for c in found.values())
+
+
+@pytest.mark.parametrize(
+    ("groups", "group"),
+    [
+        ("{{0,4},{1,5},{2,6},{3,7}}", (0, 4)),
+        ("{}", tuple(range(8))),
+        ("[2,4]<=[8]", (0, 1, 2, 3)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("mesh['a'=2,'b'=4] {'a'}", (0, 4)),
+    ],
+)
+def test_groups_in_every_notation(groups: str, group: tuple[int, ...]):
+    text = module(f"%r = f32[16]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add")
+    (found,) = collectives(text)
+    assert found.group == group
+    assert found.full_bytes == 64
+
+
+def test_asynchronous_and_combined_collectives():
+    groups = "replica_groups={{0,1,2,3,4,5,6,7}}"
+    text = module(
+        f"%s = (f32[8]{{0}}, f32[64]{{0}}) all-gather-start(%x), {groups}, dimensions={{0}}",
+        "%d = f32[64]{0} all-gather-done(%s)",
+        f"%t = (f32[16]{{0}}, /*index=1*/bf16[4]{{0}}) all-reduce-start(%x, %y), {groups}, to_apply=%add",
+        "%a = ((f32[64]{0}), f32[8]{0}, u32[]) async-start(%x), calls=%wrapped",
+        "%b = f32[8]{0} async-done(%a), calls=%wrapped",
+        computations=f"%wrapped (p: f32[64]) -> f32[8] {{\n  %rs = f32[8]{{0}} reduce-scatter(%p), {groups}\n}}\n",
+    )
+    found = [(c.kind, c.dtype, c.full_bytes) for c in collectives(text)]
+    assert found == [
+        ("all-gather", "f32", 256),
+        ("all-reduce", "f32", 64),
+        ("all-reduce", "bf16", 8),
+        ("reduce-scatter", "f32", 256),
+    ]
+
+
+def test_loops_multiply_and_branches_are_marked():
+    (found,) = collectives(loop(', backend_config={"known_trip_count":{"n":"12"}}'))
+    assert (found.executions, found.total_bytes) == (12, 12 * 256)
+    branch = "%yes (p: f32[8]) -> f32[8] {\n  %ar = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add\n}\n"
+    (found,) = collectives(
+        module(
+            "%c = f32[8]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no",
+            computations=branch,
+        )
+    )
+    assert found.conditional
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (loop(""), "number of rounds"),
+        (module("%r = f32[8]{0} ragged-all-to-all(%x), replica_groups={}"), "ragged-all-to-all is not one of"),
+        (module("%r = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=8] {'a':(1)2}"), "part of a mesh axis"),
+        (module("%r = f32[8]{0} all-reduce(%x), replica_groups=?"), "unknown way"),
+        (module("%r = f3[8]{0} all-reduce(%x), replica_groups={}"), "element type 'f3'"),
+        ("no program", "no ENTRY"),
+    ],
+)
+def test_what_cannot_be_counted_is_an_error(text: str, why: str):
+    with pytest.raises(ProgramError, match=why):
+        collectives(text)
+
+
+def test_the_lowered_program_tells_the_dtypes_asked_for():
+    mesh = js.mesh(replica=2)
+
+    def body(x):
+        full = lax.all_gather(x.astype(jnp.bfloat16), "fsdp", tiled=True)
+        scattered = lax.psum_scatter(full.astype(jnp.float32), "fsdp", tiled=True)
+        return lax.psum(lax.ppermute(scattered, "fsdp", [(0, 1), (1, 0)]), "replica")
+
+    specs = {"in_specs": PartitionSpec(("replica", "fsdp")), "out_specs": PartitionSpec("fsdp")}
+    found = asked_collectives(jax.jit(jax.shard_map(body, mesh=mesh, **specs)).lower(jnp.zeros(64)))
+    assert [(c.kind, c.dtype, c.full_bytes, c.group) for c in found] == [
+        ("all-gather", "bf16", 64, (0, 1, 2, 3)),
+        ("reduce-scatter", "f32", 128, (0, 1, 2, 3)),
+        ("collective-permute", "f32", 32, (0, 1, 4, 5)),
+        ("all-reduce", "f32", 32, (0, 4)),
+    ]
+    assert full_bytes(found, "all-gather") == 64
+
+
+@pytest.mark.parametrize(
+    ("groups", "group"),
+    [
+        ("dense<[[0, 4], [1, 5]]> : tensor<2x2xi64>", (0, 4)),
+        ('#stablehlo.replica_group_mesh_axes<mesh = @m, axes = [#stablehlo.axis_ref<name = "b">]>', (0, 1, 2, 3)),
+    ],
+)
+def test_lowered_groups_in_every_notation(groups: str, group: tuple[int, ...]):
+    """Versions of jax write them differently; several operands count together."""
+    text = f"""
+  sdy.mesh @m = <["a"=2, "b"=4]>
+  %5:2 = "stablehlo.all_reduce"(%3, %4) <{{replica_groups = {groups}}}> ({{
+    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
+      %6 = stablehlo.add %a, %b : tensor<f32>
+  }}) : (tensor<4x2xf32>, tensor<8xf32>) -> (tensor<4x2xf32>, tensor<8xf32>)
+"""
+    (found,) = asked_collectives(text)
+    assert (found.kind, found.dtype, found.full_bytes, found.group) == ("all-reduce", "f32", 64, group)
+    with pytest.raises(ProgramError, match="unknown way"):
+        asked_collectives(text.replace("replica_groups", "groups").replace("mesh_axes", "axes"))
