@@ -1,13 +1,15 @@
 """Every difference between versions of jax and flax, and every name of theirs that is not public."""
 
+import contextlib
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import flax
 import jax
 from flax.nnx import graphlib
 from jax import core
+from jax._src.interpreters import partial_eval
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
 
@@ -33,6 +35,26 @@ def is_carry_mismatch(error: TypeError) -> bool:
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced, rather than there."""
     return isinstance(x, core.Tracer)
+
+
+@contextlib.contextmanager
+def fast_shape_tracing() -> Iterator[None]:
+    """Inside, building a large model abstractly takes time linear in its size.
+
+    Flax asks every traced RNG counter for its sharding; jax answers with an AttributeError whose text, which Flax
+    throws away, costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers.
+    There is no public switch; where the private name is gone, this does nothing.
+    """
+    tracer = getattr(partial_eval, "DynamicJaxprTracer", None)
+    search = getattr(tracer, "_origin_msg", None)
+    if tracer is None or search is None:
+        yield
+        return
+    tracer._origin_msg = lambda self: ""
+    try:
+        yield
+    finally:
+        tracer._origin_msg = search
 
 
 def children(node: Any) -> Mapping[Any, Any]:

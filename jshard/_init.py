@@ -95,7 +95,8 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
 
 def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     """The split model with shapes for arrays."""
-    graphdef, shapes = jax.eval_shape(lambda: _split(build))
+    with _compat.fast_shape_tracing():
+        graphdef, shapes = jax.eval_shape(lambda: _split(build))
     model = nnx.merge(graphdef, shapes)
     lost = [dotted(p) for p, x in nnx.iter_graph(model) if _compat.is_tracer(x)]
     if lost:

@@ -1,6 +1,6 @@
 """Optimizer state that follows the plan: created sharded, and kept so."""
 
-import dataclasses
+from collections.abc import Mapping
 from typing import Any, cast
 
 import jax
@@ -10,10 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError
-from jshard._mesh import REPLICA, degree
-from jshard._nnx import Member, Path, Unit, unit_of
-from jshard._placement import place
+from jshard._mesh import REPLICA
+from jshard._nnx import Path, unit_of
+from jshard._placement import Placement, PlacementRule, place
 from jshard._plan import root_forgotten
+from jshard._policies import MixedPrecision
 
 
 def shard_optimizer(
@@ -55,12 +56,13 @@ def shard_optimizer(
             why="the model was annotated with an abstract mesh, for a plan only.",
             do="mesh = js.mesh(fsdp=-1)",
         )
-    places = _StatePlaces(unit, shard_replicated)
-    placed = _placed(tx, places)
+    by_path = {tuple(map(str, m.path)): m.placement for m in unit.members}
+    places = StatePlaces(by_path, unit.rule.degrees, over_replica=shard_replicated)
+    placed = _placed(tx, places, unit.mesh)
     build = lambda model: nnx.Optimizer(model, placed, wrt=wrt)
     abstract = nnx.eval_shape(build, model)
     graphdef, state = nnx.split(abstract)
-    shardings = nnx.from_flat_state([(p, places.shardings(p, v)) for p, v in nnx.to_flat_state(state)])
+    shardings = nnx.from_flat_state([(p, _shardings(p, v, places, unit.mesh)) for p, v in nnx.to_flat_state(state)])
     model_def, model_state = nnx.split(model)
 
     def init(model_state: Any) -> Any:
@@ -69,65 +71,83 @@ def shard_optimizer(
     return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
 
 
-def _placed(tx: optax.GradientTransformation, places: "_StatePlaces") -> optax.GradientTransformationExtraArgs:
+class StatePlaces:
+    """Where each array of an optimizer's state lies; from shapes and paths alone.
+
+    Args:
+        parameters: placement of every parameter, by the keys of its path as text.
+        degrees: size of every mesh axis.
+        over_replica: whether the state of replicated parameters is sharded over `replica`.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[tuple[str, ...], Placement],
+        degrees: tuple[tuple[str, int], ...],
+        *,
+        over_replica: bool = False,
+    ) -> None:
+        self._parameters, self._over_replica = parameters, over_replica
+        self._rule = PlacementRule(degrees, MixedPrecision())
+        self._replicas = dict(degrees).get(REPLICA, 1)
+
+    def parameter(self, path: tuple[str, ...]) -> Placement | None:
+        """The placement of the parameter that a path in the state ends in."""
+        tails = (self._parameters.get(path[start:]) for start in range(len(path)))
+        return next((placement for placement in tails if placement is not None), None)
+
+    def spec(self, path: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array of the state."""
+        parameter = self.parameter(path)
+        if parameter is None:
+            return PartitionSpec()
+        if shape != parameter.shape:
+            return place("", shape, "float32", (), self._rule).partition_spec
+        if parameter.dim is None and self._over_replica:
+            return self._over_replicas(parameter)
+        return parameter.partition_spec
+
+    def _over_replicas(self, parameter: Placement) -> PartitionSpec:
+        size = self._replicas
+        fits = [d for d, n in enumerate(parameter.shape) if n and n % size == 0 and parameter.spec[d] is None]
+        if size == 1 or not fits:
+            return parameter.partition_spec
+        dim = max(fits, key=lambda d: parameter.shape[d])
+        return PartitionSpec(*[REPLICA if d == dim else e for d, e in enumerate(parameter.spec)])
+
+
+def key_texts(path: tuple) -> tuple[str, ...]:
+    """The keys of a path of `jax.tree_util` as text, without the one that leads into a variable."""
+    keys = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return keys[:-1] if keys and keys[-1] == "value" else keys
+
+
+def _shardings(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:
+    """The variable with a sharding for each array in it; Optax masks some out."""
+    keys = tuple(map(str, path))
+    return variable.replace(
+        jax.tree.map(lambda x: NamedSharding(mesh, places.spec(keys, x.shape)), variable.get_raw_value())
+    )
+
+
+def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -> optax.GradientTransformationExtraArgs:
     """The transformation with its state held to the plan, and its updates to the parameters' placements.
 
     Without this the compiler picks the state's shardings anew, and may change them from step to step.
     """
     tx = optax.with_extra_args_support(tx)
 
+    def hold(path: tuple, leaf: Any) -> Any:
+        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, places.spec(key_texts(path), leaf.shape)))
+
+    def hold_update(path: tuple, leaf: Any) -> Any:
+        parameter = places.parameter(key_texts(path))
+        spec = PartitionSpec() if parameter is None else parameter.partition_spec
+        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(places.hold(grads), places.hold(state), params, **extra)
-        return places.hold(updates, as_params=True), places.hold(state)
+        grads, state = jax.tree.map_with_path(hold, (grads, state))
+        updates, state = tx.update(grads, state, params, **extra)
+        return jax.tree.map_with_path(hold_update, updates), jax.tree.map_with_path(hold, state)
 
     return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
-
-
-class _StatePlaces:
-    """Where each leaf of an optimizer's state lies."""
-
-    def __init__(self, unit: Unit, over_replica: bool) -> None:
-        assert isinstance(unit.mesh, Mesh)
-        self._unit, self._mesh, self._over_replica = unit, unit.mesh, over_replica
-        self._by_path = {tuple(map(str, m.path)): m for m in unit.members}
-
-    def shardings(self, path: Path, variable: nnx.Variable) -> nnx.Variable:
-        """The variable with a sharding for each array in it; Optax masks some out."""
-        sharding = lambda x: NamedSharding(self._mesh, self.spec(path, x.shape))
-        return variable.replace(jax.tree.map(sharding, variable.get_raw_value()))
-
-    def hold(self, tree: Any, *, as_params: bool = False) -> Any:
-        """Constrains every array of a tree whose paths end in those of parameters."""
-
-        def one(path: Any, leaf: Any) -> Any:
-            names = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-            member = self._member(names)
-            spec = self.spec(names, leaf.shape) if not as_params or member is None else member.placement.partition_spec
-            return lax.with_sharding_constraint(leaf, NamedSharding(self._mesh, spec))
-
-        return jax.tree_util.tree_map_with_path(one, tree)
-
-    def spec(self, path: Path, shape: tuple[int, ...]) -> PartitionSpec:
-        """A leaf's spec: its path ends in the path of the parameter it belongs to."""
-        member = self._member(tuple(map(str, path)))
-        if member is None:
-            return PartitionSpec()
-        if member.placement.dim is None and self._over_replica and shape == member.placement.shape:
-            return self._replica_spec(shape, member)
-        if shape == member.placement.shape:
-            return member.placement.partition_spec
-        rule = dataclasses.replace(self._unit.rule, shard_dim=None)
-        return place("", shape, "float32", (), rule).partition_spec
-
-    def _member(self, path: tuple[str, ...]) -> Member | None:
-        found = (self._by_path.get(path[start:]) for start in range(len(path)))
-        return next((m for m in found if m is not None), None)
-
-    def _replica_spec(self, shape: tuple[int, ...], member: Member) -> PartitionSpec:
-        size = degree(self._unit.mesh, REPLICA)
-        taken = member.placement.spec
-        fits = [d for d, n in enumerate(shape) if n % size == 0 and n >= size and taken[d] is None]
-        if size == 1 or not fits:
-            return member.placement.partition_spec
-        dim = max(fits, key=lambda d: shape[d])
-        return PartitionSpec(*[REPLICA if d == dim else e for d, e in enumerate(taken)])

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import jax
-import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jax.sharding import Mesh

@@ -6,7 +6,7 @@ around it the user's program stays in global view, so penalties, metrics and opt
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
     if split is None:
         with global_view():
             return method(module, *args, **kwargs)
-    return _Island(call, unit, unit.mesh, split).run()
+    return _Island(call, unit, cast(Mesh, unit.mesh), split).run()
 
 
 @dataclasses.dataclass

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jshard._placement import Placement, PlacementRule, place
+from jshard._optimizer import StatePlaces, key_texts
+from jshard._placement import Placement
 from jshard._plan import LeafPlan, ShardPlan
-from jshard._policies import MixedPrecision
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # what nnx.Optimizer adds
 
@@ -124,8 +124,9 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, str]:
         state = {"opt_state": jax.eval_shape(tx.init, _abstract_parameters(plan)), "step": _STEP}
         found = jax.tree_util.tree_leaves_with_path(state)
         name = "AdamW assumed" if optimizer is None else "given"
-    by_path = {leaf.path: leaf.placement for leaf in plan.leaves}
-    return sum(_state_bytes(path, x, by_path, plan) for path, x in found), name
+    by_path = {tuple(leaf.path.split("/")): leaf.placement for leaf in plan.leaves}
+    places = StatePlaces(by_path, plan.mesh)
+    return sum(_state_bytes(path, x, places, dict(plan.mesh)) for path, x in found), name
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:
@@ -138,17 +139,10 @@ def _abstract_parameters(plan: ShardPlan) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
-def _state_bytes(path: Any, x: Any, by_path: dict[str, Placement], plan: ShardPlan) -> int:
+def _state_bytes(path: tuple, x: Any, places: StatePlaces, degrees: dict[str, int]) -> int:
     item = jnp.dtype(x.dtype).itemsize if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 8
     if getattr(x, "sharding", None) is not None:
         return math.prod(x.sharding.shard_shape(x.shape)) * item
-    keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path]
-    keys = keys[:-1] if keys and keys[-1] == "value" else keys
-    tails = ("/".join(keys[start:]) for start in range(len(keys)))
-    placement = next((by_path[tail] for tail in tails if tail in by_path), None)
-    shards = 1
-    if placement is not None and x.shape == placement.shape:
-        shards = placement.shards
-    elif placement is not None:
-        shards = place("", x.shape, x.dtype, (), PlacementRule(plan.mesh, MixedPrecision())).shards
-    return math.prod(x.shape) * item // shards
+    entries = places.spec(key_texts(path), x.shape)
+    names = [name for e in entries for name in (e if isinstance(e, tuple) else (e,)) if name is not None]
+    return math.prod(x.shape) * item // math.prod(degrees[name] for name in names)
