@@ -81,8 +81,8 @@ def fully_shard(
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
         remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"full"` or a policy from
             `jax.checkpoint_policies`. Gathered parameters are never kept on its account.
-        shard_dim: which dim to shard: a number, or a function of (path, shape) that returns a number, or
-            None to choose as usual.
+        shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
+            that returns a number, or None to choose as usual.
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these.
         allow_replicated: path patterns of parameters that may be replicated although they make up more than
@@ -109,10 +109,11 @@ def fully_shard(
     """
     check_mesh(mesh)
     check_remat(remat)
-    modules = [module] if isinstance(module, nnx.Module) else list(module)
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
     _check_modules(modules)
     _check_reshard(reshard_after_forward, mesh)
     _check_choice("outputs", outputs, (None, "mean", "sum"))
+    _check_types(mixed_precision, shard_dim, stacked)
     precision = mixed_precision or MixedPrecision()
     policy = UnitPolicy(
         reshard_after_forward=reshard_after_forward,
@@ -145,6 +146,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
             why="it is a unit already, by an earlier fully_shard, or because it is used in two places.",
             do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
         )
+    _check_same_mesh(module, record)
     attach(module, record, route)
     inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
     found = _members(module)
@@ -289,6 +291,52 @@ def _check_modules(modules: list[Any]) -> None:
             where=f"fully_shard({', '.join(wrong) or '[]'})",
             why="only an nnx.Module holds parameters and is called.",
             do="js.fully_shard(model.blocks[0], mesh=mesh)",
+        )
+
+
+def _check_types(mixed_precision: Any, shard_dim: Any, stacked: Any) -> None:
+    """Raises for settings of another type than the annotation takes."""
+    checks = (
+        (
+            "mixed_precision",
+            mixed_precision,
+            mixed_precision is None or isinstance(mixed_precision, MixedPrecision),
+            "a js.MixedPrecision",
+            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16"))',
+        ),
+        (
+            "shard_dim",
+            shard_dim,
+            shard_dim is None or callable(shard_dim) or type(shard_dim) is int,
+            "a number or a function of (path, shape)",
+            "js.fully_shard(block, mesh=mesh, shard_dim=0)",
+        ),
+        (
+            "stacked",
+            stacked,
+            type(stacked) is int and stacked >= 0,
+            "a number of leading dims, 0 or more",
+            "js.fully_shard(layers, mesh=mesh, stacked=1)",
+        ),
+    )
+    for name, value, good, wanted, line in checks:
+        if not good:
+            raise AnnotationError(
+                f"There is no such setting of {name}.",
+                where=f"fully_shard({name}={value!r})",
+                why=f"it is {wanted}.",
+                do=line,
+            )
+
+
+def _check_same_mesh(module: nnx.Module, record: Unit) -> None:
+    others = [dotted(p) for p, m in nested_units(module) if unit_of(m).mesh != record.mesh]  # type: ignore[union-attr]
+    if others:
+        raise AnnotationError(
+            "Units of one model are on different meshes.",
+            where=[f"{plain_class(module).__name__}: {path}" for path in others],
+            why=f"the module around them is on {dict(record.mesh.shape)}, or on other devices.",
+            do="make one mesh = js.mesh(fsdp=-1) and pass it to every js.fully_shard.",
         )
 
 

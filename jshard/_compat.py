@@ -68,6 +68,17 @@ def children(node: Any) -> Mapping[Any, Any]:
     return {} if impl is None else impl.node_dict(node)
 
 
+def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
+    """Compiler options for the program that initialises a model.
+
+    XLA:CPU starts independent computations early by default, and so holds the random bits of many parameters at
+    once. And its algebraic simplifier joins the two products in `normal(0.02)`, which moves the last bit.
+    """
+    if mesh.devices.flat[0].platform != "cpu":
+        return None
+    return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_disable_hlo_passes": "algsimp"}
+
+
 def _frames(eqn: Any) -> list[Any]:
     traceback = getattr(eqn.source_info, "traceback", None)
     return list(traceback.frames) if traceback is not None else []

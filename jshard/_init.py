@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -73,7 +74,9 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: An
     replicated = NamedSharding(used, PartitionSpec())
     leaves = [(path, planned[path].sharding if path in planned else replicated) for path, _ in _flat(shapes)]
     init = lambda: [leaf for _, leaf in _flat(_split(build)[1])]
-    arrays = jax.jit(init, out_shardings=[sharding for _, sharding in leaves])()
+    shardings = [sharding for _, sharding in leaves]
+    options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(used)  # jax: only at top level
+    arrays = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
     return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
 
@@ -89,8 +92,13 @@ def _annotated(model: M, annotate: Callable[[M], Any]) -> M:
 
 def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     """Builds and splits; a `tensor` axis in the model's metadata must not place arrays yet."""
+    eager = nnx.using_eager_sharding()
     with nnx.use_eager_sharding(False):
-        return nnx.split(build())
+        model = build()
+    for _, variable in nnx.iter_graph(model):  # they note the setting; it is to be that of a plain model
+        if isinstance(variable, nnx.Variable):
+            variable.set_metadata(eager_sharding=eager)
+    return nnx.split(model)
 
 
 def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:

@@ -53,6 +53,7 @@ def mesh(
     """
     asked = {REPLICA: replica, FSDP: fsdp, TENSOR: tensor}
     found: list[Any] | None = None
+    _check_devices(devices)
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
@@ -64,6 +65,18 @@ def mesh(
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=found)
     ordered = sorted(found, key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
     return Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=types)
+
+
+def _check_devices(devices: Any) -> None:
+    number = isinstance(devices, int) and not isinstance(devices, bool)
+    listed = isinstance(devices, (list, tuple)) and all(isinstance(d, jax.Device) for d in devices)
+    if devices is not None and not number and not listed:
+        raise MeshError(
+            "These are not devices.",
+            where=f"js.mesh(devices={devices!r})",
+            why="a list of jax devices is needed, or how many devices a plan is for.",
+            do="js.mesh(devices=jax.devices()[:4])",
+        )
 
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> tuple[int, ...]:

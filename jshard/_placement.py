@@ -80,7 +80,8 @@ class PlacementRule:
     Args:
         degrees: size of every mesh axis.
         mixed_precision: dtypes of the unit.
-        shard_dim: the dim asked for: a number, or a function of (path, shape); None chooses.
+        shard_dim: the dim asked for: a number, for parameters that have that dim, or a function of (path, shape);
+            None chooses.
         stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
         min_size: parameters with fewer elements stay replicated.
     """
@@ -147,7 +148,7 @@ def _choose(
     if ignored:
         return None, IGNORED
     asked = rule.shard_dim(path, shape) if callable(rule.shard_dim) else rule.shard_dim
-    if isinstance(asked, int) and shape:
+    if asked is not None and (callable(rule.shard_dim) or -len(shape) <= asked < len(shape)):
         return _asked_dim(path, shape, asked, free, degree), ""
     if degree == 1:
         return None, DEGREE_ONE
@@ -161,6 +162,13 @@ def _choose(
 
 
 def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int) -> int:
+    if not isinstance(asked, int) or isinstance(asked, bool):
+        raise AnnotationError(
+            "shard_dim gave something that is not a dim.",
+            where=f"{path}  shape {tuple(shape)}",
+            why=f"it gave {asked!r}; a dim is a number, or None to choose as usual.",
+            do="js.fully_shard(m, mesh=mesh, shard_dim=lambda path, shape: None)",
+        )
     dim = asked + len(shape) if asked < 0 else asked
     if dim in free and shape[dim] % degree == 0:
         return dim

@@ -25,7 +25,7 @@ from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.reads import guard, hold_shard
 from jshard.engine.reductions import warn_of_batch_reductions
-from jshard.engine.unit import run_unit
+from jshard.engine.unit import check_scanned, run_unit
 
 
 def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -107,14 +107,7 @@ class _Island:
         if member is None:
             return PartitionSpec()
         placement = member.placement
-        from_end = placement.dim_from_end
-        if from_end is not None and -from_end > ndim:
-            raise CallError(
-                "A parameter is sharded along the dim that a scan runs over.",
-                where=f"{self.call.where}: {dotted(member.path)}  {placement.dtype}{list(placement.shape)}",
-                why=f"dim {placement.dim} is gone inside the scan.",
-                do="js.fully_shard(layers, mesh=mesh, stacked=1)",
-            )
+        check_scanned(member, ndim, self.call.where)
         entries = placement.spec[len(placement.spec) - ndim :]
         return PartitionSpec(*[e if e in self.axes else None for e in entries])
 

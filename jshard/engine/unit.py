@@ -9,7 +9,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._nnx import OUTER, OWN, Member, Unit, detach
+from jshard._nnx import OUTER, OWN, Member, Unit, detach, dotted
 from jshard._plan import resharded
 from jshard._policies import MixedPrecision, checkpoint_policy
 from jshard.engine.call import Before, Call, Live, is_array, is_float, raw
@@ -34,6 +34,8 @@ def run_unit(
         outermost: this call opened the region. It then gathers what an enclosing unit would have.
     """
     call = Call(module, method, args, kwargs)
+    if not outermost and not unit.nested:
+        raise _annotated_late(call)
     mine = {} if region.gathered else _gathered_here(call, unit, outermost)
     body = _Body(call, tuple(mine), unit.policy.mixed_precision, region)
     placements = [member.placement for member in mine.values()]
@@ -53,7 +55,32 @@ def _gathered_here(call: Call, unit: Unit, outermost: bool) -> dict[int, Member]
     """The parameters that this call gathers, by position: the unit's own, and what no inner unit will gather."""
     found = {i: unit.by_path.get(path[1:]) for i, (path, _) in enumerate(call.params) if path[0] == 0}
     owners = (OWN, OUTER) if outermost else (OWN,)
-    return {i: m for i, m in found.items() if m is not None and m.owner in owners}
+    mine = {i: m for i, m in found.items() if m is not None and m.owner in owners}
+    for i, member in mine.items():
+        check_scanned(member, raw(call.params[i][1]).ndim, call.where)
+    return mine
+
+
+def check_scanned(member: Member, ndim: int, where: str) -> None:
+    """Raises if the dim along which a parameter is sharded is gone, because a loop runs over it."""
+    placement = member.placement
+    from_end = placement.dim_from_end
+    if from_end is not None and -from_end > ndim:
+        raise CallError(
+            "A parameter is sharded along the dim that a scan runs over.",
+            where=f"{where}: {dotted(member.path)}  {placement.dtype}{list(placement.shape)}",
+            why=f"dim {placement.dim} is gone inside the scan.",
+            do="js.fully_shard(layers, mesh=mesh, stacked=1)",
+        )
+
+
+def _annotated_late(call: Call) -> CallError:
+    return CallError(
+        "A unit was annotated after the module around it.",
+        where=call.where,
+        why="the module around it took its parameters as its own, and would gather them a second time.",
+        do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model, mesh=mesh).",
+    )
 
 
 class _Body:

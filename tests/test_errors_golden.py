@@ -1,0 +1,355 @@
+"""The text of every error and warning that a user can meet, against tests/golden/errors.txt.
+
+`UPDATE_GOLDEN=1 pytest tests/test_errors_golden.py` writes the file anew; then read its diff.
+"""
+
+import ast
+import os
+import pathlib
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
+PACKAGE = pathlib.Path(js.__file__).parent
+HEAD = "=== "
+
+X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
+
+
+class Model(nnx.Module):
+    """Two linear layers; `use(model, x)` is its call."""
+
+    def __init__(self, use: Callable, rngs: nnx.Rngs):
+        self.inner = nnx.Linear(64, 64, rngs=rngs)
+        self.out = nnx.Linear(64, 64, rngs=rngs)
+        self.total = nnx.Variable(jnp.zeros(()))
+        self.count = 0
+        self.use = use
+
+    def __call__(self, x):
+        return self.use(self, x)
+
+
+class Pair(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x, mask):
+        return self.drop(self.linear(x))
+
+
+class Stack(nnx.Module):
+    """Layers stacked by vmap."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        make = nnx.split_rngs(splits=128)(nnx.vmap(lambda rngs: nnx.Linear(64, 64, rngs=rngs)))
+        self.layers = make(rngs)
+
+
+class Odd(nnx.Module):
+    """Two parameters that nothing divides, over one percent of the model unless `wide` is large."""
+
+    def __init__(self, wide: int, rngs: nnx.Rngs):
+        self.up = nnx.Linear(61, 67, use_bias=False, rngs=rngs)
+        self.down = nnx.Linear(67, 61, use_bias=False, rngs=rngs)
+        self.wide = nnx.Linear(wide, wide, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.up(x))
+
+
+class Untracked(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.table = jnp.arange(64.0)
+
+
+def linear() -> nnx.Linear:
+    return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+
+
+def annotated(use: Callable = lambda model, x: model.out(model.inner(x)), **settings) -> Model:
+    model = Model(use, nnx.Rngs(0))
+    js.fully_shard(model.inner, mesh=js.mesh())
+    return js.fully_shard(model, mesh=js.mesh(), **settings)
+
+
+def call(model: nnx.Module, *args):
+    return nnx.jit(lambda model, *args: model(*args))(model, *args)
+
+
+def shard(module, **settings):
+    return js.fully_shard(module, **{"mesh": js.mesh(), **settings})
+
+
+def pair(**settings) -> Pair:
+    return shard(Pair(nnx.Rngs(0)), **settings)
+
+
+def write_parameter(model, x):
+    model.out.kernel[...] = model.out.kernel[...] * 2
+    return model.out(x)
+
+
+def write_attribute(model, x):
+    model.count += 1
+    return model.out(x)
+
+
+def write_state(model, x):
+    model.total[...] += x.sum()
+    return model.out(x)
+
+
+def loop_from_zeros(model, x):
+    return jax.lax.fori_loop(0, 3, lambda i, carry: model.out(x) + carry, jnp.zeros((x.shape[0], 64)))
+
+
+def annotate_twice():
+    shard(shard(linear()))
+
+
+def forget_the_root():
+    model = Model(lambda model, x: x, nnx.Rngs(0))
+    shard(model.inner)
+    js.plan(model)
+
+
+def call_in_a_shard_map():
+    model = annotated()
+    jax.shard_map(model, mesh=js.mesh(), in_specs=P("fsdp"), out_specs=P("fsdp"))(X)
+
+
+def scan_over_the_sharded_dim():
+    model = Stack(nnx.Rngs(0))
+    shard(model.layers)
+    nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, model.layers)
+
+
+def scan_inside_the_root():
+    class Root(nnx.Module):
+        def __init__(self, rngs):
+            self.layers = Stack(rngs).layers
+
+        def __call__(self, x):
+            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    model = Root(nnx.Rngs(0))
+    shard(model.layers)
+    call(shard(model), X)
+
+
+def two_meshes():
+    model = Model(print, nnx.Rngs(0))
+    shard(model.inner, mesh=js.mesh(replica=2))
+    shard(model)
+
+
+def annotated_late():
+    model = shard(Model(lambda model, x: model.out(model.inner(x)), nnx.Rngs(0)))
+    shard(model.inner)
+    call(model, X)
+
+
+def check_a_mean_over_the_batch():
+    model = annotated(lambda model, x: model.out(x) - model.out(x).mean(0, keepdims=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        js.check(model, X)
+
+
+def with_a_new_parameter() -> Model:
+    model = annotated(lambda model, x: model.late(model.inner(x)))
+    model.late = linear()
+    return model
+
+
+def loss(model, *batch):
+    return (model(*batch) ** 2).mean()
+
+
+ERRORS: dict[str, Callable[[], object]] = {
+    "mesh: unknown axis": lambda: js.mesh(data=2),
+    "mesh: unknown axes": lambda: js.mesh(data=2, model=4),
+    "mesh: zero": lambda: js.mesh(fsdp=0),
+    "mesh: not numbers": lambda: js.mesh(replica="2", fsdp=2.0),
+    "mesh: two open axes": lambda: js.mesh(replica=-1),
+    "mesh: does not divide": lambda: js.mesh(replica=3),
+    "mesh: another product": lambda: js.mesh(replica=2, fsdp=2),
+    "mesh: no device": lambda: js.mesh(devices=[]),
+    "mesh: no devices but a name": lambda: js.mesh(devices="cpu"),
+    "shard_batch: odd batch": lambda: js.shard_batch({"ids": np.zeros((12, 4)), "ok": np.zeros(8)}, js.mesh(replica=2)),
+    "shard_batch: many leaves": lambda: js.shard_batch([np.zeros(9)] * 12, js.mesh()),
+    "fully_shard: not a mesh": lambda: shard(linear(), mesh={"fsdp": 8}),
+    "fully_shard: mesh without fsdp": lambda: shard(linear(), mesh=Mesh(np.array(jax.devices()), ("data",))),
+    "fully_shard: explicit axes": lambda: shard(linear(), mesh=jax.make_mesh((8,), ("fsdp",))),
+    "fully_shard: not a module": lambda: shard([linear(), linear().kernel[...], 3]),
+    "fully_shard: no module": lambda: shard([]),
+    "fully_shard: twice": annotate_twice,
+    "fully_shard: no such unit": lambda: shard(Model(print, nnx.Rngs(0)), units="blocks/*"),
+    "fully_shard: no submodule": lambda: shard(linear(), units=nnx.Conv),
+    "fully_shard: group that does not divide": lambda: shard(linear(), reshard_after_forward=3),
+    "fully_shard: remat": lambda: shard(linear(), remat="all"),
+    "fully_shard: outputs": lambda: shard(linear(), outputs="max"),
+    "fully_shard: shard_dim": lambda: shard(nnx.Linear(64, 12, rngs=nnx.Rngs(0)), shard_dim=-1),
+    "fully_shard: shard_dim of several": lambda: shard(linear(), shard_dim=lambda path, shape: 2),
+    "fully_shard: shard_dim that is no dim": lambda: shard(linear(), shard_dim=lambda path, shape: "kernel"),
+    "fully_shard: mixed_precision as text": lambda: shard(linear(), mixed_precision="bfloat16"),
+    "fully_shard: stacked": lambda: shard(linear(), stacked=-1),
+    "fully_shard: two meshes": two_meshes,
+    "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
+    "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
+    "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
+    "shard_init: abstract mesh": lambda: js.shard_init(linear, lambda model: shard(model, mesh=js.mesh(devices=64))),
+    "shard_init: another mesh": lambda: js.shard_init(linear, shard, mesh=js.mesh(replica=2)),
+    "shard_init: untracked array": lambda: js.shard_init(lambda: Untracked(nnx.Rngs(0)), shard),
+    "shard_init: large replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
+    "plan: root forgotten": forget_the_root,
+    "plan: parameter after the annotation": lambda: js.plan(with_a_new_parameter()),
+    "shard_optimizer: root forgotten": lambda: js.shard_optimizer(linear(), optax.sgd(1.0)),
+    "shard_optimizer: abstract mesh": lambda: js.shard_optimizer(
+        shard(linear(), mesh=js.mesh(devices=64)), optax.sgd(1.0)
+    ),
+    "value_and_grad: accumulate": lambda: js.value_and_grad(loss, accumulate=0),
+    "value_and_grad: sync": lambda: js.value_and_grad(loss, accumulate=4, sync="never"),
+    "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
+    "value_and_grad: root forgotten": lambda: js.value_and_grad(loss)(linear(), X),
+    "call: odd batch": lambda: call(annotated(), X[:9]),
+    "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
+    "call: large replicated": lambda: call(shard(Odd(64, nnx.Rngs(0))), X[:, :61]),
+    "call: inside another shard_map": call_in_a_shard_map,
+    "call: batch_arg": lambda: call(pair(batch_arg="ids"), X, X),
+    "call: batch_arg without a batch": lambda: call(pair(batch_arg="mask"), X, jnp.ones(())),
+    "call: raw shard": lambda: call(
+        annotated(lambda m, x: m.out(x) * nnx.state(m.inner)["kernel"].get_raw_value().sum()), X
+    ),
+    "call: raw shard returned": lambda: call(
+        annotated(lambda m, x: nnx.split(m.inner)[1]["kernel"].get_raw_value()), X
+    ),
+    "call: parameter written": lambda: call(annotated(write_parameter), X),
+    "call: attribute written": lambda: call(annotated(write_attribute), X),
+    "call: state differs": lambda: call(annotated(write_state), X),
+    "call: output without a batch": lambda: call(annotated(lambda m, x: {"loss": m.out(x).mean()}), X),
+    "call: output with two batch dims": lambda: call(annotated(lambda m, x: m.out(x) @ m.out(x).T), X),
+    "call: output of another rank": lambda: call(annotated(lambda m, x: x.ravel() if len(x) == 16 else x), X),
+    "call: part of the batch": lambda: call(annotated(lambda m, x: (m.out(x), m.out(x)[:4])), X),
+    "call: loop from a constant": lambda: call(annotated(loop_from_zeros), X),
+    "call: scan over the sharded dim": scan_over_the_sharded_dim,
+    "call: unit annotated after the root": annotated_late,
+    "call: scan over the sharded dim, in the root": scan_inside_the_root,
+    "check: root forgotten": lambda: js.check(linear(), X),
+    "check: disagreement": check_a_mean_over_the_batch,
+    "check: random numbers": lambda: js.check(pair(), X, X),
+}
+
+WARNINGS: dict[str, Callable[[], object]] = {
+    "warning: replicated": lambda: js.shard_init(lambda: Odd(1024, nnx.Rngs(0)), shard),
+    "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
+    "warning: batch reduction": lambda: call(annotated(lambda m, x: m.out(x) - m.out(x).mean(0, keepdims=True)), X),
+}
+
+
+def provoke(name: str) -> str:
+    if name in WARNINGS:
+        with pytest.warns(UserWarning, match=r"\w") as caught:
+            WARNINGS[name]()
+        (warning,) = caught
+        return _without_lines(str(warning.message))
+    with pytest.raises(js.ShardingError) as raised:
+        ERRORS[name]()
+    return f"{type(raised.value).__name__}: {raised.value}"
+
+
+def _without_lines(text: str) -> str:
+    """Line numbers of this file change with every edit."""
+    return re.sub(r"(\.py):\d+", r"\1:<line>", text)
+
+
+def golden() -> dict[str, str]:
+    parts = GOLDEN.read_text().split(HEAD)[1:]
+    return {name: text.rstrip("\n") for name, _, text in (part.partition("\n") for part in parts)}
+
+
+@pytest.mark.parametrize("name", [*ERRORS, *WARNINGS])
+def test_text(name):
+    found = provoke(name)
+    if "UPDATE_GOLDEN" in os.environ:
+        texts = (golden() if GOLDEN.exists() else {}) | {name: found}
+        ordered = [n for n in [*ERRORS, *WARNINGS] if n in texts]
+        GOLDEN.write_text("".join(f"{HEAD}{n}\n{texts[n]}\n\n" for n in ordered))
+    assert found == golden()[name]
+
+
+def test_no_golden_text_is_left_over():
+    assert list(golden()) == [*ERRORS, *WARNINGS]
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_form(name):
+    """What in one sentence; where, why and do, none of them empty."""
+    kind, _, text = golden()[name].partition(": ")
+    assert issubclass(getattr(js, kind), js.ShardingError)
+    assert issubclass(getattr(js, kind), ValueError)
+    lines = text.splitlines()
+    assert lines[0].endswith(".")
+    heads = [line[:9].strip() for line in lines[1:]]
+    assert [head for head in heads if head] == ["where:", "why:", "do:"]
+    assert all(len(line) > 12 for line in lines)
+
+
+def sources() -> list[pathlib.Path]:
+    return [*PACKAGE.glob("*.py"), *PACKAGE.glob("engine/*.py"), PACKAGE / "inspect" / "check.py"]
+
+
+def raised_texts() -> Iterator[tuple[str, re.Pattern[str]]]:
+    """Place and first sentence of every error in the source, with anything where it has a value filled in."""
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error")):
+                continue
+            if not node.keywords or not node.args:  # an error that is passed on, or not one of ours
+                continue
+            what = node.args[0]
+            pieces = what.values if isinstance(what, ast.JoinedStr) else [what]
+            if isinstance(what, (ast.JoinedStr, ast.Constant)):
+                pattern = "".join(re.escape(p.value) if isinstance(p, ast.Constant) else ".*" for p in pieces)
+                yield f"{path.name}:{node.lineno}", re.compile(pattern)
+
+
+def test_every_error_in_the_source_has_its_golden_text():
+    firsts = [text.partition(": ")[2].splitlines()[0] for name, text in golden().items() if name in ERRORS]
+    found = list(raised_texts())
+    assert len(found) > 30
+    untold = [place for place, pattern in found if not any(pattern.fullmatch(first) for first in firsts)]
+    assert not untold
+
+
+def test_every_warning_in_the_source_has_its_golden_text():
+    count = sum(path.read_text().count("warnings.warn(") for path in sources())
+    kinds = {re.sub(r"\d+|[A-Z]\w+(\.\w+)?", "", golden()[name].splitlines()[0]) for name in WARNINGS}
+    assert len(kinds) == count
+
+
+def test_an_error_survives_pickling():
+    error = js.MeshError("What.", where=["here", "there"], why="numbers", do="this")
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is js.MeshError and str(again) == str(error) and again.where == error.where
+
+
+def test_ten_places_are_shown_and_the_rest_counted():
+    text = str(js.ShardingError("What.", where=[f"leaf {i}" for i in range(12)], why="why", do="do"))
+    assert "leaf 9" in text and "leaf 10" not in text and "... and 2 more" in text

@@ -1,0 +1,187 @@
+"""js.mesh and js.shard_batch: every layout from one device up, and every request that makes no sense."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+
+LAYOUTS = {
+    "default": ({}, (1, 8, 1)),
+    "all given": ({"replica": 2, "fsdp": 2, "tensor": 2}, (2, 2, 2)),
+    "rest to fsdp": ({"replica": 2}, (2, 4, 1)),
+    "rest to replica": ({"replica": -1, "fsdp": 2}, (4, 2, 1)),
+    "rest to tensor": ({"tensor": -1, "fsdp": 2}, (1, 2, 4)),
+    "nothing left": ({"replica": -1, "fsdp": 8}, (1, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts(name):
+    asked, sizes = LAYOUTS[name]
+    mesh = js.mesh(**asked)
+    assert isinstance(mesh, Mesh)
+    assert mesh.axis_names == ("replica", "fsdp", "tensor")
+    assert mesh.axis_sizes == sizes
+    assert mesh.axis_types == (AxisType.Auto,) * 3
+    assert [d.id for d in mesh.devices.flat] == list(range(8))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
+def test_any_number_of_devices(count):
+    mesh = js.mesh(devices=jax.devices()[:count])
+    assert mesh.axis_sizes == (1, count, 1)
+    assert js.mesh(devices=count).axis_sizes == (1, count, 1)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_an_abstract_mesh_has_the_layout_of_the_concrete_one(name):
+    asked, _ = LAYOUTS[name]
+    concrete, abstract = js.mesh(**asked), js.mesh(**asked, devices=8)
+    assert isinstance(abstract, AbstractMesh)
+    assert (abstract.shape, abstract.axis_types) == (concrete.shape, concrete.axis_types)
+
+
+def test_an_abstract_mesh_may_be_larger_than_the_machine():
+    mesh = js.mesh(replica=4, fsdp=-1, tensor=2, devices=4096)
+    assert mesh.axis_sizes == (4, 512, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """What the order is made from."""
+
+    id: int
+    process_index: int
+    slice_index: int = 0
+    platform: str = "gpu"
+    device_kind: str = "chip"
+
+
+def test_the_innermost_axis_lies_within_a_host_and_the_outermost_across_slices():
+    # ids that go round the hosts, as some launchers number them, in the order of a shuffled list
+    chips = [
+        Chip(id=4 * local + host, process_index=host, slice_index=host // 2) for host in range(4) for local in range(4)
+    ]
+    order = np.random.default_rng(0).permutation(16)
+    mesh = js.mesh(replica=2, fsdp=4, tensor=2, devices=[chips[i] for i in order])
+    hosts = np.vectorize(lambda d: d.process_index)(mesh.devices)
+    slices = np.vectorize(lambda d: d.slice_index)(mesh.devices)
+    assert (hosts[..., 0] == hosts[..., 1]).all()  # tensor: one host
+    assert [set(row) for row in slices.reshape(2, 8)] == [{0}, {1}]  # replica: one slice each
+    assert [d.id for d in mesh.devices[0, :2].flat] == [0, 4, 8, 12]  # the chips of a host are neighbours
+
+
+def test_the_order_does_not_depend_on_the_list():
+    assert js.mesh(devices=jax.devices()[::-1]) == js.mesh()
+
+
+NONSENSE = {
+    "product too small": {"fsdp": 3},
+    "product too large": {"replica": 2, "fsdp": 8},
+    "does not divide": {"replica": 3},
+    "two open": {"replica": -1},
+    "three open": {"replica": -1, "fsdp": -1, "tensor": -1},
+    "zero": {"fsdp": 0},
+    "negative": {"replica": -2},
+    "fraction": {"fsdp": 2.0},
+    "text": {"fsdp": "8"},
+    "nothing": {"fsdp": None},
+    "truth": {"tensor": True},
+    "unknown axis": {"data": 2},
+    "misspelt axis": {"replicas": 2},
+    "no device": {"devices": []},
+    "zero devices": {"devices": 0},
+    "too few devices": {"fsdp": 4, "devices": jax.devices()[:2]},
+    "too many devices": {"fsdp": 4, "devices": 6},
+}
+
+
+@pytest.mark.parametrize("name", NONSENSE)
+def test_nonsense_is_a_four_part_error(name):
+    with pytest.raises(js.MeshError) as caught:
+        js.mesh(**NONSENSE[name])
+    error = caught.value
+    lines = str(error).splitlines()
+    assert [line[:9] for line in lines[1:]] == ["  where: ", "  why:   ", "  do:    "]
+    assert error.where[0].startswith("js.mesh(") and "js.mesh(" in error.do
+    for key, value in NONSENSE[name].items():
+        if key != "devices":
+            assert f"{key}={value}" in error.where[0]
+
+
+def test_axes_are_keywords_only():
+    with pytest.raises(TypeError, match="positional"):
+        js.mesh(8)
+
+
+MESHES = [{}, {"replica": 2}, {"replica": -1, "fsdp": 1}, {"replica": 2, "fsdp": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+def test_a_batch_is_split_over_replica_and_fsdp_and_repeated_over_tensor(axes):
+    mesh = js.mesh(**axes)
+    shards = mesh.shape["replica"] * mesh.shape["fsdp"]
+    batch = {
+        "x": np.arange(64, dtype=np.float32).reshape(16, 4),
+        "y": (np.arange(16, dtype=np.int32), np.ones((8, 1), bool)),
+    }
+    placed = js.shard_batch(batch, mesh)
+    assert jax.tree.structure(placed) == jax.tree.structure(batch)
+    for found, wanted in zip(jax.tree.leaves(placed), jax.tree.leaves(batch), strict=True):
+        assert found.sharding.spec == PartitionSpec(("replica", "fsdp"))
+        assert found.dtype == wanted.dtype
+        np.testing.assert_array_equal(found, wanted)
+        rows = len(wanted) // shards
+        for piece in found.addressable_shards:
+            assert piece.data.shape[0] == rows
+    # consecutive rows go to consecutive data shards
+    first_rows = {s.device.id: float(s.data[0, 0]) for s in placed["x"].addressable_shards}
+    place = {d.id: i for i, row in enumerate(mesh.devices.reshape(shards, -1)) for d in row}
+    assert first_rows == {device: 64 / shards * i for device, i in place.items()}
+
+
+def test_a_batch_on_one_device():
+    mesh = js.mesh(devices=jax.devices()[:1])
+    np.testing.assert_array_equal(js.shard_batch(np.arange(3), mesh), np.arange(3))
+
+
+def test_a_batch_of_nothing():
+    assert js.shard_batch({}, js.mesh()) == {}
+    assert js.shard_batch({"x": np.zeros((0, 3))}, js.mesh())["x"].shape == (0, 3)
+
+
+def test_a_batch_that_lies_on_the_mesh_already_stays():
+    placed = js.shard_batch({"x": np.zeros((16, 2))}, js.mesh())
+    again = js.shard_batch(placed, js.mesh())
+    assert [s.data.unsafe_buffer_pointer() for s in again["x"].addressable_shards] == [
+        s.data.unsafe_buffer_pointer() for s in placed["x"].addressable_shards
+    ]
+
+
+@pytest.mark.parametrize("rows", [1, 7, 9, 12])
+def test_a_batch_that_does_not_divide_is_an_error_with_the_numbers(rows):
+    with pytest.raises(js.CallError, match=rf"batch\['x'\]  shape \({rows}, 2\)(.|\n)*multiple of 8"):
+        js.shard_batch({"x": np.zeros((rows, 2)), "y": np.zeros((16, 2))}, js.mesh())
+
+
+def test_every_bad_leaf_of_a_batch_is_named():
+    with pytest.raises(js.CallError) as caught:
+        js.shard_batch([np.zeros(9), np.zeros(8), np.zeros(()), np.zeros((15, 2))], js.mesh())
+    assert caught.value.where == ("batch[0]  shape (9,)", "batch[2]  shape ()", "batch[3]  shape (15, 2)")
+
+
+def test_a_batch_needs_a_mesh_of_ours():
+    with pytest.raises(js.MeshError, match="no axis to shard over"):
+        js.shard_batch(np.zeros(8), Mesh(np.array(jax.devices()), ("data",)))
+    with pytest.raises(js.MeshError, match="not a mesh"):
+        js.shard_batch(np.zeros(8), None)
+
+
+def test_a_plain_mesh_with_auto_axes_will_do():
+    mesh = Mesh(np.array(jax.devices()), ("fsdp",))
+    assert js.shard_batch(np.zeros(8), mesh).sharding.spec in (P("fsdp"), P(("fsdp",)))

@@ -1,0 +1,244 @@
+"""Any Optax optimizer on sharded state: the updates of one device, state that lies as the plan says, one trace."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from tests.parity import flat
+
+STEPS = 4
+ROWS = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+
+
+class MLP(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.norm = nnx.LayerNorm(128, rngs=rngs)
+        self.down = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(jax.nn.gelu(self.norm(self.up(x))))
+
+
+def loss_fn(model: MLP, x: jax.Array) -> jax.Array:
+    return ((model(x) - jnp.flip(x, 1)) ** 2).mean()
+
+
+def plain() -> MLP:
+    return MLP(nnx.Rngs(0))
+
+
+def sharded(mesh: jax.sharding.Mesh) -> MLP:
+    return js.shard_init(plain, lambda model: js.fully_shard(model, units=nnx.Linear, mesh=mesh))
+
+
+def matrices(params):
+    """A mask: only matrices decay."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
+    "sgd": lambda: optax.sgd(0.1),
+    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda: optax.adamw(1e-3),
+    "adamw, decay of matrices": lambda: optax.adamw(1e-3, weight_decay=0.1, mask=matrices),
+    "adamw, schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(1e-4, 1e-2, 2, STEPS)),
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1e-2), optax.adam(1e-3)),
+    "block rms, noise free": lambda: optax.chain(optax.clip_by_block_rms(1e-2), optax.sgd(0.1)),
+    "lion": lambda: optax.lion(1e-4),
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32),
+    "adafactor, not factored": lambda: optax.adafactor(1e-2, factored=False),
+    "lamb": lambda: optax.lamb(1e-3),
+    "muon": lambda: optax.contrib.muon(1e-3),
+    "several steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
+    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
+    "parts": lambda: optax.partition(
+        {"matrix": optax.adamw(1e-3), "vector": optax.sgd(0.1)},
+        lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params),
+    ),
+}
+
+
+def train(model: MLP, optimizer: nnx.Optimizer, steps: int = STEPS) -> int:
+    """Plain Flax; returns how often the step was traced."""
+    traces = 0
+
+    @nnx.jit
+    def step(model, optimizer, x):
+        nonlocal traces
+        traces += 1
+        optimizer.update(model, nnx.grad(loss_fn)(model, x))
+
+    for _ in range(steps):
+        step(model, optimizer, ROWS)
+    return traces
+
+
+def distance(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> float:
+    """Relative, L2 over all."""
+    assert found.keys() == wanted.keys()
+    square = lambda arrays: sum(float((np.float64(x) ** 2).sum()) for x in arrays)
+    return (square(found[k] - wanted[k] for k in wanted) / square(wanted.values())) ** 0.5
+
+
+def arrays(module: nnx.Module, kind=...) -> dict[str, jax.Array]:
+    state = nnx.state(module, kind)
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(state)}
+
+
+def parameter_of(path: str, model: MLP) -> jax.Array | None:
+    """The parameter that a leaf of state belongs to: its path ends in that of the parameter."""
+    return next((x for name, x in arrays(model, nnx.Param).items() if path.endswith(name)), None)
+
+
+def assert_state_follows(optimizer: nnx.Optimizer, model: MLP) -> None:
+    """State of the shape of its parameter lies like it; no large array is whole on a device."""
+    for path, x in arrays(optimizer).items():
+        parameter = parameter_of(path, model)
+        if parameter is not None and parameter.shape == x.shape:
+            assert x.sharding.is_equivalent_to(parameter.sharding, x.ndim), path
+        assert x.nbytes < 4096 or not x.sharding.is_fully_replicated, path
+
+
+@pytest.fixture(scope="module")
+def mesh() -> jax.sharding.Mesh:
+    return js.mesh(replica=2)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_updates_of_one_device(name, mesh):
+    reference = plain()
+    train(reference, nnx.Optimizer(reference, OPTIMIZERS[name](), wrt=nnx.Param))
+    model = sharded(mesh)
+    optimizer = js.shard_optimizer(model, OPTIMIZERS[name]())
+    placed = {path: x.sharding for path, x in arrays(optimizer).items()}
+    assert_state_follows(optimizer, model)
+    start = flat(nnx.state(model, nnx.Param))
+    traces = train(model, optimizer)
+    assert traces == 1
+    found, wanted = flat(nnx.state(model, nnx.Param)), flat(nnx.state(reference, nnx.Param))
+    assert distance(found, wanted) <= 2e-6
+    assert distance(start, wanted) > 1e-5  # it did train
+    assert_state_follows(optimizer, model)
+    for path, x in arrays(optimizer).items():
+        assert x.sharding.is_equivalent_to(placed[path], x.ndim), path
+    for x in arrays(model, nnx.Param).values():
+        assert x.nbytes < 4096 or {s.data.nbytes for s in x.addressable_shards} == {x.nbytes // 4}
+
+
+def test_leaves_of_state_are_found_by_their_parameters(mesh):
+    model = sharded(mesh)
+    found = [parameter_of(path, model) is not None for path in arrays(js.shard_optimizer(model, optax.adamw(1e-3)))]
+    assert sum(found) == 2 * len(arrays(model, nnx.Param)) == len(found) - 2
+
+
+def test_a_plain_optimizer_trains_the_same_with_at_most_two_traces(mesh):
+    reference, model = plain(), sharded(mesh)
+    train(reference, nnx.Optimizer(reference, optax.adamw(1e-3), wrt=nnx.Param))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
+    assert_state_follows(optimizer, model)
+    assert train(model, optimizer) <= 2
+    assert distance(flat(nnx.state(model, nnx.Param)), flat(nnx.state(reference, nnx.Param))) <= 2e-6
+    assert_state_follows(optimizer, model)
+
+
+def test_state_is_that_of_a_plain_optimizer(mesh):
+    model = sharded(mesh)
+    for name, make in OPTIMIZERS.items():
+        found = flat_state(js.shard_optimizer(model, make()))
+        wanted = flat_state(nnx.Optimizer(plain(), make(), wrt=nnx.Param))
+        assert found.keys() == wanted.keys(), name
+        for path, x in wanted.items():
+            assert found[path].dtype == x.dtype
+            np.testing.assert_array_equal(found[path], x, err_msg=f"{name}: {path}")
+
+
+def flat_state(optimizer: nnx.Optimizer) -> dict[str, np.ndarray]:
+    return {path: np.asarray(x) for path, x in arrays(optimizer).items()}
+
+
+def test_a_clip_by_the_global_norm_sees_the_whole_gradient(mesh):
+    """The norm of all shards together, not that of one device's."""
+    found = []
+    for model in (sharded(mesh), plain()):
+        grads = nnx.jit(lambda model, x: nnx.grad(loss_fn)(model, x))(model, ROWS)
+        found.append(float(jax.jit(optax.tree.norm)(grads)))
+    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
+
+
+def test_averaged_parameters_stay_sharded(mesh):
+    """An EMA of the parameters kept by the user, in plain Optax."""
+    results = []
+    for make in (plain, lambda: sharded(mesh)):
+        model = make()
+        average = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
+        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+
+        @nnx.jit
+        def step(model, optimizer, average, x):
+            optimizer.update(model, nnx.grad(loss_fn)(model, x))
+            return optax.incremental_update(nnx.state(model, nnx.Param), average, 0.1)
+
+        for _ in range(STEPS):
+            average = step(model, optimizer, average, ROWS)
+        results.append(average)
+    assert distance(*(flat(x) for x in results)) <= 2e-6
+    kernel = results[1]["up"]["kernel"].get_raw_value()
+    assert {s.data.nbytes for s in kernel.addressable_shards} == {kernel.nbytes // 4}
+
+
+# ZeRO-1: the optimizer's state of replicated parameters, sharded over the replicas.
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "momentum", "global norm"])
+def test_zero1_shards_the_state_and_not_the_parameters(name):
+    mesh = js.mesh(replica=-1, fsdp=1)
+    reference, model = plain(), sharded(mesh)
+    train(reference, nnx.Optimizer(reference, OPTIMIZERS[name](), wrt=nnx.Param))
+    optimizer = js.shard_optimizer(model, OPTIMIZERS[name](), shard_replicated=True)
+
+    def check_places() -> None:
+        for x in arrays(model, nnx.Param).values():
+            assert x.sharding.is_fully_replicated
+        for path, x in arrays(optimizer).items():
+            if x.nbytes >= 4096:
+                assert {s.data.nbytes for s in x.addressable_shards} == {x.nbytes // 8}, path
+                assert x.sharding.is_equivalent_to(NamedSharding(mesh, replica_spec(x.shape)), x.ndim), path
+
+    check_places()
+    assert train(model, optimizer) == 1
+    check_places()
+    assert distance(flat(nnx.state(model, nnx.Param)), flat(nnx.state(reference, nnx.Param))) <= 2e-6
+
+
+def replica_spec(shape: tuple[int, ...]) -> P:
+    largest = max(range(len(shape)), key=lambda d: shape[d])
+    return P(*["replica" if d == largest else None for d in range(len(shape))])
+
+
+def test_without_it_the_state_of_replicated_parameters_is_replicated():
+    model = sharded(js.mesh(replica=-1, fsdp=1))
+    assert all(x.sharding.is_fully_replicated for x in arrays(js.shard_optimizer(model, optax.adamw(1e-3))).values())
+
+
+def test_zero1_over_the_replicas_of_a_sharded_model():
+    """Sharded parameters keep their state beside them; only what is replicated is split over replicas."""
+    mesh = js.mesh(replica=2)
+    annotate = lambda model: js.fully_shard(model, mesh=mesh, ignored="up/kernel")
+    model = js.shard_init(plain, annotate)
+    optimizer = js.shard_optimizer(model, optax.adamw(1e-3), shard_replicated=True)
+    moments = {path: x for path, x in arrays(optimizer).items() if "mu" in path and "kernel" in path}
+    parts = {("up" if "up" in path else "down"): x.addressable_shards[0].data.nbytes for path, x in moments.items()}
+    assert parts == {"up": 64 * 128 * 4 // 2, "down": 64 * 128 * 4 // 4}
+    reference = plain()
+    train(reference, nnx.Optimizer(reference, optax.adamw(1e-3), wrt=nnx.Param))
+    train(model, optimizer)
+    assert distance(flat(nnx.state(model, nnx.Param)), flat(nnx.state(reference, nnx.Param))) <= 2e-6

@@ -1,0 +1,192 @@
+"""Rules that hold over the whole source: one file knows versions, no machine is named, the public face is small."""
+
+import ast
+import doctest
+import inspect
+import pathlib
+import re
+import subprocess
+import types
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard as js
+
+ROOT = pathlib.Path(js.__file__).parents[1]
+SOURCES = sorted((ROOT / "jshard").rglob("*.py"))
+COMPAT = ROOT / "jshard" / "_compat.py"
+
+PUBLIC = {
+    name: value
+    for name, value in vars(js).items()
+    if not name.startswith("_") and not isinstance(value, types.ModuleType)
+}
+FUNCTIONS = {name: f for name, f in PUBLIC.items() if inspect.isfunction(f)}
+
+
+def test_there_are_sources_to_look_at():
+    assert COMPAT in SOURCES and len(SOURCES) > 25 and len(FUNCTIONS) > 8
+
+
+@pytest.mark.parametrize("path", [p for p in SOURCES if p != COMPAT], ids=lambda p: str(p.relative_to(ROOT)))
+def test_only_compat_knows_private_names_and_versions(path):
+    text = path.read_text()
+    assert not private_imports(text)
+    assert not version_checks(text)
+
+
+def private_imports(text: str) -> list[str]:
+    """What a file takes from private modules of the libraries below."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{a.name}" for a in node.names)]
+        if isinstance(node, ast.Attribute):
+            names = [ast.unparse(node)]
+        libraries = ("jax", "flax", "nnx", "optax", "orbax")
+        found += [
+            n for n in names if n.split(".")[0] in libraries and any(part.startswith("_") for part in n.split("."))
+        ]
+    return [n for n in found if not re.search(r"\.__\w+__", n) and "_pytree__" not in n]
+
+
+def version_checks(text: str) -> list[str]:
+    version = r"\b(?:jax|flax|jaxlib|optax|orbax)\.(?:__)?version\w*|importlib\.metadata\.version"
+    presence = r"\bhasattr\((?:jax|flax|nnx|lax)[\w.]*, *['\"]"
+    return re.findall(f"{version}|{presence}", text)
+
+
+def test_the_rules_can_fail():
+    assert private_imports("from jax._src import core") == ["jax._src", "jax._src.core"]
+    assert private_imports("import jax\njax._src.core.f()") != []
+    assert private_imports("from jax import numpy\nnnx.Module.__init__") == []
+    assert version_checks("if jax.__version__ > '0.11': pass")
+    assert version_checks("if jax.version.__version_info__ > (0, 11): pass")
+    assert version_checks("hasattr(jax.lax, 'pcast')")
+    assert not version_checks("mesh.axis_sizes; hasattr(nnx.Module, name)")
+    assert machine_paths('open("/' + 'home/someone/file")')
+
+
+def machine_paths(text: str) -> list[str]:
+    """Absolute paths of some machine; /tmp and the like are left to the eye."""
+    return re.findall(r"(?<![\w.:/])/(?:work|root|home|Users|mnt|data|opt)/[\w.-]+", text)
+
+
+def tracked_files() -> list[pathlib.Path]:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a git checkout")
+    return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
+
+
+def test_no_path_of_a_machine_in_tracked_files():
+    found = {}
+    for path in tracked_files():
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            pytest.fail(f"{path.relative_to(ROOT)} is not text")
+        if paths := machine_paths(text):
+            found[str(path.relative_to(ROOT))] = paths
+    assert not found
+
+
+def test_at_most_thirty_public_names():
+    assert len(PUBLIC) <= 30, sorted(PUBLIC)
+
+
+def test_public_names_are_imported_as_themselves():
+    """`from x import y as y`, which type checkers take for a public name."""
+    for node in ast.walk(ast.parse((ROOT / "jshard" / "__init__.py").read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_thing_has_a_docstring(name):
+    value = PUBLIC[name]
+    if not (inspect.isfunction(value) or inspect.isclass(value)):
+        return
+    text = inspect.getdoc(value) or ""
+    assert text.splitlines()[0].endswith((".", ":"))
+    if inspect.isfunction(value):
+        assert "Example:" in text
+        for parameter in inspect.signature(value).parameters.values():
+            assert parameter.annotation is not inspect.Parameter.empty, f"{name}({parameter.name})"
+            if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+                assert f"{parameter.name}:" in text, f"{parameter.name} is not told"
+        assert inspect.signature(value).return_annotation is not inspect.Signature.empty
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(64, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return x + jax.nn.gelu(self.linear(x))
+
+
+class MLP(nnx.Module):
+    """8704 parameters."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(64, 8, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_fn(model: MLP, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).mean()
+
+
+def namespace(name: str) -> dict[str, Any]:
+    """What the examples take for granted; where an example annotates the model itself, it is a plain one."""
+    import dataclasses
+
+    mesh = js.mesh()
+    model = MLP(nnx.Rngs(0))
+
+    def annotate(model: MLP) -> None:
+        js.fully_shard(model, units=Block, mesh=mesh)
+
+    if name not in ("fully_shard", "Strategy"):
+        annotate(model)
+    modules = {"js": js, "jax": jax, "jnp": jnp, "np": np, "nnx": nnx, "optax": optax, "dataclasses": dataclasses}
+    values = {"mesh": mesh, "model": model, "blocks": model.blocks, "x": jnp.ones((32, 64)), "loss_fn": loss_fn}
+    return {**modules, **values, "MLP": MLP, "Block": Block, "annotate": annotate}
+
+
+def examples(value: Any) -> list[doctest.Example]:
+    return doctest.DocTestParser().get_examples(inspect.getdoc(value) or "")
+
+
+class AnyOutputUnlessTold(doctest.OutputChecker):
+    """An example need not show what it prints."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+@pytest.mark.parametrize("name", [n for n, v in PUBLIC.items() if callable(v) and examples(v)])
+def test_examples_run(name, capsys):
+    docs = inspect.getdoc(PUBLIC[name])
+    test = doctest.DocTest(examples(PUBLIC[name]), namespace(name), name, None, 0, docs)
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    results = doctest.DocTestRunner(AnyOutputUnlessTold(), optionflags=flags).run(test)
+    assert results.attempted and not results.failed, capsys.readouterr().out
+
+
+def test_an_example_that_is_wrong_is_found():
+    bad = doctest.DocTest(doctest.DocTestParser().get_examples(">>> 1 + 1\n3\n"), {}, "bad", None, 0, "")
+    assert doctest.DocTestRunner(verbose=False).run(bad, out=lambda text: None).failed == 1
