@@ -228,7 +228,7 @@ def tiny() -> Recipe:
         num_steps=500,
         learning_rate=4e-3,
         warmup_steps=50,
-        eval_every=250,
+        eval_every=100,
         eval_sequences=2048,
     )
 
