@@ -69,7 +69,7 @@ def mesh(
 
 def _check_devices(devices: Any) -> None:
     number = isinstance(devices, int) and not isinstance(devices, bool)
-    listed = isinstance(devices, (list, tuple)) and all(isinstance(d, jax.Device) for d in devices)
+    listed = isinstance(devices, (Sequence, np.ndarray)) and all(hasattr(d, "process_index") for d in devices)
     if devices is not None and not number and not listed:
         raise MeshError(
             "These are not devices.",

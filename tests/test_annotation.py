@@ -435,7 +435,7 @@ def test_nothing_divides():
         ((nnx.PathContains("largest"), "other_dim"), {"largest", "other_dim"}),
         ([], set()),
     ],
-    ids=str,
+    ids=["path", "pattern", "patterns", "type", "function", "filter", "filter and path", "nothing"],
 )
 def test_ignored(ignored, left_out):
     plan = shapes(ignored=ignored)

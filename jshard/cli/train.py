@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
+import jax
+import jax.numpy as jnp
 import tyro
 from flax import nnx
 from jax.sharding import Mesh
@@ -92,7 +94,9 @@ def _print_plan(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> None:
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
     )
-    print(js.explain(model, optimizer=recipe.optimizer()))
+    tokens = jax.ShapeDtypeStruct((recipe.batch_size // recipe.accumulate, recipe.sequence_length), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    print(js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch))
 
 
 def _free_folder(asked: Path | None, name: str) -> Path:
