@@ -21,7 +21,9 @@ from jshard._nnx import (
     Path,
     Unit,
     attach,
+    detach,
     dotted,
+    hidden_call,
     nested_units,
     occurrences,
     plain_class,
@@ -52,7 +54,7 @@ def fully_shard(
     allow_replicated: Sequence[str] = (),
     min_size: int = 1024,
     batch_dim: int = 0,
-    batch_arg: str | None = None,
+    batch_arg: str | Sequence[str] | None = None,
     replicated_args: Sequence[str] = (),
     outputs: str | None = None,
     sync_batch_norm: bool = True,
@@ -70,7 +72,8 @@ def fully_shard(
     gathered unit fits beside the shards. Parameters outside the inner units belong to the root.
 
     Args:
-        module: the module; or a list of modules that form one unit together, such as a norm and a head.
+        module: the module; or a list of modules that form one unit together, such as a norm and a head: one row in
+            the plan; each gathers its part when it is called.
         mesh: from `js.mesh`. Parameters are sharded over `fsdp` and repeated over `replica`.
         units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
             function of (path, module), or a list of these. The same settings go to all and to the root.
@@ -84,12 +87,15 @@ def fully_shard(
         shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
             that returns a number, or None to choose as usual.
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
-        ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these.
+        ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
+            held against the path from the module and from the unit.
         allow_replicated: path patterns of parameters that may be replicated although they make up more than
             one percent of the model.
         min_size: parameters with fewer elements stay replicated.
-        batch_dim: which dim of array arguments is the batch.
-        batch_arg: name of the argument whose batch counts; the first array argument by default.
+        batch_dim: which dim of array arguments is the batch. This and the settings below hold for calls from outside:
+            give them to the root.
+        batch_arg: name of the argument whose batch counts; the first array argument by default. Several names: all
+            of them carry it.
         replicated_args: names of arguments that every data shard gets whole.
         outputs: `"mean"` or `"sum"`: how outputs without a batch dim, computed from a part of the batch
             each, are combined. Without it they raise; `js.batch_mean` in the model says it one by one.
@@ -113,7 +119,7 @@ def fully_shard(
     _check_modules(modules)
     _check_reshard(reshard_after_forward, mesh)
     _check_choice("outputs", outputs, (None, "mean", "sum"))
-    _check_types(mixed_precision, shard_dim, stacked)
+    _check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
     precision = mixed_precision or MixedPrecision()
     policy = UnitPolicy(
         reshard_after_forward=reshard_after_forward,
@@ -121,7 +127,7 @@ def fully_shard(
         remat=remat,
         group=next(_groups) if len(modules) > 1 else None,
         batch_dim=batch_dim,
-        batch_arg=batch_arg,
+        batch_args=(batch_arg,) if isinstance(batch_arg, str) else tuple(batch_arg or ()),
         replicated_args=tuple(replicated_args),
         outputs=outputs,
         sync_batch_norm=sync_batch_norm,
@@ -130,10 +136,17 @@ def fully_shard(
         tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size
     )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
-    for chosen in _choose_units(modules, units):
-        _annotate(chosen, record)
-    for one in modules:
-        _annotate(one, record)
+    alone = dataclasses.replace(record, policy=dataclasses.replace(policy, group=None))
+    done: list[nnx.Module] = []
+    try:
+        for one, its_record in [*((m, alone) for m in _choose_units(modules, units)), *((m, record) for m in modules)]:
+            _annotate(one, its_record)
+            done.append(one)
+        _check_patterns(ignored, modules)
+    except AnnotationError:
+        for one in done:
+            detach(one)  # so that a corrected call finds the model as it was
+        raise
     return module
 
 
@@ -147,9 +160,15 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
             do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
         )
     _check_same_mesh(module, record)
-    attach(module, record, route)
+    _check_call(module)
+    nested_allowed = _nested_allowed(module)
+    attach(module, dataclasses.replace(record, allow_replicated=record.allow_replicated + nested_allowed), route)
     inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
-    found = _members(module)
+    try:
+        found = _members(module)
+    except AnnotationError:
+        detach(module)
+        raise
     for path, nested, old in inner:
         assert old is not None
         members = tuple(_seen_from(nested, found))
@@ -167,8 +186,10 @@ def _members(module: nnx.Module) -> dict[int, _Found]:
     """Owner and placement of every parameter under the module, by id of the variable."""
     chains: dict[int, list[tuple[nnx.Module, ...]]] = {}
     variables: dict[int, nnx.Param] = {}
-    for variable, _, units in occurrences(module):
+    paths: dict[int, Path] = {}
+    for variable, path, units in occurrences(module):
         variables[id(variable)] = variable
+        paths.setdefault(id(variable), path)
         chains.setdefault(id(variable), []).append(units)
     relative: dict[int, dict[int, Path]] = {}
     found, errors = {}, []
@@ -178,7 +199,7 @@ def _members(module: nnx.Module) -> dict[int, _Found]:
         if id(owner) not in relative:
             relative[id(owner)] = {id(v): p for v, p, _ in reversed(list(occurrences(owner)))}
         try:
-            found[key] = _Found(owner, _place(variable, owner, relative[id(owner)][key]))
+            found[key] = _Found(owner, _place(variable, owner, relative[id(owner)][key], paths[key]))
         except AnnotationError as error:
             errors.append(error)
     if errors:
@@ -187,11 +208,12 @@ def _members(module: nnx.Module) -> dict[int, _Found]:
     return found
 
 
-def _place(variable: nnx.Param, owner: nnx.Module, path: Path) -> Placement:
+def _place(variable: nnx.Param, owner: nnx.Module, path: Path, from_module: Path) -> Placement:
     """The placement that a parameter's owner gives it; the path is relative to the owner."""
     unit = unit_of(owner)
     assert unit is not None
-    ignored = nnx.filterlib.to_predicate(unit.ignored)(path, variable)
+    leave_out = nnx.filterlib.to_predicate(unit.ignored)
+    ignored = any(leave_out(p, variable) for p in (path, from_module))
     value = variable.get_raw_value()
     return place(dotted(path), value.shape, value.dtype, _given_spec(variable), unit.rule, ignored=ignored)
 
@@ -294,7 +316,7 @@ def _check_modules(modules: list[Any]) -> None:
         )
 
 
-def _check_types(mixed_precision: Any, shard_dim: Any, stacked: Any) -> None:
+def _check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: Any, min_size: Any) -> None:
     """Raises for settings of another type than the annotation takes."""
     checks = (
         (
@@ -318,6 +340,20 @@ def _check_types(mixed_precision: Any, shard_dim: Any, stacked: Any) -> None:
             "a number of leading dims, 0 or more",
             "js.fully_shard(layers, mesh=mesh, stacked=1)",
         ),
+        (
+            "batch_dim",
+            batch_dim,
+            type(batch_dim) is int and batch_dim >= 0,
+            "a dim counted from the front, 0 or more",
+            "js.fully_shard(model, mesh=mesh, batch_dim=1)",
+        ),
+        (
+            "min_size",
+            min_size,
+            type(min_size) is int and min_size >= 0,
+            "a number of elements",
+            "js.fully_shard(model, mesh=mesh, min_size=1024)",
+        ),
     )
     for name, value, good, wanted, line in checks:
         if not good:
@@ -337,6 +373,37 @@ def _check_same_mesh(module: nnx.Module, record: Unit) -> None:
             where=[f"{plain_class(module).__name__}: {path}" for path in others],
             why=f"the module around them is on {dict(record.mesh.shape)}, or on other devices.",
             do="make one mesh = js.mesh(fsdp=-1) and pass it to every js.fully_shard.",
+        )
+
+
+def _check_call(module: nnx.Module) -> None:
+    wrapper = hidden_call(module)
+    if wrapper is not None:
+        raise AnnotationError(
+            "The call of a module is wrapped, so that it cannot become a sharded region.",
+            where=f"{plain_class(module).__name__}.__call__",
+            why=f"it is a {wrapper}, not a plain method.",
+            do="take the decorator off, and put @nnx.jit on the training step.",
+        )
+
+
+def _nested_allowed(module: nnx.Module) -> tuple[str, ...]:
+    """What inner units allow to be replicated, seen from the module around them."""
+    units = [(dotted(p), unit_of(m)) for p, m in nested_units(module)]
+    return tuple(f"{path}/{pattern}" for path, unit in units if unit is not None for pattern in unit.allow_replicated)
+
+
+def _check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:
+    """Raises for a text pattern in `ignored` that no parameter matches."""
+    choices = ignored if isinstance(ignored, (list, tuple, set)) else [ignored]
+    paths = {dotted(p) for m in modules for _, u in nested_units(m) for _, p, _ in occurrences(u)}
+    unused = [c for c in choices if isinstance(c, str) and not any(fnmatch.fnmatch(p, c) for p in paths)]
+    if unused:
+        raise AnnotationError(
+            "A pattern in ignored matches no parameter.",
+            where=[f"ignored={pattern!r}" for pattern in unused],
+            why=f"the parameters are {', '.join(sorted(paths)[:6])}{', ...' if len(paths) > 6 else ''}.",
+            do='give a path from the module or from a unit in it, e.g. ignored="*/bias".',
         )
 
 

@@ -9,16 +9,12 @@ import flax
 import jax
 from flax.nnx import graphlib
 from jax import core
-from jax._src.interpreters import partial_eval
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """Manual mesh axes over which a value inside `shard_map` differs.
-
-    `jax.typeof(x).vma` was the name before jax 0.10.
-    """
+    """Manual mesh axes over which a value inside `shard_map` differs."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
@@ -45,9 +41,11 @@ def fast_shape_tracing() -> Iterator[None]:
     throws away, costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers.
     There is no public switch; where the private name is gone, this does nothing.
     """
-    tracer = getattr(partial_eval, "DynamicJaxprTracer", None)
-    search = getattr(tracer, "_origin_msg", None)
-    if tracer is None or search is None:
+    try:
+        from jax._src.interpreters.partial_eval import DynamicJaxprTracer as tracer
+
+        search = tracer._origin_msg
+    except (ImportError, AttributeError):
         yield
         return
     tracer._origin_msg = lambda self: ""

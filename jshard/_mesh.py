@@ -190,7 +190,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     check_mesh(mesh)
     shards, processes = data_degree(mesh), len({d.process_index for d in mesh.devices.flat})
     flat, tree = jax.tree_util.tree_flatten_with_path(batch)
-    bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in flat if _rows(x, processes) % shards]
+    bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in flat if not np.ndim(x) or _rows(x, processes) % shards]
     if bad:
         raise CallError(
             "The batch cannot be split over the data shards.",

@@ -114,6 +114,7 @@ def place(
     """
     degrees = dict(rule.degrees)
     degree = degrees[FSDP]
+    _check_given(path, given, degrees)
     free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
     dim, because = _choose(path, shape, free, degree, rule, ignored)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
@@ -134,6 +135,20 @@ def place(
         because=because,
         layers=math.prod(shape[: rule.stacked]),
     )
+
+
+def _check_given(path: str, given: tuple[Entry, ...], degrees: dict[str, int]) -> None:
+    """Raises for a model's own annotation that names no mesh axis, or the one that is jshard's to give."""
+    names = [n for e in given for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
+    wrong = [n for n in names if n not in degrees or n == FSDP]
+    if wrong:
+        others = ", ".join(a for a in degrees if a != FSDP)
+        raise AnnotationError(
+            "The model's own sharding of a parameter cannot be kept.",
+            where=f"{path}  out_sharding={given}",
+            why=f"{', '.join(map(repr, wrong))}: a model may name {others}; {FSDP!r} is given by fully_shard.",
+            do="translate logical axes, or leave them out: variable.set_metadata(out_sharding=(None, 'tensor')).",
+        )
 
 
 IGNORED = "ignored by the annotation"

@@ -70,7 +70,7 @@ class UnitPolicy:
     remat: Remat = "none"
     group: int | None = None
     batch_dim: int = 0
-    batch_arg: str | None = None
+    batch_args: tuple[str, ...] = ()
     replicated_args: tuple[str, ...] = ()
     outputs: str | None = None
     sync_batch_norm: bool = True

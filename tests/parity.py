@@ -110,7 +110,7 @@ def assert_parity(
     batch: tuple,
     *,
     grad: Callable | None = None,
-    steps: int = 3,
+    steps: int = 5,
     tx: optax.GradientTransformation | None = None,
     gradient: float = GRADIENT_TOLERANCE,
     parameters: float = PARAMETER_TOLERANCE,

@@ -153,6 +153,26 @@ def scan_inside_the_root():
     call(shard(model), X)
 
 
+class Towers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.second = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x, y):
+        return self.first(x), self.second(y)
+
+
+class Wrapped(nnx.Module):
+    @nnx.jit
+    def __call__(self, x):
+        return x
+
+
+def with_logical_axes() -> nnx.Linear:
+    module = linear()
+    module.kernel.set_metadata(out_sharding=("embed", "fsdp"))
+    return module
+
+
 def two_meshes():
     model = Model(print, nnx.Rngs(0))
     shard(model.inner, mesh=js.mesh(replica=2))
@@ -211,6 +231,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: mixed_precision as text": lambda: shard(linear(), mixed_precision="bfloat16"),
     "fully_shard: stacked": lambda: shard(linear(), stacked=-1),
     "fully_shard: two meshes": two_meshes,
+    "fully_shard: wrapped call": lambda: shard(Wrapped()),
+    "fully_shard: ignored matches nothing": lambda: shard(linear(), ignored=["kernel", "layers/*"]),
+    "fully_shard: logical axes": lambda: shard(with_logical_axes()),
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
@@ -232,6 +255,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
     "call: large replicated": lambda: call(shard(Odd(64, nnx.Rngs(0))), X[:, :61]),
     "call: inside another shard_map": call_in_a_shard_map,
+    "call: argument that may carry the batch": lambda: call(shard(Towers(nnx.Rngs(0))), X, X),
+    "call: old random key": lambda: call(pair(), X, jax.random.PRNGKey(0)),
     "call: batch_arg": lambda: call(pair(batch_arg="ids"), X, X),
     "call: batch_arg without a batch": lambda: call(pair(batch_arg="mask"), X, jnp.ones(())),
     "call: raw shard": lambda: call(
@@ -269,8 +294,10 @@ def provoke(name: str) -> str:
             WARNINGS[name]()
         (warning,) = caught
         return _without_lines(str(warning.message))
-    with pytest.raises(js.ShardingError) as raised:
-        ERRORS[name]()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".* combines examples of the batch")
+        with pytest.raises(js.ShardingError) as raised:
+            ERRORS[name]()
     return f"{type(raised.value).__name__}: {raised.value}"
 
 

@@ -153,11 +153,13 @@ class Tabled(nnx.Module):
         return self.linear(x + table[ids]) * weight[:, None]
 
 
-def test_e_a_table_as_long_as_the_batch_is_not_split():
+def test_e_an_argument_that_may_carry_the_batch_or_not_must_be_named():
     rng = np.random.default_rng(1)
     ids, table = rng.permutation(16).astype(np.int32), rng.standard_normal((16, 64)).astype(np.float32)
     weight = rng.random(16).astype(np.float32)
-    model = js.fully_shard(Tabled(nnx.Rngs(0)), mesh=js.mesh())
+    with pytest.raises(js.CallError, match="argument 'table'"):
+        call(js.fully_shard(Tabled(nnx.Rngs(0)), mesh=js.mesh()), X, ids, table, weight)
+    model = js.fully_shard(Tabled(nnx.Rngs(0)), mesh=js.mesh(), replicated_args=("table",))
     wanted = Tabled(nnx.Rngs(0))(X, ids, table, weight)
     np.testing.assert_allclose(call(model, X, ids, table, weight), wanted, rtol=1e-5, atol=1e-5)
 
@@ -272,3 +274,98 @@ def test_a_loop_that_starts_from_a_constant():
         call(js.fully_shard(Recurrent(nnx.Rngs(0)), mesh=js.mesh()), x)
     model = js.fully_shard(Recurrent(nnx.Rngs(0), js.per_shard), mesh=js.mesh())
     np.testing.assert_allclose(call(model, x), Recurrent(nnx.Rngs(0), js.per_shard)(x), rtol=1e-5, atol=1e-5)
+
+
+class Towers(nnx.Module):
+    """Two arguments of the batch's length that never meet element by element."""
+
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(64, 64, rngs=rngs), nnx.Linear(64, 64, rngs=rngs)
+
+    def __call__(self, x, y):
+        return self.first(x), self.second(y)
+
+
+def test_e_two_towers_say_that_both_carry_the_batch():
+    with pytest.raises(js.CallError, match="may carry the batch or not"):
+        call(js.fully_shard(Towers(nnx.Rngs(0)), mesh=js.mesh()), X, X)
+    model = js.fully_shard(Towers(nnx.Rngs(0)), mesh=js.mesh(), batch_arg=("x", "y"))
+    for found, wanted in zip(call(model, X, X), Towers(nnx.Rngs(0))(X, X), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
+        assert found.sharding.shard_shape(found.shape) == (2, 64)
+
+
+class Mixing(nnx.Module):
+    def __init__(self, rngs, how):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.how = how
+
+    def __call__(self, x):
+        return self.how(self.linear(x))
+
+
+MIXES = {
+    "the first example": lambda h: h - h[:1],
+    "a shift": lambda h: h - jnp.roll(h, 1, axis=0),
+    "a permutation": lambda h: h + h[np.random.default_rng(3).permutation(h.shape[0])],
+    "a segment sum": lambda h: h + jnp.zeros((4, 64)).at[jnp.zeros(h.shape[0], int)].add(h)[:1],
+    "a scan over examples": lambda h: jax.lax.scan(lambda c, r: (c + r, c + r), js.per_shard(jnp.zeros(64)), h)[1],
+    "the largest": lambda h: h + jax.lax.top_k(h.T, 1)[0].T,
+    "a sort": lambda h: jnp.sort(h, axis=0),
+    "a loop over rows": lambda h: jnp.stack([row - h.mean(0) for row in h]),
+}
+SEPARATE = {
+    "a mean over features": lambda h: h - h.mean(1, keepdims=True),
+    "a pick per example": lambda h: h - h[jnp.arange(h.shape[0]), jnp.zeros(h.shape[0], int)][:, None],
+    "a slice of features": lambda h: h[:, :8],
+    "a sort of features": lambda h: jnp.sort(h, axis=1),
+}
+
+
+@pytest.mark.parametrize("how", MIXES)
+def test_a_ways_to_combine_examples_are_warned_of(how):
+    with pytest.warns(UserWarning, match="combines examples"):
+        call(js.fully_shard(Mixing(nnx.Rngs(0), MIXES[how]), mesh=js.mesh()), X)
+
+
+@pytest.mark.parametrize("how", SEPARATE)
+def test_a_what_stays_within_an_example_is_not_warned_of(how):
+    found = call(js.fully_shard(Mixing(nnx.Rngs(0), SEPARATE[how]), mesh=js.mesh()), X)
+    np.testing.assert_allclose(found, Mixing(nnx.Rngs(0), SEPARATE[how])(X), rtol=1e-5, atol=1e-5)
+
+
+class Sowing(nnx.Module):
+    def __init__(self, rngs, how):
+        self.linear = nnx.Linear(64, 64, rngs=rngs)
+        self.how = how
+
+    def __call__(self, x):
+        h = self.linear(x)
+        self.sow(nnx.Intermediate, "seen", self.how(h))
+        return h
+
+
+@pytest.mark.filterwarnings("ignore:Using 'Module.sow:DeprecationWarning")
+def test_d_sown_statistics_without_a_batch_dim_must_be_declared():
+    for how in (lambda h: h.max(), lambda h: h.sum(0)[:2]):  # two numbers, as many as examples of a shard
+        with pytest.raises(js.CallError, match=r"State differs between data shards(.|\n)*seen"):
+            call(js.fully_shard(Sowing(nnx.Rngs(0), how), mesh=js.mesh()), X)
+    model, plain = (Sowing(nnx.Rngs(0), lambda h: js.batch_mean(h.mean())) for _ in range(2))
+    call(js.fully_shard(model, mesh=js.mesh()), X)
+    plain(X)
+    (found,), (wanted,) = model.seen.get_raw_value(), plain.seen.get_raw_value()
+    np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_k_accumulation_cuts_the_batch_where_it_lies():
+    x = np.random.default_rng(0).standard_normal((5, 32, 64)).astype(np.float32)
+
+    def loss(model, x):
+        return (model(x) ** 2).mean()
+
+    model = js.fully_shard(TimeMajor(nnx.Rngs(0)), mesh=js.mesh(), batch_dim=1)
+    want, _ = nnx.value_and_grad(loss)(TimeMajor(nnx.Rngs(0)), x)
+    for sync in ("each", "last"):
+        grad = js.value_and_grad(loss, accumulate=2, sync=sync)
+        found, _ = nnx.jit(lambda model, x, grad=grad: grad(model, x))(model, x)
+        np.testing.assert_allclose(found, want, rtol=1e-5)

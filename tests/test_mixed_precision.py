@@ -189,3 +189,16 @@ def test_float64_and_integers_are_left_alone():
     model = js.fully_shard(Table(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=HALF)
     out, index = nnx.jit(lambda m, x: m(x))(model, np.ones((16, 64), np.float32))
     assert (out.dtype, index.dtype) == (jnp.bfloat16, jnp.int32)
+
+
+def test_accumulated_gradients_are_summed_in_the_reduce_dtype():
+    batch = token_batch(CONFIG, batch=64)
+    wanted = flat(nnx.grad(loss_fn)(builder(CONFIG)(), *batch))
+
+    def of(sync):
+        accumulated = js.value_and_grad(loss_fn, accumulate=8, sync=sync)
+        model = sharded(CONFIG, js.mesh(), mixed_precision=HALF)
+        return error(flat(nnx.jit(lambda model, x, y: accumulated(model, x, y)[1])(model, *batch)), wanted)
+
+    # A sum over eight microbatches in bfloat16 would stand out.
+    assert of("last") <= 1.05 * of("each")

@@ -52,7 +52,7 @@ def simulate_devices(sizes: dict[str, int]) -> None:
     To be called before JAX is asked for its devices, and so without knowing them. A number that the user has set
     himself stays.
     """
-    by_user = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ["XLA_FLAGS"]
+    by_user = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
     if not by_user and jax.config.values["jax_num_cpu_devices"] == -1:
         jax.config.update("jax_num_cpu_devices", num_devices(sizes))
 

@@ -14,7 +14,7 @@ from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree
 from jshard._nnx import Member, Unit, plain_class, unit_of
 from jshard._plan import root_forgotten
-from jshard.engine.collectives import gather
+from jshard.engine.collectives import all_gather, reduce_scatter
 from jshard.engine.context import copies_scope
 
 
@@ -23,8 +23,8 @@ def value_and_grad(
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` over microbatches.
 
-    The batch is cut into `accumulate` microbatches along its leading dim; loss and gradients are the means
-    over them. State that the model changes (BatchNorm, dropout counts) passes from one to the next.
+    The batch is cut into `accumulate` microbatches along its batch dim; loss and gradients are the means over
+    them. State that the model changes (BatchNorm, dropout counts) passes from one to the next.
 
     Args:
         loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view.
@@ -70,7 +70,8 @@ def _accumulate(
 ) -> Any:
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
     members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(params)]
-    copies, reduce = _gather_once(params, members, unit) if once else ([], None)
+    copies = _gather_once(params, members, unit) if once else []
+    dtypes = [m.placement.reduce_dtype for m in members if m is not None][: len(copies)]
 
     def loss(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, Any]:
         live = nnx.merge(graphdef, params, state, copy=True)
@@ -84,47 +85,52 @@ def _accumulate(
         (value, (aux, state)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
             params, copies, state, part
         )
-        return (total + value, jax.tree.map(jnp.add, sums, grads), state), aux
+        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
+        return (total + value, sums, state), aux
 
-    zeros = jax.tree.map(jnp.zeros_like, (params, copies))
+    zeros = jax.tree.map(jnp.zeros_like, params), [jnp.zeros_like(c, d) for c, d in zip(copies, dtypes, strict=True)]
     dtype = jax.eval_shape(loss, params, copies, state, jax.tree.map(lambda x: x[0], parts))[0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, state), parts)
-    if reduce is not None:
-        (of_params,) = reduce(of_copies)
-        grads = jax.tree.map(jnp.add, grads, of_params)
+    if once:
+        grads = jax.tree.map(jnp.add, grads, _reduce_once(params, of_copies, members, unit))
     nnx.update(model, state)
     grads = jax.tree.map(lambda g: g / steps, grads)
     value = total / steps
     return ((value, aux) if has_aux else value), grads
 
 
-def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> tuple[list, Callable]:
-    """Every data shard's own full copy of the parameters, and the function that reduces their gradients.
-
-    A copy is an array with one leading row per data shard: gradients of the rows are the unreduced ones.
-    """
-    mesh = unit.mesh
-    assert isinstance(mesh, Mesh), "the model has arrays"
-    axes = data_axes(mesh)
+def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> list:
+    """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
+    mesh, specs, layout = _layout(members, unit)
 
     def gather_all(values: list) -> list:
-        pairs = zip(values, members, strict=True)
-        return [gather(x, m.placement, mesh)[None] for x, m in pairs if m is not None]
+        return [all_gather(x, m.placement, mesh)[None] for x, m in zip(values, members, strict=True) if m is not None]
 
-    def specs_of(m: Member | None) -> PartitionSpec:
-        assert m is not None, "every parameter of the root is a member of it"
-        return PartitionSpec(*[e if e in axes else None for e in m.placement.spec])
+    run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
+    return run(jax.tree.leaves(params))
 
-    def copy_all(params: Any) -> list:
-        return jax.shard_map(
-            gather_all,
-            mesh=mesh,
-            in_specs=([specs_of(m) for m in members],),
-            out_specs=PartitionSpec(axes),
-            axis_names=set(axes) | {a for a, size in mesh.shape.items() if size == 1},
-        )(jax.tree.leaves(params))
 
-    return jax.vjp(copy_all, params)
+def _reduce_once(params: Any, sums: list, members: list[Member | None], unit: Unit) -> Any:
+    """The gradients of the shards from each data shard's gradients of its copies."""
+    mesh, specs, layout = _layout(members, unit)
+
+    def reduce_all(values: list, sums: list) -> list:
+        found = zip(values, sums, members, strict=True)
+        return [reduce_scatter(g[0], m.placement, mesh, x) for x, g, m in found if m is not None]
+
+    run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
+    return jax.tree.unflatten(jax.tree.structure(params), run(jax.tree.leaves(params), sums))
+
+
+def _layout(members: list[Member | None], unit: Unit) -> tuple[Mesh, list[PartitionSpec], dict[str, Any]]:
+    """The mesh, the parameters' specs over the data axes, and where `shard_map` is manual."""
+    mesh = unit.mesh
+    assert isinstance(mesh, Mesh), "the model has arrays"
+    assert None not in members, "every parameter of the root is a member of it"
+    axes = data_axes(mesh)
+    specs = [PartitionSpec(*[e if e in axes else None for e in m.placement.spec]) for m in members if m is not None]
+    manual = set(axes) | {a for a, size in mesh.shape.items() if size == 1}
+    return mesh, specs, {"mesh": mesh, "axis_names": manual}
 
 
 def _by_variable(live: nnx.Module, params: Any, copies: list) -> dict[int, jax.Array]:
@@ -135,21 +141,30 @@ def _by_variable(live: nnx.Module, params: Any, copies: list) -> dict[int, jax.A
 
 
 def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
-    """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them."""
-    shards = data_degree(unit.mesh)
+    """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
+
+    Scalars go to every microbatch whole; a random key is split.
+    """
+    shards, dim = data_degree(unit.mesh), unit.policy.batch_dim
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
-    bad = [(jax.tree_util.keystr(p), x.shape) for p, x in flat if not x.ndim or x.shape[0] % (steps * shards)]
+    arrays = [(jax.tree_util.keystr(p), jnp.shape(x)) for p, x in flat if jnp.ndim(x)]
+    bad = [(p, shape) for p, shape in arrays if len(shape) <= dim or shape[dim] % (steps * shards)]
     if bad:
         raise CallError(
             "The batch cannot be cut into microbatches.",
             where=[f"{name}: batch{p}  shape {tuple(s)}" for p, s in bad],
-            why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
+            why=f"{steps} microbatches over {shards} data shards need a batch dim that divides by {steps * shards}.",
             do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
         )
-    sharding = NamedSharding(unit.mesh, PartitionSpec(None, data_axes(unit.mesh)))
+    sharding = NamedSharding(unit.mesh, PartitionSpec(*[None] * (dim + 1), data_axes(unit.mesh)))
 
-    def cut(x: jax.Array) -> jax.Array:
-        rows = jnp.asarray(x).reshape(x.shape[0] // steps, steps, *x.shape[1:])
-        return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
+    def cut(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            return jax.random.split(x, steps)
+        if not x.ndim:
+            return jnp.broadcast_to(x, (steps,))
+        rows = x.reshape(*x.shape[:dim], x.shape[dim] // steps, steps, *x.shape[dim + 1 :])
+        return lax.with_sharding_constraint(jnp.moveaxis(rows, dim + 1, 0), sharding)
 
     return jax.tree.map(cut, batch)

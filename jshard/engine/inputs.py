@@ -11,7 +11,7 @@ from flax import nnx
 
 from jshard._errors import CallError
 from jshard._mesh import data_axes, data_degree, degree
-from jshard._nnx import Unit
+from jshard._nnx import Path, Unit
 from jshard.engine.call import Call, is_array
 from jshard.engine.context import global_view
 
@@ -36,22 +36,23 @@ class BatchSplit:
 def split_batch(call: Call, unit: Unit) -> BatchSplit | None:
     """Finds the batch of a call; None if it has no array argument that could carry one.
 
-    The first array argument carries it. Any other of the same length does so only if the model needs it:
-    traced abstractly with a batch of twice the size and this argument as it is, the shapes must clash. A
-    table or positions that have that length by chance are then left whole, which is always right.
+    The first array argument carries it, and those that `batch_arg` names. Whether another of the same length
+    does is found by tracing abstractly with a batch of twice the size, once with this argument doubled too and once
+    with it as it is: shapes clash in one of them. If they clash in neither, the model must be told.
 
     Raises:
-        CallError: the batch does not divide over the data shards, or `batch_arg` is not an argument.
+        CallError: the batch does not divide over the data shards, an argument may carry it or not, or
+            `batch_arg` is not an argument.
     """
     policy = unit.policy
     names = call.argument_names(list(inspect.signature(call.method).parameters)[1:])
     candidates = [
         i
         for i, (x, name) in enumerate(zip(call.arrays, names, strict=True))
-        if x.ndim > policy.batch_dim and name not in policy.replicated_args and not _is_key(x)
+        if x.ndim > policy.batch_dim and name not in policy.replicated_args and not _is_key(x, call, name)
     ]
-    if policy.batch_arg is not None:
-        candidates = _put_first(candidates, names, call, policy.batch_arg)
+    for wanted in reversed(policy.batch_args):
+        candidates = _put_first(candidates, names, call, wanted)
     if not candidates:
         return None
     first = candidates[0]
@@ -61,20 +62,39 @@ def split_batch(call: Call, unit: Unit) -> BatchSplit | None:
     same = [i for i in candidates if call.arrays[i].shape[policy.batch_dim] == size]
     state = tuple(_is_cache(v, policy.batch_dim, size) for _, v in call.state)
     split = set(same)
-    if shards > 1:
-        for i in same[1:]:
-            others = split - {i}
-            if _shapes_fit(call, BatchSplit(size, shards, _flags(call, others), state), policy.batch_dim):
-                split = others
+    asked = [i for i in same[1:] if names[i] not in policy.batch_args] if shards > 1 else []
+    for i in asked:
+        trace = lambda chosen: _try(call, BatchSplit(size, shards, _flags(call, chosen), state), policy.batch_dim)
+        alone = trace(split - {i})
+        if alone is None:
+            continue  # it goes with the batch, or the model insists on its size
+        if alone.uses(i) and trace(split) is not None:
+            raise _ambiguous(call, names[first], names[i], size)
+        split = split - {i}
     return BatchSplit(size, shards, _flags(call, split), state)
 
 
 @dataclasses.dataclass(frozen=True)
 class GlobalTrace:
-    """A call traced abstractly in global view: its program, and the shapes of its array results."""
+    """A call traced abstractly in global view.
+
+    Args:
+        jaxpr: its program; the array results come first among the outputs.
+        shapes: those of the array results.
+        state: shapes of the arrays in each variable after the call, by path.
+        num_arrays: how many array arguments it has; they come last among the inputs.
+    """
 
     jaxpr: Any
     shapes: tuple[tuple[int, ...], ...]
+    state: dict[Path, list[tuple[int, ...]]]
+    num_arrays: int
+
+    def uses(self, array: int) -> bool:
+        """Whether the call looks at an array argument at all."""
+        jaxpr = self.jaxpr.jaxpr
+        variable = jaxpr.invars[len(jaxpr.invars) - self.num_arrays + array]
+        return any(variable is v for v in [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)])
 
 
 def trace_globally(call: Call, split: BatchSplit, batch_dim: int, *, factor: int = 1) -> GlobalTrace:
@@ -86,26 +106,31 @@ def trace_globally(call: Call, split: BatchSplit, batch_dim: int, *, factor: int
             shape[batch_dim] *= factor
         return jax.ShapeDtypeStruct(tuple(shape), x.dtype)
 
-    def run(params: list, state: list, arrays: list) -> list:
+    def run(params: list, state: list, arrays: list) -> tuple[list, list]:
         live = call.put_together(params, state, arrays)
         with global_view():
             out = call.method(live.module, *live.args, **live.kwargs)
-        return [x for x in jax.tree.leaves(out) if is_array(x)]
+        after = {p: jax.tree.leaves(v.get_raw_value()) for p, v in live.variables() if not isinstance(v, nnx.Param)}
+        paths[:] = after
+        return [x for x in jax.tree.leaves(out) if is_array(x)], list(after.values())
+
+    paths: list[Path] = []
 
     params, state, arrays = call.values()
     state = [jax.tree.map(lambda x, f=f: scaled(x, f), s) for s, f in zip(state, split.state, strict=True)]
     arrays = [scaled(x, f) for x, f in zip(arrays, split.arrays, strict=True)]
     params = [scaled(x, False) for x in params]
-    jaxpr, out = jax.make_jaxpr(run, return_shape=True)(params, state, arrays)
-    return GlobalTrace(jaxpr, tuple(x.shape for x in out))
+    jaxpr, (out, after) = jax.make_jaxpr(run, return_shape=True)(params, state, arrays)
+    shapes = [[x.shape for x in leaves] for leaves in after]
+    return GlobalTrace(jaxpr, tuple(x.shape for x in out), dict(zip(paths, shapes, strict=True)), len(arrays))
 
 
-def _shapes_fit(call: Call, split: BatchSplit, batch_dim: int) -> bool:
+def _try(call: Call, split: BatchSplit, batch_dim: int) -> GlobalTrace | None:
+    """The trace with twice the batch; None if shapes clash."""
     try:
-        trace_globally(call, split, batch_dim, factor=2)
+        return trace_globally(call, split, batch_dim, factor=2)
     except Exception:  # whatever the model says to shapes that clash
-        return False
-    return True
+        return None
 
 
 def _flags(call: Call, which: Iterable[int]) -> tuple[bool, ...]:
@@ -136,7 +161,24 @@ def _indivisible(call: Call, unit: Unit, name: str, size: int, shards: int) -> C
     )
 
 
-def _is_key(x: Any) -> bool:
+def _ambiguous(call: Call, first: str, name: str, size: int) -> CallError:
+    return CallError(
+        "An argument may carry the batch or not.",
+        where=f"{call.where}, argument {name!r}",
+        why=f"its length is {size}, as that of {first!r}, and the model works whether they grow together or not.",
+        do=f"js.fully_shard(model, mesh=mesh, batch_arg=({first!r}, {name!r})) if it does,"
+        f" replicated_args=({name!r},) if it does not.",
+    )
+
+
+def _is_key(x: Any, call: Call, name: str) -> bool:
+    if x.dtype == jnp.uint32 and x.shape == (2,):
+        raise CallError(
+            "A random key of the old kind was given.",
+            where=f"{call.where}, argument {name!r}",
+            why="uint32[2] looks like data, so that every data shard would draw the same numbers.",
+            do="pass jax.random.key(0), or jax.random.wrap_key_data(key); name data in replicated_args.",
+        )
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

@@ -71,10 +71,10 @@ class _Island:
 
     def run(self) -> Any:
         params, state, arrays = self.call.values()
-        self.global_shapes = None
+        self.global_shapes, self.state_shapes = None, {}
         if self.split.shards > 1:
             traced = trace_globally(self.call, self.split, self.exit.batch_dim)
-            self.global_shapes = traced.shapes
+            self.global_shapes, self.state_shapes = traced.shapes, traced.state
             warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
         specs = self._input_specs()
         if self.copies is not None:
@@ -134,7 +134,7 @@ class _Island:
         found = [(jax.tree_util.keystr(p), x) for p, x in flat if is_array(x)]
         shapes = self.global_shapes or [x.shape for _, x in found]
         ways = [self.exit.output(x, shape, name) for (name, x), shape in zip(found, shapes, strict=True)]
-        state_arrays, state_specs = changed_state(changes, self.exit)
+        state_arrays, state_specs = changed_state(changes, self.state_shapes, self.exit)
         self.changes = [(p, v, jax.tree.structure(raw(v))) for p, v in changes]
         self.out_specs[:] = [spec for _, spec in ways] + state_specs
         return [x for x, _ in ways] + state_arrays

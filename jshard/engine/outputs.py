@@ -1,7 +1,7 @@
 """How results leave the region: split along their batch dim, or the same on every data shard, or refused."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._nnx import dotted
+from jshard._nnx import Path, dotted
 from jshard.engine.call import raw
 from jshard.engine.collectives import vary
 from jshard.engine.context import current_region, in_global_view
@@ -65,23 +65,25 @@ class Exit:
         differs = tuple(a for a in self.axes if a in _compat.varying_axes(x))
         if not differs:
             return x, PartitionSpec()
-        if self.combine is None:
+        if self.combine is None or (self.combine == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact)):
             raise self._no_batch_dim(x, name)
         return (lax.pmean if self.combine == "mean" else lax.psum)(x, differs), PartitionSpec()
 
-    def state(self, variable: Any, x: Any, path: tuple) -> tuple[Any, PartitionSpec]:
-        """One array of changed state and its spec."""
+    def state(
+        self, variable: Any, x: Any, global_shape: tuple[int, ...] | None, path: tuple
+    ) -> tuple[Any, PartitionSpec]:
+        """One array of changed state and its spec. A batch dim is found as for outputs."""
         differs = tuple(a for a in self.axes if a in _compat.varying_axes(x))
         if not differs:
             return x, PartitionSpec()
         if self.shards == 1:
             return self._alone(x)
-        holds_batch = isinstance(variable, (nnx.Intermediate, nnx.Cache))
-        if holds_batch and x.ndim > self.batch_dim and x.shape[self.batch_dim] == self.local_batch:
-            return self._along(x, self.batch_dim)
-        averaged = isinstance(variable, (nnx.Intermediate, nnx.BatchStat))
-        if averaged and jnp.issubdtype(x.dtype, jnp.floating):
-            return lax.pmean(x, differs), PartitionSpec()
+        whole = x.shape if global_shape is None or len(global_shape) != x.ndim else global_shape
+        dims = [d for d, n in enumerate(x.shape) if n != whole[d]]
+        if len(dims) == 1 and x.shape[dims[0]] * self.shards == whole[dims[0]]:
+            return self._along(x, dims[0])
+        if not dims and isinstance(variable, nnx.BatchStat) and jnp.issubdtype(x.dtype, jnp.floating):
+            return lax.pmean(x, differs), PartitionSpec()  # statistics that were asked for per shard
         raise CallError(
             "State differs between data shards after the call.",
             where=f"{self.where}: {dotted(path)} ({type(variable).__name__}, {_type(x)})",
@@ -159,12 +161,13 @@ def per_shard(x: Any) -> Any:
     return x if region is None else jax.tree.map(lambda value: vary(value, region.axes), x)
 
 
-def changed_state(changes: Sequence, exit_: Exit) -> tuple[list, list[PartitionSpec]]:
+def changed_state(changes: Sequence, shapes: Mapping[Path, list], exit_: Exit) -> tuple[list, list[PartitionSpec]]:
     """Arrays and specs of the state that a call changed."""
     arrays, specs = [], []
     for path, variable in changes:
-        for leaf in jax.tree.leaves(raw(variable)):
-            x, spec = exit_.state(variable, leaf, path[1:])
+        leaves = jax.tree.leaves(raw(variable))
+        for leaf, shape in zip(leaves, shapes.get(path, [None] * len(leaves)), strict=True):
+            x, spec = exit_.state(variable, leaf, shape, path[1:])
             arrays.append(x)
             specs.append(spec)
     return arrays, specs

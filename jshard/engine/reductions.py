@@ -15,7 +15,7 @@ from jshard.engine.outputs import BATCH_MEAN
 _AXES = ("axes", "axis", "dimension", "dimensions")
 _MIXING = frozenset(
     "argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max reduce_min reduce_or"
-    " reduce_prod reduce_sum reduce_xor reduce rev sort".split()
+    " reduce_prod reduce_sum reduce_xor reduce rev sort top_k".split()
 )
 _BATCH_NORM = "nnx/nn/normalization.py"
 
@@ -28,10 +28,11 @@ def warn_of_batch_reductions(call: Call, split: BatchSplit, policy: UnitPolicy, 
     """
     try:
         doubled = trace_globally(call, split, policy.batch_dim, factor=2)
-    except Exception:  # the model insists on its batch size; js.check still compares results
+    except Exception:  # the model insists on the size of its batch; js.check compares results
         return
     pairs = zip(traced.shapes, doubled.shapes, strict=True)
     grows = [a != b for a, b in pairs]
+    grows += [False] * (len(traced.jaxpr.jaxpr.outvars) - len(grows))  # state is looked at when it leaves
     found = sorted(set(_mixing(traced.jaxpr.jaxpr, doubled.jaxpr.jaxpr, grows, policy.sync_batch_norm)))
     if found:
         places = "".join(f"\n  {place}" for place in found)
@@ -46,7 +47,11 @@ def warn_of_batch_reductions(call: Call, split: BatchSplit, policy: UnitPolicy, 
 def _mixing(small: Any, large: Any, live_outputs: list[bool], batch_norm_is_right: bool) -> Iterator[str]:
     """Places in a program where examples are combined and a live output sees it, from its two traces."""
     if len(small.eqns) != len(large.eqns):
+        yield "operations whose number depends on the batch"
         return
+    counted = any(
+        a.primitive.name == "iota" and a.params != b.params for a, b in zip(small.eqns, large.eqns, strict=True)
+    )
     live = {v for v, is_live in zip(small.outvars, live_outputs, strict=True) if is_live and isinstance(v, jex.Var)}
     for a, b in zip(reversed(small.eqns), reversed(large.eqns), strict=True):
         if not any(v in live for v in a.outvars):
@@ -59,14 +64,25 @@ def _mixing(small: Any, large: Any, live_outputs: list[bool], batch_norm_is_righ
             flags = [v in live for v in a.outvars]
             flags = flags if len(flags) == len(one.outvars) else [True] * len(one.outvars)
             yield from _mixing(one, two, flags, batch_norm_is_right)
-        if not inner and any(_sizes(a)[d] != _sizes(b)[d] for d in _combined_dims(a)):
-            place = _compat.user_frame(a)
-            if not (batch_norm_is_right and _BATCH_NORM in _compat.frame_files(a)):
-                yield f"{a.primitive.name} at {place}"
+        if _combines(a, b, counted) and not (batch_norm_is_right and _BATCH_NORM in _compat.frame_files(a)):
+            yield f"{a.primitive.name} at {_compat.user_frame(a)}"
 
 
-def _sizes(eqn: Any) -> tuple[int, ...]:
-    return eqn.invars[0].aval.shape
+def _combines(a: Any, b: Any, counted: bool) -> bool:
+    """Whether an equation mixes elements along a dim that differs between its two traces."""
+    name = a.primitive.name
+    if name == "scan":
+        return a.params["length"] != b.params["length"]
+    if not a.invars or not hasattr(a.invars[0].aval, "shape"):
+        return False
+    grown = [d for d, (n, m) in enumerate(zip(a.invars[0].aval.shape, b.invars[0].aval.shape, strict=True)) if n != m]
+    if name in ("slice", "dynamic_slice"):
+        return any(a.outvars[0].aval.shape[d] != a.invars[0].aval.shape[d] for d in grown)
+    if name == "gather":  # x[arange(batch), y] picks within examples; other indices along the batch mix them
+        return not counted and any(d in a.params["dimension_numbers"].start_index_map for d in grown)
+    if name.startswith("scatter"):
+        return not grown and a.invars[2].aval.shape != b.invars[2].aval.shape
+    return any(d in grown for d in _combined_dims(a))
 
 
 def _combined_dims(eqn: Any) -> tuple[int, ...]:

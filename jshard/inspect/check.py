@@ -38,10 +38,12 @@ class CheckReport:
         return max([*self.outputs.values(), *self.gradients.values()], default=0.0)
 
     def __str__(self) -> str:
-        leaf = max(self.gradients, key=self.gradients.__getitem__, default="none")
+        every = {f"output {k}": v for k, v in self.outputs.items()}
+        every |= {f"gradient of {k}": v for k, v in self.gradients.items()}
+        place = max(every, key=every.__getitem__, default="none")
         return (
             f"check: {len(self.outputs)} outputs and {len(self.gradients)} gradients agree with global view;"
-            f" worst {self.worst:.1e} of {self.tolerance:.0e} allowed (gradient of {leaf})"
+            f" worst {self.worst:.1e} of {self.tolerance:.0e} allowed ({place})"
         )
 
 

@@ -74,8 +74,10 @@ def evaluate(
 ) -> float:
     """Mean loss over `batches`, all of one size, with dropout off."""
     model.eval()
-    losses = [float(eval_step(model, js.shard_batch(batch, mesh))) for batch in batches]
-    model.train()
+    try:
+        losses = [float(eval_step(model, js.shard_batch(batch, mesh))) for batch in batches]
+    finally:
+        model.train()
     return sum(losses) / len(losses)
 
 
