@@ -10,9 +10,10 @@ import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from jshard import _annotation_checks as checks
 from jshard import _compat
 from jshard._errors import AnnotationError
-from jshard._mesh import FSDP, AnyMesh, check_mesh, degree, is_concrete
+from jshard._mesh import AnyMesh, check_mesh, is_concrete
 from jshard._nnx import (
     NESTED,
     OUTER,
@@ -23,7 +24,6 @@ from jshard._nnx import (
     attach,
     detach,
     dotted,
-    hidden_call,
     nested_units,
     occurrences,
     plain_class,
@@ -116,10 +116,10 @@ def fully_shard(
     check_mesh(mesh)
     check_remat(remat)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
-    _check_modules(modules)
-    _check_reshard(reshard_after_forward, mesh)
-    _check_choice("outputs", outputs, (None, "mean", "sum"))
-    _check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
+    checks.check_modules(modules)
+    checks.check_reshard(reshard_after_forward, mesh)
+    checks.check_choice("outputs", outputs, (None, "mean", "sum"))
+    checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
     precision = mixed_precision or MixedPrecision()
     policy = UnitPolicy(
         reshard_after_forward=reshard_after_forward,
@@ -136,18 +136,23 @@ def fully_shard(
         tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size
     )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
-    alone = dataclasses.replace(record, policy=dataclasses.replace(policy, group=None))
+    _annotate_all(modules, _choose_units(modules, units), record, ignored)
+    return module
+
+
+def _annotate_all(modules: list[nnx.Module], chosen: list[nnx.Module], record: Unit, ignored: Any) -> None:
+    """Annotates the chosen submodules, then the modules; all of them or, if one fails, none."""
+    alone = dataclasses.replace(record, policy=dataclasses.replace(record.policy, group=None))
     done: list[nnx.Module] = []
     try:
-        for one, its_record in [*((m, alone) for m in _choose_units(modules, units)), *((m, record) for m in modules)]:
+        for one, its_record in [*((m, alone) for m in chosen), *((m, record) for m in modules)]:
             _annotate(one, its_record)
             done.append(one)
-        _check_patterns(ignored, modules)
+        checks.check_patterns(ignored, modules)
     except AnnotationError:
         for one in done:
-            detach(one)  # so that a corrected call finds the model as it was
+            detach(one)
         raise
-    return module
 
 
 def _annotate(module: nnx.Module, record: Unit) -> None:
@@ -159,8 +164,8 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
             why="it is a unit already, by an earlier fully_shard, or because it is used in two places.",
             do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
         )
-    _check_same_mesh(module, record)
-    _check_call(module)
+    checks.check_same_mesh(module, record)
+    checks.check_call(module)
     nested_allowed = _nested_allowed(module)
     attach(module, dataclasses.replace(record, allow_replicated=record.allow_replicated + nested_allowed), route)
     inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
@@ -305,127 +310,7 @@ class _PathPattern:
         return fnmatch.fnmatch(dotted(path), self.pattern)
 
 
-def _check_modules(modules: list[Any]) -> None:
-    wrong = dict.fromkeys(type(m).__name__ for m in modules if not isinstance(m, nnx.Module))
-    if wrong or not modules:
-        raise AnnotationError(
-            "fully_shard needs an nnx module, or a list of them.",
-            where=f"fully_shard({', '.join(wrong) or '[]'})",
-            why="only an nnx.Module holds parameters and is called.",
-            do="js.fully_shard(model.blocks[0], mesh=mesh)",
-        )
-
-
-def _check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: Any, min_size: Any) -> None:
-    """Raises for settings of another type than the annotation takes."""
-    checks = (
-        (
-            "mixed_precision",
-            mixed_precision,
-            mixed_precision is None or isinstance(mixed_precision, MixedPrecision),
-            "a js.MixedPrecision",
-            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16"))',
-        ),
-        (
-            "shard_dim",
-            shard_dim,
-            shard_dim is None or callable(shard_dim) or type(shard_dim) is int,
-            "a number or a function of (path, shape)",
-            "js.fully_shard(block, mesh=mesh, shard_dim=0)",
-        ),
-        (
-            "stacked",
-            stacked,
-            type(stacked) is int and stacked >= 0,
-            "a number of leading dims, 0 or more",
-            "js.fully_shard(layers, mesh=mesh, stacked=1)",
-        ),
-        (
-            "batch_dim",
-            batch_dim,
-            type(batch_dim) is int and batch_dim >= 0,
-            "a dim counted from the front, 0 or more",
-            "js.fully_shard(model, mesh=mesh, batch_dim=1)",
-        ),
-        (
-            "min_size",
-            min_size,
-            type(min_size) is int and min_size >= 0,
-            "a number of elements",
-            "js.fully_shard(model, mesh=mesh, min_size=1024)",
-        ),
-    )
-    for name, value, good, wanted, line in checks:
-        if not good:
-            raise AnnotationError(
-                f"There is no such setting of {name}.",
-                where=f"fully_shard({name}={value!r})",
-                why=f"it is {wanted}.",
-                do=line,
-            )
-
-
-def _check_same_mesh(module: nnx.Module, record: Unit) -> None:
-    others = [dotted(p) for p, m in nested_units(module) if unit_of(m).mesh != record.mesh]  # type: ignore[union-attr]
-    if others:
-        raise AnnotationError(
-            "Units of one model are on different meshes.",
-            where=[f"{plain_class(module).__name__}: {path}" for path in others],
-            why=f"the module around them is on {dict(record.mesh.shape)}, or on other devices.",
-            do="make one mesh = js.mesh(fsdp=-1) and pass it to every js.fully_shard.",
-        )
-
-
-def _check_call(module: nnx.Module) -> None:
-    wrapper = hidden_call(module)
-    if wrapper is not None:
-        raise AnnotationError(
-            "The call of a module is wrapped, so that it cannot become a sharded region.",
-            where=f"{plain_class(module).__name__}.__call__",
-            why=f"it is a {wrapper}, not a plain method.",
-            do="take the decorator off, and put @nnx.jit on the training step.",
-        )
-
-
 def _nested_allowed(module: nnx.Module) -> tuple[str, ...]:
     """What inner units allow to be replicated, seen from the module around them."""
     units = [(dotted(p), unit_of(m)) for p, m in nested_units(module)]
     return tuple(f"{path}/{pattern}" for path, unit in units if unit is not None for pattern in unit.allow_replicated)
-
-
-def _check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:
-    """Raises for a text pattern in `ignored` that no parameter matches."""
-    choices = ignored if isinstance(ignored, (list, tuple, set)) else [ignored]
-    paths = {dotted(p) for m in modules for _, u in nested_units(m) for _, p, _ in occurrences(u)}
-    unused = [c for c in choices if isinstance(c, str) and not any(fnmatch.fnmatch(p, c) for p in paths)]
-    if unused:
-        raise AnnotationError(
-            "A pattern in ignored matches no parameter.",
-            where=[f"ignored={pattern!r}" for pattern in unused],
-            why=f"the parameters are {', '.join(sorted(paths)[:6])}{', ...' if len(paths) > 6 else ''}.",
-            do='give a path from the module or from a unit in it, e.g. ignored="*/bias".',
-        )
-
-
-def _check_reshard(value: Any, mesh: AnyMesh) -> None:
-    if value is None or isinstance(value, bool):
-        return
-    size = degree(mesh, FSDP)
-    if isinstance(value, int) and value >= 1 and size % value == 0:
-        return
-    raise AnnotationError(
-        "The parameters cannot be resharded to such a group after forward.",
-        where=f"fully_shard(reshard_after_forward={value!r}), fsdp={size}",
-        why=f"it is True, False, or a number that divides the degree of the fsdp axis, {size}.",
-        do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)",
-    )
-
-
-def _check_choice(name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed:
-        raise AnnotationError(
-            f"There is no such choice for {name}.",
-            where=f"fully_shard({name}={value!r})",
-            why=f"it is one of {', '.join(map(repr, allowed))}.",
-            do=f"js.fully_shard(model, mesh=mesh, {name}={allowed[-1]!r})",
-        )
