@@ -16,10 +16,12 @@ def blocks(page):
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
 def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
+    """A page's own assertions, and whatever its blocks raise, are the test; each page is about jshard."""
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "docs"}
     for block in blocks(page):
         exec(compile(block, page.name, "exec"), namespace)
+    assert namespace["js"].__name__ == "jshard"
 
 
 def test_the_readmes_losses_are_those_of_the_plain_model():
