@@ -5,8 +5,8 @@ from collections.abc import Sequence
 _SHOWN = 10
 
 
-class ShardingError(ValueError):
-    """A request that cannot be met, told in four parts.
+class FourPartError(Exception):
+    """An error told in four parts; the base of those that jshard raises.
 
     Args:
         what: one sentence: what failed.
@@ -28,6 +28,14 @@ class ShardingError(ValueError):
         return _rebuild, (type(self), self.what, self.where, self.why, self.do)
 
 
+class ShardingError(FourPartError, ValueError):
+    """A request that cannot be met. The command line ends with exit code 2."""
+
+
+class RunError(FourPartError, RuntimeError):
+    """Work that was begun and could not be ended: a full disk, a lost peer, a loss that is no number. Exit code 1."""
+
+
 class MeshError(ShardingError):
     """The mesh asked for does not fit the devices, or lacks an axis."""
 
@@ -44,5 +52,5 @@ def _part(head: str, text: str) -> str:
     return f"  {head:<7}" + text.replace("\n", "\n         ")
 
 
-def _rebuild(cls: type[ShardingError], what: str, where: tuple, why: str, do: str) -> ShardingError:
+def _rebuild(cls: type[FourPartError], what: str, where: tuple, why: str, do: str) -> FourPartError:
     return cls(what, where=where, why=why, do=do)

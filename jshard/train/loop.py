@@ -23,9 +23,9 @@ import jshard as js
 from jshard import checkpoint
 from jshard.train import data
 from jshard.train.metrics import MetricsWriter, Progress, plot_loss
-from jshard.train.recipe import Batch, ModelFile, Recipe
+from jshard.train.model_file import Batch, LossFn, ModelFile
+from jshard.train.recipe import Recipe
 
-LossFn = Callable[[Any, Batch], jax.Array]
 TrainStep = Callable[[Any, nnx.Optimizer, Batch], dict[str, jax.Array]]
 
 
