@@ -32,3 +32,12 @@ from jshard.inspect.explain import Explanation as Explanation
 from jshard.inspect.explain import explain as explain
 
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    """`js.train` is there without an import of its own, and costs nothing until it is used."""
+    if name == "train":
+        import importlib
+
+        return importlib.import_module("jshard.train")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

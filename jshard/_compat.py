@@ -1,6 +1,7 @@
 """Every difference between versions of jax and flax, and every name of theirs that is not public."""
 
 import contextlib
+import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -93,3 +94,37 @@ def user_frame(eqn: Any) -> str:
         if not frame.file_name.startswith((*_LIBRARY, "<")):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
     return "an unknown place"
+
+
+def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | None:
+    """What JAX's own detection of cluster launchers finds: name, coordinator, number of processes, id of this one.
+
+    None where there is no launcher, or only one process, or where the private module has changed.
+    """
+    try:
+        from jax._src.clusters import ClusterEnv
+
+        kinds = ClusterEnv._cluster_types
+    except (ImportError, AttributeError):
+        return None
+    with _environment(environ):
+        kind = next((kind for kind in kinds if not kind.opt_in_only_method and kind.is_env_present()), None)
+        if kind is None or kind.get_process_count() < 2:
+            return None
+        port = environ.get("JAX_COORDINATOR_PORT")
+        coordinator = kind.get_coordinator_address(timeout_secs=60, override_coordinator_port=port)
+        name = kind.name or kind.__name__.removesuffix("Cluster").lower()  # that of Kubernetes has none
+        return name, coordinator, kind.get_process_count(), kind.get_process_id()
+
+
+@contextlib.contextmanager
+def _environment(environ: Mapping[str, str]) -> Iterator[None]:
+    """Inside, these are the environment variables: JAX's detection reads no others."""
+    saved = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(environ)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(saved)

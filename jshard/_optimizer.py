@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError
 from jshard._mesh import REPLICA
-from jshard._nnx import Path, unit_of
+from jshard._nnx import Path, plain_class, unit_of
 from jshard._placement import Placement, PlacementRule, place
 from jshard._plan import root_forgotten
 from jshard._policies import MixedPrecision
@@ -46,29 +46,47 @@ def shard_optimizer(
     Example:
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
     """
+    optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
+    graphdef, state = nnx.split(optimizer)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    model_def, model_state = nnx.split(model)
+
+    def init(model_state: Any) -> Any:
+        return nnx.state(nnx.Optimizer(nnx.merge(model_def, model_state), optimizer.tx, wrt=wrt))
+
+    return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
+
+
+def abstract_optimizer(
+    model: nnx.Module,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Any = nnx.Param,
+    shard_replicated: bool = False,
+) -> nnx.Optimizer:
+    """What `shard_optimizer` makes, without arrays: shapes, dtypes and the very same shardings.
+
+    A checkpoint is restored into it, so that a resumed run never holds its state twice. The arguments are those of
+    `shard_optimizer`; the model may be abstract too.
+    """
     unit = unit_of(model)
     if unit is None:
         raise root_forgotten(model)
-    if not isinstance(unit.mesh, Mesh):
+    mesh = unit.mesh
+    if not isinstance(mesh, Mesh):
         raise AnnotationError(
             "Optimizer state needs devices.",
-            where=f"shard_optimizer({type(model).__name__})",
+            where=f"shard_optimizer({plain_class(model).__name__})",
             why="the model was annotated with an abstract mesh, for a plan only.",
             do="mesh = js.mesh(fsdp=-1)",
         )
     by_path = {tuple(map(str, m.path)): m.placement for m in unit.members}
     places = StatePlaces(by_path, unit.rule.degrees, over_replica=shard_replicated)
-    placed = _placed(tx, places, unit.mesh)
-    build = lambda model: nnx.Optimizer(model, placed, wrt=wrt)
-    abstract = nnx.eval_shape(build, model)
-    graphdef, state = nnx.split(abstract)
-    shardings = nnx.from_flat_state([(p, _shardings(p, v, places, unit.mesh)) for p, v in nnx.to_flat_state(state)])
-    model_def, model_state = nnx.split(model)
-
-    def init(model_state: Any) -> Any:
-        return nnx.state(build(nnx.merge(model_def, model_state)))
-
-    return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
+    placed = _placed(tx, places, mesh)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda model: nnx.Optimizer(model, placed, wrt=wrt), model))
+    return nnx.merge(
+        graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
+    )
 
 
 class StatePlaces:
@@ -122,12 +140,14 @@ def key_texts(path: tuple) -> tuple[str, ...]:
     return keys[:-1] if keys and keys[-1] == "value" else keys
 
 
-def _shardings(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:
-    """The variable with a sharding for each array in it; Optax masks some out."""
+def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:
+    """The abstract variable with a sharding for each array in it; Optax masks some out."""
     keys = tuple(map(str, path))
-    return variable.replace(
-        jax.tree.map(lambda x: NamedSharding(mesh, places.spec(keys, x.shape)), variable.get_raw_value())
-    )
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, places.spec(keys, x.shape)))
+
+    return variable.replace(jax.tree.map(one, variable.get_raw_value()))
 
 
 def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -> optax.GradientTransformationExtraArgs:

@@ -145,6 +145,8 @@ class GPT(nnx.Module):
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=normal, rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
+        if tokens_BT.shape[1] > self.config.block_size:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={self.config.block_size}")
         x_BTD = self.tokens(tokens_BT)
         if self.config.positions == "learned":
             x_BTD += self.positions(jnp.arange(tokens_BT.shape[1]))[None]
@@ -155,30 +157,29 @@ class GPT(nnx.Module):
         return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
 
 
+@nnx.jit(static_argnames=("num_tokens", "temperature"))
 def generate(
-    model: GPT, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array, temperature: float = 1.0
+    model: GPT, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array, temperature: float = 0.8
 ) -> jax.Array:
     """Continues each prompt by `num_tokens` tokens, drawn one after another.
 
     Every token runs the whole model over a window of `block_size` positions. That is slow, and
-    clear: what lies behind the last token cannot be seen from it, so one compiled program serves
-    every length.
+    clear: what lies behind the last token cannot be seen from it, so one window serves every length.
     """
+    B, length = prompt_BT.shape
     block_size = model.config.block_size
+    text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, block_size - length))))
+    graphdef, state = nnx.split(model)  # the loop below is JAX's: it takes arrays
 
-    @nnx.jit
-    def draw(model: GPT, window_BT: jax.Array, last: jax.Array, key: jax.Array) -> jax.Array:
-        logits_BV = model(window_BT)[:, last].astype(jnp.float32)
-        return jax.random.categorical(key, logits_BV / temperature).astype(window_BT.dtype)
+    def draw(position: jax.Array, text_BT: jax.Array) -> jax.Array:
+        start = jnp.maximum(position - block_size, 0)
+        window_BT = jax.lax.dynamic_slice_in_dim(text_BT, start, block_size, axis=1)
+        logits_BTV = nnx.merge(graphdef, state)(window_BT).astype(jnp.float32)
+        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - start - 1, axis=1, keepdims=False)
+        token_B = jax.random.categorical(jax.random.fold_in(key, position), logits_BV / temperature)
+        return text_BT.at[:, position].set(token_B.astype(text_BT.dtype))
 
-    text_BT = prompt_BT
-    for step_key in jax.random.split(key, num_tokens):
-        window_BT = text_BT[:, -block_size:]
-        length = window_BT.shape[1]
-        window_BT = jnp.pad(window_BT, ((0, 0), (0, block_size - length)))
-        token_B = draw(model, window_BT, jnp.asarray(length - 1), step_key)
-        text_BT = jnp.concatenate([text_BT, token_B[:, None]], axis=1)
-    return text_BT
+    return jax.lax.fori_loop(length, length + num_tokens, draw, text_BT)[:, : length + num_tokens]
 
 
 # ---- What `jshard train` asks of a model file ---------------------------------------------------

@@ -1,31 +1,65 @@
 """The sample order is a pure function of seed and global index: no mesh and no process count enters."""
 
 import itertools
+import threading
 
 import jax
 import numpy as np
 import pytest
 
 import jshard as js
-from jshard.train.data import Corpus, DataError, Loader, load_corpus, local_rows
+from jshard._errors import RunError
+from jshard.train.data import Data, DataError, Loader, local_rows
+from jshard.train.text import TokenWindows
 
 TEXT = np.arange(2000, dtype=np.int64).astype(np.uint8)
-CORPUS = Corpus(train=TEXT, held_out=TEXT[:500], description="numbers")
+WINDOWS = 199  # of 10 tokens
 
 
-def loader(rows=range(8), seed=0, sequence_length=10):
-    return Loader(corpus=CORPUS, sequence_length=sequence_length, batch_size=8, seed=seed, rows=list(rows))
+def text_data(train=TEXT, held_out=TEXT[:500]):
+    return data(TokenWindows(train, 10), TokenWindows(held_out, 10))
+
+
+def data(train, held_out=None):
+    return Data(train=train, held_out=held_out or train, description="numbers", fingerprint="numbers")
+
+
+def loader(rows=range(8), seed=0, of=None):
+    return Loader(data=of or text_data(), batch_size=8, seed=seed, rows=list(rows))
+
+
+def flat(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
+class Spy:
+    """Samples that are their own number, and a record of what was read."""
+
+    def __init__(self, size):
+        self.size = size
+        self.read = []
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return {"id": np.int32(index)}
+
+
+class Listed(list):
+    """A list of samples is a source."""
 
 
 def test_targets_are_the_next_tokens():
     batch = next(loader().train(1))
     assert batch["inputs"].shape == batch["targets"].shape == (8, 10)
-    assert batch["inputs"].dtype == np.int32
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
     np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
     np.testing.assert_array_equal((batch["inputs"][:, -1] + 1) % 256, batch["targets"][:, -1])
 
 
-@pytest.mark.parametrize("num_processes", [2, 4])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_processes_read_disjoint_shares_of_the_same_batches(num_processes):
     share = 8 // num_processes
     parts = [loader(range(p * share, (p + 1) * share)).train(30) for p in range(num_processes)]
@@ -34,20 +68,46 @@ def test_processes_read_disjoint_shares_of_the_same_batches(num_processes):
         np.testing.assert_array_equal(joined, whole["inputs"])
 
 
+@pytest.mark.parametrize("axes", [{}, {"replica": 2}, {"replica": 4, "fsdp": 2}])
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_sample_ids_are_what_the_processes_read(axes, num_processes):
+    rows = local_rows(8, js.mesh(**axes))
+    share = 8 // num_processes
+    spies = [Spy(20) for _ in range(num_processes)]
+    batches = []
+    for process, spy in enumerate(spies):
+        own = loader(rows[process * share : (process + 1) * share], of=data(spy))
+        spy.read.clear()  # the few of the check beforehand
+        batches.append([batch["id"].tolist() for batch in own.train(6)])
+        assert spy.read == flat(batches[-1])
+    ids = [loader(of=data(Spy(20))).sample_ids(step) for step in range(6)]
+    assert [flat(parts) for parts in zip(*batches, strict=True)] == ids
+    passes = np.array(flat(ids))[:40].reshape(2, 20)
+    assert (np.sort(passes) == np.arange(20)).all()  # each sample once in every pass
+    assert (passes[0] != passes[1]).any()
+
+
+def test_order_is_that_of_earlier_versions():
+    # A run goes on after an update with the samples it would have seen.
+    assert loader(of=data(Spy(20))).sample_ids(0) == [15, 4, 10, 19, 8, 18, 14, 9]
+    assert loader(seed=7, of=data(Spy(1000))).sample_ids(200) == [690, 964, 926, 634, 574, 173, 230, 386]
+
+
 def test_any_step_can_be_the_first():
     whole = list(loader().train(40))
     for start in (1, 25, 39):
         rest = list(loader().train(40, start_step=start))
         assert len(rest) == 40 - start
-        np.testing.assert_array_equal(rest[0]["inputs"], whole[start]["inputs"])
+        for batch, other in zip(rest, whole[start:], strict=True):
+            np.testing.assert_array_equal(batch["inputs"], other["inputs"])
+    assert list(loader().train(40, start_step=40)) == []
 
 
 def test_every_pass_holds_every_window_once_and_in_another_order():
-    windows = (TEXT.size - 1) // 10
-    steps = 2 * windows // 8 + 1
+    steps = 2 * WINDOWS // 8 + 1
     starts = np.concatenate([batch["inputs"] for batch in loader().train(steps)])
-    first, second = starts[:windows], starts[windows : 2 * windows]
-    in_order = TEXT[: windows * 10].reshape(windows, 10).astype(np.int32)
+    first, second = starts[:WINDOWS], starts[WINDOWS : 2 * WINDOWS]
+    in_order = TEXT[: WINDOWS * 10].reshape(WINDOWS, 10).astype(np.int32)
     for one_pass in (first, second):
         np.testing.assert_array_equal(np.unique(one_pass, axis=0), np.unique(in_order, axis=0))
         np.testing.assert_array_equal(np.sort(one_pass, axis=None), np.sort(in_order, axis=None))
@@ -90,42 +150,103 @@ def test_batch_that_does_not_split_is_refused():
         local_rows(12, js.mesh())
 
 
-def test_corpus_of_a_folder_is_split_by_file(tmp_path):
-    for number in range(200):
-        (tmp_path / f"{number:03}.txt").write_text(f"text {number} ")
-    corpus = load_corpus([tmp_path])
-    train, held_out = (bytes(part).decode() for part in (corpus.train, corpus.held_out))
-    for number in range(200):
-        assert (f"text {number} \0" in train) != (f"text {number} \0" in held_out)
-    assert 3 <= held_out.count("\0") <= 20
-    # One more file moves no other file across.
-    (tmp_path / "more.txt").write_text("more")
-    assert bytes(load_corpus([tmp_path]).held_out).decode().replace("more\0", "") == held_out
+def test_samples_of_any_kind_are_stacked_by_key():
+    images = Listed({"image": np.full((2, 3), i, np.float32), "label": i} for i in range(9))
+    batch = next(loader(of=data(images)).train(1))
+    assert batch["image"].shape == (8, 2, 3)
+    assert batch["image"].dtype == np.float32
+    assert batch["label"].dtype == np.int64
+    np.testing.assert_array_equal(batch["image"][:, 0, 0], batch["label"])
 
 
-def test_corpus_of_one_file_is_split_at_its_end(tmp_path):
-    path = tmp_path / "book.txt"
-    path.write_text("a" * 999)
-    corpus = load_corpus([path])
-    assert (corpus.train.size, corpus.held_out.size) == (950, 50)
-    assert "the end of each file" in corpus.description
+def test_data_without_samples_is_an_error():
+    with pytest.raises(DataError, match=r"Data\.train, a Listed\n.*Data\.held_out, a Listed\n(.|\n)*0 samples"):
+        data(Listed(), Listed())
 
 
-def test_corpus_of_the_standard_library_is_code():
-    corpus = load_corpus()
-    assert corpus.train.size > 3e6
-    assert 0.01 < corpus.held_out.size / corpus.train.size < 0.2
-    assert b"def __init__(self" in bytes(corpus.train)
-    assert b"def __init__(self" in bytes(corpus.held_out)
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed_that_grain_cannot_use_is_an_error(seed):
+    with pytest.raises(DataError, match=f"seed={seed}(.|\n)*between 0 and 4294967295"):
+        loader(seed=seed)
 
 
-def test_missing_text_is_an_error(tmp_path):
-    with pytest.raises(DataError, match="no such file or folder"):
-        load_corpus([tmp_path / "nowhere"])
-    with pytest.raises(DataError, match="the folder holds no file"):
-        load_corpus([tmp_path])
+def test_negative_number_of_workers_is_an_error():
+    with pytest.raises(DataError, match="workers=-1"):
+        Loader(data=text_data(), batch_size=8, seed=0, rows=range(8), workers=-1)
 
 
-def test_text_shorter_than_a_sequence_is_an_error():
-    with pytest.raises(DataError, match=r"The text is too short(.|\n)*500 bytes, a sequence 501"):
-        loader(sequence_length=501)
+def test_sample_unlike_the_others_is_found_before_training():
+    images = Listed({"image": np.zeros((2, 3))} for _ in range(9))
+    images[-1] = {"image": np.zeros((2, 4)), "mask": np.zeros(2, bool)}
+    with pytest.raises(DataError) as caught:
+        loader(of=data(images))
+    assert caught.value.where == ("data.train[8]",)
+    assert "'image' is (2, 4) float64, in data.train[0] (2, 3) float64." in caught.value.why
+    assert "'mask' is (2,) bool, in data.train[0] no such key." in caught.value.why
+
+
+def test_sample_unlike_the_others_is_found_while_training():
+    images = Listed({"image": np.zeros((2, 3))} for _ in range(9))
+    images[1] = {"image": np.zeros((2, 3), np.float32)}
+    with pytest.raises(
+        RunError, match=r"data\.train\[1\]\n(.|\n)*\(2, 3\) float32, in data\.train\[0\] \(2, 3\) float64"
+    ):
+        list(loader(of=data(images)).train(2))
+
+
+@pytest.mark.parametrize(
+    ("sample", "why"),
+    [([1, 2], "it is a list"), ({}, "it is a dict without entries"), ({"name": "cat"}, "'name' is of dtype <U3")],
+)
+def test_sample_that_is_no_dict_of_arrays(sample, why):
+    with pytest.raises(DataError, match=why):
+        loader(of=data(Listed([sample])))
+
+
+class Broken(Spy):
+    def __getitem__(self, index):
+        if index == 13:
+            raise OSError(5, "Input/output error", "/disk/13.png")
+        return super().__getitem__(index)
+
+
+def test_sample_that_cannot_be_read_names_itself_and_keeps_its_cause():
+    whole = loader(of=data(Spy(20)))
+    step = next(step for step in itertools.count() if 13 in whole.sample_ids(step))
+    batches = loader(of=data(Broken(20))).train(9)
+    for _ in range(step):
+        next(batches)
+    with pytest.raises(RunError, match=r"data\.train\[13\], of a Broken\n(.|\n)*Input/output error") as caught:
+        next(batches)
+    assert isinstance(caught.value.__cause__, OSError)
+
+
+def test_closing_early_ends_the_thread():
+    before = set(threading.enumerate())
+    batches = loader().train(10**6)
+    next(batches)
+    started = set(threading.enumerate()) - before
+    assert started
+    batches.close()
+    for thread in started:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_samples_are_read_ahead_of_the_step_that_needs_them():
+    spy = Spy(10**6)
+    read_second = threading.Event()
+    spy_loader = loader(of=data(spy))
+    second = spy_loader.sample_ids(1)
+    original = Spy.__getitem__
+
+    class Watching(Spy):
+        def __getitem__(self, index):
+            if index == second[-1]:
+                read_second.set()
+            return original(self, index)
+
+    batches = loader(of=data(Watching(10**6))).train(100)
+    next(batches)
+    assert read_second.wait(60)  # though nobody has asked for the second batch
+    batches.close()

@@ -1,80 +1,228 @@
-"""The record of a run: metrics.jsonl, the progress line, loss.png."""
+"""The record of a run: metrics.jsonl, several trackers as one, loss.png."""
 
-import io
 import json
+import math
+import pathlib
+import resource
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jshard._errors import RunError, ShardingError
 from jshard.train import metrics
+from jshard.train.plot import plot_loss
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
+class Fake:
+    """Notes what it is told; raises from the first call after `fails`."""
+
+    def __init__(self, fails=math.inf):
+        self.calls, self.fails = [], fails
+
+    def log(self, step, scalars):
+        self._note(step)
+
+    def close(self):
+        self._note("close")
+
+    def _note(self, what):
+        self.calls.append(what)
+        if len(self.calls) > self.fails:
+            raise ConnectionError("no route to host")
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    return now
+def path(tmp_path):
+    return tmp_path / "metrics.jsonl"
 
 
-def test_metrics_are_lines_of_json(tmp_path):
-    with metrics.MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        writer.write(step=1, loss=np.float32(2.5))
-        # A run that is killed here has its lines on disk.
-        assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 2.5}
-        writer.write(step=2, val_loss=2.0)
-    assert metrics.read_metrics(tmp_path / "metrics.jsonl")[1] == {"step": 2, "val_loss": 2.0}
+@pytest.fixture
+def file_size():
+    """Sets how large files of this process may grow: a disk that is full, for one test."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_progress_shows_step_loss_speed_and_time_left(clock):
-    stream = Terminal()
-    progress = metrics.Progress(num_steps=100, tokens_per_step=1000, stream=stream)
-    progress.update(1, 5.0)
-    assert progress.tokens_per_s is None
-    for step in (2, 3):
-        clock[0] += 2.0
-        progress.update(step, 4.0)
-    assert progress.tokens_per_s == 500
-    assert stream.getvalue().endswith("\rstep   3/100   loss 4.0000   500 tokens/s   ETA 3:14")
+def write(path: pathlib.Path, steps) -> None:
+    log = metrics.Jsonl(path)
+    for step in steps:
+        log.log(step, {"loss": 1.0 / step})
+    log.close()
 
 
-def test_progress_in_a_log_file_is_few_plain_lines(clock):
-    stream = io.StringIO()
-    progress = metrics.Progress(num_steps=100, tokens_per_step=10, stream=stream)
-    for step in range(1, 101):
-        clock[0] += 1.0
-        progress.update(step, 1.0)
-    lines = stream.getvalue().splitlines()
-    assert 5 < len(lines) < 20
-    assert lines[0].startswith("step   1/100")
-    assert lines[-1].startswith("step 100/100")
-    assert "\r" not in stream.getvalue()
+def steps_of(path) -> list[int]:
+    return [line["step"] for line in metrics.read_metrics(path)]
 
 
-def test_a_note_stays_and_does_not_slow_the_shown_speed(clock):
-    stream = Terminal()
-    progress = metrics.Progress(num_steps=10, tokens_per_step=100, stream=stream)
-    for step in range(1, 5):
-        clock[0] += 1.0
-        progress.update(step, 1.0)
-    clock[0] += 500.0  # an evaluation
-    progress.note("step 4: validation loss 1.0000")
-    for step in range(5, 7):
-        clock[0] += 1.0
-        progress.update(step, 1.0)
-    assert "\nstep 4: validation" not in stream.getvalue()  # the line before is wiped, not left behind
-    assert "step 4: validation loss 1.0000\n" in stream.getvalue()
-    assert progress.tokens_per_s == 100
+def test_each_call_is_a_line_on_disk_at_once(path):
+    log = metrics.Jsonl(path)
+    log.log(1, {"loss": np.float32(2.5), "grad_norm": jnp.float32(0.5), "peak_bytes": np.int64(3)})
+    # A run that is killed here has its line.
+    assert path.read_text() == '{"step": 1, "loss": 2.5, "grad_norm": 0.5, "peak_bytes": 3}\n'
+    log.log(2, {"val_loss": 2.0})
+    log.close()
+    assert metrics.read_metrics(path)[1] == {"step": 2, "val_loss": 2.0}
 
 
-def test_plot_is_a_picture(tmp_path):
-    with metrics.MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        for step in range(1, 4):
-            writer.write(step=step, loss=1.0 / step)
-        writer.write(step=3, val_loss=0.4)
-    metrics.plot_loss(tmp_path / "metrics.jsonl", tmp_path / "loss.png")
+def test_a_value_that_is_no_number_is_null(path):
+    log = metrics.Jsonl(path)
+    log.log(1, {"loss": math.nan, "grad_norm": np.float32("inf"), "val_loss": -math.inf})
+    log.close()
+    line = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert line == {"step": 1, "loss": None, "grad_norm": None, "val_loss": None}
+
+
+def test_an_existing_file_is_refused_and_stays(path):
+    write(path, [1, 2])
+    before = path.read_bytes()
+    with pytest.raises(ShardingError, match="written over another one") as error:
+        metrics.Jsonl(path)
+    assert str(path) in str(error.value) and "--resume" in error.value.do
+    assert path.read_bytes() == before
+
+
+def test_a_resumed_run_writes_on_from_its_step(path):
+    write(path, range(1, 8))
+    before = path.read_bytes().splitlines(keepends=True)
+    log = metrics.Jsonl(path, resume_after=5)
+    assert path.read_bytes() == b"".join(before[:5])
+    log.log(6, {"loss": 0.5})
+    log.close()
+    assert steps_of(path) == [1, 2, 3, 4, 5, 6]
+    assert metrics.read_metrics(path)[-1]["loss"] == 0.5
+    assert [entry.name for entry in path.parent.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_resumed_run_without_a_record_begins_one(path):
+    metrics.Jsonl(path, resume_after=5).close()
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 4, "lo', b'{"step"', b"{", b"\0\0\0", b'{"step": 4, "loss": "\xc3'])
+def test_an_unfinished_last_line_is_passed_over_and_cut_off(path, torn):
+    write(path, [1, 2, 3])
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    assert steps_of(path) == [1, 2, 3]
+    metrics.Jsonl(path, resume_after=10).close()
+    assert path.read_bytes() == whole
+
+
+def test_a_last_line_that_lacks_only_its_end_of_line_is_kept(path):
+    write(path, [1, 2, 3])
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    log = metrics.Jsonl(path, resume_after=3)
+    log.log(4, {"loss": 0.25})
+    log.close()
+    assert steps_of(path) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("line", ["not JSON", "[1]", '{"loss": 1.0}', ""])
+def test_a_damaged_line_before_the_last_is_told_with_its_number(path, line):
+    path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+    before = path.read_bytes()
+    with pytest.raises(RunError, match=r"metrics.jsonl:2\b"):
+        metrics.read_metrics(path)
+    with pytest.raises(RunError, match="damaged"):
+        metrics.Jsonl(path, resume_after=3)
+    assert path.read_bytes() == before
+
+
+def test_a_resume_that_is_killed_while_it_cuts_back_loses_nothing(path, monkeypatch):
+    write(path, range(1, 8))
+    before = path.read_bytes()
+    monkeypatch.setattr(pathlib.Path, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        metrics.Jsonl(path, resume_after=5)
+    assert path.read_bytes() == before
+    monkeypatch.undo()
+    metrics.Jsonl(path, resume_after=5).close()
+    assert steps_of(path) == [1, 2, 3, 4, 5]
+
+
+def test_a_full_disk_ends_the_run_and_leaves_whole_lines(path, file_size):
+    log = metrics.Jsonl(path)
+    log.log(1, {"loss": 1.0})
+    whole = path.read_bytes()
+    file_size(len(whole) + 10)  # the next line begins and does not fit
+    with pytest.raises(RunError, match="cannot be written") as error:
+        log.log(2, {"loss": 0.5})
+    assert error.value.where == (str(path),)
+    assert "File too large (errno 27)" in error.value.why
+    assert path.read_bytes() == whole
+    file_size(None)
+    log.log(3, {"loss": 0.25})
+    log.close()
+    assert steps_of(path) == [1, 3]
+
+
+def test_no_room_to_cut_back_keeps_the_old_record(path, file_size):
+    write(path, range(1, 8))
+    before = path.read_bytes()
+    file_size(20)
+    with pytest.raises(RunError, match="cannot be written"):
+        metrics.Jsonl(path, resume_after=5)
+    file_size(None)
+    assert path.read_bytes() == before
+
+
+def test_a_folder_that_is_not_there_is_told(tmp_path):
+    with pytest.raises(RunError, match="No such file or directory"):
+        metrics.Jsonl(tmp_path / "nowhere" / "metrics.jsonl")
+
+
+def test_several_trackers_are_one():
+    one, two, three = Fake(), Fake(), Fake()
+    both = metrics.Trackers(one, two, optional=[three])
+    both.log(1, {"loss": 1.0})
+    both.close()
+    assert one.calls == two.calls == three.calls == [1, "close"]
+
+
+def test_an_optional_tracker_that_fails_is_left_out_with_one_warning():
+    needed, remote = Fake(), Fake(fails=1)
+    trackers = metrics.Trackers(needed, optional=[remote])
+    trackers.log(1, {})
+    with pytest.warns(UserWarning, match=r"Fake failed \(ConnectionError: no route to host\).*from step 2 on"):
+        trackers.log(2, {})
+    trackers.log(3, {})  # a warning would fail the test
+    trackers.close()
+    assert remote.calls == [1, 2]
+    assert needed.calls == [1, 2, 3, "close"]
+
+
+def test_the_warning_goes_where_it_is_asked_to():
+    said = []
+    metrics.Trackers(optional=[Fake(fails=0)], warn=said.append).log(1, {})
+    assert len(said) == 1
+
+
+def test_a_needed_tracker_that_fails_ends_the_run():
+    with pytest.raises(ConnectionError):
+        metrics.Trackers(Fake(fails=0)).log(1, {})
+
+
+def test_every_tracker_is_closed_though_one_fails():
+    first, last, remote, said = Fake(fails=0), Fake(), Fake(fails=0), []
+    with pytest.raises(ConnectionError):
+        metrics.Trackers(first, last, optional=[remote], warn=said.append).close()
+    assert first.calls == last.calls == remote.calls == ["close"]
+    assert "last steps may be missing" in said[0]
+
+
+def test_plot_is_a_picture(path, tmp_path):
+    log = metrics.Jsonl(path)
+    for step, loss in enumerate([3.0, 2.0, math.nan, 1.0], start=1):
+        log.log(step, {"loss": loss})
+    log.log(4, {"val_loss": 0.4})
+    log.close()
+    plot_loss(path, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_without_a_step_has_an_empty_picture(path, tmp_path):
+    metrics.Jsonl(path).close()
+    plot_loss(path, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

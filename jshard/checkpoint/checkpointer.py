@@ -9,8 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard._errors import ShardingError
+from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.failures import quiet, reason
+
+# Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
+COMMIT_MARK = "commit_success.txt"
+UNCOMMITTED_SUFFIX = ".orbax-checkpoint-tmp"
 
 
 class CheckpointError(ShardingError):
@@ -26,6 +31,7 @@ def save(path: str | Path, state: Mapping[str, Any]) -> None:
 
     Raises:
         CheckpointError: there is something at `path` already.
+        RunError: writing failed, for example on a full disk. What is there then is not a checkpoint.
 
     Example:
         >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
@@ -40,7 +46,17 @@ def save(path: str | Path, state: Mapping[str, Any]) -> None:
             why="there is something at that path already.",
             do="save under another name, for example with the step in it.",
         )
-    ocp.save(str(path), _leaves.nested(_leaves.flatten(state)))
+    tree = _leaves.nested(_leaves.flatten(state))
+    try:
+        with quiet():
+            ocp.save(str(path), tree)
+    except Exception as error:
+        raise RunError(
+            "The checkpoint could not be written.",
+            where=str(path),
+            why=reason(error),
+            do="make room, or name a folder on another disk.",
+        ) from error
 
 
 def restore(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,6 +72,7 @@ def restore(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises:
         CheckpointError: there is no checkpoint at `path`, or its leaves or their shapes differ from those of `like`.
+        RunError: it is damaged, or cannot be read.
 
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
@@ -63,22 +80,49 @@ def restore(path: str | Path, like: Mapping[str, Any]) -> dict[str, Any]:
     from orbax.checkpoint import v1 as ocp
 
     path = Path(path).absolute()
+    stored = _stored_leaves(path)
+    wanted = _leaves.abstract(_leaves.flatten(like))
+    _check_fits(path, stored, wanted)
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # `like` may name the model alone
     try:
-        stored = ocp.metadata(str(path)).metadata
+        with quiet(), context:
+            tree = ocp.load(str(path), _leaves.nested(wanted))
+    except Exception as error:
+        raise _unreadable(path, reason(error)) from error
+    return _leaves.unflatten_like(like, _leaves.flat(tree))
+
+
+def is_committed(path: Path) -> bool:
+    """Whether a save was completed there: half-written folders and those of others have no mark."""
+    return (path / COMMIT_MARK).is_file()
+
+
+def _stored_leaves(path: Path) -> dict[_leaves.Path, Any]:
+    """What a checkpoint says that it holds, by path; no array is read."""
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        with quiet():
+            stored = ocp.metadata(str(path)).metadata
+            if stored is None:
+                raise ValueError("a file that describes its arrays is missing or damaged")
     except (ocp.errors.InvalidLayoutError, FileNotFoundError) as error:
+        if is_committed(path):
+            raise _unreadable(path, "a file that describes it is missing.") from error
         raise CheckpointError(
             "There is no checkpoint to restore.",
             where=str(path),
             why="the folder is not one that save() completed." if path.exists() else "no such folder.",
-            do="give the path that save() was given; a training run writes to runs/NAME/checkpoint.",
+            do="give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP.",
         ) from error
-    wanted = _leaves.abstract(_leaves.flatten(like))
-    _check_fits(path, _leaves.flat(stored), wanted)
-    context = ocp.Context()
-    context.pytree.loading.partial_load = True  # `like` may name the model alone
-    with context:
-        tree = ocp.load(str(path), _leaves.nested(wanted))
-    return _leaves.unflatten_like(like, _leaves.flat(tree))
+    except Exception as error:
+        raise _unreadable(path, reason(error)) from error
+    return _leaves.flat(stored)
+
+
+def _unreadable(path: Path, why: str) -> RunError:
+    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
 
 
 def _check_fits(path: Path, stored: Mapping, wanted: Mapping) -> None:
@@ -94,7 +138,7 @@ def _check_fits(path: Path, stored: Mapping, wanted: Mapping) -> None:
             f"The checkpoint does not fit: {len(bad)} leaves differ.",
             where=[str(path), *bad],
             why="it was saved from another model, or from another optimizer.",
-            do="build `like` with the settings of the saved run; a training run keeps them in recipe.json.",
+            do="build `like` with the settings of the saved run; a training run keeps them in run.json.",
         )
 
 

@@ -1,23 +1,33 @@
 """The `jshard` command: one module per subcommand, each imported only when it is asked for.
 
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong.
+Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C before the work began. An error is told in
+four parts; `--debug` anywhere, or JSHARD_DEBUG=1, shows its traceback as well.
 """
 
 from __future__ import annotations
 
+import contextlib
+import difflib
 import importlib
 import importlib.util
 import os
+import shlex
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
 
-from jshard._errors import ShardingError
+import jax
+
+from jshard._errors import FourPartError, RunError, ShardingError
 
 COMMANDS = {"train": "train a recipe of a model file, or print its plan"}
 
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
     f"  {name:<8}{summary}" for name, summary in COMMANDS.items()
 )
+_USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error."
+
+_DEBUG = "JSHARD_DEBUG"
 
 # XLA:CPU ends the process when simulated devices meet too late, as they do on a busy machine.
 _XLA_CPU_FLAGS = (
@@ -31,7 +41,7 @@ class MissingExtraError(ShardingError, ImportError):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command, and tells its error in plain words.
 
     Args:
         argv: the arguments after the program's name; those of the process by default.
@@ -40,25 +50,115 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
+    arguments = [argument for argument in argv if argument != "--debug"]
+    with _debug_in_environment(len(arguments) < len(argv)):
+        try:
+            return _run(arguments)
+        except SystemExit:  # of the parser: it has printed its message, or the help
+            raise
+        except BaseException as error:
+            code = _tell(error, arguments)
+            _leave_if_worker(code, error)
+            return code
+        finally:
+            _flush_stdout()
+
+
+def _leave_if_worker(code: int, error: BaseException) -> None:
+    """One of several processes that fails ends at once: at its normal end it would wait for the others."""
+    if "JSHARD_WORKER" in os.environ:
+        from jshard.train import launch
+
+        launch.leave(code, error=error)
+
+
+@contextlib.contextmanager
+def _debug_in_environment(debug: bool) -> Iterator[None]:
+    """Says `--debug` to the processes that the command starts, too."""
+    before = os.environ.get(_DEBUG, "")
+    if debug:
+        os.environ[_DEBUG] = "1"
+    try:
+        yield
+    finally:
+        if debug:
+            os.environ[_DEBUG] = before
+
+
+def _run(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(_USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
     name, *rest = argv
     _set_xla_flags()
+    return _command(name)(rest)
+
+
+def _tell(error: BaseException, argv: Sequence[str]) -> int:
+    """Prints what there is to say about an error; the exit code of it."""
+    if isinstance(error, BrokenPipeError) and _nobody_reads():
+        return 1
+    if _is_out_of_memory(error):
+        error = _out_of_memory(error, argv)
+    told = isinstance(error, FourPartError | KeyboardInterrupt)
+    with contextlib.suppress(BrokenPipeError):
+        if (
+            os.environ.get(_DEBUG, "0") not in ("", "0") or not told
+        ):  # an error in the user's file or in ours: its traceback is what helps
+            traceback.print_exception(error)
+        if isinstance(error, FourPartError):
+            print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+        elif isinstance(error, KeyboardInterrupt):
+            print("\ninterrupted", file=sys.stderr)
+    if isinstance(error, KeyboardInterrupt):
+        return 130
+    return 2 if isinstance(error, ShardingError) else 1
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
+    told = RunError(
+        "The devices are out of memory.",
+        where=shlex.join(["jshard", *argv]),
+        why=next(iter(str(error).splitlines())),
+        do="shard over more devices: --mesh fsdp=N with a larger N;\n"
+        "or fewer sequences at a time: --set accumulate=2 (the same batch in two microbatches), --set batch_size=N;\n"
+        'or keep less for the backward pass: js.fully_shard(block, mesh=mesh, remat="full") in annotate.\n'
+        "--dry-run prints the bytes that the plan needs.",
+    )
+    told.__cause__ = error
+    return told
+
+
+def _nobody_reads() -> bool:
+    """Whether stdout is a pipe that its reader left, as in `jshard ... | head`."""
     try:
-        return _command(name)(rest)
-    except ShardingError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+        print(flush=True)
+    except OSError:
+        return True
+    return False
+
+
+def _flush_stdout() -> None:
+    """Writes what is left, so that a reader that has gone is met here and not in Python's last lines."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with contextlib.suppress(OSError):  # a stdout that is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise ShardingError(
             f"There is no command {name!r}.",
             where=f"jshard {name}",
             why=f"the commands are {', '.join(COMMANDS)}.",
-            do="jshard --help",
+            do=f"jshard {near[0]}" if near else "jshard --help",
         )
     _require_extra("train", packages=("tyro", "grain", "matplotlib"), wanted_by=f"jshard {name}")
     return importlib.import_module(f"jshard.cli.{name}").run

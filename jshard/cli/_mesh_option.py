@@ -46,15 +46,19 @@ def abstract_mesh(sizes: dict[str, int]) -> AnyMesh:
     return js.mesh(**sizes, devices=num_devices(sizes))
 
 
-def simulate_devices(sizes: dict[str, int]) -> None:
+def simulate_devices(sizes: dict[str, int], *, processes: int = 1) -> None:
     """Lets JAX show as many CPU devices as the mesh asks for. Changes nothing where there is an accelerator.
 
     To be called before JAX is asked for its devices, and so without knowing them. A number that the user has set
     himself stays.
+
+    Args:
+        sizes: degrees of the mesh axes.
+        processes: processes of the run; each shows its share.
     """
     by_user = "JAX_NUM_CPU_DEVICES" in os.environ or "device_count" in os.environ.get("XLA_FLAGS", "")
     if not by_user and jax.config.values["jax_num_cpu_devices"] == -1:
-        jax.config.update("jax_num_cpu_devices", num_devices(sizes))
+        jax.config.update("jax_num_cpu_devices", math.ceil(num_devices(sizes) / processes))
 
 
 def describe_devices() -> str:
@@ -63,4 +67,4 @@ def describe_devices() -> str:
     line = f"{len(devices)} x {devices[0].device_kind}"
     if devices[0].platform == "cpu" and len(devices) > jax.process_count():
         line += f" (simulated on {os.cpu_count()} cores: for learning and tests, not for speed)"
-    return line
+    return line if jax.process_count() == 1 else f"{line}, {jax.process_count()} processes"

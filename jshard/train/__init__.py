@@ -1,6 +1,76 @@
-"""The trainer behind `jshard train`: recipes, text, the loop and its records."""
+"""The trainer behind `jshard train`, in pieces that a loop of one's own can use.
 
-from jshard.train.model_file import Batch, ModelFile, ModelFileError, load_model_file
+`run_recipe` is the whole run. It is made of the pieces below, and nothing in it is private:
+
+    Recipe, load_model_file             what to train
+    load_text, Data, Loader             samples in an order of their own, batches ahead of time
+    create, TrainStep, EvalStep         the state, sharded; one compiled program each
+    fit, Every, StopSignal, Meter       the loop
+    Jsonl, Progress, Trackers           what is shown and recorded
+    sample_text, plot_loss              the end
+
+Example:
+    >>> import jshard as js
+    >>> step = js.train.TrainStep(loss_fn, model, optimizer, batch)
+    >>> js.train.fit(step, loader.train(1000), num_steps=1000, tracker=js.train.Progress(1000))
+"""
+
+from jshard.train.data import Data, DataError, Loader, Source, local_rows
+from jshard.train.loop import Every, Fitted, evaluate, fit, to_devices
+from jshard.train.meter import Meter
+from jshard.train.metrics import Jsonl, Tracker, Trackers, read_metrics
+from jshard.train.mfu import Mfu, dense_flops, device_peak
+from jshard.train.model_file import Batch, ModelFile, ModelFileError, load_model_file, next_token_loss
+from jshard.train.plot import plot_loss
+from jshard.train.progress import Progress
 from jshard.train.recipe import Recipe
+from jshard.train.run import Finished, create, restore, run_recipe
+from jshard.train.sample import sample_text
+from jshard.train.step import EvalStep, TrainStep
+from jshard.train.stop import StopSignal
+from jshard.train.text import load_text
+from jshard.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from jshard.train.trackers import TensorBoard, WeightsAndBiases
 
-__all__ = ["Batch", "ModelFile", "ModelFileError", "Recipe", "load_model_file"]
+__all__ = [
+    "Batch",
+    "ByteTokenizer",
+    "Data",
+    "DataError",
+    "EvalStep",
+    "Every",
+    "Finished",
+    "Fitted",
+    "HuggingFaceTokenizer",
+    "Jsonl",
+    "Loader",
+    "Meter",
+    "Mfu",
+    "ModelFile",
+    "ModelFileError",
+    "Progress",
+    "Recipe",
+    "Source",
+    "StopSignal",
+    "TensorBoard",
+    "Tokenizer",
+    "Tracker",
+    "Trackers",
+    "TrainStep",
+    "WeightsAndBiases",
+    "create",
+    "dense_flops",
+    "device_peak",
+    "evaluate",
+    "fit",
+    "load_model_file",
+    "load_text",
+    "local_rows",
+    "next_token_loss",
+    "plot_loss",
+    "read_metrics",
+    "restore",
+    "run_recipe",
+    "sample_text",
+    "to_devices",
+]

@@ -1,138 +1,78 @@
-"""Text in, batches out, in an order that depends on nothing but the seed.
+"""Samples in, batches out, in an order that depends on nothing but the seed.
 
-Every file is read as bytes, so the vocabulary is 256 and there is no tokenizer to install. With no
-folder given the text is the source code of Python's standard library: every machine has it.
-
-The sample with global index `i` is a pure function of (text, sequence_length, seed, i), and step
-`s` takes the indices from `s * batch_size` on. Neither the mesh nor the number of processes enters,
-so a run may continue on other machines with the very samples it would have seen.
+A `Source` is anything with a length whose items are dicts of arrays: windows of text (`jshard.train.text`), or images,
+or what a model file makes up. The sample that row `r` of step `s` reads is a pure function of (seed, number of
+samples, `s * batch_size + r`). Neither the mesh nor the number of processes enters, so a run may continue on other
+machines with the very samples it would have seen.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sysconfig
-import zlib
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import Any
+import functools
+from collections.abc import Callable, Generator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
-import grain
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard._errors import ShardingError
+from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.train.reader import Reader, Sample, Spec, first_spec
+from jshard.train.workers import WorkerPool
 
-# Parts of the standard library that are not there everywhere (packagers split them off), or that
-# are tables and tests and not code that people read.
-_STDLIB_SKIPPED = frozenset(
-    "__pycache__ distutils encodings ensurepip idlelib lib2to3 pydoc_data site-packages "
-    "dist-packages test tests tkinter turtledemo turtle.py".split()
-)
-_HELD_OUT_PER_MILLE = 50
-_FEWEST_FILES_TO_SPLIT_BY = 20
-_END_OF_FILE = b"\0"
+if TYPE_CHECKING:
+    from jshard.train.tokenizer import Tokenizer
 
+Batches = Generator[Sample, None, None]
 
-Tokens = dict[str, np.ndarray]
+_PREFETCHED_BATCHES = 2
 
 
 class DataError(ShardingError):
-    """The text cannot be used for this run."""
+    """The data cannot be used for this run."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    """Text as bytes, split into what is trained on and what is held out.
+class Source(Protocol):
+    """Samples by number: `len(source)` of them, `source[i]` a dict of arrays without a batch dim.
+
+    All samples have the same keys, shapes and dtypes. A source is read from a thread, or from other processes
+    (`Loader(workers=N)`), ahead of the step that needs it.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Sample: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Data:
+    """What a run learns from.
 
     Attributes:
-        train: uint8, every training file, one after another.
-        held_out: uint8, text that training never sees.
-        description: one line: where the text is from and how it was split.
+        train: the samples to train on.
+        held_out: samples that training never sees, for the validation loss.
+        description: one line, printed before the run: where the data is from, and how much it is.
+        fingerprint: a text that differs where the data differ; a resumed run must find the one it began with.
+        tokens_per_sample: tokens in a sample; without it speed is told in samples per second.
+        tokenizer: of text: reads generated tokens back, and its vocabulary is held against the model's.
     """
 
-    train: np.ndarray
-    held_out: np.ndarray
+    train: Source
+    held_out: Source
     description: str
+    fingerprint: str
+    tokens_per_sample: int | None = None
+    tokenizer: Tokenizer | None = None
 
-
-def load_corpus(paths: Sequence[str | Path] = ()) -> Corpus:
-    """Reads files and folders (recursively) in the order of their relative paths.
-
-    About one file in twenty, picked by a hash of its relative path, is held out: adding a file
-    moves no other one across. With fewer than 20 files it is the last twentieth of each.
-
-    Args:
-        paths: text files or folders of them; none means the sources of the standard library.
-
-    Raises:
-        DataError: a path does not exist, or there is no text.
-    """
-    files = _given_files(paths) if paths else _stdlib_files()
-    texts = {name: path.read_bytes() + _END_OF_FILE for name, path in sorted(files.items())}
-    by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
-    train: list[bytes] = []
-    held_out: list[bytes] = []
-    for name, text in texts.items():
-        cut = len(text) * (1000 - _HELD_OUT_PER_MILLE) // 1000
-        if by_file:
-            cut = 0 if zlib.crc32(name.encode()) % 1000 < _HELD_OUT_PER_MILLE else len(text)
-        train.append(text[:cut])
-        held_out.append(text[cut:])
-    source = ", ".join(map(str, paths)) if paths else "the Python standard library"
-    rule = "by file" if by_file else "the end of each file"
-    corpus = Corpus(_bytes(train), _bytes(held_out), "")
-    description = (
-        f"{len(texts)} files of {source}: {corpus.train.size / 1e6:.2f} MB to train on, "
-        f"{corpus.held_out.size / 1e6:.2f} MB held out ({rule})"
-    )
-    return dataclasses.replace(corpus, description=description)
-
-
-def _bytes(parts: list[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(parts), dtype=np.uint8)
-
-
-def _stdlib_files() -> dict[str, Path]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = {path.relative_to(root): path for path in root.rglob("*.py")}
-    return {
-        name.as_posix(): path
-        for name, path in files.items()
-        if not _STDLIB_SKIPPED.intersection(name.parts)
-        and not name.name.startswith("_sysconfigdata")  # generated, different on each machine
-    }
-
-
-def _given_files(paths: Sequence[str | Path]) -> dict[str, Path]:
-    files: dict[str, Path] = {}
-    for root in map(Path, paths):
-        found = [root] if root.is_file() else sorted(p for p in root.rglob("*") if p.is_file())
-        if not found:
+    def __post_init__(self) -> None:
+        empty = [part for part in ("train", "held_out") if not len(getattr(self, part))]
+        if empty:
             raise DataError(
-                "There is no text to train on.",
-                where=str(root),
-                why="the folder holds no file." if root.is_dir() else "no such file or folder.",
-                do="give --data a text file or a folder of text files.",
+                "There is nothing to read.",
+                where=[f"Data.{part}, a {type(getattr(self, part)).__name__}" for part in empty],
+                why="it has 0 samples.",
+                do="give every part at least one sample; len(data.train) and len(data.held_out) count them.",
             )
-        # The last part of what was given stays in the name: two folders may hold equal names.
-        files |= {path.relative_to(root.parent).as_posix(): path for path in found}
-    return files
-
-
-class _Windows:
-    """A text as consecutive windows of one token more than a sequence: inputs and targets."""
-
-    def __init__(self, text: np.ndarray, sequence_length: int):
-        self._text = text
-        self._length = sequence_length
-
-    def __len__(self) -> int:
-        return (self._text.size - 1) // self._length
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = int(index) * self._length
-        return self._text[start : start + self._length + 1]
 
 
 def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
@@ -158,60 +98,103 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
 class Loader:
     """This process's share of the batches of a run.
 
-    Every batch is a dict of two int32 arrays of shape (len(rows), sequence_length): "inputs", and
-    "targets", the same text one token later.
+    A batch is a dict: the samples of the rows, stacked. Batches are made ahead of time. Close the iterators
+    (`batches.close()`) when a run stops early; threads and worker processes end with them.
 
     Attributes:
-        corpus: the text.
-        sequence_length: tokens per sequence.
-        batch_size: sequences in a global batch.
-        seed: seed of the order.
+        data: what to read.
+        batch_size: samples in a global batch.
+        seed: seed of the order, 0 to 2**32 - 1.
         rows: rows of each global batch to read; see `local_rows`.
+        workers: processes that read `data.train`, for samples that are expensive to make; 0 reads in a thread. The
+            batches are the same for any number.
     """
 
-    corpus: Corpus
-    sequence_length: int
+    data: Data
     batch_size: int
     seed: int
     rows: Sequence[int]
+    workers: int = 0
 
     def __post_init__(self) -> None:
-        for text in (self.corpus.train, self.corpus.held_out):
-            if not len(_Windows(text, self.sequence_length)):
-                raise DataError(
-                    "The text is too short.",
-                    where=self.corpus.description,
-                    why=f"one part has {text.size} bytes, a sequence {self.sequence_length}.",
-                    do="give --data more text, or use a recipe with shorter sequences.",
-                )
+        if not 0 <= self.seed < 2**32:
+            raise DataError(
+                "The seed cannot order the samples.",
+                where=f"seed={self.seed}",
+                why="it is not between 0 and 4294967295.",
+                do=f"seed={self.seed % 2**32}.",
+            )
+        if self.workers < 0:
+            raise DataError(
+                "There cannot be fewer than no worker processes.",
+                where=f"workers={self.workers}",
+                why="it counts processes; 0 reads in a thread of this one.",
+                do="workers=0.",
+            )
+        # A few samples now: what cannot work should not wait for the model to be built.
+        last = len(self.data.train) - 1
+        self._reader("train", DataError).batch([0, last // 2, last])
+        self._reader("held_out", DataError).batch([0])
 
-    def train(self, num_steps: int, *, start_step: int = 0) -> Iterator[Tokens]:
-        """The batches of steps `start_step` to `num_steps`, shuffled anew in every pass."""
-        windows = _Windows(self.corpus.train, self.sequence_length)
-        samples: Any = grain.MapDataset.source(windows).shuffle(self.seed).repeat()
+    def sample_ids(self, step: int) -> list[int]:
+        """Indices into `data.train` of the whole global batch of a step, whatever rows are read here."""
+        return self._ids(self._order(), step, range(self.batch_size))
 
-        def batch(step: int) -> Tokens:
-            first = int(step) * self.batch_size
-            return _stack([samples[first + row] for row in self.rows])
+    def train(self, num_steps: int, *, start_step: int = 0) -> Batches:
+        """The batches of steps `start_step` to `num_steps`, shuffled anew in every pass.
 
-        # Slicing bytes is far cheaper than a step: one thread, two batches ahead.
-        options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
-        steps = grain.MapDataset.range(start_step, num_steps)
-        yield from steps.map(batch).to_iter_dataset(options)
-
-    def held_out(self, num_sequences: int) -> Iterator[Tokens]:
-        """The same sequences every time, spread evenly over the held-out text.
-
-        `num_sequences` is rounded down to whole batches, but at least one; where the text is
-        shorter than a batch, sequences repeat.
+        Raises:
+            ShardingError: the data cannot be sent to worker processes.
+            RunError: a sample cannot be read, or a worker process died; when the batch with it is asked for.
         """
-        windows = _Windows(self.corpus.held_out, self.sequence_length)
-        num_batches = max(1, min(num_sequences, len(windows)) // self.batch_size)
-        picked = np.linspace(0, len(windows) - 1, num_batches * self.batch_size).astype(int)
-        for batch in picked.reshape(num_batches, self.batch_size):
-            yield _stack([windows[batch[row]] for row in self.rows])
+        reader, order = self._reader("train", RunError), self._order()
+        ids = lambda step: self._ids(order, step, self.rows)
+        if not self.workers:
+            yield from _prefetched(lambda step: reader.batch(ids(step)), start_step, num_steps)
+            return
+        with WorkerPool(reader, num_workers=self.workers, ids=ids, steps=range(start_step, num_steps)) as pool:
+            yield from _prefetched(pool.batch, start_step, num_steps)
+
+    def held_out(self, num_sequences: int) -> Batches:
+        """The same samples every time, spread evenly over the held-out ones.
+
+        `num_sequences` is rounded down to whole batches, but at least one; where there are fewer samples than a batch
+        has, they repeat.
+        """
+        size = len(self.data.held_out)
+        num_batches = max(1, min(num_sequences, size) // self.batch_size)
+        picked = np.linspace(0, size - 1, num_batches * self.batch_size).astype(int)
+        ids = picked.reshape(num_batches, self.batch_size)[:, list(self.rows)].tolist()
+        reader = self._reader("held_out", RunError)
+        yield from _prefetched(lambda number: reader.batch(ids[number]), 0, num_batches)
+
+    def _reader(self, part: str, error: type[FourPartError]) -> Reader:
+        return Reader(source=getattr(self.data, part), part=part, spec=self._spec, error=error)
+
+    @functools.cached_property
+    def _spec(self) -> Spec:
+        return first_spec(self.data.train, DataError)
+
+    def _order(self) -> Any:
+        import grain  # here: a model file that makes `Data`, or a dry run, does without it
+
+        return grain.MapDataset.range(len(self.data.train)).shuffle(self.seed).repeat()
+
+    def _ids(self, order: Any, step: int, rows: Sequence[int]) -> list[int]:
+        first = step * self.batch_size
+        return [int(order[first + row]) for row in rows]
 
 
-def _stack(windows: list[np.ndarray]) -> Tokens:
-    tokens = np.stack(windows).astype(np.int32)
-    return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:]}
+def _prefetched(batch: Callable[[int], Sample], start: int, stop: int) -> Batches:
+    """`batch(start)` to `batch(stop - 1)`, made one after another in a thread, a few ahead."""
+    if start >= stop:
+        return
+    import grain
+
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCHED_BATCHES)
+    numbers = grain.MapDataset.range(start, stop)
+    batches = iter(numbers.map(lambda number: batch(int(number))).to_iter_dataset(options))
+    try:
+        yield from batches
+    finally:
+        batches.close()

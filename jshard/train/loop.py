@@ -1,132 +1,204 @@
-"""The training loop: build sharded, step, evaluate, leave a record.
+"""The loop: steps, evaluations and checkpoints until the run is done, is asked to stop, or has failed.
 
-The pieces are public and plain; `fit` strings them together, and a script of one's own can do the
-same with other pieces in between.
+Nothing here is private magic. `fit` strings together a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which a
+script of one's own can call in the same order.
+
+The host runs one step ahead of the devices: while a step is at work, the next batch is copied to them and the scalars
+of the step before are read.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
-import json
-from collections.abc import Callable, Iterable
-from pathlib import Path
+import math
+import signal
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
-import optax
-from flax import nnx
 from jax.sharding import Mesh
 
-import jshard as js
-from jshard import checkpoint
-from jshard.train import data
-from jshard.train.metrics import MetricsWriter, Progress, plot_loss
-from jshard.train.model_file import Batch, LossFn, ModelFile
-from jshard.train.recipe import Recipe
+from jshard._errors import RunError
+from jshard._mesh import shard_batch
+from jshard.train.meter import Meter
+from jshard.train.metrics import Tracker
+from jshard.train.step import EvalStep, Scalars, TrainStep
+from jshard.train.stop import Agreement, StopSignal
 
-TrainStep = Callable[[Any, nnx.Optimizer, Batch], dict[str, jax.Array]]
-
-
-def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
-    """The model and its optimizer, every leaf born sharded."""
-    model = js.shard_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-        mesh=mesh,
-    )
-    return model, js.shard_optimizer(model, recipe.optimizer())
+_AHEAD = 2  # batches on their way to the devices
 
 
-def make_train_step(loss_fn: LossFn, *, accumulate: int = 1) -> TrainStep:
-    """A compiled step: loss, gradients, update.
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """How a run ended.
 
-    Args:
-        loss_fn: the mean loss over the global batch.
-        accumulate: microbatches that the batch is cut into.
-
-    Returns:
-        A function of (model, optimizer, batch) that updates the first two in place and returns the
-        scalars "loss" and "grad_norm" (before clipping).
+    Attributes:
+        step: the last step that was done.
+        val_loss: the last evaluation's; None without one.
+        stopped_by: the signal that ended the run early.
     """
 
-    # The old parameters and moments are donated: they are dead once the new ones are there.
-    @functools.partial(nnx.jit, donate_argnums=(0, 1))
-    def train_step(model: Any, optimizer: nnx.Optimizer, batch: Batch) -> dict[str, jax.Array]:
-        loss, grads = js.value_and_grad(loss_fn, accumulate=accumulate)(model, batch)
-        optimizer.update(model, grads)
-        return {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-
-    return train_step
+    step: int
+    val_loss: float | None = None
+    stopped_by: signal.Signals | None = None
 
 
-def make_eval_step(loss_fn: LossFn) -> Callable[[Any, Batch], jax.Array]:
-    """The compiled loss, without gradients."""
-    return nnx.jit(loss_fn)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Every:
+    """Something done after each so many steps, and after the last one.
+
+    Attributes:
+        steps: the interval; None only after the last step.
+        do: what is done; given the number of steps that are done.
+    """
+
+    steps: int | None
+    do: Callable[[int], Any]
+
+    def is_due(self, step: int, last: int) -> bool:
+        """Whether it is done after this step."""
+        return step == last or (self.steps is not None and step % self.steps == 0)
 
 
-def evaluate(
-    eval_step: Callable[[Any, Batch], jax.Array],
-    model: nnx.Module,
-    batches: Iterable[dict[str, np.ndarray]],
-    mesh: Mesh,
-) -> float:
-    """Mean loss over `batches`, all of one size, with dropout off."""
-    model.eval()
-    try:
-        losses = [float(eval_step(model, js.shard_batch(batch, mesh))) for batch in batches]
-    finally:
-        model.train()
-    return sum(losses) / len(losses)
-
-
-def fit(model_file: ModelFile, recipe: Recipe, *, mesh: Mesh, corpus: data.Corpus, out: Path) -> float:
-    """Trains a recipe from scratch and writes the record of the run into `out`.
-
-    `out` (made here, by the first process) receives recipe.json, metrics.jsonl with a line per
-    step, loss.png, and the final state in checkpoint/.
+def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> Iterator[Any]:
+    """Batches of the host as sharded arrays, some ahead: the copies run beside the steps.
 
     Args:
-        model_file: the model, its annotation and its loss.
-        recipe: what to train.
-        mesh: the devices.
-        corpus: the text.
-        out: a folder that does not exist yet.
+        batches: this process's rows of each batch.
+        mesh: the mesh of the model.
+        ahead: batches that are on the devices before they are asked for.
+    """
+    waiting: collections.deque[Any] = collections.deque()
+    for batch in batches:
+        waiting.append(shard_batch(batch, mesh))
+        if len(waiting) > ahead:
+            yield waiting.popleft()
+    yield from waiting
+
+
+def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> float:
+    """Mean loss over batches of one size, dropout off.
+
+    Args:
+        step: holds the parameters.
+        eval_step: the compiled loss.
+        batches: this process's rows of each batch.
+    """
+    leaves, losses = step.model_leaves, []
+    for batch in to_devices(batches, step.mesh):
+        losses.append(eval_step(leaves, batch))
+        if len(losses) > _AHEAD:
+            losses[-1 - _AHEAD].block_until_ready()  # else every batch is in flight at once
+    return sum(map(float, jax.device_get(losses))) / len(losses)
+
+
+def fit(
+    step: TrainStep,
+    batches: Iterable[Any],
+    *,
+    num_steps: int,
+    start_step: int = 0,
+    tracker: Tracker | None = None,
+    meter: Meter | None = None,
+    evaluation: Every | None = None,
+    checkpoint: Every | None = None,
+    stop: StopSignal | None = None,
+) -> Fitted:
+    """Trains until `num_steps` steps are done or somebody asks to stop.
+
+    Args:
+        step: the compiled step, which holds the state.
+        batches: this process's rows of the batches of steps `start_step` on, as `Loader.train` gives them.
+        num_steps: steps of the whole run, those before `start_step` included.
+        start_step: steps that were done before, by a run that this one continues.
+        tracker: is told the scalars of every step and evaluation. None where nothing is recorded, as in all
+            processes but the first.
+        meter: measures; its figures are among the scalars.
+        evaluation: its `do` returns the validation loss.
+        checkpoint: its `do` saves. Also done when the run is asked to stop.
+        stop: asks to stop; in several processes the request of any one counts.
 
     Returns:
-        The validation loss after the last step.
+        How the run ended.
 
     Raises:
-        ShardingError: the batch does not split over the mesh, or the text is too short.
+        RunError: the loss or the norm of the gradients is not a number.
     """
-    loader = data.Loader(
-        corpus=corpus,
-        sequence_length=recipe.sequence_length,
-        batch_size=recipe.batch_size,
-        seed=recipe.seed,
-        rows=data.local_rows(recipe.batch_size, mesh),
-    )
-    if jax.process_index() == 0:
-        out.mkdir(parents=True)
-        (out / "recipe.json").write_text(json.dumps(dataclasses.asdict(recipe), indent=2, default=str) + "\n")
-    model, optimizer = create(model_file, recipe, mesh)
-    train_step = make_train_step(model_file.loss_fn, accumulate=recipe.accumulate)
-    eval_step = make_eval_step(model_file.loss_fn)
-    progress = Progress(recipe.num_steps, recipe.batch_size * recipe.sequence_length)
-    val_loss = float("nan")
-    with MetricsWriter(out / "metrics.jsonl") as metrics:
-        for step, batch in enumerate(loader.train(recipe.num_steps), start=1):
-            scalars = jax.device_get(train_step(model, optimizer, js.shard_batch(batch, mesh)))
-            progress.update(step, float(scalars["loss"]))
-            metrics.write(step=step, tokens_per_s=progress.tokens_per_s, **scalars)
-            if step % recipe.eval_every == 0 or step == recipe.num_steps:
-                batches = loader.held_out(recipe.eval_sequences)
-                val_loss = evaluate(eval_step, model, batches, mesh)
-                metrics.write(step=step, val_loss=val_loss)
-                progress.note(f"step {step}: validation loss {val_loss:.4f}")
-    state = {"model": model, "optimizer": optimizer, "step": recipe.num_steps}
-    checkpoint.save(out / "checkpoint", state)
-    if jax.process_index() == 0:
-        plot_loss(out / "metrics.jsonl", out / "loss.png")
-    return val_loss
+    loop = _Loop(step, tracker, meter or Meter(), evaluation, checkpoint, stop or StopSignal())
+    return loop.run(batches, start_step, num_steps)
+
+
+class _Loop:
+    """The state of one call of `fit`."""
+
+    def __init__(
+        self,
+        step: TrainStep,
+        tracker: Tracker | None,
+        meter: Meter,
+        evaluation: Every | None,
+        checkpoint: Every | None,
+        stop: StopSignal,
+    ) -> None:
+        self._step, self._tracker, self._meter = step, tracker, meter
+        self._evaluation, self._checkpoint, self._stop = evaluation, checkpoint, stop
+        self._agreement = Agreement(step.mesh)
+        self._in_flight: collections.deque[tuple[int, tuple[Scalars, Any]]] = collections.deque()
+        self._stopped_by: signal.Signals | None = None
+        self._val_loss: float | None = None
+
+    def run(self, batches: Iterable[Any], start_step: int, num_steps: int) -> Fitted:
+        done = start_step
+        for batch in to_devices(batches, self._step.mesh):
+            done += 1
+            scalars = self._step(batch)
+            self._in_flight.append((done, (scalars, self._agreement.start(self._stop.received or 0))))
+            self._wait(in_flight=1)
+            self._look_up(done, last=num_steps)
+            if self._stopped_by is not None or done == num_steps:
+                break
+        return Fitted(done, self._val_loss, self._stopped_by)
+
+    def _wait(self, *, in_flight: int) -> None:
+        """Reads the scalars of the oldest steps until so many are left at work."""
+        while len(self._in_flight) > in_flight:
+            step, pending = self._in_flight.popleft()
+            scalars, asked = jax.device_get(pending)
+            scalars = {name: float(value) for name, value in scalars.items()}
+            scalars |= self._meter.done(step)
+            if self._tracker is not None:
+                self._tracker.log(step, scalars)
+            _check_finite(step, scalars)
+            if asked:
+                self._stopped_by = signal.Signals(int(asked))
+
+    def _look_up(self, step: int, *, last: int) -> None:
+        """Evaluates and saves where that is due; the devices are idle meanwhile."""
+        if self._agreement.alone and self._stop.received is not None:  # nobody else to wait for
+            self._stopped_by = self._stop.received
+        evaluates = self._evaluation is not None and self._evaluation.is_due(step, last)
+        saves = self._checkpoint is not None and self._checkpoint.is_due(step, last)
+        if not (evaluates or saves or self._stopped_by):
+            return
+        self._wait(in_flight=0)
+        if evaluates:
+            assert self._evaluation is not None
+            self._val_loss = val_loss = float(self._evaluation.do(step))
+            if self._tracker is not None:
+                self._tracker.log(step, {"val_loss": val_loss})
+        # After the evaluation: whoever continues from here finds its result in the record.
+        if self._checkpoint is not None and (saves or self._stopped_by):
+            self._checkpoint.do(step)
+        self._meter.pause()
+
+
+def _check_finite(step: int, scalars: dict[str, float]) -> None:
+    wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}
+    if wrong:
+        raise RunError(
+            f"The run has left the finite numbers at step {step}.",
+            where=[f"{name} = {value}" for name, value in wrong.items()],
+            why="an update with it would spoil every parameter; nothing was saved since.",
+            do="lower the learning rate (--set learning_rate=...) or warm up longer, and resume from a checkpoint.",
+        )

@@ -1,140 +1,218 @@
-"""What a run leaves behind: a line per step in metrics.jsonl, a progress line, loss.png."""
+"""What a run records: the interface of its trackers, and metrics.jsonl, a line of JSON per step and evaluation."""
 
 from __future__ import annotations
 
-import collections
+import contextlib
 import json
+import math
+import numbers
 import os
-import sys
-import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol
 
-import jax
-
-_RATE_WINDOW = 50  # steps that the shown speed is averaged over
-_PLAIN_LINE_EVERY_S = 10.0
+from jshard._errors import RunError, ShardingError
 
 
-class MetricsWriter:
-    """Writes dicts as lines of JSON; a run that is cut short keeps its lines.
-
-    Of several processes only the first one writes.
+class Tracker(Protocol):
+    """Takes the scalars of a run. One process of the run has trackers, the others have none.
 
     Example:
-        with MetricsWriter(out / "metrics.jsonl") as metrics:
-            metrics.write(step=1, loss=5.54)
+        >>> class Prints:
+        ...     def log(self, step, scalars):
+        ...         print(step, dict(scalars))
+        ...
+        ...     def close(self):
+        ...         pass
     """
 
-    def __init__(self, path: str | Path):
-        path = Path(path if jax.process_index() == 0 else os.devnull)
-        self._file = path.open("a", buffering=1)
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Takes the scalars of a step that is done, or of the evaluation after it."""
+        ...
 
-    def write(self, **values: Any) -> None:
-        """Writes one line; arrays of one element become numbers."""
-        self._file.write(json.dumps(values, default=float) + "\n")
-
-    def __enter__(self) -> MetricsWriter:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
+    def close(self) -> None:
+        """Ends the record; called once, also when the run fails."""
+        ...
 
 
-class Progress:
-    """One line that says where the run is: step, loss, tokens/s, time left.
-
-    On a terminal the line is rewritten in place. Elsewhere (a log file, CI) a plain line is printed
-    every ten seconds. Of several processes only the first one shows it.
+class Trackers:
+    """Several trackers as one.
 
     Args:
-        num_steps: steps of the whole run.
-        tokens_per_step: tokens of a global batch.
-        stream: where to write.
+        *needed: trackers without which the run must not go on, as its own record.
+        optional: trackers that are left out once they fail, as a service on the network: the run goes on.
+        warn: is told, once, of each that is left out.
+
+    Example:
+        >>> trackers = Trackers(Jsonl(out / "metrics.jsonl"), optional=open_trackers(["wandb"], out=out, config={}))
     """
 
-    def __init__(self, num_steps: int, tokens_per_step: int, stream: TextIO | None = None):
-        self._num_steps = num_steps
-        self._tokens_per_step = tokens_per_step
-        self._stream = sys.stdout if stream is None else stream
-        self._silent = jax.process_index() != 0
-        self._times: collections.deque[float] = collections.deque(maxlen=_RATE_WINDOW + 1)
-        self._last_plain_s = -_PLAIN_LINE_EVERY_S
-        self._width = 0
+    def __init__(
+        self,
+        *needed: Tracker,
+        optional: Iterable[Tracker] = (),
+        warn: Callable[[str], object] = warnings.warn,
+    ) -> None:
+        self._needed, self._optional, self._warn = needed, list(optional), warn
 
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Speed over the last steps; None before the second (the first one compiles)."""
-        if len(self._times) < 2:
-            return None
-        steps = len(self._times) - 1
-        return steps * self._tokens_per_step / (self._times[-1] - self._times[0])
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Tells every tracker."""
+        for tracker in self._needed:
+            tracker.log(step, scalars)
+        for tracker in tuple(self._optional):
+            try:
+                tracker.log(step, scalars)
+            except Exception as error:
+                self._optional.remove(tracker)
+                self._warn(f"{_names(tracker, error)} It is left out from step {step} on; the run goes on.")
 
-    def update(self, step: int, loss: float) -> None:
-        """Notes that `step` is done and shows the line."""
-        self._times.append(time.perf_counter())
-        line = self._line(step, loss)
-        if self._silent:
-            return
-        if self._stream.isatty():
-            self._rewrite(line)
-        elif self._is_due() or step == self._num_steps:
-            print(line, file=self._stream, flush=True)
-
-    def note(self, text: str) -> None:
-        """Prints a line that stays, and leaves time spent since the last step out of the speed."""
-        self._times.clear()
-        if self._silent:
-            return
-        if self._stream.isatty():
-            self._rewrite("")
-        print(text, file=self._stream, flush=True)
-
-    def _line(self, step: int, loss: float) -> str:
-        done = f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}   loss {loss:.4f}"
-        rate = self.tokens_per_s
-        if rate is None:
-            return done
-        left_s = (self._num_steps - step) * self._tokens_per_step / rate
-        return f"{done}   {rate:,.0f} tokens/s   ETA {_duration(left_s)}"
-
-    def _rewrite(self, line: str) -> None:
-        self._stream.write("\r" + line.ljust(self._width) + ("" if line else "\r"))
-        self._stream.flush()
-        self._width = len(line)
-
-    def _is_due(self) -> bool:
-        now_s = time.perf_counter()
-        if now_s - self._last_plain_s < _PLAIN_LINE_EVERY_S:
-            return False
-        self._last_plain_s = now_s
-        return True
+    def close(self) -> None:
+        """Closes every tracker, also when one of them fails."""
+        with contextlib.ExitStack() as stack:
+            for tracker in reversed(self._needed):
+                stack.callback(tracker.close)
+            while self._optional:
+                tracker = self._optional.pop(0)
+                try:
+                    tracker.close()
+                except Exception as error:
+                    self._warn(f"{_names(tracker, error)} Its last steps may be missing there.")
 
 
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+def _names(tracker: Tracker, error: Exception) -> str:
+    return f"{type(tracker).__name__} failed ({type(error).__name__}: {error})."
+
+
+class Jsonl:
+    """Writes a line of JSON per call, whole and at once: a run that is killed keeps its lines.
+
+    A value that is no number is written as null, as JSON has no NaN.
+
+    Args:
+        path: the file, which must not exist.
+        resume_after: the step that a resumed run goes on from. The file may then exist, and is first cut back to the
+            lines up to that step: what comes after is done again.
+
+    Raises:
+        ShardingError: the file exists and nothing is resumed.
+        RunError: the file cannot be read or written, or is damaged before its last line.
+
+    Example:
+        >>> metrics = Jsonl("metrics.jsonl")
+        >>> metrics.log(1, {"loss": 5.54})
+        >>> metrics.close()
+        >>> read_metrics("metrics.jsonl")
+        [{'step': 1, 'loss': 5.54}]
+    """
+
+    def __init__(self, path: str | Path, *, resume_after: int | None = None) -> None:
+        self._path = Path(path)
+        with _told(self._path):
+            if resume_after is None:
+                _create(self._path)
+            elif self._path.exists():
+                _cut_back(self._path, resume_after)
+            self._file = self._path.open("ab", buffering=0)
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Writes one line.
+
+        Raises:
+            RunError: it cannot be written, as on a full disk.
+        """
+        line = json.dumps({"step": step} | {name: _number(value) for name, value in scalars.items()})
+        with _told(self._path):
+            self._append(line.encode() + b"\n")
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _append(self, line: bytes) -> None:
+        end = self._file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[self._file.write(line) or 0 :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(end)  # half a line would spoil one that is written after it
+            raise
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl."""
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+    """The lines of a metrics.jsonl; a last one that a killed run left unfinished is passed over.
+
+    Raises:
+        RunError: a line before the last one is damaged.
+    """
+    return [record for _, record in _records(Path(path))]
 
 
-def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
-    """Draws training and validation loss over the steps of a metrics.jsonl."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _number(value: Any) -> int | float | None:
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    value = float(value)
+    return value if math.isfinite(value) else None
 
-    lines = read_metrics(metrics_path)
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.add_subplot()
-    for key, label, style in (("loss", "training", "-"), ("val_loss", "validation", "o-")):
-        points = [(line["step"], line[key]) for line in lines if key in line]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    FigureCanvasAgg(figure).print_png(str(png_path))
+
+def _create(path: Path) -> None:
+    try:
+        path.open("x").close()
+    except FileExistsError:
+        raise ShardingError(
+            "The record would be written over another one.",
+            where=str(path),
+            why=f"there is a file of {path.stat().st_size:,} bytes at that path already.",
+            do="name another folder with --out, or continue that run with --resume.",
+        ) from None
+
+
+def _cut_back(path: Path, step: int) -> None:
+    """Takes away the lines after a step; whenever this is cut short, the file is the old or the new one."""
+    aside = path.with_name(path.name + ".cut")
+    with aside.open("wb") as file:
+        file.writelines(line for line, record in _records(path) if record["step"] <= step)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def _records(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """The lines of a file, as they are and as what they mean."""
+    torn = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if torn:
+                raise RunError(
+                    "The record of the run is damaged.",
+                    where=f"{path}:{torn}",
+                    why='that line is not of the form {"step": 1, ...}, and more lines follow it.',
+                    do=f"mv {path} {path}.damaged; a resumed run then begins a new record.",
+                )
+            record = _parsed(line)
+            if record is None:
+                torn = number
+            else:
+                yield line.rstrip(b"\n") + b"\n", record
+
+
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+@contextlib.contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            "The record of the run cannot be written.",
+            where=str(path),
+            why=f"{error.strerror} (errno {error.errno}).",
+            do=f"df -h {path.parent}; make room or give write access there, then continue with --resume.",
+        ) from error

@@ -23,9 +23,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.machinery
 import importlib.util
+import itertools
+import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +41,14 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._errors import ShardingError
+from jshard._errors import FourPartError, ShardingError
 from jshard.train.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
 
 _NEEDED = ("RECIPES", "build", "annotate")
+_OPTIONAL = ("loss_fn", "data", "generate", "flops")
 
 
 class ModelFileError(ShardingError):
@@ -71,7 +78,7 @@ class ModelFile:
         """The named recipe, or the file's first, with its name.
 
         Raises:
-            ModelFileError: the file has no recipe of that name.
+            ModelFileError: the file has no recipe of that name, or its function makes none.
         """
         name = next(iter(self.recipes)) if name is None else name
         if name not in self.recipes:
@@ -82,36 +89,137 @@ class ModelFile:
                 why=f"RECIPES of that file has: {', '.join(self.recipes)}.",
                 do=f"--recipe {near[0] if near else next(iter(self.recipes))}, or add {name!r} to RECIPES.",
             )
-        return name, self.recipes[name]()
+        return name, _made(self.path, name, self.recipes[name])
 
 
 def load_model_file(path: str | Path) -> ModelFile:
     """Runs a model file and picks its names.
 
+    As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; a file
+    that is loaded twice gives two modules. An error that the file raises is not changed.
+
     Raises:
-        ModelFileError: the file does not exist, or lacks one of the names.
+        ModelFileError: the file cannot be read as Python, imports what is not installed, or lacks one of the names.
     """
     path = Path(path)
-    if not path.is_file():
+    _check_file(path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return _pick(_module(path), path)
+
+
+def _check_file(path: Path) -> None:
+    why = _unreadable(path)
+    if why:
         raise ModelFileError(
             "The model file cannot be read.",
             where=str(path),
-            why="it is a folder." if path.is_dir() else f"no such file, seen from {Path.cwd()}.",
+            why=why,
             do="give the path of a Python file with a model, for example models/gpt.py.",
         )
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        if not path.is_file():
+            return "it is a folder." if path.is_dir() else f"no such file, seen from {Path.cwd()}."
+        if ".py" not in (path.suffix, path.resolve().suffix):
+            return f"a model file is Python and ends in .py; this is {path.name!r}."
+        return "it is not text: there are zero bytes in it." if b"\0" in path.read_bytes() else None
+    except OSError as error:
+        return f"{error.strerror}."
+
+
+def _module(path: Path) -> types.ModuleType:
     # A name of its own in sys.modules, so that the file's classes can be pickled and that two
     # files called model.py do not meet.
-    name = f"jshard_model_file_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
-    assert spec is not None and spec.loader is not None  # true of every .py path
+    stem = "jshard_model_file_" + re.sub(r"\W", "_", path.stem)
+    name = next(name for name in _numbered(stem) if name not in sys.modules)
+    resolved = path.resolve()
+    loader = importlib.machinery.SourceFileLoader(name, str(resolved))  # a link to it may have any ending
+    spec = importlib.util.spec_from_file_location(name, resolved, loader=loader)
+    assert spec is not None  # true of every path with a loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return _pick(module, path)
+    try:
+        loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        told = _told(error, path)
+        if told is None:
+            raise
+        raise told from error
+    return module
+
+
+def _numbered(stem: str) -> Iterator[str]:
+    return itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+
+
+def _told(error: BaseException, path: Path) -> ModelFileError | None:
+    """The errors of a file that its own traceback tells worse than four parts do."""
+    if isinstance(error, SyntaxError):
+        return ModelFileError(
+            "The model file is not valid Python.",
+            where=f"{error.filename or path}, line {error.lineno}" if error.lineno else str(error.filename or path),
+            why=f"{error.msg}." + (f"\n{error.text.strip()}" if error.text else ""),
+            do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return _not_there(error.name, _place(error, path), path.resolve().parent)
+    if isinstance(error, SystemExit):
+        return ModelFileError(
+            "The model file ended the process.",
+            where=_place(error, path),
+            why=f"it called sys.exit({'' if error.code is None else repr(error.code)}) while it was loaded.",
+            do='put what is a program of its own under: if __name__ == "__main__":',
+        )
+    return None
+
+
+def _not_there(module: str, place: str, folder: Path) -> ModelFileError:
+    top = module.partition(".")[0]
+    if top in sys.modules:
+        why = f"there is {top!r}, but not this part of it."
+        do = f"correct the name, or install a version of {top} that has it."
+    else:
+        why = f"no installed package and nothing in {folder} has that name."
+        do = f"install the package that brings it (often: pip install {top}), or put {top}.py into that folder."
+    return ModelFileError(f"The model file imports {module!r}, which is not there.", where=place, why=why, do=do)
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The line of the model file from which the error came."""
+    resolved = str(path.resolve())
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
+    try:
+        recipe = make()
+    except FourPartError:
+        raise
+    except Exception as error:
+        raise ModelFileError(
+            f"The recipe {name!r} cannot be made.",
+            where=_place(error, path),
+            why=f"{type(error).__name__}: {error}",
+            do="correct that function in RECIPES; --debug shows the traceback.",
+        ) from error
+    if not isinstance(recipe, Recipe):
+        raise ModelFileError(
+            f"The recipe {name!r} is not a Recipe.",
+            where=f"{path}, RECIPES[{name!r}]",
+            why=f"its function returns {_kind(recipe)}.",
+            do="return jshard.train.Recipe(model=..., ...), or an object of a subclass of it.",
+        )
+    return recipe
 
 
 def _pick(module: Any, path: Path) -> ModelFile:
-    missing = [name for name in _NEEDED if not getattr(module, name, None)]  # empty RECIPES are none
+    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]
     if missing:
         raise ModelFileError(
             f"The model file lacks {', '.join(missing)}.",
@@ -119,11 +227,36 @@ def _pick(module: Any, path: Path) -> ModelFile:
             why="`jshard train` needs RECIPES, build and annotate in it.",
             do="see `python -m pydoc jshard.train.model_file`, or start from a copy of models/gpt.py.",
         )
-    optional = {name: getattr(module, name, None) for name in ("loss_fn", "data", "generate", "flops")}
-    return ModelFile(
-        path=path,
-        recipes=module.RECIPES,
-        build=module.build,
-        annotate=module.annotate,
-        **{name: value for name, value in optional.items() if value is not None},
-    )
+    named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
+    named = {name: value for name, value in named.items() if value is not None}
+    wrong = [*_not_recipes(module.RECIPES), *_not_functions(named)]
+    if wrong:
+        raise ModelFileError(
+            "The model file has names that it cannot be used with.",
+            where=[f"{path}, {name}" for name, _ in wrong],
+            why="\n".join(why for _, why in wrong),
+            do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
+        )
+    return ModelFile(path=path, recipes=module.RECIPES, **named)
+
+
+def _not_recipes(recipes: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(recipes, Mapping):
+        yield "RECIPES", f"RECIPES is {_kind(recipes)}, not a dict of functions."
+        return
+    for name, make in recipes.items():
+        if not isinstance(name, str):
+            yield f"RECIPES[{name!r}]", f"the name {name!r} is {_kind(name)}, not text."
+        if not callable(make):
+            yield f"RECIPES[{name!r}]", f"RECIPES[{name!r}] is {_kind(make)}, not a function that returns a Recipe."
+
+
+def _not_functions(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in named.items():
+        if not callable(value):
+            yield name, f"{name} is {_kind(value)}, not a function."
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

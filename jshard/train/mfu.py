@@ -1,0 +1,157 @@
+"""Model FLOPs utilisation: what share of its devices' peak a run turns into the model's arithmetic; and peak memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import time
+import warnings
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+# Dense bf16 arithmetic (fp16 on V100) per jax device, from the makers' data sheets; the first match counts. Where a
+# sheet gives the figure with sparsity, half of it is taken.
+_PEAKS = (
+    (r"\bGB200\b", 2.5e15, "GB200 data sheet"),
+    (r"\bB200\b", 2.25e15, "B200 data sheet"),
+    (r"\bGH200\b", 989.5e12, "GH200 data sheet"),
+    (r"\bH200 NVL\b", 835.5e12, "H200 NVL data sheet"),
+    (r"\bH200\b", 989.5e12, "H200 data sheet"),
+    (r"\bH100 NVL\b", 835.5e12, "H100 NVL data sheet"),
+    (r"\bH100 PCIe\b", 756.5e12, "H100 PCIe data sheet"),
+    (r"\bH100\b", 989.5e12, "H100 SXM data sheet"),
+    (r"\bA100\b", 312e12, "A100 data sheet"),
+    (r"\bA40\b", 149.7e12, "A40 data sheet"),
+    (r"\bL40S\b", 362.05e12, "L40S data sheet"),
+    (r"\bV100-SXM2\b", 125e12, "V100 data sheet"),
+    (r"\bV100-PCIE\b", 112e12, "V100 data sheet"),
+    (r"\bTPU v4$", 275e12, "Cloud TPU v4 page"),
+    (r"\bTPU v5 ?(lite|e)$", 197e12, "Cloud TPU v5e page"),
+    (r"\bTPU v5p?$", 459e12, "Cloud TPU v5p page"),
+    (r"\bTPU v6 ?(lite|e)$", 918e12, "Cloud TPU v6e page"),
+    (r"\bMI250X\b", 191.5e12, "one of two dies, MI250X data sheet"),
+    (r"\bMI300X\b", 1307.4e12, "MI300X data sheet"),
+)
+
+_SIDE = 1024  # of the matrices that measure a CPU
+_MEASURE_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Peak:
+    """The arithmetic that the devices of a run could do.
+
+    Attributes:
+        flops_per_s: of all devices together.
+        source: where the figure comes from.
+    """
+
+    flops_per_s: float
+    source: str
+
+
+def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
+    """The peak of some devices together; None, with a warning, where it is not known.
+
+    Accelerators: dense bf16 from a table, whatever dtype the model computes in. CPU: measured in a fifth of a second
+    on one device of this process. Simulated devices share the cores of their host, and so do several processes on
+    it: the figure counts once for all devices, as that of one host.
+    """
+    kinds = sorted({device.device_kind for device in devices})
+    if devices[0].platform == "cpu":
+        device = next(device for device in devices if device.process_index == jax.process_index())
+        return Peak(_cpu_flops_per_s(device), f"measured: float32 matmul {_SIDE}^3 on this host's CPU")
+    found = _table_entry(kinds[0]) if len(kinds) == 1 else None
+    if found is None:
+        warnings.warn(f"The peak of {', '.join(kinds)} is not known, so no MFU is shown.", stacklevel=2)
+        return None
+    flops_per_s, source = found
+    each = f"{len(devices)} x {flops_per_s / 1e12:g}e12 of {kinds[0]}"
+    dtype = "fp16" if "V100" in kinds[0] else "bf16"
+    return Peak(len(devices) * flops_per_s, f"{each}: dense {dtype}, {source}")
+
+
+def _table_entry(kind: str) -> tuple[float, str] | None:
+    if re.search(r"\bMIG\b", kind):  # a slice of a GPU, of a size that the name tells only in part
+        return None
+    return next(((flops, source) for pattern, flops, source in _PEAKS if re.search(pattern, kind)), None)
+
+
+@functools.cache
+def _cpu_flops_per_s(device: jax.Device) -> float:  # pyright: ignore[reportInvalidTypeForm]
+    matmul = jax.jit(lambda x: x @ x)
+    x = jax.device_put(np.ones((_SIDE, _SIDE), np.float32), device)
+    matmul(x).block_until_ready()
+    best_s, end_s = float("inf"), time.perf_counter() + _MEASURE_S
+    while best_s == float("inf") or time.perf_counter() < end_s:
+        start_s = time.perf_counter()
+        matmul(x).block_until_ready()
+        best_s = min(best_s, time.perf_counter() - start_s)
+    return 2 * _SIDE**3 / best_s
+
+
+def dense_flops(*, num_parameters: int, num_tokens: int) -> tuple[float, str]:
+    """Arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
+
+    Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
+    2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B). Attention over long sequences comes on top, and
+    recomputation does not count. A model file may give its own `flops` in the same form.
+
+    Args:
+        num_parameters: parameters of the model, tied ones once.
+        num_tokens: tokens (or samples) of a global batch.
+    """
+    formula = f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
+    return 6.0 * num_parameters * num_tokens, formula
+
+
+@dataclasses.dataclass(frozen=True)
+class Mfu:
+    """Model FLOPs utilisation of a run.
+
+    Attributes:
+        flops_per_step: the model's arithmetic in a step, over all devices.
+        formula: how that number comes about.
+        peak: of all devices.
+
+    Example:
+        >>> peak = device_peak(jax.devices())
+        >>> mfu = Mfu(*dense_flops(num_parameters=1_425_600, num_tokens=4096), peak)
+        >>> mfu.of(step_s=0.131)
+        0.231
+    """
+
+    flops_per_step: float
+    formula: str
+    peak: Peak
+
+    def of(self, step_s: float) -> float:
+        """The share of the peak, 0 to 1, at so many seconds per step."""
+        return self.flops_per_step / step_s / self.peak.flops_per_s
+
+    def describe(self) -> str:
+        """One line: the formula and the figures that it uses."""
+        return (
+            "MFU = flops per step / step time / peak; "
+            f"flops per step = {self.formula} = {self.flops_per_step:.2e}; "
+            f"peak = {self.peak.flops_per_s:.2e} flops/s ({self.peak.source})"
+        )
+
+
+def peak_bytes(devices: Sequence[jax.Device], compiled_bytes: int) -> tuple[int, str]:  # pyright: ignore[reportInvalidTypeForm]
+    """The most memory that a device of this process has held, and what kind of figure that is.
+
+    Args:
+        devices: devices of the run; those of other processes are passed over.
+        compiled_bytes: peak bytes per device of the compiled step, for backends that do not count, as the CPU's.
+
+    Returns:
+        The bytes, and "measured" (by the backend, since the process began) or "compiled".
+    """
+    local = [device for device in devices if device.process_index == jax.process_index()]
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in local]
+    measured = [peak for peak in peaks if peak is not None]
+    return (max(measured), "measured") if measured else (compiled_bytes, "compiled")

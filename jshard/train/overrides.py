@@ -1,0 +1,215 @@
+"""`--set key=value`: a recipe with other values in it, read by the types of its dataclasses."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import functools
+import shlex
+import sys
+import textwrap
+import types
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from jshard._errors import FourPartError, ShardingError
+from jshard.train.recipe import Recipe
+from jshard.train.setting_values import example, read_value, type_text
+
+R = TypeVar("R", bound=Recipe)
+Names = tuple[str, ...]
+
+
+class SettingError(ShardingError):
+    """A `--set` that names no key of the recipe, or whose value does not fit."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    path: Names
+    kind: Any
+    value: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    owner: Names  # of the dataclass that cannot be built because of it
+    where: str
+    why: str
+    do: str
+
+
+def override(recipe: R, settings: Sequence[str]) -> R:
+    """The recipe with some of its values replaced.
+
+    Args:
+        recipe: a dataclass, with more of them in its fields. They are not changed.
+        settings: texts `key=value`; the key of a nested field is dotted. Values are read by the field's annotation.
+
+    Raises:
+        SettingError: keys that there are not, values of another type, or that the dataclass itself refuses; all of
+            them in one message.
+
+    Example:
+        override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
+    """
+    table = _table(recipe)
+    given, problems = _split(settings, table)
+    values: dict[Names, tuple[str, Any]] = {}
+    for key, texts in given.items():
+        read = _read(key, texts, table, recipe)
+        if isinstance(read, _Problem):
+            problems.append(read)
+        else:
+            values[table[key].path] = (_line(key, texts[0]), read.value)
+    changed = _rebuilt(recipe, (), values, table, problems)
+    if problems:
+        raise _error(problems, table)
+    return changed
+
+
+def _split(settings: Sequence[str], table: Mapping[str, _Key]) -> tuple[dict[str, list[str]], list[_Problem]]:
+    given: dict[str, list[str]] = collections.defaultdict(list)
+    problems: list[_Problem] = []
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if equals and key:
+            given[key].append(text)
+        else:
+            near = _nearest(setting.strip(), list(table)) or next(iter(table))
+            why = f"{setting!r} is not key=value."
+            problems.append(_Problem((), f"--set {shlex.quote(setting)}", why, _example_line(near, table[near])))
+    return given, problems
+
+
+def keys(recipe: Recipe) -> dict[str, tuple[str, Any]]:
+    """Every key that `override` takes, with its type in words and its present value."""
+    return {dotted: (type_text(key.kind), key.value) for dotted, key in _table(recipe).items()}
+
+
+def _table(recipe: Recipe) -> dict[str, _Key]:
+    """The keys, those of the recipe itself before nested ones."""
+    found = sorted(_walk(recipe, ()), key=lambda key: len(key.path))
+    return {".".join(key.path): key for key in found}
+
+
+def _walk(node: Any, path: Names) -> Iterator[_Key]:
+    hints = _hints(type(node))
+    for field in filter(lambda field: field.init, dataclasses.fields(node)):
+        value = getattr(node, field.name)
+        below = (*path, field.name)
+        if _is_nested(value):
+            yield from _walk(value, below)
+        else:
+            yield _Key(below, hints.get(field.name, Any), value)
+
+
+def _is_nested(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The types of a dataclass's fields; `Any` for an annotation that cannot be resolved."""
+    try:
+        return typing.get_type_hints(cls)
+    except Exception:  # a name known to type checkers only, for one field: the other fields keep their types
+        hints: dict[str, Any] = {}
+        for base in reversed(cls.__mro__):
+            names = vars(sys.modules.get(base.__module__, types))
+            for name, annotation in vars(base).get("__annotations__", {}).items():
+                holder = types.SimpleNamespace(__annotations__={name: annotation})
+                try:
+                    hints |= typing.get_type_hints(holder, globalns=names)
+                except Exception:
+                    hints[name] = Any
+        return hints
+
+
+@dataclasses.dataclass(frozen=True)
+class _Read:
+    value: Any
+
+
+def _read(key: str, texts: list[str], table: Mapping[str, _Key], recipe: Recipe) -> _Read | _Problem:
+    owner = tuple(key.split(".")[:-1])
+    if key not in table:
+        return _unknown(key, texts[-1], table, recipe)
+    if len(texts) > 1:
+        lines = [_line(key, text) for text in texts]
+        return _Problem(owner, " ".join(lines), f"{key} is set {len(texts)} times.", lines[-1])
+    kind, value = table[key].kind, table[key].value
+    try:
+        return _Read(read_value(texts[0], kind))
+    except ValueError:
+        no_text = example(kind, value) is None
+        do = "change it in the model file: it has no text form." if no_text else _example_line(key, table[key])
+        return _Problem(owner, _line(key, texts[0]), f"{key} takes {type_text(kind)}, not {texts[0]!r}.", do)
+
+
+def _unknown(key: str, text: str, table: Mapping[str, _Key], recipe: Recipe) -> _Problem:
+    owner, asked = tuple(key.split(".")[:-1]), _line(key, text)
+    fields = [other for other in table if other.startswith(f"{key}.")]
+    if fields:
+        node = functools.reduce(getattr, key.split("."), recipe)
+        why = f"{key} is a {type(node).__name__}, which is set field by field."
+        return _Problem(owner, asked, why, _example_line(fields[0], table[fields[0]]))
+    why, near = f"the recipe has no key {key!r}.", _nearest(key, list(table))
+    if near is None:
+        return _Problem(owner, asked, why, f"take one of its keys, for example {next(iter(table))}.")
+    fits = not isinstance(_read(near, [text], table, recipe), _Problem)
+    return _Problem(owner, asked, why, _line(near, text) if fits else _example_line(near, table[near]))
+
+
+def _nearest(key: str, known: list[str]) -> str | None:
+    """The key that was meant: one with the most similar last name, and of several the most similar as a whole."""
+    last = {other: other.rpartition(".")[2] for other in known}
+    names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
+    same = [other for other in known if last[other] in names]
+    return next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None)
+
+
+def _rebuilt(
+    node: Any, path: Names, values: Mapping[Names, tuple[str, Any]], table: Mapping[str, _Key], problems: list[_Problem]
+) -> Any:
+    """The dataclass with the values that belong to it and below; what it refuses goes to `problems`."""
+    here = {at: value for at, value in values.items() if at[: len(path)] == path}
+    if not here:
+        return node
+    changes = {at[-1]: value for at, (_, value) in here.items() if len(at) == len(path) + 1}
+    for name in dict.fromkeys(at[len(path)] for at in here if len(at) > len(path) + 1):
+        changes[name] = _rebuilt(getattr(node, name), (*path, name), values, table, problems)
+    if any(problem.owner[: len(path)] == path for problem in problems):
+        return node  # it would be judged by values that were not meant
+    try:
+        # All at once: one value may be right only with the other.
+        return dataclasses.replace(node, **changes)
+    except (ValueError, AssertionError) as error:
+        text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
+        why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
+        asked = " ".join(line for line, _ in here.values())
+        now = " ".join(_example_line(name, table[name]) for name in map(".".join, here))
+        problems.append(_Problem(path, asked, why, f"the recipe's own: {now}"))
+        return node
+
+
+def _error(problems: Sequence[_Problem], table: Mapping[str, _Key]) -> SettingError:
+    why = [problem.why for problem in problems]
+    if any("has no key" in line for line in why):
+        why += textwrap.wrap(f"its keys: {', '.join(table)}", width=100)
+    many = len(problems) > 1
+    return SettingError(
+        f"{len(problems)} settings cannot be used." if many else "A setting cannot be used.",
+        where=[problem.where for problem in problems],
+        why="\n".join(why),
+        do="\n".join(problem.do for problem in problems),
+    )
+
+
+def _example_line(name: str, key: _Key) -> str:
+    return _line(name, example(key.kind, key.value) or "VALUE")
+
+
+def _line(key: str, text: str) -> str:
+    return f"--set {shlex.quote(f'{key}={text}')}"

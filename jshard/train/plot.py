@@ -1,0 +1,32 @@
+"""loss.png: the losses of a metrics.jsonl over the steps."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from jshard.train.metrics import read_metrics
+
+_CURVES = (("loss", "training", "-"), ("val_loss", "validation", "o-"))
+
+
+def plot_loss(metrics_path: str | Path, png_path: str | Path) -> None:
+    """Draws training and validation loss over the steps of a metrics.jsonl. Needs no display.
+
+    Where the loss was no number, the curve has a gap.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines = read_metrics(metrics_path)
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
+    for key, label, style in _CURVES:
+        points = [(line["step"], math.nan if line[key] is None else line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    FigureCanvasAgg(figure).print_png(str(png_path))

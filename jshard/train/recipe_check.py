@@ -1,0 +1,75 @@
+"""Values of a recipe that cannot work, told before anything is built."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator
+from typing import Any
+
+from jshard._errors import ShardingError
+from jshard.train.recipe import Recipe
+
+# The least that each may be; the rest of a recipe is free.
+_LEAST = {
+    "num_steps": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "sequence_length": 1,
+    "warmup_steps": 0,
+    "eval_every": 1,
+    "eval_sequences": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "seed": 0,
+}
+_SEEDS = 2**32  # the seeds that grain takes
+
+
+class RecipeError(ShardingError):
+    """A recipe with values that cannot work."""
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Checks the numbers of a recipe, all of them.
+
+    Raises:
+        RecipeError: counts below 1 or not whole, a batch that its microbatches do not divide, a seed that is not one,
+            a learning rate that is no finite number.
+    """
+    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second speaks of numbers that the first has checked
+    if not problems:
+        return
+    keys, whys, values = zip(*problems, strict=True)
+    raise RecipeError(
+        "The recipe cannot work.",
+        where=[f"{key}={getattr(recipe, key)!r}" for key in keys],
+        why="\n".join(whys),
+        do=" ".join(f"--set {key}={value}" for key, value in zip(keys, values, strict=True))
+        + "\nor the same in the model file.",
+    )
+
+
+def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    for key, least in _LEAST.items():
+        value = getattr(recipe, key)
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            is_whole = isinstance(value, float) and value.is_integer()
+            yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
+        elif value < least:
+            yield key, f"{key} is at least {least}.", least
+    if not _is_finite(recipe.learning_rate):
+        yield "learning_rate", "learning_rate is a finite number, 0 or more.", 1e-3
+
+
+def _together(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    if recipe.batch_size % recipe.accumulate:
+        rest = recipe.batch_size % recipe.accumulate
+        why = f"batch_size={recipe.batch_size} does not split into {recipe.accumulate} microbatches: {rest} over."
+        yield "batch_size", why, recipe.batch_size - rest or recipe.accumulate
+    if recipe.seed >= _SEEDS:
+        yield "seed", f"seed is below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0

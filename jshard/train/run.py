@@ -1,0 +1,324 @@
+"""A run from its recipe to its last checkpoint: what `jshard train` does once the devices are there.
+
+Everything that can be refused is refused before the first byte is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard._init import abstract_init, shard_init
+from jshard._mesh import data_axes
+from jshard._optimizer import abstract_optimizer, shard_optimizer
+from jshard._processes import is_primary
+from jshard.checkpoint import Checkpointer
+from jshard.train import launch
+from jshard.train.data import Data, DataError, Loader, local_rows
+from jshard.train.loop import Every, Fitted, evaluate, fit
+from jshard.train.meter import Meter
+from jshard.train.metrics import Jsonl, Tracker, Trackers
+from jshard.train.mfu import Mfu, dense_flops, device_peak, peak_bytes
+from jshard.train.model_file import ModelFile
+from jshard.train.plot import plot_loss
+from jshard.train.progress import Progress
+from jshard.train.recipe import Recipe
+from jshard.train.recipe_check import check_recipe
+from jshard.train.run_folder import RunFolder
+from jshard.train.run_record import RunRecord
+from jshard.train.sample import sample_text
+from jshard.train.step import EvalStep, TrainStep
+from jshard.train.stop import StopSignal
+from jshard.train.trackers import check_names, open_trackers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Finished:
+    """What came of a run.
+
+    Attributes:
+        step: the last step that was done.
+        val_loss: the last evaluation's; None if the run was stopped before one.
+        stopped_by: the signal that ended it early.
+        out: its folder.
+        checkpoint: the last one.
+        sample: text that the model wrote in the end.
+    """
+
+    step: int
+    val_loss: float | None
+    stopped_by: signal.Signals | None
+    out: Path
+    checkpoint: Path | None
+    sample: str | None
+
+
+def run_recipe(
+    model_file: ModelFile,
+    recipe: Recipe,
+    *,
+    mesh: Mesh,
+    data: Data,
+    out: str | Path,
+    name: str = "",
+    resume: bool = False,
+    track: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    workers: int = 0,
+    sample_tokens: int = 256,
+    say: Callable[[str], object] = print,
+) -> Finished:
+    """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
+
+    `out` receives run.json (what was asked for), metrics.jsonl (a line per step and evaluation), checkpoints/,
+    loss.png and sample.txt. SIGTERM and Ctrl-C save after the step that is at work, and the function returns. In
+    several processes all of them call it, and the first one writes and speaks.
+
+    Args:
+        model_file: the model, its annotation and its loss.
+        recipe: what to train.
+        mesh: the devices.
+        data: what to learn from.
+        out: a folder that is empty or does not exist, or with `resume` that of the run to continue.
+        name: of the recipe, for the record.
+        resume: continue from the last checkpoint in `out`, bit for bit; from the first step where there is none.
+        track: further trackers, "tensorboard" and "wandb".
+        options: what the command line was given; a resumed run finds it in run.json.
+        workers: processes that read the data; see `Loader`.
+        sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
+        say: prints a line.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        ShardingError: something asked for cannot be done; nothing was written.
+        RunError: the run has failed; the text names its last checkpoint.
+    """
+    check_recipe(recipe)
+    check_names(track)
+    _check_vocabulary(recipe, data)
+    loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
+    eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
+    say = say if is_primary() else (lambda line: None)
+    record = RunRecord.of(recipe, name=name, model_file=model_file.path, data=data, options=options or {})
+    with RunFolder.open(out, record, resume=resume) as folder:
+        for notice in folder.notices:
+            say(notice)
+        job = _Job(model_file, recipe, mesh, data, folder, say)
+        return job.run(loader, eval_loader, track, sample_tokens)
+
+
+def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+    """The model of a recipe and its optimizer, every leaf born sharded."""
+    model = shard_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+        mesh=mesh,
+    )
+    return model, shard_optimizer(model, recipe.optimizer())
+
+
+def restore(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: Checkpointer
+) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
+    """The model, the optimizer and the step of the last checkpoint; the state is in memory once."""
+    model = abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+    )
+    optimizer = abstract_optimizer(model, recipe.optimizer())
+    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0})
+    return state["model"], state["optimizer"], int(state["step"])
+
+
+def batch_like(data: Data, batch_size: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of a source without its arrays: shapes, dtypes and shardings."""
+    sharding = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+    return {
+        key: jax.ShapeDtypeStruct(
+            (batch_size, *np.shape(x)), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype), sharding=sharding
+        )
+        for key, x in data.train[0].items()
+    }
+
+
+class _Job:
+    """The part of a run that happens with its folder locked and signals caught."""
+
+    def __init__(
+        self,
+        model_file: ModelFile,
+        recipe: Recipe,
+        mesh: Mesh,
+        data: Data,
+        folder: RunFolder,
+        say: Callable[[str], object],
+    ) -> None:
+        self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
+        self._folder, self._say = folder, say
+        self._checkpoints = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
+
+    def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
+        """Trains, and tells with an error how to go on after it."""
+        try:
+            with StopSignal() as stop:
+                step, start_step = self._step()
+                fitted = self._fit(step, start_step, loader, eval_loader, track, stop)
+            return self._finish(step, fitted, sample_tokens)
+        except Exception as error:
+            error.add_note(self._how_to_go_on())
+            raise
+
+    def _step(self) -> tuple[TrainStep, int]:
+        recipe, start_step = self._recipe, 0
+        if self._checkpoints.latest() is None:
+            model, optimizer = create(self._model_file, recipe, self._mesh)
+        else:
+            model, optimizer, start_step = restore(self._model_file, recipe, self._mesh, self._checkpoints)
+            self._say(f"resumed from {self._checkpoints.path(start_step)}")
+        self._folder.started(step=start_step, mesh=self._mesh)
+        launch.note(step=start_step)
+        like = batch_like(self._data, recipe.batch_size, self._mesh)
+        loss_fn = self._model_file.loss_fn
+        return TrainStep(loss_fn, model, optimizer, like, accumulate=recipe.accumulate), start_step
+
+    def _fit(
+        self,
+        step: TrainStep,
+        start_step: int,
+        loader: Loader,
+        eval_loader: Loader,
+        track: Sequence[str],
+        stop: StopSignal,
+    ) -> Fitted:
+        recipe = self._recipe
+        like = batch_like(self._data, eval_loader.batch_size, self._mesh)
+        eval_step = EvalStep(self._model_file.loss_fn, step, like)
+        tracker = self._tracker(step, start_step, track)
+        batches = loader.train(recipe.num_steps, start_step=start_step)
+        try:
+            return fit(
+                step,
+                batches,
+                num_steps=recipe.num_steps,
+                start_step=start_step,
+                tracker=tracker,
+                meter=self._meter(step),
+                evaluation=Every(
+                    steps=recipe.eval_every,
+                    do=lambda done: evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences)),
+                ),
+                checkpoint=Every(steps=recipe.checkpoint_every, do=lambda done: self._save(step, done)),
+                stop=stop,
+            )
+        finally:
+            batches.close()
+            tracker.close()
+
+    def _tracker(self, step: TrainStep, start_step: int, track: Sequence[str]) -> Tracker:
+        if not self._folder.is_primary:
+            return _Notes()
+        folder, resume_after = self._folder, start_step if self._folder.is_resumed else None
+        optional = open_trackers(track, out=folder.path, config=folder.config, resume_after=resume_after)
+        record = Jsonl(folder.metrics, resume_after=resume_after)
+        progress = Progress(self._recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
+        return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note)
+
+    def _meter(self, step: TrainStep) -> Meter:
+        tokens, recipe = self._data.tokens_per_sample, self._recipe
+        # One process measures: several on one host would take the cores from each other.
+        mfu, peak = None, device_peak(self._devices) if self._folder.is_primary else None
+        if peak is not None and (self._model_file.flops is not None or tokens is not None):
+            num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(step.model, nnx.Param)))
+            mfu = Mfu(
+                *(
+                    self._model_file.flops(recipe)
+                    if self._model_file.flops is not None
+                    else dense_flops(num_parameters=num_parameters, num_tokens=recipe.batch_size * (tokens or 1))
+                ),
+                peak,
+            )
+            self._say(mfu.describe())
+        return Meter(
+            units_per_step=recipe.batch_size * (tokens or 1),
+            unit="samples" if tokens is None else "tokens",
+            mfu=mfu,
+            peak_bytes=lambda: peak_bytes(self._devices, step.peak_bytes)[0],
+        )
+
+    @property
+    def _devices(self) -> list[Any]:
+        return list(self._mesh.devices.flat)
+
+    def _save(self, step: TrainStep, done: int) -> None:
+        state = {"model": step.model, "optimizer": step.optimizer, "step": done}
+        launch.note(step=done, checkpoint=str(self._checkpoints.save(done, state)))
+
+    def _finish(self, step: TrainStep, fitted: Fitted, sample_tokens: int) -> Finished:
+        sample = None
+        if fitted.stopped_by is None and sample_tokens:
+            sample = sample_text(
+                self._model_file,
+                step.model,
+                self._data,
+                self._mesh,
+                num_tokens=sample_tokens,
+                seed=self._recipe.seed,
+            )
+        if self._folder.is_primary:
+            plot_loss(self._folder.metrics, self._folder.path / "loss.png")
+            if sample is not None:
+                (self._folder.path / "sample.txt").write_text(sample + "\n")
+        latest = self._checkpoints.latest()
+        return Finished(
+            step=fitted.step,
+            val_loss=fitted.val_loss,
+            stopped_by=fitted.stopped_by,
+            out=self._folder.path,
+            checkpoint=None if latest is None else self._checkpoints.path(latest),
+            sample=sample,
+        )
+
+    def _how_to_go_on(self) -> str:
+        latest = self._checkpoints.latest()
+        if latest is None:
+            return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."
+        path = self._checkpoints.path(latest)
+        return f"last good checkpoint: {path}; --out {self._folder.path} --resume goes on from it."
+
+
+class _Notes:
+    """Tells the supervisor of this process, if there is one, how far it is."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        launch.note(step=step)
+
+    def close(self) -> None:
+        pass
+
+
+def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:
+    rows = local_rows(batch_size, mesh)
+    return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
+
+
+def _check_vocabulary(recipe: Recipe, data: Data) -> None:
+    if data.tokenizer is None:
+        return
+    has, needs = getattr(recipe.model, "vocab_size", None), data.tokenizer.vocab_size
+    if isinstance(has, int) and has < needs:
+        raise DataError(
+            "The model's vocabulary is smaller than the tokenizer's.",
+            where=f"{type(recipe.model).__name__}.vocab_size = {has}",
+            why=f"the tokenizer ({data.tokenizer.name}) gives ids up to {needs - 1}.",
+            do=f"--set model.vocab_size={needs}",
+        )

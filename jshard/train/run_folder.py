@@ -1,0 +1,315 @@
+"""The folder of a run: who may write into it, and whether a run may go on there.
+
+run.json          what was asked for, and every start
+metrics.jsonl     a line per step and evaluation
+checkpoints/      STEP/, and those before it
+loss.png, sample.txt, tensorboard/
+.lock             held while the run lives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jshard import _processes
+from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.train.as_json import versions
+from jshard.train.run_lock import RunLock
+from jshard.train.run_record import RunRecord
+
+Gather = Callable[[str], list[str]]
+
+_RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
+_NEEDED = ("recipe", "data", "options", "versions", "starts")
+_BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+class RunFolder:
+    """The folder of a run, held until `close`.
+
+    Only the first process writes; all of them open it together, and what stops one stops all.
+
+    Attributes:
+        path: the folder.
+        is_primary: whether this process writes.
+        is_resumed: whether the run was begun before.
+        notices: what a resumed run does differently, and what else a person should know; a line each.
+        config: the recipe in values of JSON.
+
+    Example:
+        >>> with RunFolder.open("runs/gpt", record, resume=False) as folder:
+        ...     folder.started(step=0, mesh=mesh)
+    """
+
+    def __init__(self, path: Path, record: RunRecord, *, is_primary: bool, is_resumed: bool) -> None:
+        self.path, self.is_primary, self.is_resumed = path, is_primary, is_resumed
+        self.config, self.notices = record.recipe, list[str]()
+        self._record = record
+        self._lock: RunLock | None = None
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        record: RunRecord,
+        *,
+        resume: bool = False,
+        is_primary: bool | None = None,
+        gather: Gather = _processes.gather_texts,
+        wait_s: float = 30.0,
+    ) -> RunFolder:
+        """Makes the folder, or with `resume` takes up the run that is in it. All processes call it.
+
+        Args:
+            path: absent or empty; with `resume` the folder of a run.
+            record: what the run is asked to do.
+            resume: whether to continue.
+            is_primary: whether this process writes; by default the first one does.
+            gather: gives a text to all processes and returns theirs, by process, the first one's first.
+            wait_s: how long the others look for what the first one wrote: network file systems show it late.
+
+        Raises:
+            ShardingError: the folder cannot be used for this run; nothing in it was changed.
+            RunError: a live run holds it, or the disk failed.
+        """
+        primary = _processes.is_primary() if is_primary is None else is_primary
+        folder = cls(Path(path), record, is_primary=primary, is_resumed=resume)
+        token = secrets.token_hex(8)
+        with contextlib.ExitStack() as undo:
+            undo.callback(folder.close)
+            error = None
+            if primary:
+                try:
+                    folder._take_up(record, token) if resume else folder._make(record, token)
+                except FourPartError as caught:
+                    error = caught
+            said = json.loads(gather(folder._report(error, token))[0])
+            if error is not None:
+                raise error
+            folder._check_told(said)
+            if primary and not resume:
+                undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
+            folder.notices = said["notices"]
+            _check_shared(gather(folder._view(said["token"], wait_s)), folder.path)
+            undo.pop_all()
+        return folder
+
+    @property
+    def metrics(self) -> Path:
+        """A line of JSON per step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder for a `Checkpointer`."""
+        return self.path / "checkpoints"
+
+    def started(self, *, step: int, mesh: Mesh | Mapping[str, int]) -> None:
+        """Notes in run.json that the run goes on from a step, where and with which versions.
+
+        The settings there are from now on those of this start: a run that is resumed once more goes on with them.
+        """
+        if not self.is_primary:
+            return
+        degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
+        start = {
+            "step": step,
+            "mesh": degrees,
+            "processes": len({d.process_index for d in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "changes": self.notices,
+        }
+        stored = _read(self.path)
+        with _writing(self.path):
+            _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
+
+    def close(self) -> None:
+        """Lets others have the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @staticmethod
+    def options(path: str | Path) -> dict[str, Any]:
+        """The options that the run in a folder was begun with.
+
+        Raises:
+            ShardingError: there is no run in it, or its record cannot be read.
+        """
+        return _read(Path(path))["options"]
+
+    @staticmethod
+    def holds_run(path: str | Path) -> bool:
+        """Whether a run was begun in a folder."""
+        return os.path.lexists(Path(path) / _RECORD)
+
+    @staticmethod
+    def free_name(parent: str | Path, stem: str) -> Path:
+        """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that is not there."""
+        path, number = Path(parent, stem), 2
+        while os.path.lexists(path):
+            path, number = Path(parent, f"{stem}-{number}"), number + 1
+        return path
+
+    @staticmethod
+    def newest(parent: str | Path, stem: str) -> Path | None:
+        """The run of that name with the highest number; None if there is none."""
+        found = [
+            (int(match[1] or 1), path.parent)
+            for path in Path(parent).glob(f"*/{_RECORD}")
+            if (match := re.fullmatch(re.escape(stem) + r"(?:-([1-9][0-9]*))?", path.parent.name))
+        ]
+        return max(found)[1] if found else None
+
+    def _make(self, record: RunRecord, token: str) -> None:
+        self._check_vacant()
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.path / _LOCK, token)
+        self._check_vacant()  # another run may have come, and gone, before we had the lock
+        with _writing(self.path):
+            _write(self.path, record.as_json() | {"versions": versions(), "starts": []})
+        self._note_lock()
+
+    def _check_vacant(self) -> None:
+        if not os.path.lexists(self.path):
+            return
+        if self._lock is None:
+            RunLock.check_free(self.path / _LOCK)
+        with _writing(self.path):
+            names = sorted(set(os.listdir(self.path)) - {_LOCK, _DRAFT})
+        if _RECORD in names:
+            raise ShardingError(
+                "The folder holds another run.",
+                where=f"--out {self.path}",
+                why="its run.json is there, and a new run would overwrite it.",
+                do="--resume to continue that run, or another --out; without --out a free name under runs/ is taken.",
+            )
+        if names:
+            raise ShardingError(
+                "The folder is not empty.",
+                where=[f"--out {self.path}", *names],
+                why="it does not hold a run, and what is in it may be of use to somebody.",
+                do="name a folder that is empty or does not exist; without --out a free name under runs/ is taken.",
+            )
+
+    def _take_up(self, record: RunRecord, token: str) -> None:
+        where = str(self.path / _RECORD)
+        RunLock.check_free(self.path / _LOCK)
+        stored = _read(self.path)
+        self.notices += record.check_continues(stored, where=where)
+        with _writing(self.path):
+            self._lock = RunLock(self.path / _LOCK, token)
+        before = stored["starts"][-1]["versions"] if stored["starts"] else stored["versions"]
+        changed = [f"{k} {now} (was {before.get(k)})" for k, now in versions().items() if now != before.get(k)]
+        if changed:
+            self.notices.append(f"other versions: {', '.join(changed)}: the last bits of the numbers may differ")
+        self._note_lock()
+
+    def _note_lock(self) -> None:
+        if self._lock is not None and not self._lock.is_held:
+            self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
+
+    def _report(self, error: FourPartError | None, token: str) -> str:
+        """What the first process tells the others."""
+        parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
+        return json.dumps({"token": token, "notices": self.notices, "host": socket.gethostname(), "error": parts})
+
+    def _check_told(self, said: Mapping[str, Any]) -> None:
+        if said["error"] is not None:
+            failed, what, where, why, do = said["error"]
+            raise (RunError if failed else ShardingError)(what, where=where, why=why, do=do)
+
+    def _view(self, token: str, wait_s: float) -> str:
+        """Whether this process sees what the first one wrote, and on which host."""
+        until = time.monotonic() + wait_s
+        while not (sees := RunLock.token(self.path / _LOCK) == token) and time.monotonic() < until:
+            time.sleep(0.1)
+        return json.dumps({"sees": sees, "host": socket.gethostname()})
+
+
+def _check_shared(views: list[str], path: Path) -> None:
+    found = [json.loads(view) for view in views]
+    blind = [f"process {number} on {view['host']}" for number, view in enumerate(found) if not view["sees"]]
+    if blind:
+        raise ShardingError(
+            "The folder of the run is not shared between the hosts.",
+            where=[f"--out {path}", *blind],
+            why=f"they do not see what process 0 on {found[0]['host']} wrote there.",
+            do="--out FOLDER on a file system that every host mounts under the same path.",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What run.json holds."""
+    file = path / _RECORD
+    try:
+        stored = json.loads(file.read_text())
+        missing = [key for key in _NEEDED if key not in stored]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ShardingError(
+            "There is no run to resume.",
+            where=f"--out {path}",
+            why="it has no run.json." if path.is_dir() else "no such folder.",
+            do="name the folder of a run, or leave --resume away to start one.",
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ShardingError(
+            "The record of the run cannot be read.",
+            where=str(file),
+            why=f"{error}.",
+            do="put a copy of that file back; the checkpoints are untouched, and a new run can start in another --out.",
+        ) from error
+    return stored
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes run.json whole or not at all."""
+    draft = path / _DRAFT
+    with draft.open("w") as file:
+        json.dump(record, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path / _RECORD)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tells an error of the operating system in four parts: a folder that will not do, or a disk that failed."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
+        if error.errno in _BROKEN_DISK:
+            raise RunError(
+                "The folder of the run could not be written.", where=str(path), why=why, do="make room."
+            ) from error
+        raise ShardingError(
+            "The folder of the run cannot be written.",
+            where=f"--out {path}",
+            why=why,
+            do="name a folder that you may write: --out FOLDER",
+        ) from error

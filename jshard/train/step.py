@@ -1,0 +1,213 @@
+"""The step of a run: one compiled program over a state that is taken apart once.
+
+`nnx.jit` walks the model and the optimizer on every call, in Python, which takes milliseconds for a deep model. A run
+calls one function millions of times on one state, so here the state is flattened when the step is made, travels as a
+flat list of donated arrays, and is put back into the objects only when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard._errors import AnnotationError
+from jshard._nnx import unit_of
+from jshard._plan import root_forgotten
+from jshard.engine.accumulate import value_and_grad
+from jshard.train.model_file import LossFn
+
+Scalars = dict[str, jax.Array]
+M = TypeVar("M", bound=nnx.Module)
+
+
+class TrainStep:
+    """Loss, gradients and update as one program, compiled once, for one model and its optimizer.
+
+    From here on the step owns the arrays: each call replaces them by new ones and gives the old ones back to the
+    device. `model` and `optimizer` return the objects with the arrays of the moment in them. The program is compiled
+    here, for the shapes and shardings of `batch` and of the state; it is never traced again.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        model: an annotated model, its arrays on the mesh.
+        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state lies on the mesh.
+        batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
+        accumulate: microbatches that a batch is cut into.
+
+    Raises:
+        AnnotationError: the model is not annotated, or arrays of the state do not lie on its mesh.
+
+    Example:
+        >>> step = train.TrainStep(loss_fn, model, optimizer, batch)
+        >>> scalars = step(batch)  # at once; the devices are still at work
+        >>> float(scalars["loss"])
+    """
+
+    def __init__(
+        self, loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+    ) -> None:
+        self._objects = (model, optimizer)
+        self._mesh = _mesh(model)
+        self._graphdef, state = nnx.split(self._objects)
+        placed = _on_mesh(state, self._mesh)
+        self._leaves, self._tree = jax.tree.flatten(placed)
+        self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
+        shardings = [leaf.sharding for leaf in self._leaves]
+        everywhere = NamedSharding(self._mesh, PartitionSpec())
+
+        def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
+            model, optimizer = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves))
+            loss, grads = value_and_grad(loss_fn, accumulate=accumulate)(model, batch)
+            optimizer.update(model, grads)
+            self._check_unchanged(nnx.state((model, optimizer)))
+            scalars = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+            return jax.tree.leaves(nnx.state((model, optimizer))), scalars
+
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
+        self._program = jitted.lower(self._leaves, batch).compile()
+
+    def __call__(self, batch: Any) -> Scalars:
+        """Starts a step and returns without waiting for it.
+
+        Args:
+            batch: of the shapes and shardings that the step was made for.
+
+        Returns:
+            The scalars "loss" and "grad_norm" (before clipping), on the devices.
+        """
+        self._leaves, scalars = self._program(self._leaves, batch)
+        return scalars
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the model."""
+        return self._mesh
+
+    @property
+    def model(self) -> Any:
+        """The model, holding the arrays after the last step. Its arrays die with the next call of the step."""
+        return self._current()[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, likewise."""
+        return self._current()[1]
+
+    @property
+    def model_leaves(self) -> Sequence[jax.Array]:
+        """The model's arrays of the moment, in the order of its state; see `EvalStep`."""
+        return self._leaves[: self._num_model_leaves]
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program, to be read."""
+        return self._program
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes per device that the compiled program holds at once: state, batch and temporaries."""
+        return program_bytes(self._program)
+
+    def _current(self) -> tuple[Any, Any]:
+        nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
+        return self._objects
+
+    def _check_unchanged(self, state: Any) -> None:
+        """The state comes out of a step as it went in; a run could not go on with another."""
+        before, after = (_paths(tree) for tree in (jax.tree.unflatten(self._tree, self._leaves), state))
+        if before != after:
+            raise AnnotationError(
+                "The step changes what the model or the optimizer consists of.",
+                where=[f"{path}  new" for path in sorted(after - before)]
+                + [f"{path}  gone" for path in sorted(before - after)],
+                why=f"{len(before)} arrays went in, {len(after)} came out.",
+                do="create every variable in __init__; drop sown values with nnx.pop inside the loss.",
+            )
+
+
+class EvalStep:
+    """The loss without gradients, dropout off, statistics fixed: compiled once, for the arrays of a `TrainStep`.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        step: the step whose model is evaluated.
+        batch: a batch as the calls will get it.
+
+    Example:
+        >>> evaluate = train.EvalStep(loss_fn, step, batch)
+        >>> loss = evaluate(step.model_leaves, batch)
+    """
+
+    def __init__(self, loss_fn: LossFn, step: TrainStep, batch: Any) -> None:
+        graphdef, state = nnx.split(inference_view(step.model))
+        leaves, tree = jax.tree.flatten(state)
+
+        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> jax.Array:
+            return loss_fn(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
+
+        everywhere = NamedSharding(step.mesh, PartitionSpec())
+        self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
+
+    def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> jax.Array:
+        """The loss, on the devices, without waiting for it."""
+        return self._program(list(leaves), batch)
+
+
+def inference_view(model: M) -> M:
+    """The model with dropout off and statistics fixed. The arrays are shared, and `model` itself stays as it is."""
+    return nnx.with_attributes(model, raise_if_not_found=False, deterministic=True, use_running_average=True)
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes per device of a compiled program: arguments, results that are not in their place, temporaries."""
+    memory: Any = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def _mesh(model: nnx.Module) -> Mesh:
+    unit = unit_of(model)
+    if unit is None:
+        raise root_forgotten(model)
+    assert isinstance(unit.mesh, Mesh)  # the model has arrays, so it was annotated with devices
+    return unit.mesh
+
+
+def _on_mesh(state: Any, mesh: Mesh) -> Any:
+    """The state with arrays that were never placed (an optimizer's counters) on the mesh, and none elsewhere."""
+    flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    devices = set(mesh.devices.flat)
+    elsewhere = [
+        f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}"
+        for path, leaf in flat
+        if leaf.committed and leaf.sharding.device_set != devices
+    ]
+    if elsewhere:
+        raise AnnotationError(
+            f"{len(elsewhere)} arrays of the state do not lie on the mesh of the run.",
+            where=elsewhere,
+            why=f"the mesh has {len(devices)} devices ({_sizes(mesh)}).",
+            do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
+        )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    placed = [leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, everywhere) for _, leaf in flat]
+    return jax.tree.unflatten(tree, placed)
+
+
+def _paths(state: Any) -> set[str]:
+    return {_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]}
+
+
+def _path(path: tuple) -> str:
+    """A path in (model, optimizer) as people write it."""
+    first, *rest = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return "/".join(["model" if first == "0" else "optimizer", *(key for key in rest if key != "value")])
+
+
+def _sizes(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

@@ -1,0 +1,76 @@
+"""Stopping between two steps: SIGTERM and Ctrl-C end a run after it has saved.
+
+A signal reaches the processes of a run at different times, or only one of them. They must leave after the same step,
+as the save is the work of all. So each adds, to every step it starts, whether it was asked to stop; one small
+collective makes it known to all, and is read with that step's loss.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from types import FrameType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignal:
+    """Catches SIGTERM and SIGINT while the context is open. A second one ends the program at once.
+
+    Python hands signals to the main thread only; used in another one this catches nothing.
+
+    Example:
+        >>> with StopSignal() as stop:
+        ...     while stop.received is None:
+        ...         step()
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def __enter__(self) -> StopSignal:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _catch(self, number: int, frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+
+
+class Agreement:
+    """What any process was asked, told to all of them: the larger of the numbers that they give.
+
+    Args:
+        mesh: the devices of all processes.
+
+    Attributes:
+        alone: whether there is one process, which has nobody to ask.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.alone = len({device.process_index for device in mesh.devices.flat}) == 1
+        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+        self._num_devices = mesh.size
+        self._flags: dict[int, jax.Array] = {}
+        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+
+    def start(self, number: int) -> jax.Array | int:
+        """Gives this process's number; all processes must call it equally often. Does not wait."""
+        if self.alone:
+            return number
+        if number not in self._flags:
+            flags = np.full(self._num_devices, number, np.int32)
+            self._flags[number] = jax.make_array_from_callback(flags.shape, self._sharding, lambda index: flags[index])
+        return self._largest(self._flags[number])

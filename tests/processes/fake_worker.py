@@ -1,0 +1,86 @@
+"""A worker without JAX: does what its process id is told, and gives signs of life meanwhile.
+
+python fake_worker.py '{"0": "wait", "1": "killed"}' [FOLDER]
+
+With a folder, it leaves the file up-PROCESS there when it listens to signals.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+process = os.environ["JAX_PROCESS_ID"]
+action = json.loads(sys.argv[1]).get(process, "wait")
+reports = int(os.environ["JSHARD_REPORT_FD"])
+
+
+def tell(**state):
+    os.write(reports, json.dumps(state).encode() + b"\n")
+
+
+def beat():
+    while True:
+        try:
+            tell()
+        except OSError:
+            os._exit(9)  # the supervisor is gone
+        time.sleep(0.1)
+
+
+def note_signal(signum, _):
+    print(f"signal {signum}", flush=True)
+    if action == "aborts when stopped":
+        time.sleep(0.2)
+        os.abort()
+    if action != "deaf":
+        # Long enough to hear a second one, if there is.
+        time.sleep(0.5)
+        sys.exit(128 + signum)
+
+
+if action != "unprepared":
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note_signal)
+tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume")
+threading.Thread(target=beat, daemon=True).start()
+print(f"process {process} is up", flush=True)
+if len(sys.argv) > 2:
+    Path(sys.argv[2], f"up-{process}").touch()
+if action == "done":
+    print("[Gloo] Rank 0 is connected to 1 peer ranks", file=sys.stderr)
+    print(f"a warning of process {process}", file=sys.stderr)
+    sys.exit(0)
+time.sleep(0.3)
+if action == "killed":
+    # What it started must not outlive it.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    if len(sys.argv) > 2:
+        Path(sys.argv[2], "child").write_text(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+if action == "frozen":
+    os.kill(os.getpid(), signal.SIGSTOP)
+if action == "refuses":
+    sys.stderr.write("ShardingError: There is no recipe.\n  do:    --recipe tiny\n")
+    sys.exit(2)
+if action == "fails and tells":
+    tell(told=True)
+    sys.stderr.write("RunError: The disk is full.\n")
+    sys.exit(1)
+if action == "fails":
+    sys.stderr.write("Traceback (most recent call last):\nKeyError: 3\n")
+    sys.exit(1)
+if action == "aborts after":
+    sys.stderr.write("F0000 coordination_service_agent.cc: Terminating process\n")
+    sys.stderr.flush()
+    time.sleep(0.3)
+    os.abort()
+if action == "blames a peer":
+    tell(blames_peer=True)
+    sys.stderr.write("jax.errors.JaxRuntimeError: Gloo all-reduce failed\n")
+    sys.exit(1)
+time.sleep(600)

@@ -1,0 +1,17 @@
+"""A supervisor in a process of its own.
+
+python supervise.py '{"processes": 2, "peer_s": 1.0}' COMMAND ...
+Without "processes", the place in the cluster is read from the environment.
+"""
+
+import json
+import sys
+
+from jshard.train import launch
+
+options = json.loads(sys.argv[1])
+deadlines = launch.Deadlines(**{name: options[name] for name in ("init_s", "peer_s", "grace_s") if name in options})
+processes = options.get("processes")
+cluster = None if processes else launch.detect()
+print("supervisor is up", flush=True)
+sys.exit(launch.supervise(sys.argv[2:], processes=processes, cluster=cluster, deadlines=deadlines))

@@ -1,0 +1,362 @@
+"""A run in several processes on one machine ends in plain words, whichever way it ends."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import jshard as js
+from jshard.train import launch
+from jshard.train.launch import cluster as cluster_module
+from jshard.train.launch import devices, worker
+from jshard.train.launch.endings import Ending, cause
+
+HERE = Path(__file__).parent
+AGAIN = "jshard train gpt.py --out runs/a --resume"
+QUICK = launch.Deadlines(grace_s=0.5)
+# For workers that all end: there is nothing to wait for, however slow one of them is to start.
+PATIENT = launch.Deadlines(grace_s=0.5, settle_s=20.0)
+
+KILLED = f"""\
+RunError: Process 1 of 2 was lost.
+  where: process 1 (pid N, host H)
+         last step reported: 12
+         last good checkpoint: runs/a/checkpoints/10
+  why:   it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer.
+         The others cannot go on without it and are stopped.
+  do:    {AGAIN}
+"""
+
+
+def fake(*extra, **actions):
+    """The command of a worker that does `actions`, by process: p0="wait"."""
+    table = {name.removeprefix("p"): action for name, action in actions.items()}
+    return [sys.executable, str(HERE / "fake_worker.py"), json.dumps(table), *map(str, extra)]
+
+
+def plain(text):
+    """A report without what differs from run to run."""
+    return re.sub(r"host [^\s)]+", "host H", re.sub(r"pid \d+", "pid N", text))
+
+
+def gone(pid):
+    """Whether a process is over; one that nobody has asked for its exit code yet is."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def until(condition, limit_s=30):
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.05)
+
+
+def test_a_killed_worker_is_named_and_takes_the_run_along(capfd, tmp_path):
+    assert launch.supervise(fake(tmp_path, p1="killed"), processes=2, deadlines=QUICK) == 1
+    assert plain(capfd.readouterr().err) == KILLED
+    until(lambda: gone(int((tmp_path / "child").read_text())))
+
+
+@pytest.mark.parametrize("echo", ["aborts after", "blames a peer"])
+def test_the_echo_of_a_loss_is_neither_named_nor_shown(capfd, monkeypatch, echo):
+    assert launch.supervise(fake(p0=echo, p1="killed"), processes=2, deadlines=PATIENT) == 1
+    assert plain(capfd.readouterr().err) == KILLED
+    monkeypatch.setenv("JSHARD_DEBUG", "1")
+    assert launch.supervise(fake(p0=echo, p1="killed"), processes=2, deadlines=PATIENT) == 1
+    shown = plain(capfd.readouterr().err)
+    assert shown.endswith(KILLED) and len(shown) > len(KILLED)
+
+
+def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
+    deadlines = launch.Deadlines(peer_s=2.5, grace_s=0.5)
+    assert launch.supervise(fake(p1="frozen"), processes=2, deadlines=deadlines) == 1
+    told = re.sub(r"for \d+ s", "for N s", plain(capfd.readouterr().err))
+    assert told == KILLED.replace(
+        "it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer",
+        "it gave no sign of life for N s: stopped, frozen, or its machine is gone",
+    )
+
+
+def test_a_worker_that_never_comes_up_is_lost_after_the_init_timeout(capfd):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    assert launch.supervise(command, processes=2, deadlines=launch.Deadlines(init_s=0.5, grace_s=0.1)) == 1
+    told = capfd.readouterr().err
+    assert "Process 0 of 2 was lost" in told and "no step was reported yet" in told
+    assert "no checkpoint was written yet" in told and "the same command with --resume" in told
+
+
+def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
+    assert launch.supervise(fake(p1="fails"), processes=2, deadlines=QUICK) == 1
+    told = plain(capfd.readouterr().err)
+    assert told.startswith(
+        "[process 1] Traceback (most recent call last):\n[process 1] KeyError: 3\nRunError: Process 1"
+    )
+    assert "why:   it ended with exit code 1.\n" in told
+
+
+@pytest.mark.parametrize(
+    ("actions", "code", "told"),
+    [
+        # All say the same: it is said once.
+        ({"p0": "refuses", "p1": "refuses"}, 2, "ShardingError: There is no recipe.\n  do:    --recipe tiny\n"),
+        ({"p1": "refuses"}, 2, "[process 1] ShardingError: There is no recipe.\n[process 1]   do:    --recipe tiny\n"),
+        ({"p0": "fails and tells", "p1": "fails and tells"}, 1, "RunError: The disk is full.\n"),
+        ({"p0": "blames a peer", "p1": "fails and tells"}, 1, "[process 1] RunError: The disk is full.\n"),
+    ],
+)  # fmt: skip
+def test_a_worker_that_has_told_the_reason_itself_needs_no_report(capfd, actions, code, told):
+    deadlines = PATIENT if len(actions) == 2 else QUICK
+    assert launch.supervise(fake(**actions), processes=2, deadlines=deadlines) == code
+    assert capfd.readouterr().err == told
+
+
+def test_a_good_end_has_the_output_of_the_first_process(capfd):
+    assert launch.supervise(fake(p0="done", p1="done"), processes=2) == 0
+    assert capfd.readouterr() == ("process 0 is up\n", "a warning of process 0\n")
+
+
+@pytest.fixture
+def harmless():
+    """Signals that come when nobody listens end no test run; afterwards the handlers are those of before."""
+    note = lambda *_: None
+    before = {signum: signal.signal(signum, note) for signum in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    assert {signal.signal(signum, handler) for signum, handler in before.items()} == {note}
+
+
+def supervise_and_signal(folder, actions, signals, deadlines=QUICK):
+    """The exit code of a run that gets `signals`, pairs of a pause and a number, once its workers are up."""
+
+    def send():
+        until(lambda: all((folder / f"up-{process}").exists() for process in (0, 1)))
+        for pause_s, signum in signals:
+            time.sleep(pause_s)
+            os.kill(os.getpid(), signum)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    code = launch.supervise(fake(folder, **actions), processes=2, deadlines=deadlines)
+    sender.join()
+    return code
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_reaches_the_workers_once(capfd, harmless, tmp_path, signum):
+    # Launchers send it twice: it is one.
+    assert supervise_and_signal(tmp_path, {}, [(0, signum), (0.2, signum)]) == 128 + signum
+    out, err = capfd.readouterr()
+    assert out.count(f"signal {signum.value}") == 1 and err == ""
+
+
+def test_a_second_signal_kills(capfd, harmless, tmp_path):
+    actions = {"p0": "deaf", "p1": "deaf"}
+    assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM), (1.2, signal.SIGTERM)]) == 143
+    out, err = capfd.readouterr()
+    assert "signal 15" in out and err == ""
+
+
+@pytest.mark.parametrize(
+    "actions",
+    [
+        {"p0": "unprepared", "p1": "deaf"},  # killed by the signal before it had begun to listen for it
+        {"p0": "wait", "p1": "aborts when stopped"},  # as JAX does when the process of its service has stopped
+    ],
+)
+def test_what_a_stop_brings_about_is_no_loss(capfd, harmless, tmp_path, actions):
+    assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM)]) == 143
+    assert capfd.readouterr().err == ""
+
+
+# One test for all that needs jax, which takes seconds to start.
+def test_real_processes_meet_work_and_leave(capfd):
+    real = [sys.executable, str(HERE / "jax_worker.py")]
+    options = json.dumps({"processes": 2})
+    orphan = subprocess.Popen(
+        [sys.executable, str(HERE / "supervise.py"), options, *real, "100000"], stdout=subprocess.PIPE, text=True
+    )
+    assert launch.supervise([*real, "2"], processes=2) == 0
+    out, err = capfd.readouterr()
+    assert out == "total 3, 2 of 4 devices\n"
+    assert "native chatter" in err and "Gloo" not in err
+
+    assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
+    told = plain(capfd.readouterr().err)
+    assert told.endswith(
+        KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
+    )
+    assert "failed" not in told and "Terminating process" not in told
+
+    # What a worker has told itself, be it before it met the others, needs no report.
+    assert launch.supervise([*real, "0"], processes=2, deadlines=PATIENT) == 1
+    assert capfd.readouterr().err == (
+        "RunError: The disk is full.\n  where: /data\n  why:   0 bytes are free.\n  do:    df -h\n"
+    )
+
+    # Without their supervisor the workers end.
+    assert orphan.stdout is not None
+    assert any("total 3" in line for line in iter(orphan.stdout.readline, ""))
+    children = Path(f"/proc/{orphan.pid}/task/{orphan.pid}/children").read_text().split()
+    assert len(children) == 2
+    orphan.kill()
+    orphan.communicate()
+    until(lambda: all(gone(pid) for pid in children))
+
+
+def test_the_cause_among_several_endings():
+    killed = Ending(process=3, host="d", code=-9)
+    silent = Ending(process=2, host="c", silent_s=60.0)
+    failed = Ending(process=1, host="b", code=1)
+    aborted = Ending(process=0, host="a", code=-signal.SIGABRT)
+    blames = Ending(process=0, host="a", code=1, blames_peer=True)
+    refused = Ending(process=4, host="e", code=2)
+    order = [refused, killed, silent, failed, aborted, blames]
+    for i in range(len(order)):
+        assert cause(order[i:]) is cause(order[i:][::-1]) is order[i]
+    # Among equals the first that was seen, but of those that have told the same reason the lowest process.
+    assert cause([failed, Ending(process=0, host="a", code=1)]) is failed
+    told = [Ending(process=process, host="x", code=1, told=True) for process in (1, 0)]
+    assert cause(told).process == 0
+
+
+@pytest.mark.parametrize(("value", "bad"), [(0.0, True), (-1.0, True), (float("nan"), True), (5.0, False)])
+def test_timeouts_are_positive(value, bad):
+    if bad:
+        with pytest.raises(js.ShardingError, match="not a positive number") as info:
+            launch.Deadlines(peer_s=value)
+        assert info.value.do == "--peer-timeout 60"
+    else:
+        assert launch.Deadlines(peer_s=value).beat_s < value / 3
+
+
+def test_gpus_are_shared_out(monkeypatch):
+    monkeypatch.setattr(devices, "_has_cuda_plugin", lambda: True)
+    ids = devices.local_device_ids
+    assert ids(2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == ["0,1", "2,3"]
+    assert ids(2, {"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cpu"}) == [None, None]
+    assert ids(2, {"CUDA_VISIBLE_DEVICES": ""}) == [None, None]
+    with pytest.raises(js.ShardingError, match="cannot be shared out") as info:
+        ids(2, {"CUDA_VISIBLE_DEVICES": "0"})
+    assert "JAX_PLATFORMS=cpu" in info.value.do
+
+
+SLURM = {
+    "SLURM_JOB_ID": "5000",
+    "SLURM_NTASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "node[007-008],gpu1",
+    "SLURM_STEP_NUM_TASKS": "4",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "4096000.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+}
+JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (JAX, ("jax variables", "node1:1234", 3, 2)),
+        ({**JAX, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
+        ({**SLURM, **JAX}, ("jax variables", "node1:1234", 3, 2)),
+        (SLURM, ("slurm", "node007:62344", 4, 3)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu1,gpu2"}, ("slurm", "gpu1:62344", 4, 3)),
+        ({**SLURM, "SLURM_STEP_NODELIST": "gpu1"}, ("slurm", "gpu1:62344", 4, 3)),
+        ({**SLURM, "JAX_COORDINATOR_PORT": "999"}, ("slurm", "node007:999", 4, 3)),
+        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "ib0:77"}, ("slurm", "ib0:77", 4, 3)),
+        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        # The shells of salloc: without a step, and as a step of one task in an allocation of four.
+        ({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "4"}, None),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        (OPEN_MPI, ("open mpi", "10.96.0.1:62440", 2, 1)),
+        # A pod that is no indexed job.
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
+    ],
+)
+def test_clusters_are_detected(environ, expected):
+    before = dict(os.environ)
+    found = launch.detect(environ)
+    assert dict(os.environ) == before
+    if expected is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.kind, found.coordinator, found.num_processes, found.process_id) == expected
+        assert found.variables.items() <= environ.items() and found.variables
+
+
+HALF_SET = """\
+The variables that describe the cluster are half set.
+  where: JAX_COORDINATOR_ADDRESS=node1:1234
+         JAX_NUM_PROCESSES=3
+         JAX_PROCESS_ID is not set
+  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to tell the rest.
+  do:    set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I
+         or none, for one process: env -u JAX_COORDINATOR_ADDRESS -u JAX_NUM_PROCESSES jshard train ..."""
+
+
+@pytest.mark.parametrize(
+    ("environ", "told"),
+    [
+        ({**JAX, "JAX_PROCESS_ID": ""}, HALF_SET),
+        ({**JAX, "JAX_PROCESS_ID": "3"}, "process 3 of 3; ids go from 0 to 2."),
+        ({**JAX, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID is not a number of use."),
+        ({**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is not a number of use."),
+        ({**JAX, "JAX_NUM_PROCESSES": "0"}, "it is a whole number, 1 or more."),
+        ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "The address of process 0 cannot be read."),
+        ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1:99999"}, "a port from 1 to 65535"),
+        ({**SLURM, "SLURM_NTASKS": "four"}, "What the cluster's launcher tells cannot be read."),
+        ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not tell where its processes meet."),
+    ],
+)
+def test_variables_that_make_no_sense_are_refused(environ, told):
+    with pytest.raises(js.ShardingError) as info:
+        launch.detect(environ)
+    assert told in str(info.value)
+
+
+def test_a_pod_of_an_indexed_job_is_asked_about(monkeypatch):
+    asked = []
+    monkeypatch.setattr(cluster_module._compat, "launcher_cluster", lambda environ: asked.append(dict(environ)))
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
+    assert launch.detect(pod) is launch.detect({**pod, "JOB_COMPLETION_INDEX": "1"}) is None
+    assert asked == [{}, {**pod, "JOB_COMPLETION_INDEX": "1"}]
+
+
+def test_jax_chooses_the_gpu_of_a_launchers_process():
+    def detection(kind, **environ):
+        return worker._detection({"JSHARD_CLUSTER": kind, **environ})
+
+    assert detection("slurm", SLURM_LOCALID="1") is detection("jax variables", SLURM_LOCALID="1") is None
+    assert detection("jax variables") == detection("local", SLURM_LOCALID="1") == "deactivate"
+
+
+def test_a_program_without_supervisor_is_no_worker():
+    assert not launch.is_worker({}) and launch.is_worker({"JSHARD_WORKER": "1"})
+    launch.note(step=3)
+    with pytest.raises(SystemExit) as info:
+        launch.leave(143)
+    assert info.value.code == 143
+
+
+def test_an_error_of_a_collective_blames_a_peer():
+    low = RuntimeError("FAILED_PRECONDITION: Gloo all-reduce failed: Connection closed by peer [::1]:9")
+    high = RuntimeError("step failed")
+    high.__cause__ = low
+    assert worker._blames_peer(low) and worker._blames_peer(high)
+    assert not worker._blames_peer(None) and not worker._blames_peer(RuntimeError("out of memory"))
+    assert not worker._blames_peer(js.ShardingError("Gloo", where="gloo", why="gloo", do="gloo"))

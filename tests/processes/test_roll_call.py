@@ -1,0 +1,347 @@
+"""The supervisors of a cluster meet or say who is missing, and all of them name a lost process. Here on one machine."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import jshard as js
+from jshard._errors import RunError
+from jshard.train import launch
+from jshard.train.launch import link as link_module
+from jshard.train.launch import reports, roll_call
+from jshard.train.launch.endings import Ending, from_message, to_message
+from jshard.train.launch.link import Link
+from jshard.train.launch.peers import Peers
+
+HERE = Path(__file__).parent
+HOST = socket.gethostname()
+DEADLINES = launch.Deadlines(init_s=20.0)
+SHORT = launch.Deadlines(init_s=1.0)
+
+
+@pytest.fixture
+def ports():
+    """A port for JAX's coordinator, and one for the roll call."""
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+        return one.getsockname()[1], other.getsockname()[1]
+
+
+def variables(ports, process, number=2):
+    """The environment of a process of a cluster on this machine."""
+    return {
+        "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{ports[0]}",
+        "JAX_NUM_PROCESSES": str(number),
+        "JAX_PROCESS_ID": str(process),
+        "JSHARD_ROLL_CALL_PORT": str(ports[1]),
+    }
+
+
+def place(ports, process, number=2):
+    found = launch.detect(variables(ports, process, number))
+    assert found is not None
+    return found
+
+
+def gather(*places, deadlines=DEADLINES, before=lambda: None):
+    """Holds a roll call of these, each in a thread; returns what each got, peers or error."""
+    results = [None] * len(places)
+
+    def attend(index):
+        try:
+            results[index] = roll_call.meet(places[index], deadlines)
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=attend, args=(index,)) for index in range(len(places))]
+    for thread in threads:
+        thread.start()
+        before()
+    for thread in threads:
+        thread.join()
+    return results
+
+
+def plain(text, ports):
+    for port, name in zip(ports, ("PORT", "ROLL"), strict=True):
+        text = text.replace(str(port), name)
+    return re.sub(r"pid \d+", "pid N", text.replace(HOST, "H"))
+
+
+def close(results):
+    threads = [threading.Thread(target=peers.close) for peers in results]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_all_meet_and_know_each_other(ports):
+    results = gather(*(place(ports, process, 3) for process in (2, 0, 1)))
+    assert all(isinstance(peers, Peers) for peers in results)
+    assert [peers.process_id for peers in results] == [2, 0, 1]
+    assert [peers.decides for peers in results] == [False, True, False]
+    assert all(peers.poll(5) == [] for peers in results)
+    close(results)
+
+
+MISSING = """\
+2 of 4 processes did not come: 1, 3.
+  where: this is process 2 on H (jax variables)
+         came: 0 on H, 2 on H
+         JAX_COORDINATOR_ADDRESS=127.0.0.1:PORT
+         JAX_NUM_PROCESSES=4
+         JAX_PROCESS_ID=2
+         JSHARD_ROLL_CALL_PORT=ROLL
+  why:   2 of 4 came to the roll call within 3 s.
+  do:    look why process 1, 3 did not start, or cannot reach 127.0.0.1:ROLL;
+         if they are only slow to start: --init-timeout 900"""
+
+
+def test_a_peer_that_does_not_come_is_told_to_all_that_came(ports):
+    host, guest = gather(place(ports, 0, 4), place(ports, 2, 4), deadlines=launch.Deadlines(init_s=3.0))
+    assert isinstance(host, RunError) and isinstance(guest, RunError)
+    assert plain(str(guest), ports) == MISSING
+    # Each tells the variables that it has seen itself.
+    assert plain(str(host), ports) == MISSING.replace("process 2 on", "process 0 on").replace("_ID=2", "_ID=0")
+
+
+UNREACHABLE = """\
+Process 0 cannot be reached.
+  where: this is process 1 on H (jax variables)
+         process 0 is looked for at 127.0.0.1:ROLL
+         JAX_COORDINATOR_ADDRESS=127.0.0.1:PORT
+         JAX_NUM_PROCESSES=2
+         JAX_PROCESS_ID=1
+         JSHARD_ROLL_CALL_PORT=ROLL
+  why:   Connection refused, after 1 s.
+  do:    see that process 0 runs on 127.0.0.1 and that its ports PORT and ROLL are open to H;
+         another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345"""
+
+
+def test_a_process_0_that_does_not_come_is_told(ports):
+    (guest,) = gather(place(ports, 1), deadlines=SHORT)
+    assert isinstance(guest, RunError)
+    assert plain(str(guest), ports) == UNREACHABLE
+
+
+def test_two_processes_with_one_id_are_told_to_all(ports):
+    results = gather(place(ports, 0, 3), place(ports, 1, 3), place(ports, 1, 3))
+    assert all(type(error) is js.ShardingError for error in results)
+    for error in results:
+        assert plain(str(error), ports).startswith("Two processes have the id 1.\n  where: on H and on H\n")
+
+
+def test_two_processes_0_on_a_machine(ports):
+    with socket.create_server(("127.0.0.1", ports[1])):
+        (error,) = gather(place(ports, 0))
+    assert plain(str(error), ports).startswith("The roll call cannot be opened.\n  where: port ROLL of H\n")
+
+
+def test_a_process_of_another_run_is_told_to_all(ports):
+    host, guest = gather(place(ports, 0, 2), place(ports, 1, 3))
+    for error in (host, guest):
+        assert type(error) is js.ShardingError
+        assert "process 0 has 2 processes at 127.0.0.1:PORT" in plain(str(error), ports)
+        assert "process 1 has 3 processes at 127.0.0.1:PORT" in plain(str(error), ports)
+
+
+def test_strangers_on_the_port_are_passed_over(ports):
+    def intrude():
+        for words in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"[" * 10000 + b"\n",
+            b"x" * 100000,
+            b'{"hello": 1, "process": "1"}\n',
+        ):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", ports[1]), timeout=1) as stranger:
+                stranger.sendall(words)
+
+    def late():
+        time.sleep(0.3)
+        intrude()
+
+    results = gather(place(ports, 0), place(ports, 1), before=late)
+    assert all(isinstance(peers, Peers) for peers in results)
+    close(results)
+
+
+def test_a_stop_ends_the_waiting(ports):
+    asked = []
+    assert roll_call.meet(place(ports, 0), DEADLINES, stopped=lambda: len(asked) > 2 or asked.append(1)) is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "port"),
+    [
+        ({"JAX_COORDINATOR_ADDRESS": "a:1000"}, 1001),
+        ({"JAX_COORDINATOR_ADDRESS": "a:65535"}, 65534),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1000", "JSHARD_ROLL_CALL_PORT": "77"}, 77),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1000", "JSHARD_ROLL_CALL_PORT": "none"}, None),
+    ],
+)
+def test_the_port_of_the_roll_call(environ, port):
+    found = launch.detect({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", **environ})
+    if port is None:
+        with pytest.raises(js.ShardingError, match="port of the roll call cannot be read"):
+            reports.roll_call_port(found)
+    else:
+        assert reports.roll_call_port(found) == port
+
+
+def test_the_port_under_slurm_is_not_that_of_the_next_job():
+    slurm = launch.Cluster(kind="slurm", coordinator="a:62344", num_processes=2, process_id=0, variables={})
+    assert reports.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
+
+
+def test_endings_travel_and_nonsense_does_not():
+    ending = Ending(process=1, host="a", pid=7, code=-9, step=3, checkpoint="c", told=True)
+    assert from_message(json.loads(json.dumps(to_message(ending)))) == ending
+    good = to_message(ending)
+    for bad in (
+        None,
+        [],
+        {},
+        {**good, "process": "1"},
+        {**good, "host": 3},
+        {**good, "code": "x"},
+        {**good, "host": "h" * 9999},
+    ):
+        assert from_message(bad) is None  # fmt: skip
+
+
+@pytest.mark.parametrize("data", [b"no json\n", b"[1]\n", b"x" * 20000, b"[" * 5000 + b"\n", b"\xff\n"])
+def test_a_link_closes_on_what_is_no_message(data):
+    ours, theirs = socket.socketpair()
+    with theirs:
+        link = Link(ours)
+        theirs.sendall(data)
+        deadline = time.monotonic() + 10
+        while not link.closed and time.monotonic() < deadline:
+            assert link.receive() == []
+        assert link.closed
+        theirs.close()
+        link_module.close_all([link])
+
+
+def test_the_last_message_arrives_although_something_is_unread():
+    ours, theirs = (Link(each) for each in socket.socketpair())
+    theirs.send({"beat": 1})
+    ours.send({"verdict": 1})
+    closing = threading.Thread(target=ours.close)
+    closing.start()
+    received = []
+    deadline = time.monotonic() + 10
+    while not theirs.closed and time.monotonic() < deadline:
+        received += theirs.receive()
+    theirs.close()
+    closing.join()
+    assert received == [{"verdict": 1}]
+
+
+def start(ports, process, actions, **options):
+    """A supervisor of a fake worker, in a process of its own, as on a machine of its own."""
+    return subprocess.Popen(
+        [
+            *(sys.executable, str(HERE / "supervise.py"), json.dumps({"grace_s": 0.5, **options})),
+            *(sys.executable, str(HERE / "fake_worker.py"), json.dumps(actions)),
+        ],
+        env={**os.environ, **variables(ports, process)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def read_until(process, text):
+    while text not in (line := process.stdout.readline()):
+        assert line, process.stderr.read()
+
+
+def worker_of(process):
+    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return int(child)
+
+
+LOST = """\
+RunError: Process 1 of 3 was lost.
+  where: process 1 (pid N, host H)
+         last step reported: 12
+         last good checkpoint: runs/a/checkpoints/10
+  why:   it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer.
+         The others cannot go on without it and are stopped.
+  do:    jshard train gpt.py --out runs/a --resume
+"""
+
+
+def supervise_all(ports, actions, number):
+    """Supervisors of a cluster, each in a thread; their exit codes."""
+    command = [sys.executable, str(HERE / "fake_worker.py"), json.dumps(actions)]
+    codes = [None] * number
+
+    def run(process):
+        deadlines = launch.Deadlines(init_s=30.0, grace_s=0.5)
+        codes[process] = launch.supervise(command, cluster=place(ports, process, number), deadlines=deadlines)
+
+    threads = [threading.Thread(target=run, args=(process,)) for process in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return codes
+
+
+def test_all_supervisors_name_the_lost_process_and_not_its_echo(ports, capfd):
+    assert supervise_all(ports, {"0": "blames a peer", "1": "killed", "2": "wait"}, 3) == [1, 1, 1]
+    assert plain(capfd.readouterr().err, ports) == LOST * 3
+
+
+def test_a_request_refused_by_all_is_told_by_process_0(ports, capfd):
+    assert supervise_all(ports, {"0": "refuses", "1": "refuses"}, 2) == [2, 2]
+    told = capfd.readouterr().err
+    assert told.count("ShardingError: There is no recipe.\n  do:    --recipe tiny\n") == 1
+    assert told.count("ShardingError: Process 0 of 2 refused the request.\n") == 1
+    assert told.count("ShardingError") == 2
+
+
+def test_a_good_end_needs_no_report(ports, capfd):
+    assert supervise_all(ports, {"0": "done", "1": "done"}, 2) == [0, 0]
+    assert capfd.readouterr().err == "a warning of process 0\n"
+
+
+@pytest.mark.parametrize(("signum", "why"), [("KILL", "connection to it broke"), ("STOP", "gave no sign of life")])
+def test_a_supervisor_that_is_gone_is_a_lost_process(ports, signum, why):
+    actions = {"0": "wait", "1": "wait"}
+    first, second = (start(ports, process, actions, peer_s=3.0) for process in range(2))
+    for process, name in ((first, "0"), (second, "1")):
+        read_until(process, f"process {name} is up")
+    orphan = worker_of(second)
+    second.send_signal(getattr(signal, f"SIG{signum}"))
+    _, err = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "Process 1 of 2 was lost" in err and why in err and f"host {HOST}" in err
+    second.kill()
+    second.communicate()
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{orphan}").exists() and " Z " not in Path(f"/proc/{orphan}/stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_stop_of_all_needs_no_report(ports):
+    processes = [start(ports, process, {}) for process in range(2)]
+    for number, process in enumerate(processes):
+        read_until(process, f"process {number} is up")
+    for process in processes:
+        process.send_signal(signal.SIGTERM)
+    ended = [process.communicate(timeout=60) for process in processes]
+    assert [(process.returncode, err) for process, (_, err) in zip(processes, ended, strict=True)] == [(143, "")] * 2

@@ -1,0 +1,257 @@
+"""How a command ends: exit codes, four parts or a traceback, `--debug`, pipes, Ctrl-C; and `--print-config`."""
+
+import dataclasses
+import enum
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jshard import cli
+from jshard._errors import MeshError, RunError
+from jshard.cli._config import config_json, print_config
+from jshard.train.as_json import tree, versions
+from tests.micro_gpt import micro
+
+WRONG = MeshError("The mesh is wrong.", where="--mesh fsdp=3", why="8 / 3.", do="--mesh fsdp=8")
+FAILED = RunError("The disk is full.", where="runs/a", why="0 bytes are free.", do="rm -r runs/old")
+
+
+@pytest.fixture
+def ends_with(monkeypatch, capsys):
+    """Runs the command line around a command that raises this, or returns it; exit code, stdout and stderr."""
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+
+    def end(outcome, *options):
+        seen = []
+
+        def command(argv):
+            seen.append((list(argv), os.environ.get("JSHARD_DEBUG")))
+            if callable(outcome):
+                return outcome()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(cli, "_command", lambda name: command)
+        code = cli.main(["train", "model.py", *options])
+        end.seen = seen[0]
+        return code, *capsys.readouterr()
+
+    return end
+
+
+def test_the_code_of_the_command_is_that_of_the_process(ends_with):
+    assert ends_with(0) == (0, "", "")
+    assert ends_with(143) == (143, "", "")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (
+            WRONG,
+            2,
+            "MeshError: The mesh is wrong.\n  where: --mesh fsdp=3\n  why:   8 / 3.\n  do:    --mesh fsdp=8\n",
+        ),
+        (
+            FAILED,
+            1,
+            "RunError: The disk is full.\n  where: runs/a\n  why:   0 bytes are free.\n  do:    rm -r runs/old\n",
+        ),
+        (KeyboardInterrupt(), 130, "\ninterrupted\n"),
+    ],
+    ids=["request", "run", "ctrl-c"],
+)
+def test_plain_words_and_the_traceback_on_request(ends_with, monkeypatch, error, code, text):
+    assert ends_with(error) == (code, "", text)
+    for_debug = ends_with(error, "--debug")
+    assert for_debug[0] == code
+    assert for_debug[2].startswith("Traceback (most recent call last):")
+    assert for_debug[2].endswith(text)
+    monkeypatch.setenv("JSHARD_DEBUG", "1")
+    assert "Traceback" in ends_with(error)[2]
+    monkeypatch.setenv("JSHARD_DEBUG", "0")
+    assert ends_with(error) == (code, "", text)
+
+
+def test_debug_is_for_the_shell_around_the_command_and_its_processes(ends_with):
+    assert ends_with(0, "--debug", "--steps", "3")[0] == 0
+    assert ends_with.seen == (["model.py", "--steps", "3"], "1")
+    assert not os.environ.get("JSHARD_DEBUG")
+
+
+def test_an_error_of_the_users_file_keeps_its_traceback(ends_with):
+    code, _, error = ends_with(lambda: 1 / 0)
+    assert code == 1
+    assert error.startswith("Traceback")
+    assert error.endswith("ZeroDivisionError: division by zero\n")
+
+
+def test_out_of_memory_says_what_to_do(ends_with):
+    code, _, error = ends_with(lambda: jnp.zeros((2**46,)).block_until_ready(), "--mesh", "fsdp=2")
+    assert code == 1
+    what, where, why, *do = error.splitlines()
+    assert what == "RunError: The devices are out of memory."
+    assert where == "  where: jshard train model.py --mesh fsdp=2"
+    assert "RESOURCE_EXHAUSTED" in why
+    for way in ("--mesh fsdp=N", "--set accumulate=2", "--set batch_size=N", 'remat="full"'):
+        assert way in "\n".join(do)
+    assert "Traceback" not in error
+    assert "JaxRuntimeError" in ends_with(lambda: jnp.zeros((2**46,)).block_until_ready(), "--debug")[2]
+
+
+def test_another_error_of_the_devices_keeps_its_traceback(ends_with):
+    code, _, error = ends_with(jax.errors.JaxRuntimeError("INTERNAL: no"))
+    assert code == 1
+    assert error.startswith("Traceback")
+
+
+def test_a_pipe_that_is_not_stdout_keeps_its_traceback(ends_with):
+    code, _, error = ends_with(BrokenPipeError(32, "Broken pipe"))
+    assert code == 1
+    assert "BrokenPipeError" in error
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("lines", [1, 100_000], ids=["at the end", "in the middle"])
+def test_a_reader_that_leaves(lines, unbuffered):
+    program = (
+        "import sys; from jshard import cli\n"
+        f"def command(argv):\n    for _ in range({lines}): print('a line')\n    return 0\n"
+        "cli._command = lambda name: command\n"
+        "sys.stdin.read()\n"  # until the reader has gone
+        "sys.exit(cli.main(['train']))"
+    )
+    reading, writing = os.pipe()
+    started = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdin=subprocess.PIPE,
+        stdout=writing,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(writing)
+    os.close(reading)
+    _, error = started.communicate(timeout=120)
+    assert error == b""
+    assert started.returncode in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["train", "model.py", "--recip", "tiny"], "--recipe NAME"),
+        (["train", "model.py", "--dryrun"], "--dry-run"),
+        (["train", "model.py", "--steps", "many"], "--steps"),
+        (["train"], "Missing"),
+    ],
+)
+def test_the_parser_names_the_nearest_option(capsys, arguments, part):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(arguments)
+    assert stop.value.code == 2
+    told = capsys.readouterr()
+    assert part in told.out + told.err
+    assert "Traceback" not in told.out + told.err
+
+
+def test_unknown_command_names_the_nearest(capsys):
+    assert cli.main(["trian"]) == 2
+    assert capsys.readouterr().err == (
+        "ShardingError: There is no command 'trian'.\n"
+        "  where: jshard trian\n"
+        "  why:   the commands are train.\n"
+        "  do:    jshard train\n"
+    )
+
+
+def test_help_tells_of_debug(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "--debug" in capsys.readouterr().out
+
+
+def test_the_commands_packages_are_not_imported_for_help():
+    program = (
+        "import sys; from jshard.cli import main; main(['--help'])\n"
+        "sys.exit(any(name in sys.modules for name in ('tyro', 'grain', 'matplotlib', 'jshard.train')))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def config(**changes):
+    values = {"model_file": Path("models/gpt.py"), "recipe_name": "tiny", "recipe": micro(), "mesh": {"fsdp": 8}}
+    return config_json(**values | changes)
+
+
+def test_config_is_the_resolved_tree(capsys):
+    recipe = dataclasses.replace(micro(), num_steps=7)
+    print_config(
+        config(
+            recipe=recipe,
+            mesh={"replica": 1, "fsdp": 8, "tensor": 1},
+            data=[Path("text.txt")],
+            tokenizer=Path("tok.json"),
+            out=Path("runs/a"),
+            options={"workers": 2, "track": ("tensorboard",)},
+        )
+    )
+    read = json.loads(capsys.readouterr().out)
+    assert list(read) == "model_file recipe_name recipe mesh data tokenizer out options versions".split()
+    assert read["recipe"]["class"] == "Recipe"
+    assert read["recipe"]["num_steps"] == 7
+    assert read["recipe"]["model"]["class"] == "GPTConfig"
+    assert read["recipe"]["model"]["n_layer"] == 2
+    assert read["mesh"] == {"replica": 1, "fsdp": 8, "tensor": 1}
+    assert (read["data"], read["tokenizer"], read["out"]) == (["text.txt"], "tok.json", "runs/a")
+    assert read["options"] == {"workers": 2, "track": ["tensorboard"]}
+
+
+def test_config_without_options():
+    read = config()
+    assert (read["data"], read["tokenizer"], read["out"], read["options"]) == ([], None, None, {})
+
+
+def test_versions(monkeypatch):
+    told = versions()
+    assert list(told) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
+    assert told["jax"] == jax.__version__
+    assert told["python"] == ".".join(map(str, sys.version_info[:3]))
+
+    def missing(package):
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    assert versions()["grain"] is None
+
+
+class Color(enum.Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    ("value", "json_value"),
+    [
+        (float("inf"), "inf"),
+        (np.float32(0.5), 0.5),
+        (Color.RED, "RED"),
+        (Path("a/b"), "a/b"),
+        ((1, (2,)), [1, [2]]),
+        ({1: {2}}, {"1": [2]}),
+        (np.dtype("float32"), "float32"),
+        (json.dumps, "json.dumps"),
+        (object(), "builtins.object"),
+    ],
+    ids=str,
+)
+def test_values_that_json_does_not_have(value, json_value):
+    assert tree(value) == json_value
+    json.dumps(tree(value), allow_nan=False)

@@ -1,0 +1,248 @@
+"""TensorBoard files read back, W&B against a stand-in of its package, and the choice between them."""
+
+import json
+import math
+import resource
+import struct
+import sys
+import textwrap
+
+import pytest
+
+from jshard._errors import RunError, ShardingError
+from jshard.train import trackers
+from jshard.train.metrics import Trackers
+
+# A stand-in for the package: it notes its calls as lines of JSON.
+WANDB = """
+    import json, os, types
+
+    def note(**call):
+        with open(os.environ["WANDB_CALLS"], "a") as file:
+            file.write(json.dumps(call) + chr(10))
+
+    class Run:
+        starting_step = int(os.environ.get("WANDB_STARTING_STEP", "0"))
+
+        def log(self, scalars, step):
+            note(log=scalars, step=step)
+
+        def finish(self):
+            note(finish=True)
+
+    def Settings(**settings):
+        return settings
+
+    def init(**asked):
+        if os.environ.get("WANDB_FAILS"):
+            raise RuntimeError("No API key configured.")
+        note(init=asked)
+        return Run()
+"""
+
+
+@pytest.fixture
+def wandb_calls(tmp_path, monkeypatch):
+    """The calls of the stand-in."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "wandb.py").write_text(textwrap.dedent(WANDB))
+    calls = tmp_path / "calls.jsonl"
+    calls.touch()
+    monkeypatch.syspath_prepend(tmp_path / "lib")
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setenv("WANDB_CALLS", str(calls))
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    yield lambda: [json.loads(line) for line in calls.read_text().splitlines()]
+    sys.modules.pop("wandb", None)
+
+
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
+
+
+@pytest.fixture
+def out(tmp_path):
+    (tmp_path / "gpt-tiny").mkdir()
+    return tmp_path / "gpt-tiny"
+
+
+def events(folder):
+    """The events of each file, in the order in which TensorBoard reads them."""
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2", reason="the extra tensorboard is missing")
+    files = []
+    for path in sorted(folder.iterdir()):
+        data, found = path.read_bytes(), []
+        while data:  # length, its checksum, the event, its checksum
+            (length,) = struct.unpack("<Q", data[:8])
+            found.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+        files.append(found)
+    return files
+
+
+def tensorboard(folder, **options):
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is missing")
+    return trackers.TensorBoard(folder, **options)
+
+
+def test_tensorboard_has_every_scalar_of_every_step(tmp_path):
+    board = tensorboard(tmp_path / "tensorboard")
+    board.log(1, {"loss": 2.5, "grad_norm": 0.5})
+    board.log(2, {"val_loss": math.nan})
+    board.close()
+    (start, one, two), *others = events(tmp_path / "tensorboard")
+    assert others == []
+    assert start.file_version == "brain.Event:2"
+    assert (one.step, {value.tag: value.simple_value for value in one.summary.value}) == (
+        1,
+        {"loss": 2.5, "grad_norm": 0.5},
+    )
+    assert two.step == 2 and math.isnan(two.summary.value[0].simple_value)
+    assert one.wall_time > 1.7e9
+
+
+def test_tensorboard_accepts_the_checksums(tmp_path):
+    board = tensorboard(tmp_path)
+    board.log(1, {"loss": 2.5})
+    board.close()
+    from tensorboardX.record_writer import masked_crc32c
+
+    (data,) = (path.read_bytes() for path in tmp_path.iterdir())
+    assert struct.unpack("<I", data[8:12])[0] == masked_crc32c(data[:8])
+
+
+def test_a_resumed_run_hides_later_steps_and_overwrites_no_file(tmp_path, monkeypatch):
+    for now_s, resume_after in ((2000.0, None), (1000.0, 5), (1000.0, 5)):  # the clock is set back
+        monkeypatch.setattr(trackers.time, "time", lambda now_s=now_s: now_s)
+        board = tensorboard(tmp_path, resume_after=resume_after)
+        board.log(6, {"loss": 1.0})
+        board.close()
+    first, second, third = events(tmp_path)
+    assert [event.step for event in first] == [0, 6]
+    assert [event.step for event in second] == [event.step for event in third] == [0, 6, 6]
+    assert second[1].session_log.status == 1  # START: events of that step on in earlier files are hidden
+
+
+def test_tensorboard_is_on_disk_after_ten_seconds(tmp_path):
+    now_s = [0.0]
+    board = tensorboard(tmp_path, clock=lambda: now_s[0])
+    board.log(1, {"loss": 1.0})
+    now_s[0] = 10.0
+    board.log(2, {"loss": 1.0})
+    assert [event.step for event in events(tmp_path)[0]] == [0, 1, 2]
+    board.close()
+
+
+def test_tensorboard_on_a_full_disk_is_left_out_and_the_run_goes_on(tmp_path):
+    board = tensorboard(tmp_path)
+    said = []
+    both = Trackers(optional=[board], warn=said.append)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        for step in range(1000):  # more than its buffer holds
+            both.log(step, {"loss": 1.0})
+        both.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(said) == 1
+    assert "TensorBoard failed (OSError" in said[0]
+
+
+def test_wandb_is_told_the_run(out, wandb_calls):
+    (tracker,) = trackers.open_trackers(["wandb"], out=out, config={"seed": 0})
+    tracker.log(1, {"loss": 2.5})
+    tracker.close()
+    init, log, finish = wandb_calls()
+    assert init["init"] == {
+        "project": "jshard",
+        "name": "gpt-tiny",
+        "config": {"seed": 0},
+        "dir": str(out),
+        "id": (out / "wandb" / "run_id").read_text().strip(),
+        "resume": "allow",
+        "settings": {"console": "off", "finish_timeout": 15.0},
+    }
+    assert log == {"log": {"loss": 2.5}, "step": 1}
+    assert finish == {"finish": True}
+
+
+def test_wandb_takes_the_project_of_the_environment(out, wandb_calls, monkeypatch):
+    monkeypatch.setenv("WANDB_PROJECT", "mine")
+    trackers.open_trackers(["wandb"], out=out, config={})
+    assert wandb_calls()[0]["init"]["project"] == "mine"
+
+
+def test_a_resumed_run_goes_on_at_wandb_and_sends_no_step_twice(out, wandb_calls, monkeypatch):
+    trackers.open_trackers(["wandb"], out=out, config={})
+    monkeypatch.setenv("WANDB_STARTING_STEP", "8")  # it has steps up to 7
+    del sys.modules["wandb"]
+    (tracker,) = trackers.open_trackers(["wandb"], out=out, config={}, resume_after=5)
+    for step in (6, 7, 8):
+        tracker.log(step, {"loss": 1.0})
+    first, second, *logs = wandb_calls()
+    assert first["init"]["id"] == second["init"]["id"]
+    assert [log["step"] for log in logs] == [8]
+
+
+def test_a_new_run_is_a_new_one_at_wandb(out, wandb_calls):
+    for _ in range(2):
+        trackers.open_trackers(["wandb"], out=out, config={})
+    first, second = wandb_calls()
+    assert first["init"]["id"] != second["init"]["id"]
+
+
+def test_a_run_that_wandb_does_not_take_is_told_at_the_start(out, wandb_calls, monkeypatch):
+    monkeypatch.setenv("WANDB_FAILS", "1")
+    with pytest.raises(RunError, match="does not take the run") as error:
+        trackers.open_trackers(["wandb"], out=out, config={})
+    assert "No API key configured." in error.value.why
+    assert "WANDB_MODE=offline" in error.value.do
+
+
+def test_both_at_once(out, wandb_calls):
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is missing")
+    both = trackers.open_trackers(["tensorboard", "wandb", "tensorboard"], out=out, config={})
+    assert [type(tracker) for tracker in both] == [trackers.WeightsAndBiases, trackers.TensorBoard]
+    for tracker in both:
+        tracker.close()
+    assert len(list((out / "tensorboard").iterdir())) == 1
+
+
+def test_an_unknown_tracker_is_refused_with_the_nearest_name(out):
+    with pytest.raises(ShardingError, match="no tracker 'tensorbord'") as error:
+        trackers.open_trackers(["tensorbord"], out=out, config={})
+    assert error.value.do == "use tensorboard"
+    with pytest.raises(ShardingError, match="use tensorboard or wandb"):
+        trackers.open_trackers(["mlflow"], out=out, config={})
+
+
+@pytest.mark.parametrize("name", ["tensorboard", "wandb"])
+def test_a_missing_package_is_told_with_its_extra(out, nothing_installed, name):
+    with pytest.raises(ShardingError, match="not installed") as error:
+        trackers.open_trackers([name], out=out, config={})
+    assert error.value.do == f"pip install 'jshard[{name}]'"
+
+
+def test_nothing_is_opened_when_one_of_them_is_refused(out):
+    pytest.importorskip("tensorboardX", reason="the extra tensorboard is missing")
+    with pytest.raises(ShardingError, match="no tracker 'mlflow'"):
+        trackers.open_trackers(["tensorboard", "mlflow"], out=out, config={})
+    assert list(out.iterdir()) == []
+
+
+def test_what_is_available(wandb_calls):
+    assert "wandb" in trackers.available()
+
+
+def test_nothing_is_available(nothing_installed):
+    assert trackers.available() == ()
+
+
+def test_a_folder_that_wandb_left_behind_is_not_the_package(tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    (tmp_path / "wandb").mkdir()
+    trackers.importlib.invalidate_caches()
+    assert "wandb" not in trackers.available()

@@ -1,0 +1,310 @@
+"""What a run shows: the live line on a terminal, plain lines elsewhere, and the speed behind them."""
+
+import io
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jshard.train.progress import Progress
+from jshard.train.speed import Speed
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+class Terminal(io.StringIO):
+    """A terminal, with the lines that it shows."""
+
+    def isatty(self):
+        return True
+
+    @property
+    def shown(self) -> list[str]:
+        lines, column = [""], 0
+        for char in self.getvalue():
+            if char == "\n":
+                lines.append("")
+                column = 0
+            elif char == "\r":
+                column = 0
+            else:
+                lines[-1] = lines[-1][:column].ljust(column) + char + lines[-1][column + 1 :]
+                column += 1
+        return [line.rstrip() for line in lines]
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture
+def columns(monkeypatch):
+    def resize(count):
+        monkeypatch.setenv("COLUMNS", str(count))
+
+    resize(200)
+    return resize
+
+
+SCALARS = {
+    "loss": 2.34561,
+    "grad_norm": 0.5,
+    "tokens_per_s": 31234.2,
+    "step_s": 0.131,
+    "mfu": 0.2312,
+    "peak_bytes": 11_744_051,
+}
+LINE = "step 120/500  loss 2.3456  31,234 tokens/s  131 ms/step  ETA 0:50  MFU 23.1%  peak 11.20 MiB/device"
+
+
+def test_the_whole_line(columns, clock):
+    terminal = Terminal()
+    Progress(500, stream=terminal, clock=clock).log(120, SCALARS)
+    assert terminal.getvalue() == "\r" + LINE
+
+
+def test_the_line_says_where_the_bytes_are_from(columns, clock):
+    terminal = Terminal()
+    Progress(500, peak_label="compiled", stream=terminal, clock=clock).log(120, SCALARS)
+    assert terminal.getvalue().endswith("peak 11.20 MiB/device (compiled)")
+
+
+def test_the_first_step_has_no_speed_yet(columns, clock):
+    terminal = Terminal()
+    Progress(500, stream=terminal, clock=clock).log(1, {"loss": 5.5})
+    assert terminal.shown == ["step   1/500  loss 5.5000"]
+
+
+@pytest.mark.parametrize(
+    ("scalars", "part"),
+    [
+        ({"samples_per_s": 42.35}, "42.4 samples/s"),
+        ({"samples_per_s": 0.5}, "0.5 samples/s"),
+        ({"tokens_per_s": 1_234_567.0}, "1,234,567 tokens/s"),
+        ({"step_s": 0.00431}, "4.31 ms/step  ETA 0:00"),
+        ({"step_s": 12.34}, "12.3 s/step  ETA 19:45"),
+        ({"step_s": 60.0}, "60.0 s/step  ETA 1:36:00"),
+        ({"step_s": 3600.0}, "3600.0 s/step  ETA 4d 00:00:00"),
+        ({"loss": float("nan")}, "loss nan"),
+        ({"mfu": 0.004}, "MFU 0.4%"),
+    ],
+)
+def test_units(columns, clock, scalars, part):
+    terminal = Terminal()
+    Progress(100, stream=terminal, clock=clock).log(4, {"loss": 1.0} | scalars)
+    assert part in terminal.shown[0]
+
+
+@pytest.mark.parametrize(
+    ("width", "line"),
+    [
+        (200, LINE),
+        (len(LINE) + 1, LINE),
+        (len(LINE), LINE.rsplit("  ", 1)[0]),  # the last column stays free
+        (50, "step 120/500  loss 2.3456  31,234 tokens/s"),
+        (20, "step 120/500"),
+        (8, "step 12"),
+    ],
+)
+def test_the_line_fits_the_terminal(columns, clock, width, line):
+    columns(width)
+    terminal = Terminal()
+    Progress(500, stream=terminal, clock=clock).log(120, SCALARS)
+    assert terminal.getvalue() == "\r" + line
+
+
+def test_a_shorter_line_leaves_nothing_of_a_longer_one(columns, clock):
+    terminal = Terminal()
+    progress = Progress(500, stream=terminal, clock=clock)
+    progress.log(120, SCALARS)
+    clock.now_s += 1
+    progress.log(121, {"loss": 2.0})
+    assert terminal.shown == ["step 121/500  loss 2.0000"]
+
+
+def test_a_terminal_that_was_made_narrower_is_not_overrun(columns, clock):
+    terminal = Terminal()
+    progress = Progress(500, stream=terminal, clock=clock)
+    progress.log(120, SCALARS)
+    columns(40)
+    clock.now_s += 1
+    progress.log(121, {"loss": 2.0})
+    assert len(terminal.getvalue().rsplit("\r", 1)[1]) == 39
+
+
+def test_a_terminal_is_written_at_most_ten_times_a_second(columns, clock):
+    terminal = Terminal()
+    progress = Progress(2000, stream=terminal, clock=clock)
+    for step in range(1, 1001):
+        progress.log(step, {"loss": 1.0})
+        clock.now_s += 0.001
+    assert 9 <= terminal.getvalue().count("\r") <= 11
+
+
+def test_an_evaluation_stays_above_the_live_line(columns, clock):
+    terminal = Terminal()
+    progress = Progress(500, stream=terminal, clock=clock)
+    progress.log(120, {"loss": 2.0})
+    progress.log(120, {"val_loss": 2.125})
+    progress.note("saved")
+    assert terminal.shown == ["step 120: validation loss 2.1250", "saved", "step 120/500  loss 2.0000"]
+    clock.now_s += 1
+    progress.log(121, {"loss": 1.5})
+    progress.close()
+    print("after", file=terminal)
+    assert terminal.shown == [
+        "step 120: validation loss 2.1250",
+        "saved",
+        "step 121/500  loss 1.5000",
+        "after",
+        "",
+    ]
+
+
+def test_a_note_before_the_first_step_is_just_a_line(columns, clock):
+    terminal = Terminal()
+    Progress(500, stream=terminal, clock=clock).note("step 120 restored")
+    assert terminal.getvalue() == "step 120 restored\n"
+
+
+def test_the_last_step_is_shown_on_a_terminal_though_it_came_quickly(columns, clock):
+    terminal = Terminal()
+    progress = Progress(2, stream=terminal, clock=clock)
+    progress.log(1, {"loss": 2.0})
+    progress.log(2, {"loss": 1.0})
+    assert terminal.shown == ["step 2/2  loss 1.0000"]
+
+
+def test_closing_twice_ends_the_line_once(columns, clock):
+    terminal = Terminal()
+    progress = Progress(2, stream=terminal, clock=clock)
+    progress.log(2, {"loss": 1.0})
+    progress.close()
+    progress.close()
+    assert terminal.shown == ["step 2/2  loss 1.0000", ""]
+
+
+def test_a_log_file_has_a_plain_line_every_ten_seconds_and_the_last(columns, clock):
+    columns(20)  # a file has no width
+    stream = io.StringIO()
+    progress = Progress(500, stream=stream, clock=clock)
+    for step in range(471, 501):
+        progress.log(step, {"loss": 1.0, "step_s": 1.0})
+        clock.now_s += 1.0
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step 471/500  loss 1.0000  1000 ms/step  ETA 0:29",
+        "step 481/500  loss 1.0000  1000 ms/step  ETA 0:19",
+        "step 491/500  loss 1.0000  1000 ms/step  ETA 0:09",
+        "step 500/500  loss 1.0000  1000 ms/step  ETA 0:00",
+    ]
+
+
+def test_a_run_that_stops_early_shows_its_last_step(clock):
+    stream = io.StringIO()
+    progress = Progress(500, stream=stream, clock=clock)
+    for step in (1, 2, 3):
+        progress.log(step, {"loss": 1.0})
+    progress.log(3, {"val_loss": 2.0})
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "step   1/500  loss 1.0000",
+        "step 3: validation loss 2.0000",
+        "step   3/500  loss 1.0000",
+    ]
+
+
+def test_a_closed_stream_does_not_end_the_run(clock):
+    for stream in (io.StringIO(), Terminal()):
+        progress = Progress(3, stream=stream, clock=clock)
+        progress.log(1, {"loss": 1.0})
+        stream.close()
+        clock.now_s += 60
+        progress.log(2, {"loss": 1.0})
+        progress.note("saved")
+        progress.close()
+        Progress(3, stream=stream, clock=clock).log(3, {"loss": 1.0})
+
+
+def test_no_standard_output_at_all(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    progress = Progress(3)
+    progress.log(3, {"loss": 1.0})
+    progress.close()
+
+
+def test_a_reader_that_is_gone_does_not_end_the_run():
+    script = """
+        import sys
+        from jshard.train.progress import Progress
+        progress = Progress(3)
+        sys.stdin.readline()  # the reader is gone now
+        for step in (1, 2, 3):
+            progress.log(step, {"loss": 1.0, "val_loss": 2.0})
+        progress.close()
+        print("and so may others print")
+        print("done", file=sys.stderr)
+    """
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script)],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    os.close(reader)
+    _, errors = process.communicate("go\n", timeout=120)
+    assert (process.returncode, errors) == (0, "done\n")
+
+
+def test_speed_leaves_out_the_first_step_and_pauses(clock):
+    speed = Speed(clock=clock)
+    clock.now_s += 30.0  # compiles
+    speed.done(1)
+    assert speed.step_s is None and speed.last_s is None and speed.rate(100) is None
+    clock.now_s += 2.0
+    speed.done(2)
+    clock.now_s += 500.0  # an evaluation
+    speed.pause()
+    clock.now_s += 4.0
+    speed.done(3)
+    assert speed.step_s == 3.0
+    assert speed.last_s == 4.0
+    assert speed.rate(300) == 100.0
+
+
+def test_speed_is_that_of_the_last_steps(clock):
+    speed = Speed(window=2, clock=clock)
+    for step, took_s in enumerate([9.0, 8.0, 1.0, 3.0], start=1):
+        clock.now_s += took_s
+        speed.done(step)
+    assert speed.step_s == 2.0
+
+
+def test_speed_of_a_resumed_run_with_every_fifth_step_told(clock):
+    speed = Speed(clock=clock)
+    for step in (105, 110, 115):
+        clock.now_s += 10.0
+        speed.done(step)
+    assert speed.step_s == 2.0
+    assert speed.last_s is None
+
+
+def test_a_pause_before_the_first_step_changes_nothing(clock):
+    speed = Speed(clock=clock)
+    speed.pause()
+    speed.done(1)
+    clock.now_s += 2.0
+    speed.done(2)
+    assert speed.step_s == 2.0

@@ -1,0 +1,219 @@
+"""Text files become data; what is no text is told, all of it at once."""
+
+import os
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jshard.train.data import DataError
+from jshard.train.text import TokenWindows, load_text
+
+
+def text_of(windows):
+    """The bytes of a source of windows, without those that fill no window."""
+    return b"".join(windows[i]["inputs"].astype(np.uint8).tobytes() for i in range(len(windows)))
+
+
+def refused(paths, **options):
+    with pytest.raises(DataError) as caught:
+        load_text(paths, **{"sequence_length": 4, **options})
+    return caught.value
+
+
+@pytest.fixture
+def book(tmp_path):
+    path = tmp_path / "book.txt"
+    path.write_text("a" * 999)
+    return path
+
+
+def test_windows_follow_one_another():
+    windows = TokenWindows(np.arange(100, dtype=np.uint16), 8)
+    assert len(windows) == 12
+    assert windows[1]["inputs"].tolist() == list(range(8, 16))
+    assert windows[1]["targets"].tolist() == list(range(9, 17))
+    assert windows[0]["inputs"].dtype == np.int32
+    assert [len(TokenWindows(np.arange(n), 8)) for n in (0, 1, 8, 9)] == [0, 0, 0, 1]
+
+
+def test_folder_is_split_by_file(tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(200):
+        (folder / f"{number:03}.txt").write_text(f"text {number} ")
+    data = load_text([folder], sequence_length=1)
+    train, held_out = text_of(data.train).decode(), text_of(data.held_out).decode()
+    for number in range(200):
+        assert (f"text {number} " in train.split("\0")) != (f"text {number} " in held_out.split("\0"))
+    assert 3 <= held_out.count("text") <= 20
+    assert "200 files" in data.description
+    assert "by file" in data.description
+    # One more file moves no other file across.
+    (folder / "more.txt").write_text("more")
+    more = load_text([folder], sequence_length=1)
+    assert text_of(more.held_out).decode().replace("more\0", "") == held_out
+
+
+def test_one_file_is_split_at_its_end(book):
+    data = load_text([book], sequence_length=1)
+    assert (len(data.train), len(data.held_out)) == (949, 49)  # of 950 and 50 bytes
+    assert "the end of each file" in data.description
+    assert data.tokens_per_sample == 1
+    assert data.tokenizer.decode(data.train[0]["inputs"]) == "a"
+
+
+def test_standard_library_is_code():
+    data = load_text(sequence_length=256)
+    assert len(data.train) * 256 > 3e6
+    assert 0.01 < len(data.held_out) / len(data.train) < 0.2
+    for part in (data.train, data.held_out):
+        assert b"def __init__(self" in text_of(part)
+
+
+def test_files_are_read_in_the_order_of_their_names_and_end_in_a_zero_byte(tmp_path):
+    folder = tmp_path / "texts"
+    (folder / "sub").mkdir(parents=True)
+    for name in ("z.txt", "a.txt", "sub/m.txt"):
+        (folder / name).write_text(name[-5] * 99)
+    data = load_text([folder], sequence_length=1)
+    assert text_of(data.train) == b"a" * 95 + b"m" * 95 + b"z" * 94  # the last one has no target
+
+
+def test_names_do_not_depend_on_how_a_folder_is_given(tmp_path, monkeypatch):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number in range(40):
+        (folder / f"{number}.txt").write_text(f"text {number} " * 20)
+    whole = load_text([folder], sequence_length=4).fingerprint
+    monkeypatch.chdir(folder)
+    assert load_text(["."], sequence_length=4).fingerprint == whole
+    assert load_text(["../texts"], sequence_length=4).fingerprint == whole
+
+
+def test_folders_of_one_name_keep_all_their_files(tmp_path):
+    for place in ("x", "y"):
+        (tmp_path / place / "data").mkdir(parents=True)
+        (tmp_path / place / "data" / "a.txt").write_text(place * 200)
+    data = load_text([tmp_path / "x" / "data", tmp_path / "y" / "data"], sequence_length=4)
+    assert data.description.startswith("2 files")
+
+
+def test_file_that_is_given_twice_is_read_once(book):
+    assert load_text([book.parent, book], sequence_length=4).description.startswith("1 files")
+
+
+@pytest.mark.parametrize("change", ["text", "sequence_length", "name"])
+def test_fingerprint_is_of_text_tokenizer_and_sequence_length(book, change):
+    def fingerprint(**options):
+        return load_text([book], **{"sequence_length": 4, **options}).fingerprint
+
+    class Renamed(type(load_text([book], sequence_length=4).tokenizer)):
+        name = "other bytes"
+
+    first = fingerprint()
+    assert fingerprint() == first
+    if change == "text":
+        book.write_text("a" * 998 + "b")
+        assert fingerprint() != first
+    elif change == "sequence_length":
+        assert fingerprint(sequence_length=5) != first
+    else:
+        assert fingerprint(tokenizer=Renamed()) != first
+
+
+def test_all_bad_paths_are_told_at_once(tmp_path, book):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "hidden" / ".git").mkdir(parents=True)
+    (tmp_path / "hidden" / ".git" / "config").write_text("text")
+    (tmp_path / "hollow").mkdir()
+    (tmp_path / "hollow" / "empty.txt").touch()
+    (tmp_path / "zero.bin").write_bytes(b"abc\0def")
+    (tmp_path / "latin1.txt").write_bytes("abcdé".encode("latin1") + b" fgh")
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe")
+    reasons = {
+        "nowhere": "no such file or folder",
+        "empty.txt": "an empty file",
+        "hidden": "a folder without files (hidden ones are left out)",
+        "hollow": "a folder of 1 empty file(s)",
+        "zero.bin": "not text: a zero byte at offset 3",
+        "latin1.txt": "not text: byte 0xe9 at offset 4 is not UTF-8",
+        "link": "a link to nothing",
+        "pipe": "neither a file nor a folder",
+    }
+    error = refused([book, *(tmp_path / name for name in reasons)])
+    assert error.where == tuple(f"{tmp_path / name}: {reason}" for name, reason in reasons.items())
+    assert error.what.startswith("8 of the files and folders given")
+
+
+@pytest.fixture
+def locked(tmp_path, monkeypatch):
+    """A file and a folder that may not be read; tests may run as root, who may read all."""
+    folder = tmp_path / "some"
+    folder.mkdir()
+    (folder / "locked.txt").write_text("secret")
+    original = Path.read_bytes
+
+    def read_bytes(self):
+        if self.name == "locked.txt":
+            raise PermissionError(13, "Permission denied", str(self))
+        return original(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    return folder
+
+
+def test_unreadable_file_is_told(locked):
+    path = locked / "locked.txt"
+    for given in (path, locked):
+        assert refused([given]).where == (f"{path}: unreadable: permission denied",)
+
+
+def test_unreadable_folder_is_told(tmp_path, monkeypatch):
+    def scandir(path):
+        raise PermissionError(13, "Permission denied", path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    assert refused([tmp_path]).where == (f"{tmp_path}: unreadable: permission denied",)
+
+
+def test_what_is_no_text_in_a_folder_is_left_out_with_one_warning(locked):
+    (locked / "text.txt").write_text("a" * 999)
+    (locked / "image.png").write_bytes(b"\x89PNG\0")
+    (locked / "elsewhere").symlink_to(locked.parent)
+    (locked / ".git").mkdir()
+    (locked / ".git" / "blob").write_bytes(b"\0")
+    with pytest.warns(UserWarning, match="left out of the text") as caught:
+        data = load_text([locked], sequence_length=4)
+    (warning,) = caught
+    lines = str(warning.message).splitlines()
+    assert lines[0] == "3 file(s) are left out of the text:"
+    assert sorted(lines[1:]) == [
+        f"  {locked}/elsewhere: a link to a folder, which is not followed; name it itself",
+        f"  {locked}/image.png: not text: a zero byte at offset 4",
+        f"  {locked}/locked.txt: unreadable: permission denied",
+    ]
+    assert Path(warning.filename).name == Path(__file__).name
+    assert data.description.startswith("1 files")
+    assert set(text_of(data.train)) == {ord("a")}
+
+
+def test_text_shorter_than_a_sequence(book):
+    error = refused([book], sequence_length=50)
+    assert "a sequence of 50 and its last target take 51 tokens; 50 are held out." in error.why
+    assert "--set sequence_length=49" in error.do
+    assert load_text([book], sequence_length=49).tokens_per_sample == 49
+    assert "950 are to train on, 50 are held out" in refused([book], sequence_length=1000).why
+
+
+def test_held_out_files_may_be_too_few(tmp_path):
+    names = (f"{number}.txt" for number in range(1000))
+    trained = [name for name in names if zlib.crc32(f"texts/{name}".encode()) % 1000 >= 50][:25]
+    (tmp_path / "texts").mkdir()
+    for name in trained:
+        (tmp_path / "texts" / name).write_text("text")
+    error = refused([tmp_path / "texts"])
+    assert "0 are held out" in error.why
+    assert error.do == "give --data more text."

@@ -1,0 +1,197 @@
+"""Worker processes change where samples are read, and nothing else; one that dies ends the run with a report."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jshard._errors import RunError, ShardingError
+from jshard.train import load_model_file
+from jshard.train.data import Data, Loader
+
+MODEL_FILE = """
+import dataclasses, threading
+import numpy as np
+from jshard.train.data import Data
+
+RECIPES = {"one": dict}
+FACTOR = 3
+def build(config, rngs): ...
+def annotate(model, mesh): ...
+
+class OddId(Exception):
+    def __init__(self, number, reason):
+        super().__init__(f"{number}: {reason}")
+        self.lock = threading.Lock()
+
+def scaled(index):
+    return np.full((2,), FACTOR * index)
+
+@dataclasses.dataclass
+class Scaled:
+    size: int
+    bad: int = -1
+    odd: bool = False
+    def __len__(self):
+        return self.size
+    def __getitem__(self, index):
+        if index == self.bad:
+            raise (OddId if self.odd else OSError)(index, "no such image")
+        return {"image": scaled(index)}
+
+def data(recipe, **options):
+    return Data(train=Scaled(30, **options), held_out=Scaled(9), description="", fingerprint="")
+"""
+
+
+class Deadly:
+    """Samples of which one, read in a worker, does `act` to it."""
+
+    def __init__(self, act, at=None):
+        self.act = act
+        self.at = at
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        if index == self.at and multiprocessing.parent_process():
+            self.act()
+        return {"id": np.int32(index)}
+
+
+def kill_myself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def leave():
+    os._exit(0)
+
+
+def wait_for_ever():
+    threading.Event().wait()
+
+
+def loader(source, workers=1):
+    data = Data(train=source, held_out=source, description="", fingerprint="")
+    return Loader(data=data, batch_size=4, seed=0, rows=range(4), workers=workers)
+
+
+def deadly_in_step(step, act):
+    return loader(Deadly(act, at=loader(Deadly(None)).sample_ids(step)[2]))
+
+
+@pytest.fixture
+def model_file(tmp_path):
+    path = tmp_path / "images.py"
+    path.write_text(MODEL_FILE)
+    return load_model_file(path)
+
+
+@pytest.fixture(autouse=True)
+def no_worker_is_left():
+    yield
+    assert not multiprocessing.active_children()
+
+
+def test_batches_are_the_same_with_workers(model_file):
+    data = model_file.data(None)
+    one, two = (Loader(data=data, batch_size=4, seed=5, rows=[1, 2], workers=workers) for workers in (0, 2))
+    for start in (0, 7):
+        alone = [batch["image"].tolist() for batch in one.train(12, start_step=start)]
+        assert [batch["image"].tolist() for batch in two.train(12, start_step=start)] == alone
+        assert len(alone) == 12 - start
+
+
+@pytest.mark.parametrize("odd", [False, True])
+def test_error_of_a_users_source_comes_back_from_a_worker(model_file, odd):
+    first = Loader(data=model_file.data(None), batch_size=4, seed=0, rows=range(4)).sample_ids(0)
+    data = model_file.data(None, bad=first[1], odd=odd)
+    batches = Loader(data=data, batch_size=4, seed=0, rows=range(4), workers=1).train(3)
+    with pytest.raises(RunError, match=rf"data\.train\[{first[1]}\], of a Scaled\n(.|\n)*no such image") as caught:
+        next(batches)
+    cause = caught.value.__cause__
+    # An exception with a lock in it cannot travel: its text does.
+    assert str(cause).startswith("OddId: ") if odd else cause.errno == first[1]
+    assert "__getitem__" in "".join(cause.__notes__)  # the place where it was raised
+
+
+@pytest.mark.parametrize(
+    ("act", "why"), [(kill_myself, r"killed by SIGKILL\. The system does that"), (leave, "ended with exit code 0")]
+)
+def test_dead_worker_ends_the_run(act, why):
+    batches = deadly_in_step(2, act).train(10)
+    assert [len(next(batches)["id"]) for _ in range(2)] == [4, 4]
+    with pytest.raises(RunError, match=rf"A data worker died\.\n.*data worker 1 of 1 \(pid \d+\)(.|\n)*{why}"):
+        next(batches)
+
+
+def test_worker_killed_from_outside_ends_the_run():
+    batches = loader(Deadly(None), workers=2).train(10**6)
+    next(batches)
+    victim = multiprocessing.active_children()[0]
+    victim.kill()
+    with pytest.raises(RunError, match="A data worker died"):
+        for _ in batches:
+            pass
+
+
+def test_workers_leave_signals_to_the_run():
+    batches = loader(Deadly(None)).train(40)
+    next(batches)
+    (worker,) = multiprocessing.active_children()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        os.kill(worker.pid, number)
+    assert len(list(batches)) == 39
+
+
+def test_closing_early_ends_a_worker_in_the_middle_of_a_sample():
+    batches = deadly_in_step(1, wait_for_ever).train(10)
+    next(batches)
+    batches.close()  # the fixture sees that nothing is left
+
+
+def test_source_that_cannot_be_sent_is_an_error():
+    source = Deadly(threading.Lock())
+    with pytest.raises(ShardingError, match=r"cannot be sent to worker processes(.|\n)*a Deadly\n(.|\n)*pickle.*lock"):
+        next(loader(source).train(1))
+
+
+SCRIPT = """
+import multiprocessing, os, signal, sys
+import numpy as np
+from jshard.train.data import Data, Loader
+
+class Numbers:
+    def __len__(self): return 100
+    def __getitem__(self, index): return {"id": np.int32(index)}
+
+if __name__ == "__main__":
+    data = Data(train=Numbers(), held_out=Numbers(), description="", fingerprint="")
+    batches = Loader(data=data, batch_size=4, seed=0, rows=range(4), workers=1).train(10**6)
+    next(batches)
+    print(multiprocessing.active_children()[0].pid, flush=True)
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("kill", -signal.SIGKILL), ("return", 0)])
+def test_workers_end_with_the_run(tmp_path, end, code):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = subprocess.run([sys.executable, script, end], stdout=subprocess.PIPE, timeout=200, text=True, check=False)
+    assert run.returncode == code
+    worker = int(run.stdout)
+    while True:  # until the test's own time limit
+        try:
+            os.kill(worker, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.1)
