@@ -1,5 +1,6 @@
 """Named meshes: `replica` copies of the model, each sharded over `fsdp`, each layer split over `tensor`."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias
@@ -187,23 +188,34 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
     Example:
         >>> batch = js.shard_batch({"x": np.zeros((16, 4))}, mesh)
     """
-    check_mesh(mesh)
-    shards, processes = data_degree(mesh), len({d.process_index for d in mesh.devices.flat})
-    flat, tree = jax.tree_util.tree_flatten_with_path(batch)
-    bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in flat if not np.ndim(x) or _rows(x, processes) % shards]
-    if bad:
-        raise CallError(
-            "The batch cannot be split over the data shards.",
-            where=[f"batch{p}  shape {s}" for p, s in bad],
-            why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
-            f" over {shards} data shards {_sizes(mesh)}.",
-            do=f"use a global batch that is a multiple of {shards}.",
-        )
-    sharding = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+    sharding, shards, processes = _batch_layout(mesh if isinstance(mesh, Mesh) else check_mesh(mesh))
+    leaves, tree = jax.tree.flatten(batch)
+    if any(not np.ndim(x) or _rows(x, processes) % shards for x in leaves):
+        raise _not_split(batch, mesh, shards, processes)
     if processes == 1:
         return jax.device_put(batch, sharding)
-    placed = [jax.make_array_from_process_local_data(sharding, np.asarray(x)) for _, x in flat]
+    placed = [jax.make_array_from_process_local_data(sharding, np.asarray(x)) for x in leaves]
     return jax.tree.unflatten(tree, placed)
+
+
+@functools.lru_cache(maxsize=8)
+def _batch_layout(mesh: Mesh) -> tuple[NamedSharding, int, int]:
+    """Where batches lie, over how many shards and processes. Kept: a run asks before every step."""
+    check_mesh(mesh)
+    processes = len({device.process_index for device in mesh.devices.flat})
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh))), data_degree(mesh), processes
+
+
+def _not_split(batch: Any, mesh: AnyMesh, shards: int, processes: int) -> CallError:
+    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
+    bad = [(jax.tree_util.keystr(p), np.shape(x)) for p, x in flat if not np.ndim(x) or _rows(x, processes) % shards]
+    return CallError(
+        "The batch cannot be split over the data shards.",
+        where=[f"batch{p}  shape {s}" for p, s in bad],
+        why=f"that many rows{f' from each of {processes} processes' if processes > 1 else ''}"
+        f" over {shards} data shards {_sizes(mesh)}.",
+        do=f"use a global batch that is a multiple of {shards}.",
+    )
 
 
 def _rows(x: Any, processes: int) -> int:

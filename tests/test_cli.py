@@ -1,110 +1,197 @@
-"""The `jshard` command: a run, a plan without devices, and errors without a traceback."""
+"""The `jshard train` command end to end: a run, a run that goes on, a plan without devices."""
 
 import json
 import os
+import pty
 import resource
 import subprocess
 import sys
-from pathlib import Path
 
+import jax
 import pytest
 
 from jshard import cli
-from jshard.cli._mesh_option import num_devices, parse_mesh
+from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.train.metrics import read_metrics
 from tests.micro_gpt import MODELS
 
-MICRO = str(Path(__file__).with_name("micro_gpt.py"))
+# As a user's file: the model of tests/micro_gpt.py, which can also write.
+MODEL = f"""\
+import sys
+sys.path.append({str(MODELS.parent)!r})
+from jshard.train import load_model_file
+from tests.micro_gpt import RECIPES, annotate, build, loss_fn
+generate = load_model_file({str(MODELS / "gpt.py")!r}).generate
+"""
+
+SMALL = ["--set", "model.n_layer=1"]  # compiles sooner
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """An empty working folder with some text in it."""
+    """A working folder with a model file and some text."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
     (tmp_path / "text.txt").write_text("abcdefgh" * 2000)
+    (tmp_path / "my_model.py").write_text(MODEL)
     return tmp_path
 
 
-def jshard(*arguments, cwd, **env):
+@pytest.fixture
+def kept_programs(tmp_path):
+    """The runs of a test compile the same programs; kept on disk they are compiled once."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path / "programs"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+def start(*arguments, cwd, env=None, **streams):
     """The command in a process of its own, as a user starts it: no device count is set for it."""
     clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     program = "import sys; from jshard.cli import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=cwd,
-        env=clean | env,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
+    command = [sys.executable, "-c", program, *arguments]
+    return subprocess.Popen(command, cwd=cwd, env=clean | (env or {}), **streams)
 
 
-def test_train_in_a_fresh_process_simulates_eight_devices(folder):
-    done = jshard("train", MICRO, "--steps", "5", "--data", "text.txt", "--out", "mine", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("8 x cpu (simulated")
-    assert "1 files of text.txt" in done.stdout
-    assert "step 5/5   loss" in done.stdout
-    assert "\nvalidation loss " in done.stdout
+def read_terminal(terminal):
+    """All that was written to a terminal, until the last writer has left."""
+    written = b""
+    while True:
+        try:
+            read = os.read(terminal, 4096)
+        except OSError:  # how Linux says that nobody writes any more
+            read = b""
+        if not read:
+            return written.decode().replace("\r\n", "\n")
+        written += read
+
+
+def test_train_in_a_fresh_process_on_a_terminal(folder):
+    mine, its = pty.openpty()
+    arguments = [
+        "train",
+        "my_model.py",
+        "--steps",
+        "5",
+        "--data",
+        "text.txt",
+        "--out",
+        "mine",
+        "--sample-tokens",
+        "9",
+        *SMALL,
+    ]
+    with (folder / "errors.txt").open("w") as errors:
+        process = start(*arguments, cwd=folder, env={"COLUMNS": "200"}, stdout=its, stderr=errors)
+    os.close(its)
+    said, code, errors = read_terminal(mine), process.wait(), (folder / "errors.txt").read_text()
+    os.close(mine)
+    assert code == 0, errors
+    assert "Traceback" not in errors and "Warning" not in errors
+
+    assert said.startswith("8 x cpu (simulated on ")
+    assert "8 devices (replica=1, fsdp=8, tensor=1)" in said  # the plan
+    assert "\n1 files of text.txt: 0.02 MB to train on" in said
+    assert "\nMFU = flops per step / step time / peak" in said
+    live = [line for line in said.replace("\n", "\r").split("\r") if line.startswith("step 5/5  loss ")]
+    assert live  # rewritten in place
+    for part in (" tokens/s  ", "/step  ", "ETA 0:00  MFU ", "%  peak "):
+        assert part in live[-1]
+    assert "\nstep 3: validation loss " in said.replace("\r", "\n")
+    assert "\na sample; its first words are of held-out text:\n    " in said
+    assert "\nvalidation loss " in said and " nats per byte after 5 steps\n" in said
+    names = "checkpoints/ loss.png metrics.jsonl run.json sample.txt tensorboard/".split()
+    assert said.endswith(f"\nmine/: {'  '.join(names)}\n")
+
     out = folder / "mine"
-    assert {path.name for path in out.iterdir()} == {"metrics.jsonl", "loss.png", "recipe.json", "checkpoint"}
+    assert {path.name for path in out.iterdir()} == {name.strip("/") for name in names} | {".lock"}
     assert [line["step"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line] == [1, 2, 3, 4, 5]
-    assert "Traceback" not in done.stderr
-    assert "Warning" not in done.stderr
+    assert [path.name for path in (out / "checkpoints").iterdir() if path.is_dir()] == ["5"]
+    assert json.loads((out / "run.json").read_text())["options"]["data"] == [str(folder / "text.txt")]
 
 
-def test_options_reach_the_run_and_a_run_that_is_there_stays(folder, capsys):
-    (folder / "runs" / "micro_gpt-micro").mkdir(parents=True)
-    arguments = ["train", MICRO, "--steps", "1", "--data", "text.txt", "--mesh", "replica=2,fsdp=4", "--seed", "5"]
-    assert cli.main(arguments) == 0
-    assert "8 devices (replica=2, fsdp=4, tensor=1)" in capsys.readouterr().out
-    assert json.loads((folder / "runs" / "micro_gpt-micro-2" / "recipe.json").read_text())["seed"] == 5
-    assert cli.main([*arguments, "--out", "runs/micro_gpt-micro"]) == 2
-    assert "The run would overwrite another." in capsys.readouterr().err
-    assert not list((folder / "runs" / "micro_gpt-micro").iterdir())
+def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, kept_programs):
+    (folder / "runs" / "my_model-micro").mkdir(parents=True)
+    what = ["--data", "text.txt", "--seed", "5", "--set", "eval_every=1", "--set", "num_steps=2", *SMALL]
+    how = ["--mesh", "replica=2,fsdp=4", "--track", "--sample-tokens", "0"]
+    assert cli.main(["train", "my_model.py", *what, *how]) == 0
+    said = capsys.readouterr().out
+    assert "8 devices (replica=2, fsdp=4, tensor=1)" in said
+    assert "\nstep 1/2  loss " in said and "\nstep 2/2  loss " in said  # not a terminal: lines
+    assert "\r" not in said
+    assert not list((folder / "runs" / "my_model-micro").iterdir())  # that name was taken
+    out = folder / "runs" / "my_model-micro-2"
+    assert {path.name for path in out.iterdir()} == {".lock", "run.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    recipe = json.loads((out / "run.json").read_text())["recipe"]
+    assert (recipe["seed"], recipe["eval_every"], recipe["num_steps"]) == (5, 1, 2)
+
+    # Found by itself: the newest run of the recipe. Only what is given anew changes.
+    assert cli.main(["train", "my_model.py", "--resume", "--steps", "3", *how]) == 0
+    said = capsys.readouterr().out
+    assert "\nnum_steps is 3, was 2\n" in said
+    assert "\nresumed from runs/my_model-micro-2/checkpoints/2\n" in said
+    assert "\nstep 3/3  loss " in said and "step 1/3" not in said
+    stored = json.loads((out / "run.json").read_text())
+    assert stored["recipe"] == recipe | {"num_steps": 3}
+    assert [start["step"] for start in stored["starts"]] == [0, 2]
+    assert stored["options"]["set"] == ["eval_every=1", SMALL[1]] and stored["options"]["steps"] == 3
+    assert [line["step"] for line in read_metrics(out / "metrics.jsonl") if "val_loss" in line] == [1, 2, 3]
+
+    assert cli.main(["train", "my_model.py", "--resume", "--seed", "0", *how]) == 2
+    assert "seed  stored 5  wanted 0\n" in capsys.readouterr().err
+
+    # And once more, with the settings of the second time.
+    assert cli.main(["train", "my_model.py", "--resume", *how]) == 0
+    assert "nothing is left to train: 3 steps are done, and 3 were asked for" in capsys.readouterr().out
+
+
+def test_resume_where_there_is_nothing_begins_a_run(folder, capsys):
+    # As in a job script that is started again and again. A plan, so that nothing is trained.
+    assert cli.main(["train", "my_model.py", "--resume", "--out", "new", "--data", "text.txt", "--dry-run"]) == 0
+    assert "8 devices" in capsys.readouterr().out
+    assert not (folder / "new").exists()
 
 
 def test_dry_run_of_175b_needs_no_devices_and_little_memory(folder):
     arguments = ["--recipe", "gpt3_175b", "--mesh", "replica=4,fsdp=128", "--dry-run"]
     # With a platform that does not exist, asking jax for any device or array ends the process.
-    done = jshard("train", str(MODELS / "gpt.py"), *arguments, cwd=folder, JAX_PLATFORMS="none_such")
-    assert done.returncode == 0, done.stderr
-    assert "175,215,501,312 parameters" in done.stdout
-    assert "512 devices (replica=4, fsdp=128, tensor=1)" in done.stdout
+    env, pipes = {"JAX_PLATFORMS": "none_such"}, {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = start("train", str(MODELS / "gpt.py"), *arguments, cwd=folder, env=env, **pipes)
+    said, errors = process.communicate(timeout=250)
+    assert process.returncode == 0, errors
+    assert "175,215,501,312 parameters" in said
+    assert "512 devices (replica=4, fsdp=128, tensor=1)" in said
     assert not (folder / "runs").exists()
     peak_kib = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # the largest child so far
     assert peak_kib < 2 * 1024 * 1024
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["fly"], "There is no command 'fly'."),
-        (["train", "gone.py"], "no such file"),
-        (["train", MICRO, "--recipe", "huge"], "RECIPES of that file has: micro."),
-        (["train", MICRO, "--mesh", "fsdp:8"], "'fsdp:8' is not axis=degree"),
-        (["train", MICRO, "--mesh", "fsdp=4,fsdp=2"], "its axis was named before"),
-        (["train", MICRO, "--mesh", "data=8", "--dry-run"], "data"),
-        (["train", MICRO, "--mesh", "fsdp=3,replica=5"], "15"),
-        (["train", MICRO, "--steps", "0"], "--steps 0"),
-        (["train", MICRO, "--data", "nowhere"], "no such file or folder"),
-    ],
-    ids=lambda value: " ".join(value).replace(MICRO, "MODEL") if isinstance(value, list) else "",
-)
-def test_a_wrong_request_exits_2_with_four_parts(folder, capsys, arguments, part):
-    assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert part in error
-    assert "Traceback" not in error
-    for head in ("where:", "why:", "do:"):
-        assert head in error
-    assert not (folder / "runs").exists()
+def test_print_config_prints_json_and_nothing_else(folder, capsys):
+    arguments = ["--mesh", "replica=2", "--steps", "7", "--set", "model.n_layer=3", "--data", "text.txt"]
+    assert cli.main(["train", "my_model.py", *arguments, "--out", "new", "--print-config"]) == 0
+    said = capsys.readouterr()
+    config = json.loads(said.out)
+    assert said.err == ""
+    assert (config["model_file"], config["recipe_name"]) == ("my_model.py", "micro")
+    assert (config["recipe"]["num_steps"], config["recipe"]["model"]["n_layer"]) == (7, 3)
+    assert config["mesh"] == {"replica": 2, "fsdp": 4, "tensor": 1}
+    assert (config["data"], config["out"]) == (["text.txt"], "new")
+    assert config["versions"]["jax"] == jax.__version__
+    assert not (folder / "new").exists()
 
 
 def test_missing_extra_says_what_to_install(folder, capsys, monkeypatch):
     found = cli.importlib.util.find_spec
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "grain" else found(name))
-    assert cli.main(["train", MICRO]) == 2
+    assert cli.main(["train", "my_model.py"]) == 2
     error = capsys.readouterr().err
     assert error.startswith("MissingExtraError: grain is not installed.")
     assert "pip install 'jshard[train]'" in error
@@ -114,9 +201,12 @@ def test_usage(capsys):
     assert cli.main(["--help"]) == 0
     assert "train" in capsys.readouterr().out
     assert cli.main([]) == 2
+    assert "usage: jshard COMMAND" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
-        cli.main(["train", "--no-such-option"])
-    assert stop.value.code == 2
+        cli.main(["train", "--help"])
+    assert not stop.value.code
+    said = capsys.readouterr().out
+    assert "usage: jshard train" in said and "--print-config" in said
 
 
 @pytest.mark.parametrize(
@@ -124,4 +214,6 @@ def test_usage(capsys):
     [("", 8), ("fsdp=4", 4), ("replica=4,fsdp=128", 512), ("replica=2", 8), ("replica=3", 9), ("fsdp=-1,tensor=2", 8)],
 )
 def test_number_of_simulated_devices(text, devices):
-    assert num_devices(parse_mesh(text)) == devices
+    sizes = parse_mesh(text)
+    assert num_devices(sizes) == devices
+    assert open_mesh(sizes, devices=devices).size == devices

@@ -145,24 +145,6 @@ def test_a_reader_that_leaves(lines, unbuffered):
     assert started.returncode in (0, 1)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "part"),
-    [
-        (["train", "model.py", "--recip", "tiny"], "--recipe NAME"),
-        (["train", "model.py", "--dryrun"], "--dry-run"),
-        (["train", "model.py", "--steps", "many"], "--steps"),
-        (["train"], "Missing"),
-    ],
-)
-def test_the_parser_names_the_nearest_option(capsys, arguments, part):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    assert stop.value.code == 2
-    told = capsys.readouterr()
-    assert part in told.out + told.err
-    assert "Traceback" not in told.out + told.err
-
-
 def test_unknown_command_names_the_nearest(capsys):
     assert cli.main(["trian"]) == 2
     assert capsys.readouterr().err == (

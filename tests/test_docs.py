@@ -1,20 +1,25 @@
-"""Every Python block in the README and in docs/ runs; the README's losses are those of the plain model."""
+"""Every Python block in the README and in docs/ runs; tables are complete, links lead somewhere."""
 
+import dataclasses
 import pathlib
 import re
 
 import numpy as np
 import pytest
 
+from jshard.cli.train import TrainArgs
+from jshard.train import Recipe
+
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOLLOWED = ("your_model.md",)  # its blocks are files and commands: test_your_model.py
 
 
 def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p) and p.name not in FOLLOWED], ids=lambda p: p.name)
 def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
     """A page's own assertions, and whatever its blocks raise, are the test; each page is about jshard."""
     monkeypatch.chdir(tmp_path)
@@ -35,3 +40,33 @@ def test_the_readmes_losses_are_those_of_the_plain_model():
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-5)
     assert len(found["model"].blocks[0].up.kernel[...].sharding.device_set) == 8
     assert found["model"].blocks[0].up.kernel[...].addressable_shards[0].data.size * 8 == 128 * 512
+
+
+def first_column(page, title):
+    """The names in the first column of the table under a title."""
+    section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)[1]
+    rows = re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)
+    return {name for row in rows for name in re.findall(r"`([^` ]+)[^`]*`", row)}
+
+
+def test_the_table_of_options_has_all_of_them():
+    fields = {field.name for field in dataclasses.fields(TrainArgs)} - {"model"}
+    options = {f"--{name.replace('_', '-')}" for name in fields} | {"--debug"}
+    assert {name for name in first_column(ROOT / "docs" / "training.md", "Options") if name[0] == "-"} == options
+
+
+def test_the_table_of_settings_has_all_of_them():
+    fields = {field.name for field in dataclasses.fields(Recipe)}
+    assert first_column(ROOT / "docs" / "training.md", "Settings") == fields
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_to_a_file_and_a_title(page):
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "code", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\(([^):]+)\)", prose):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.is_file(), link
+        titles = re.findall(r"^#+ (.+)$", target.read_text(), re.MULTILINE)
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert not anchor or anchor in anchors, link

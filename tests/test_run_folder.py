@@ -231,7 +231,8 @@ def test_all_that_would_make_it_another_run_is_told_at_once(tmp_path):
         "sequence_length  stored 32  wanted 64",
         "batch_size  stored 16  wanted 8",
         "seed  stored 0  wanted 1",
-        "data  stored a book (abc)  wanted a film (xyz)",
+        "data  stored a book (abc)",
+        "wanted a film (xyz)",
     ):
         assert f" {line}\n" in text
     assert "num_steps" not in text and not (tmp_path / ".lock").exists()

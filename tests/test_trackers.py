@@ -213,8 +213,8 @@ def test_both_at_once(out, wandb_calls):
 def test_an_unknown_tracker_is_refused_with_the_nearest_name(out):
     with pytest.raises(ShardingError, match="no tracker 'tensorbord'") as error:
         trackers.open_trackers(["tensorbord"], out=out, config={})
-    assert error.value.do == "use tensorboard"
-    with pytest.raises(ShardingError, match="use tensorboard or wandb"):
+    assert error.value.do == "--track tensorboard"
+    with pytest.raises(ShardingError, match="--track tensorboard or wandb"):
         trackers.open_trackers(["mlflow"], out=out, config={})
 
 

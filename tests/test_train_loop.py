@@ -1,90 +1,203 @@
-"""`fit` trains a recipe end to end and leaves a record that can be read back."""
+"""The loop: what is done after which step, how it stops, and that it never goes on with numbers that are none.
 
-import dataclasses
-import json
+A step is stood in for by a program that costs nothing; the real one is tested in test_train_step.
+"""
 
-import jax
+import os
+import signal
+
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jshard as js
-from jshard import checkpoint
-from jshard.train import data, load_model_file
-from jshard.train.loop import create, evaluate, fit, make_eval_step, make_train_step
-from jshard.train.metrics import read_metrics
-from tests.micro_gpt import micro
+from jshard._errors import RunError
+from jshard.train import Every, Fitted, Meter, StopSignal, fit, to_devices
+from jshard.train import loop as loop_module
 
-MODEL_FILE = load_model_file(__file__.replace("test_train_loop", "micro_gpt"))
-TEXT = np.frombuffer(b"the quick brown fox jumps over the lazy dog. " * 400, dtype=np.uint8)
-CORPUS = data.Corpus(train=TEXT[:15000], held_out=TEXT[15000:], description="a fox")
+MESH = js.mesh()
 
 
-def test_fit_learns_and_leaves_its_record(tmp_path):
-    recipe = dataclasses.replace(micro(), num_steps=40, eval_every=30, learning_rate=1e-2)
-    out = tmp_path / "run"
-    val_loss = fit(MODEL_FILE, recipe, mesh=js.mesh(replica=2), corpus=CORPUS, out=out)
+class Step:
+    """Counts its calls; the loss is the mean of the batch, unless told otherwise."""
 
-    lines = read_metrics(out / "metrics.jsonl")
-    losses = [line["loss"] for line in lines if "loss" in line]
-    assert len(losses) == 40
-    assert losses[-1] < 0.6 * losses[0]
-    assert [line["step"] for line in lines if "val_loss" in line] == [30, 40]
-    assert lines[-1]["val_loss"] == val_loss < 0.6 * losses[0]
-    assert json.loads((out / "recipe.json").read_text()) == dataclasses.asdict(recipe)
-    assert (out / "loss.png").stat().st_size > 1000
+    mesh = MESH
 
-    model, optimizer = create(MODEL_FILE, dataclasses.replace(recipe, seed=1), js.mesh(fsdp=8))
-    like = {"model": model, "optimizer": optimizer, "step": 0}
-    restored = checkpoint.restore(out / "checkpoint", like=like)
-    assert restored["step"] == 40
-    assert int(restored["optimizer"].step[...]) == 40
-    loader = data.Loader(corpus=CORPUS, sequence_length=32, batch_size=16, seed=0, rows=range(16))
-    again = evaluate(make_eval_step(MODEL_FILE.loss_fn), restored["model"], loader.held_out(32), js.mesh(fsdp=8))
-    assert again == pytest.approx(val_loss, rel=1e-5)
+    def __init__(self, log, losses=None):
+        self._log, self._losses, self.calls = log, losses or {}, 0
+
+    def __call__(self, batch):
+        self.calls += 1
+        self._log.append(f"start {self.calls}")
+        loss = self._losses.get(self.calls, batch["x"].mean())
+        return {"loss": jnp.asarray(loss), "grad_norm": jnp.asarray(1.0)}
 
 
-def test_same_seed_same_losses_on_another_mesh(tmp_path):
-    for name, mesh in {"a": js.mesh(fsdp=8), "b": js.mesh(fsdp=2, devices=jax.devices()[:2])}.items():
-        fit(MODEL_FILE, micro(), mesh=mesh, corpus=CORPUS, out=tmp_path / name)
-    a, b = ([x["loss"] for x in read_metrics(tmp_path / n / "metrics.jsonl") if "loss" in x] for n in "ab")
-    np.testing.assert_allclose(a, b, rtol=1e-5)
+class Recorder:
+    def __init__(self, log):
+        self._log, self.scalars = log, []
+
+    def log(self, step, scalars):
+        self._log.append(f"log {step} {'val_loss' if 'val_loss' in scalars else 'loss'}")
+        self.scalars.append((step, dict(scalars)))
+
+    def close(self):
+        raise AssertionError("the loop does not own its tracker")
 
 
-def test_accumulated_step_is_the_whole_batch_step():
-    recipe = dataclasses.replace(micro(), weight_decay=0.0)
-    mesh = js.mesh(fsdp=4, devices=jax.devices()[:4])
-    loader = data.Loader(corpus=CORPUS, sequence_length=32, batch_size=16, seed=0, rows=data.local_rows(16, mesh))
-    batch = js.shard_batch(next(loader.train(1)), mesh)
-    results = []
-    for accumulate in (1, 4):
-        model, optimizer = create(MODEL_FILE, recipe, mesh)
-        scalars = make_train_step(MODEL_FILE.loss_fn, accumulate=accumulate)(model, optimizer, batch)
-        results.append((scalars, model))
-    for key in ("loss", "grad_norm"):
-        np.testing.assert_allclose(results[0][0][key], results[1][0][key], rtol=1e-5)
+def batches(number, log=None):
+    for i in range(number):
+        if log is not None:
+            log.append(f"batch {i + 1}")
+        yield {"x": np.full((8, 2), i + 1, np.float32)}
 
 
-def test_state_is_sharded_before_and_after_a_step():
-    mesh = js.mesh()
-    model, optimizer = create(MODEL_FILE, micro(), mesh)
-    before = [x.sharding for x in jax.tree.leaves(nnx.state((model, optimizer)))]
-    loader = data.Loader(corpus=CORPUS, sequence_length=32, batch_size=16, seed=0, rows=data.local_rows(16, mesh))
-    step = make_train_step(MODEL_FILE.loss_fn)
-    for batch in loader.train(2):
-        step(model, optimizer, js.shard_batch(batch, mesh))
-    after = [x.sharding for x in jax.tree.leaves(nnx.state((model, optimizer)))]
-    assert all(b.is_equivalent_to(a, len(b.spec) + 4) or b == a for b, a in zip(before, after, strict=True))
-    kernel = model.blocks[0].mlp.up.kernel.get_raw_value()
-    assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+def run(number=6, *, losses=None, start_step=0, on_log=lambda entry: None, **settings):
+    class Log(list):
+        def append(self, entry):
+            super().append(entry)
+            on_log(entry)
+
+    log = Log()
+    recorder = Recorder(log)
+    do = {
+        "evaluation": lambda step: log.append(f"evaluate {step}") or 0.5,
+        "checkpoint": lambda step: log.append(f"save {step}"),
+    }
+    parts = {name: Every(steps=settings.pop(name), do=do[name]) for name in do if name in settings}
+    step = Step(log, losses)
+    fitted = fit(
+        step,
+        batches(number - start_step),
+        num_steps=number,
+        start_step=start_step,
+        tracker=recorder,
+        **parts,
+        **settings,
+    )
+    return fitted, list(log), recorder.scalars
 
 
-def test_evaluation_is_without_dropout():
-    recipe = dataclasses.replace(micro(), model=dataclasses.replace(micro().model, dropout=0.5))
-    mesh = js.mesh()
-    model, _ = create(MODEL_FILE, recipe, mesh)
-    loader = data.Loader(corpus=CORPUS, sequence_length=32, batch_size=16, seed=0, rows=data.local_rows(16, mesh))
-    eval_step = make_eval_step(MODEL_FILE.loss_fn)
-    losses = [evaluate(eval_step, model, loader.held_out(16), mesh) for _ in range(2)]
-    assert losses[0] == losses[1]
-    assert not model.dropout.deterministic  # and training has it back
+def test_every_step_is_told_with_its_own_loss():
+    fitted, _, scalars = run()
+    assert fitted == Fitted(6)
+    assert [(step, s["loss"]) for step, s in scalars] == [(i, float(i)) for i in range(1, 7)]
+    assert all(isinstance(value, float) for _, s in scalars for value in s.values())
+
+
+def test_the_host_is_one_step_ahead_and_no_further():
+    _, log, _ = run()
+    starts, told = ({e.split()[1]: i for i, e in enumerate(log) if e.startswith(kind)} for kind in ("start", "log"))
+    for step in range(1, 5):
+        assert starts[str(step + 1)] < told[str(step)] < starts[str(step + 2)]
+
+
+def test_evaluations_and_checkpoints_come_in_order_and_after_the_last_step():
+    fitted, log, _ = run(5, evaluation=2, checkpoint=4)
+    assert fitted == Fitted(5, val_loss=0.5)
+    pauses = [entry for entry in log if not entry.startswith("start") and not entry.endswith(" loss")]
+    assert pauses == [
+        *("evaluate 2", "log 2 val_loss"),
+        *("evaluate 4", "log 4 val_loss", "save 4"),
+        *("evaluate 5", "log 5 val_loss", "save 5"),
+    ]
+    # No step is at work meanwhile, and every line up to a checkpoint is written before it.
+    assert log.index("log 4 loss") < log.index("evaluate 4")
+    assert log.index("save 4") < log.index("start 5")
+
+
+def test_only_the_end_is_saved_without_an_interval():
+    _, log, _ = run(3, checkpoint=None)
+    assert [entry for entry in log if entry.startswith("save")] == ["save 3"]
+
+
+def test_a_continued_run_counts_on():
+    fitted, log, scalars = run(6, start_step=4, checkpoint=5)
+    assert fitted.step == 6
+    assert [step for step, _ in scalars] == [5, 6]
+    assert [entry for entry in log if entry.startswith("save")] == ["save 5", "save 6"]
+
+
+def test_a_run_that_is_done_does_nothing():
+    fitted, log, _ = run(4, start_step=4, checkpoint=1)
+    assert (fitted, log) == (Fitted(4), [])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_stops(number):
+    def on_log(entry):
+        if entry == "start 3":
+            os.kill(os.getpid(), number)
+
+    before = signal.getsignal(number)
+    with StopSignal() as stop:
+        fitted, log, scalars = run(50, checkpoint=20, evaluation=20, stop=stop, on_log=on_log)
+    assert fitted == Fitted(3, stopped_by=number)
+    assert log[-1] == "save 3"
+    assert not any(entry.startswith("evaluate") for entry in log)
+    assert [step for step, _ in scalars] == [1, 2, 3]  # the record is complete
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_signal_a_second_later_ends_the_program(monkeypatch):
+    raised = []
+    monkeypatch.setattr("signal.raise_signal", raised.append)
+    with StopSignal() as stop:
+        for now_s in (10.0, 10.5, 11.5):  # the launcher's, the same from the terminal, and somebody who is impatient
+            monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
+            assert not raised
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.received == signal.SIGTERM
+        assert raised == [signal.SIGTERM]
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_worker_leaves_repeated_signals_to_its_supervisor(monkeypatch):
+    monkeypatch.setenv("JSHARD_WORKER", "1")
+    with StopSignal() as stop:
+        for now_s in (10.0, 20.0):
+            monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.received == signal.SIGTERM
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number_stops_the_run_before_it_saves(bad):
+    saved = []
+    with pytest.raises(RunError) as error:
+        run(9, losses={4: bad}, checkpoint=4, on_log=lambda entry: saved.append(entry) if "save" in entry else None)
+    assert "at step 4" in str(error.value)
+    assert f"loss = {bad}" in str(error.value)
+    assert saved == []
+
+
+def test_batches_are_on_the_devices_before_they_are_asked_for():
+    log = []
+    arriving = to_devices(batches(5, log), MESH, ahead=2)
+    first = next(arriving)
+    assert log == ["batch 1", "batch 2", "batch 3"]
+    assert len(first["x"].sharding.device_set) == 8
+    assert [float(b["x"][0, 0]) for b in [first, *arriving]] == [1, 2, 3, 4, 5]
+
+
+def test_time_is_taken_from_a_clock_that_does_not_jump(monkeypatch):
+    jumps = iter(range(0, -(10**9), -1000))
+    monkeypatch.setattr("time.time", lambda: float(next(jumps)))
+    _, _, scalars = run(6, meter=Meter(units_per_step=16))
+    assert all(s["step_s"] > 0 and s["tokens_per_s"] > 0 for _, s in scalars[1:])
+
+
+def test_nothing_is_measured_before_the_second_step():
+    _, _, scalars = run(3, meter=Meter(units_per_step=16, unit="samples", peak_bytes=lambda: 7))
+    assert "step_s" not in scalars[0][1]
+    assert scalars[1][1]["samples_per_s"] == pytest.approx(16 / scalars[1][1]["step_s"])
+    assert scalars[1][1]["peak_bytes"] == 7
+
+
+def test_the_evaluation_is_the_mean_over_the_batches():
+    class Evaluated:
+        mesh = MESH
+        model_leaves = ()
+
+    losses = lambda leaves, batch: batch["x"].mean()
+    assert loop_module.evaluate(Evaluated(), losses, batches(7)) == pytest.approx(4.0)

@@ -28,6 +28,7 @@ _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommand
 _USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error."
 
 _DEBUG = "JSHARD_DEBUG"
+_JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # JAX notes on every error that it has shortened the traceback
 
 # XLA:CPU ends the process when simulated devices meet too late, as they do on a busy machine.
 _XLA_CPU_FLAGS = (
@@ -107,7 +108,8 @@ def _tell(error: BaseException, argv: Sequence[str]) -> int:
         ):  # an error in the user's file or in ours: its traceback is what helps
             traceback.print_exception(error)
         if isinstance(error, FourPartError):
-            print(f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+            notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
+            print(f"{type(error).__name__}: {error}", *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):

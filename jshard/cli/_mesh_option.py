@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 
 import jax
 
 import jshard as js
 from jshard._errors import MeshError
-from jshard._mesh import AnyMesh
+from jshard._mesh import AXES, AnyMesh
 
 _SIMULATED = 8
 
@@ -34,19 +35,31 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def num_devices(sizes: dict[str, int]) -> int:
+def num_devices(sizes: Mapping[str, int]) -> int:
     """Devices that a mesh of these degrees asks for; an axis of -1, or an open `fsdp`, makes it at least 8."""
     fixed = math.prod(degree for degree in sizes.values() if degree > 0)
     is_open = -1 in sizes.values() or "fsdp" not in sizes
     return fixed * math.ceil(_SIMULATED / fixed) if is_open else fixed
 
 
-def abstract_mesh(sizes: dict[str, int]) -> AnyMesh:
-    """A mesh without devices, for a plan."""
-    return js.mesh(**sizes, devices=num_devices(sizes))
+def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMesh:
+    """The mesh of these degrees: over all devices, or with a number of them one without devices, for a plan.
+
+    Raises:
+        MeshError: as of `js.mesh`, in the words of the option.
+    """
+    try:
+        return js.mesh(**sizes, devices=devices)
+    except MeshError as error:
+        raise MeshError(
+            error.what,
+            where=f"--mesh {','.join(f'{axis}={degree}' for axis, degree in sizes.items())}",
+            why=error.why,
+            do=f"--mesh fsdp=-1 for all devices; the axes are {', '.join(AXES)}, and one may be -1 for the rest.",
+        ) from error
 
 
-def simulate_devices(sizes: dict[str, int], *, processes: int = 1) -> None:
+def simulate_devices(sizes: Mapping[str, int], *, processes: int = 1) -> None:
     """Lets JAX show as many CPU devices as the mesh asks for. Changes nothing where there is an accelerator.
 
     To be called before JAX is asked for its devices, and so without knowing them. A number that the user has set

@@ -158,14 +158,15 @@ class _Loop:
             self._look_up(done, last=num_steps)
             if self._stopped_by is not None or done == num_steps:
                 break
+        self._wait(in_flight=0)
         return Fitted(done, self._val_loss, self._stopped_by)
 
     def _wait(self, *, in_flight: int) -> None:
         """Reads the scalars of the oldest steps until so many are left at work."""
         while len(self._in_flight) > in_flight:
             step, pending = self._in_flight.popleft()
-            scalars, asked = jax.device_get(pending)
-            scalars = {name: float(value) for name, value in scalars.items()}
+            on_devices, asked = pending
+            scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
             scalars |= self._meter.done(step)
             if self._tracker is not None:
                 self._tracker.log(step, scalars)

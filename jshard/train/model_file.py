@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import importlib.machinery
-import importlib.util
 import itertools
 import re
 import shlex
@@ -137,13 +135,12 @@ def _module(path: Path) -> types.ModuleType:
     stem = "jshard_model_file_" + re.sub(r"\W", "_", path.stem)
     name = next(name for name in _numbered(stem) if name not in sys.modules)
     resolved = path.resolve()
-    loader = importlib.machinery.SourceFileLoader(name, str(resolved))  # a link to it may have any ending
-    spec = importlib.util.spec_from_file_location(name, resolved, loader=loader)
-    assert spec is not None  # true of every path with a loader
-    module = importlib.util.module_from_spec(spec)
+    module = types.ModuleType(name)
+    module.__file__ = str(resolved)
     sys.modules[name] = module
     try:
-        loader.exec_module(module)
+        # As `python FILE` does, and unlike an import: compiled now, so that the last edit always counts.
+        exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
         told = _told(error, path)
@@ -167,11 +164,11 @@ def _told(error: BaseException, path: Path) -> ModelFileError | None:
             do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
         )
     if isinstance(error, ModuleNotFoundError) and error.name:
-        return _not_there(error.name, _place(error, path), path.resolve().parent)
+        return _not_there(error.name, place_in(path, error), path.resolve().parent)
     if isinstance(error, SystemExit):
         return ModelFileError(
             "The model file ended the process.",
-            where=_place(error, path),
+            where=place_in(path, error),
             why=f"it called sys.exit({'' if error.code is None else repr(error.code)}) while it was loaded.",
             do='put what is a program of its own under: if __name__ == "__main__":',
         )
@@ -189,7 +186,7 @@ def _not_there(module: str, place: str, folder: Path) -> ModelFileError:
     return ModelFileError(f"The model file imports {module!r}, which is not there.", where=place, why=why, do=do)
 
 
-def _place(error: BaseException, path: Path) -> str:
+def place_in(path: Path, error: BaseException) -> str:
     """The line of the model file from which the error came."""
     resolved = str(path.resolve())
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
@@ -204,7 +201,7 @@ def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
     except Exception as error:
         raise ModelFileError(
             f"The recipe {name!r} cannot be made.",
-            where=_place(error, path),
+            where=place_in(path, error),
             why=f"{type(error).__name__}: {error}",
             do="correct that function in RECIPES; --debug shows the traceback.",
         ) from error

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from jshard._errors import ShardingError
+from jshard._mesh import AnyMesh, data_axes, data_degree, degree
 from jshard.train.recipe import Recipe
 
 # The least that each may be; the rest of a recipe is free.
@@ -47,6 +48,26 @@ def check_recipe(recipe: Recipe) -> None:
         why="\n".join(whys),
         do=" ".join(f"--set {key}={value}" for key, value in zip(keys, values, strict=True))
         + "\nor the same in the model file.",
+    )
+
+
+def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
+    """Checks that a recipe's batches can be split over the data axes of a mesh, each microbatch evenly.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    rows, shards = recipe.batch_size // recipe.accumulate, data_degree(mesh)
+    if rows % shards == 0:
+        return
+    parts = f"{recipe.batch_size} / {recipe.accumulate} = {rows}" if recipe.accumulate > 1 else f"{rows}"
+    degrees = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+    raise RecipeError(
+        f"The {'microbatch' if recipe.accumulate > 1 else 'batch'} does not split over the data axes of the mesh.",
+        where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {degrees}"],
+        why=f"{parts} sequences over {shards} data shards.",
+        do=f"--set batch_size={math.ceil(rows / shards) * shards * recipe.accumulate}"
+        + (f", or a smaller mesh: --mesh fsdp={math.gcd(rows, shards)}" if math.gcd(rows, shards) > 1 else ""),
     )
 
 

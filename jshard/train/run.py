@@ -16,11 +16,12 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard._errors import ShardingError
 from jshard._init import abstract_init, shard_init
 from jshard._mesh import data_axes
 from jshard._optimizer import abstract_optimizer, shard_optimizer
 from jshard._processes import is_primary
-from jshard.checkpoint import Checkpointer
+from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.train import launch
 from jshard.train.data import Data, DataError, Loader, local_rows
 from jshard.train.loop import Every, Fitted, evaluate, fit
@@ -31,7 +32,7 @@ from jshard.train.model_file import ModelFile
 from jshard.train.plot import plot_loss
 from jshard.train.progress import Progress
 from jshard.train.recipe import Recipe
-from jshard.train.recipe_check import check_recipe
+from jshard.train.recipe_check import check_batch, check_recipe
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
 from jshard.train.sample import sample_text
@@ -104,7 +105,9 @@ def run_recipe(
         RunError: the run has failed; the text names its last checkpoint.
     """
     check_recipe(recipe)
+    check_batch(recipe, mesh)
     check_names(track)
+    _check_sample(sample_tokens)
     _check_vocabulary(recipe, data)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
@@ -166,30 +169,55 @@ class _Job:
         self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
         self._folder, self._say = folder, say
         self._checkpoints = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
+        self._is_begun = False  # a run that is refused leaves nothing to go on from
 
     def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
         """Trains, and tells with an error how to go on after it."""
         try:
             with StopSignal() as stop:
-                step, start_step = self._step()
-                fitted = self._fit(step, start_step, loader, eval_loader, track, stop)
-            return self._finish(step, fitted, sample_tokens)
+                model, optimizer, start_step = self._state()
+                if start_step < self._recipe.num_steps:
+                    step = self._step(model, optimizer, start_step)
+                    del model, optimizer  # the step holds them, and gives their memory to its results
+                    fitted = self._fit(step, start_step, loader, eval_loader, track, stop)
+                    model = step.model
+                else:
+                    fitted = Fitted(start_step)
+                    self._say(self._nothing_to_do(start_step))
+            return self._finish(model, fitted, sample_tokens)
         except Exception as error:
-            error.add_note(self._how_to_go_on())
+            if self._is_begun:
+                error.add_note(self._how_to_go_on())
             raise
 
-    def _step(self) -> tuple[TrainStep, int]:
-        recipe, start_step = self._recipe, 0
-        if self._checkpoints.latest() is None:
-            model, optimizer = create(self._model_file, recipe, self._mesh)
-        else:
-            model, optimizer, start_step = restore(self._model_file, recipe, self._mesh, self._checkpoints)
-            self._say(f"resumed from {self._checkpoints.path(start_step)}")
+    def _state(self) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
+        latest = self._checkpoints.latest()
+        if latest is None:
+            self._is_begun = True
+            return *create(self._model_file, self._recipe, self._mesh), 0
+        try:
+            state = restore(self._model_file, self._recipe, self._mesh, self._checkpoints)
+        except CheckpointError as error:
+            raise CheckpointError(
+                error.what,
+                where=error.where,
+                why=f"{self._model_file.path} now builds another model, or another optimizer, than the run has.",
+                do="resume with the file as it was; or begin a new run: without --resume, in another --out.",
+            ) from error
+        self._say(f"resumed from {self._checkpoints.path(latest)}")
+        launch.note(step=latest, checkpoint=str(self._checkpoints.path(latest)))
+        return state
+
+    def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
+        recipe, loss_fn = self._recipe, self._model_file.loss_fn
         self._folder.started(step=start_step, mesh=self._mesh)
-        launch.note(step=start_step)
+        self._is_begun = True
         like = batch_like(self._data, recipe.batch_size, self._mesh)
-        loss_fn = self._model_file.loss_fn
-        return TrainStep(loss_fn, model, optimizer, like, accumulate=recipe.accumulate), start_step
+        return TrainStep(loss_fn, model, optimizer, like, accumulate=recipe.accumulate)
+
+    def _nothing_to_do(self, done: int) -> str:
+        asked = f"{self._recipe.num_steps} were asked for"
+        return f"nothing is left to train: {done} steps are done, and {asked}; --steps {2 * done} goes on."
 
     def _fit(
         self,
@@ -263,12 +291,12 @@ class _Job:
         state = {"model": step.model, "optimizer": step.optimizer, "step": done}
         launch.note(step=done, checkpoint=str(self._checkpoints.save(done, state)))
 
-    def _finish(self, step: TrainStep, fitted: Fitted, sample_tokens: int) -> Finished:
+    def _finish(self, model: nnx.Module, fitted: Fitted, sample_tokens: int) -> Finished:
         sample = None
         if fitted.stopped_by is None and sample_tokens:
             sample = sample_text(
                 self._model_file,
-                step.model,
+                model,
                 self._data,
                 self._mesh,
                 num_tokens=sample_tokens,
@@ -309,6 +337,16 @@ class _Notes:
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:
     rows = local_rows(batch_size, mesh)
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
+
+
+def _check_sample(num_tokens: int) -> None:
+    if num_tokens < 0:
+        raise ShardingError(
+            "The model cannot write fewer than no tokens.",
+            where=f"--sample-tokens {num_tokens}",
+            why="it is the length of the sample in the end; 0 is none.",
+            do="--sample-tokens 0",
+        )
 
 
 def _check_vocabulary(recipe: Recipe, data: Data) -> None:

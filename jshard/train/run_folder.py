@@ -164,6 +164,17 @@ class RunFolder:
         return os.path.lexists(Path(path) / _RECORD)
 
     @staticmethod
+    def check_vacant(path: str | Path) -> None:
+        """Checks that a new run may have a folder: that it is absent, or empty.
+
+        Raises:
+            ShardingError: there is a run in it, or something else.
+            RunError: a live run holds it.
+        """
+        RunLock.check_free(Path(path) / _LOCK)
+        _check_empty(Path(path))
+
+    @staticmethod
     def free_name(parent: str | Path, stem: str) -> Path:
         """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that is not there."""
         path, number = Path(parent, stem), 2
@@ -182,36 +193,14 @@ class RunFolder:
         return max(found)[1] if found else None
 
     def _make(self, record: RunRecord, token: str) -> None:
-        self._check_vacant()
+        self.check_vacant(self.path)
         with _writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = RunLock(self.path / _LOCK, token)
-        self._check_vacant()  # another run may have come, and gone, before we had the lock
+        _check_empty(self.path)  # another run may have come, and gone, before we had the lock
         with _writing(self.path):
             _write(self.path, record.as_json() | {"versions": versions(), "starts": []})
         self._note_lock()
-
-    def _check_vacant(self) -> None:
-        if not os.path.lexists(self.path):
-            return
-        if self._lock is None:
-            RunLock.check_free(self.path / _LOCK)
-        with _writing(self.path):
-            names = sorted(set(os.listdir(self.path)) - {_LOCK, _DRAFT})
-        if _RECORD in names:
-            raise ShardingError(
-                "The folder holds another run.",
-                where=f"--out {self.path}",
-                why="its run.json is there, and a new run would overwrite it.",
-                do="--resume to continue that run, or another --out; without --out a free name under runs/ is taken.",
-            )
-        if names:
-            raise ShardingError(
-                "The folder is not empty.",
-                where=[f"--out {self.path}", *names],
-                why="it does not hold a run, and what is in it may be of use to somebody.",
-                do="name a folder that is empty or does not exist; without --out a free name under runs/ is taken.",
-            )
 
     def _take_up(self, record: RunRecord, token: str) -> None:
         where = str(self.path / _RECORD)
@@ -246,6 +235,27 @@ class RunFolder:
         while not (sees := RunLock.token(self.path / _LOCK) == token) and time.monotonic() < until:
             time.sleep(0.1)
         return json.dumps({"sees": sees, "host": socket.gethostname()})
+
+
+def _check_empty(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    with _writing(path):
+        names = sorted(set(os.listdir(path)) - {_LOCK, _DRAFT})
+    if _RECORD in names:
+        raise ShardingError(
+            "The folder holds another run.",
+            where=f"--out {path}",
+            why="its run.json is there, and a new run would overwrite it.",
+            do="--resume to continue that run, or another --out; without --out a free name under runs/ is taken.",
+        )
+    if names:
+        raise ShardingError(
+            "The folder is not empty.",
+            where=[f"--out {path}", *names],
+            why="it does not hold a run, and what is in it may be of use to somebody.",
+            do="name a folder that is empty or does not exist; without --out a free name under runs/ is taken.",
+        )
 
 
 def _check_shared(views: list[str], path: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from types import FrameType
 
 import jax
@@ -16,13 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard.train.launch.worker import is_worker
+
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_REPEAT_S = 1.0  # a launcher and a terminal may each send the same one
 
 
 class StopSignal:
-    """Catches SIGTERM and SIGINT while the context is open. A second one ends the program at once.
+    """Catches SIGTERM and SIGINT while the context is open. A second one, a second later or more, ends the program.
 
-    Python hands signals to the main thread only; used in another one this catches nothing.
+    A worker of several processes only notes them, however many: its supervisor decides when to end it. Python hands
+    signals to the main thread only; used in another one this catches nothing.
 
     Example:
         >>> with StopSignal() as stop:
@@ -32,6 +37,7 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self._since_s = 0.0
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignal:
@@ -44,9 +50,12 @@ class StopSignal:
             signal.signal(number, handler)  # type: ignore[arg-type]
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self.received = signal.Signals(number)
-        for number in _SIGNALS:
+        now_s = time.monotonic()
+        if self.received is None:
+            self.received, self._since_s = signal.Signals(number), now_s
+        elif now_s - self._since_s > _REPEAT_S and not is_worker():
             signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
 
 
 class Agreement:

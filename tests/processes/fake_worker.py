@@ -40,6 +40,7 @@ def note_signal(signum, _):
     if action != "deaf":
         # Long enough to hear a second one, if there is.
         time.sleep(0.5)
+        print("saved", flush=True)
         sys.exit(128 + signum)
 
 

@@ -1,0 +1,140 @@
+"""`fit` in rounds that can be measured: what an iteration takes, and where the time goes."""
+
+from __future__ import annotations
+
+import collections
+import gc
+import io
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard import train
+
+_LATE_S = 1e-3  # a batch that is not there so long after it was asked for was waited for
+_SKIPPED = 6  # iterations at the start of a round: the pipeline fills
+
+
+class Iterations:
+    """Rounds of `fit`, with a loader and trackers that live through all of them.
+
+    Args:
+        step: a `TrainStep`, or `Instant`.
+        batches: of the host, without end.
+        tracker: takes the scalars.
+        meter: makes a meter for a round.
+        num_steps: iterations in a round.
+
+    Attributes:
+        num_late: iterations in which the loop waited for the loader.
+        num_iterations: all that were measured.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        batches: Generator[Any, None, None],
+        *,
+        tracker: train.Tracker,
+        meter: Callable[[], train.Meter],
+        num_steps: int,
+    ) -> None:
+        self._step, self._batches, self._meter, self._num_steps = step, batches, meter, num_steps
+        self._tracker = _Timed(tracker)
+        self._rounds_s: list[float] = []
+        self._loader_s: list[float] = []
+        self.num_late = self.num_iterations = 0
+
+    def __enter__(self) -> Iterations:
+        self.round()  # the first one imports and compiles
+        self._rounds_s, self._loader_s, self._tracker.times_s = [], [], []
+        self.num_late = self.num_iterations = 0
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._batches.close()
+        self._tracker.close()
+
+    def round(self) -> float:
+        """Mean milliseconds of CPU time of an iteration, from one batch that is asked for to the next."""
+        starts_s: list[float] = []
+        num_steps = self._num_steps + _SKIPPED
+        if isinstance(self._step, Instant):
+            self._step.prepare(num_steps)
+        gc.collect()  # not the garbage of the others
+        step: Any = self._step
+        train.fit(step, self._timed(starts_s), num_steps=num_steps, tracker=self._tracker, meter=self._meter())
+        starts_s = starts_s[-self._num_steps - 1 :]
+        self._rounds_s.append((starts_s[-1] - starts_s[0]) / self._num_steps)
+        return self._rounds_s[-1] * 1e3
+
+    def parts_us(self) -> dict[str, float]:
+        """Where the CPU time of an iteration goes, in microseconds."""
+        whole_s, loader_s = statistics.median(self._rounds_s), statistics.median(self._loader_s)
+        tracker_s = statistics.median(self._tracker.times_s)
+        rest_s = whole_s - loader_s - tracker_s
+        return {"loader": loader_s * 1e6, "trackers": tracker_s * 1e6, "batch and scalars": rest_s * 1e6}
+
+    def _timed(self, starts_s: list[float]) -> Iterator[Any]:
+        """The batches. Notes when each is asked for, and whether the loop had to wait."""
+        while True:
+            cpu_s, wall_s = time.thread_time(), time.perf_counter()
+            starts_s.append(cpu_s)
+            batch = next(self._batches)
+            self.num_late += time.perf_counter() - wall_s > _LATE_S
+            self.num_iterations += 1
+            self._loader_s.append(time.thread_time() - cpu_s)
+            yield batch
+
+
+class Instant:
+    """A step that is done at once: what is left of an iteration is the loop's own work.
+
+    Args:
+        mesh: where its scalars lie.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._scalars: collections.deque[Any] = collections.deque()
+
+    def prepare(self, count: int) -> None:
+        """Makes the scalars of the next calls: each is fetched from the devices once, as those of a real step."""
+        everywhere, one = NamedSharding(self.mesh, PartitionSpec()), np.float32(1)
+        self._scalars.clear()
+        for _ in range(count):
+            self._scalars.append({name: jax.device_put(one, everywhere) for name in ("loss", "grad_norm")})
+        jax.block_until_ready(list(self._scalars))
+
+    def __call__(self, batch: Any) -> Any:
+        """The scalars, as a `TrainStep` gives them."""
+        return self._scalars.popleft()
+
+
+class Terminal(io.StringIO):
+    """Makes `Progress` rewrite its line, as it does for a person."""
+
+    def isatty(self) -> bool:
+        """As if it were one."""
+        return True
+
+
+class _Timed:
+    """A tracker, and the CPU time of its calls."""
+
+    def __init__(self, tracker: train.Tracker) -> None:
+        self._tracker = tracker
+        self.times_s: list[float] = []
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        start_s = time.thread_time()
+        self._tracker.log(step, scalars)
+        self.times_s.append(time.thread_time() - start_s)
+
+    def close(self) -> None:
+        self._tracker.close()

@@ -1,0 +1,185 @@
+"""What `jshard train` is asked for: its options, the recipe that they make, and what a resumed run takes over."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jshard._errors import ShardingError
+from jshard.cli._config import config_json
+from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
+from jshard.train import launch
+from jshard.train.model_file import ModelFile, load_model_file
+from jshard.train.overrides import override
+from jshard.train.recipe import Recipe
+from jshard.train.recipe_check import check_recipe
+from jshard.train.run_folder import RunFolder
+from jshard.train.trackers import available
+
+_RUNS = Path("runs")
+_WHAT = ("recipe", "set", "steps", "seed", "data", "tokenizer")  # options that a resumed run takes over
+_KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArgs:
+    """Trains a recipe of a model file fully sharded.
+
+    Writes run.json, metrics.jsonl, loss.png, sample.txt and checkpoints/ into a folder of its own. SIGTERM and Ctrl-C
+    save and stop; --resume goes on. Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 and 143 stopped
+    by Ctrl-C and SIGTERM.
+    """
+
+    model: tyro.conf.Positional[Path]
+    """Python file with the model, its annotation and its recipes, e.g. models/gpt.py."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another value for the recipe, as often as needed: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
+    shows the keys."""
+    steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Optimizer steps, instead of the recipe's."""
+    seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Seed of parameters, dropout and sample order, instead of the recipe's."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """Degrees of the mesh axes, e.g. replica=2,fsdp=4 (default: fsdp takes all devices; on a CPU 8 are simulated)."""
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
+    """Text files, or folders of them; by default the sources of Python's standard library."""
+    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A Hugging Face tokenizer.json; by default every byte is a token. Needs the extra `hf`."""
+    workers: Annotated[int, tyro.conf.arg(metavar="N")] = 0
+    """Processes that read the data, for data that is expensive to make; 0 reads in a thread."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder to write, empty or new; by default runs/MODEL-RECIPE, with a number if that is taken."""
+    resume: bool = False
+    """Continue the run in --out (by default the newest of this recipe) from its last checkpoint, with its options."""
+    track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
+    """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
+    sample_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
+    """Tokens that the model writes in the end; 0 for none."""
+    processes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
+    """Run as N processes on the CPU of this machine, as a cluster would. On a cluster leave it away."""
+    init_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = launch.Deadlines.init_s
+    """How long the processes of a run wait for each other at the start."""
+    peer_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = launch.Deadlines.peer_s
+    """How long a process may give no sign of life before the run ends."""
+    dry_run: bool = False
+    """Print the plan and stop: needs no device and no memory for parameters."""
+    print_config: bool = False
+    """Print everything the run is made from as JSON and stop."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be trained, as far as it is known without devices."""
+
+    args: TrainArgs  # with what a resumed run takes over
+    argv: Sequence[str]  # as given
+    model_file: ModelFile
+    name: str
+    recipe: Recipe
+    sizes: Mapping[str, int]
+    out: Path | None  # None for a new folder of the usual name
+
+    @property
+    def track(self) -> tuple[str, ...]:
+        """Names of the further records."""
+        asked = self.args.track
+        return tuple(name for name in available() if name == "tensorboard") if asked is None else asked
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options that say what is trained."""
+        absolute = {  # a run may be resumed from another folder
+            "data": [path.absolute() for path in self.args.data],
+            "tokenizer": self.args.tokenizer and self.args.tokenizer.absolute(),
+        }
+        return {key: getattr(self.args, key) for key in _WHAT} | absolute | {"recipe": self.name}
+
+    def folder(self) -> Path:
+        """The folder of the run, as it is now."""
+        return self.out or RunFolder.free_name(_RUNS, _stem(self.args, self.name))
+
+    def again(self, out: Path) -> str:
+        """The command line that goes on with the run in a folder."""
+        return again(self.argv, out)
+
+    def config(self) -> dict[str, Any]:
+        """Everything, as JSON."""
+        return config_json(
+            model_file=self.args.model,
+            recipe_name=self.name,
+            recipe=self.recipe,
+            mesh=dict(open_mesh(self.sizes, devices=num_devices(self.sizes)).shape),
+            data=self.args.data,
+            tokenizer=self.args.tokenizer,
+            out=self.out,
+            options={"track": self.track, "workers": self.args.workers, "processes": self.args.processes},
+        )
+
+
+def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
+    """Reads the model file, and of a run that is resumed its record."""
+    _refuse_doubles(args)
+    model_file = load_model_file(args.model)
+    out = args.out
+    if args.resume:
+        out = out or RunFolder.newest(_RUNS, _stem(args, model_file.recipe(args.recipe)[0]))
+        # A job script may always say --resume: the first time there is nothing to take up.
+        stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
+        args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
+    if out is not None and not args.resume:
+        RunFolder.check_vacant(out)  # now: the data may take minutes to read
+    name, recipe = model_file.recipe(args.recipe)
+    given = {key: getattr(args, option) for option, key in _KEYS.items()}
+    recipe = override(recipe, [*args.set, *(f"{key}={value}" for key, value in given.items() if value is not None)])
+    check_recipe(recipe)
+    return Request(args, argv, model_file, name, recipe, parse_mesh(args.mesh), out)
+
+
+def _refuse_doubles(args: TrainArgs) -> None:
+    """Of a number that is given by its own option and by --set too, nobody can tell which is meant."""
+    settings = {_key(setting): setting for setting in args.set}
+    for option, key in _KEYS.items():
+        if getattr(args, option) is not None and key in settings:
+            raise ShardingError(
+                "A setting is given twice.",
+                where=f"--{option} {getattr(args, option)} --set {shlex.quote(settings[key])}",
+                why=f"--{option} sets the recipe's {key}, too.",
+                do=f"--{option} {getattr(args, option)}",
+            )
+
+
+def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
+    """The arguments, and where they say nothing what the run was begun with."""
+    taken = {key: value for key, value in stored.items() if key in _WHAT and getattr(args, key) in (None, ())}
+    settings = [setting for setting in stored.get("set", ()) if _key(setting) not in map(_key, args.set)]
+    for option, key in _KEYS.items():  # which of the two gave it before, and which does now
+        if getattr(args, option) is not None:
+            settings = [setting for setting in settings if _key(setting) != key]
+        elif key in map(_key, args.set):
+            taken.pop(option, None)
+    as_given = {"data": lambda paths: tuple(map(Path, paths)), "tokenizer": lambda path: path and Path(path)}
+    taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
+    return dataclasses.replace(args, **taken | {"set": (*settings, *args.set)})
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def again(argv: Sequence[str], out: Path | None = None) -> str:
+    """The command line that goes on with a run."""
+    given = [argument for argument in argv if argument != "--resume"]
+    is_named = any(argument.partition("=")[0] == "--out" for argument in given)
+    named = [] if out is None or is_named else ["--out", str(out)]
+    return shlex.join(["jshard", "train", *given, *named, "--resume"])
+
+
+def _stem(args: TrainArgs, name: str) -> str:
+    return f"{args.model.stem}-{name}"

@@ -1,0 +1,182 @@
+"""A run leaves its record, goes on bit for bit after it was stopped or killed, and sees the same samples anywhere."""
+
+import dataclasses
+import json
+import os
+import signal
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard._errors import RunError, ShardingError
+from jshard.checkpoint import Checkpointer
+from jshard.train import load_model_file, load_text, read_metrics, run_recipe
+from jshard.train.run import restore
+from tests.micro_gpt import MODELS, micro
+
+MODEL_FILE = dataclasses.replace(
+    load_model_file(__file__.replace("test_train_run", "micro_gpt")),
+    generate=load_model_file(MODELS / "gpt.py").generate,
+)
+DROPOUT = dataclasses.replace(micro().model, dropout=0.1)
+RECIPE = dataclasses.replace(
+    micro(), model=DROPOUT, num_steps=8, learning_rate=1e-2, eval_every=4, checkpoint_every=3, keep_checkpoints=2
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kept_programs(tmp_path_factory):
+    """The runs of this file compile the same programs; kept on disk they are compiled once."""
+    settings = {
+        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
+    before = {name: jax.config.values[name] for name in settings}
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "fox.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    return load_text([text], sequence_length=RECIPE.sequence_length)
+
+
+@pytest.fixture(scope="module")
+def whole(data, tmp_path_factory):
+    """A run that nothing happened to."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    lines = []
+    finished = run_recipe(
+        MODEL_FILE,
+        RECIPE,
+        mesh=js.mesh(),
+        data=data,
+        out=out,
+        sample_tokens=8,
+        options={"seed": None},
+        say=lines.append,
+    )
+    return finished, lines
+
+
+class SpySource:
+    """Reports which samples are read, and may do something at one of them."""
+
+    def __init__(self, source, at=None, do=None):
+        self._source, self._at, self._do, self.read = source, at, do, []
+
+    def __len__(self):
+        return len(self._source)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        if self._at is not None and len(self.read) == self._at:
+            self._do()
+        return self._source[index]
+
+
+def state_of(finished, mesh):
+    model, optimizer, step = restore(MODEL_FILE, RECIPE, mesh, Checkpointer(finished.out / "checkpoints"))
+    return step, [np.asarray(raw(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
+
+
+def raw(x):
+    return jax.random.key_data(x) if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+
+def record(finished):
+    return [
+        {k: v for k, v in line.items() if k in ("step", "loss", "grad_norm", "val_loss")} for line in metrics(finished)
+    ]
+
+
+def metrics(finished):
+    return read_metrics(finished.out / "metrics.jsonl")
+
+
+def test_a_run_leaves_its_record(whole):
+    finished, lines = whole
+    assert (finished.step, finished.stopped_by) == (8, None)
+    names = {path.name for path in finished.out.iterdir()} - {".lock"}
+    assert names == {"run.json", "metrics.jsonl", "loss.png", "sample.txt", "checkpoints"}
+    assert [line["step"] for line in metrics(finished) if "loss" in line] == list(range(1, 9))
+    assert [line["step"] for line in metrics(finished) if "val_loss" in line] == [4, 8]
+    assert metrics(finished)[-1]["val_loss"] == finished.val_loss < metrics(finished)[0]["loss"]
+    assert {"grad_norm", "step_s", "tokens_per_s", "mfu", "peak_bytes"} < metrics(finished)[-2].keys()
+    assert (finished.out / "loss.png").stat().st_size > 1000
+    assert len(finished.sample.encode()) >= 32 + 8 - 3  # the prompt, and the last bytes may be part of a character
+    assert (finished.out / "sample.txt").read_text() == finished.sample + "\n"
+    assert finished.checkpoint == finished.out / "checkpoints" / "8"
+    assert {path.name for path in (finished.out / "checkpoints").iterdir() if path.is_dir()} == {"6", "8"}
+    run = json.loads((finished.out / "run.json").read_text())
+    assert run["recipe"]["model"]["dropout"] == 0.1
+    assert [start["step"] for start in run["starts"]] == [0]
+    assert any(line.startswith("MFU = flops per step / step time / peak") for line in lines)
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
+    # In the middle between two checkpoints, while the loader is some batches ahead.
+    source = SpySource(data.train, at=6 * RECIPE.batch_size, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    arguments = {"mesh": js.mesh(), "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
+    stopped = run_recipe(MODEL_FILE, RECIPE, data=dataclasses.replace(data, train=source), **arguments)
+    assert stopped.stopped_by == signal.SIGTERM
+    assert 0 < stopped.step < 8
+    assert stopped.checkpoint == stopped.out / "checkpoints" / str(stopped.step)
+    # What a run wrote after its last checkpoint, and a line that it did not finish, are done again.
+    with (stopped.out / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": stopped.step + 1, "loss": 77.0}) + '\n{"step": ')
+
+    lines = []
+    resumed = run_recipe(MODEL_FILE, RECIPE, data=data, resume=True, **arguments | {"say": lines.append})
+    assert f"resumed from {stopped.checkpoint}" in lines
+    assert record(resumed) == record(whole[0])
+    for ours, theirs in zip(state_of(resumed, js.mesh()), state_of(whole[0], js.mesh()), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, ours, theirs)
+    run = json.loads((resumed.out / "run.json").read_text())
+    assert [start["step"] for start in run["starts"]] == [0, stopped.step]
+
+    again = run_recipe(MODEL_FILE, RECIPE, data=data, resume=True, **arguments)
+    assert (again.step, again.stopped_by) == (8, None)
+    assert record(again) == record(whole[0])
+
+
+def test_another_mesh_sees_the_same_samples(data, tmp_path):
+    source = SpySource(data.train)
+    recipe = dataclasses.replace(RECIPE, num_steps=3, eval_every=100, accumulate=2)
+    finished = run_recipe(
+        MODEL_FILE,
+        dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, dropout=0.0)),
+        mesh=js.mesh(replica=2, fsdp=2, devices=jax.devices()[:4]),
+        data=dataclasses.replace(data, train=source),
+        out=tmp_path / "run",
+        sample_tokens=0,
+        say=lambda line: None,
+    )
+    loader = js.train.Loader(data=data, batch_size=16, seed=0, rows=range(16))
+    wanted = [index for step in range(3) for index in loader.sample_ids(step)]
+    assert source.read[-len(wanted) :] == wanted  # before them are the loader's checks
+    assert finished.step == 3
+
+
+def test_what_a_failed_run_says(data, tmp_path):
+    recipe = dataclasses.replace(RECIPE, learning_rate=1e30, checkpoint_every=1, warmup_steps=0, num_steps=40)
+    with pytest.raises(RunError, match="has left the finite numbers at step") as error:
+        run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run", say=lambda line: None)
+    (note,) = error.value.__notes__
+    newest = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir())
+    assert note.startswith(f"last good checkpoint: {tmp_path}/run/checkpoints/{newest};")
+
+
+def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path):
+    recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, vocab_size=100))
+    with pytest.raises(ShardingError, match="vocabulary is smaller than the tokenizer's"):
+        run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
