@@ -1,15 +1,16 @@
 # Every target sets up .venv by itself; only Python (3.11 or newer) and make are needed.
-#   make train    train the tiny recipe on real text, minutes on two cores
+#   make train    train the tiny recipe on real text, minutes on two cores; EXTRAS=train,tensorboard adds its files
 #   make test     the test suite
 #   make check    format, lint, types
 
 PYTHON ?= python3
+EXTRAS ?= train
 VENV := .venv
 BIN := $(VENV)/bin
 
 .PHONY: train test check format clean
 
-train: $(VENV)/stamp-train
+train: $(VENV)/stamp-$(EXTRAS)
 	$(BIN)/jshard train models/gpt.py
 
 test: $(VENV)/stamp-test

@@ -95,6 +95,7 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: a recipe that is none": "train not_a_recipe.py",
     "model: data that are none": "train own_data.py",
     "model: data of its own, and --data": "train own_data.py --data text.txt",
+    "model: refuses the length": "train model.py --data text.txt --set sequence_length=40",
     "recipe: unknown": "train model.py --recipe mikro",
     "key: unknown": "train model.py --set learning_rat=1e-3",
     "key: of the model, unknown": "train model.py --set model.n_layers=4 --set d_model=128",
