@@ -99,7 +99,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
 
     assert said.startswith("8 x cpu (simulated on ")
     assert "8 devices (replica=1, fsdp=8, tensor=1)" in said  # the plan
-    assert "\n1 files of text.txt: 0.02 MB to train on" in said
+    assert "\n1 file of text.txt: 0.02 MB to train on" in said
     assert "\nMFU = flops per step / step time / peak" in said
     live = [line for line in said.replace("\n", "\r").split("\r") if line.startswith("step 5/5  loss ")]
     assert live  # rewritten in place

@@ -101,7 +101,7 @@ def test_folders_of_one_name_keep_all_their_files(tmp_path):
 
 
 def test_file_that_is_given_twice_is_read_once(book):
-    assert load_text([book.parent, book], sequence_length=4).description.startswith("1 files")
+    assert load_text([book.parent, book], sequence_length=4).description.startswith("1 file ")
 
 
 @pytest.mark.parametrize("change", ["text", "sequence_length", "name"])
@@ -196,7 +196,7 @@ def test_what_is_no_text_in_a_folder_is_left_out_with_one_warning(locked):
         f"  {locked}/locked.txt: unreadable: permission denied",
     ]
     assert Path(warning.filename).name == Path(__file__).name
-    assert data.description.startswith("1 files")
+    assert data.description.startswith("1 file ")
     assert set(text_of(data.train)) == {ord("a")}
 
 

@@ -25,7 +25,7 @@ from jshard.train import launch
 from jshard.train.data import Data
 from jshard.train.model_file import ModelFileError, place_in
 from jshard.train.recipe_check import check_batch
-from jshard.train.run import Finished, run_recipe
+from jshard.train.run import Finished, batch_like, run_recipe
 from jshard.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 
@@ -43,7 +43,8 @@ def run(argv: Sequence[str]) -> int:
     if args.dry_run:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
         check_batch(request.recipe, mesh)
-        print(_plan(request, mesh))
+        # The shapes of text are known without reading it.
+        print(_plan(request, mesh, None if request.model_file.data is None else _own_data(request)))
         return 0
     return _train(request)
 
@@ -60,7 +61,7 @@ def _train(request: Request) -> int:
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = print if jax.process_index() == 0 else (lambda *text: None)
     say(describe_devices())
-    say(_plan(request, mesh))
+    say(_plan(request, mesh, data))
     say(data.description)
     out = Path(gather_texts(str(request.folder()))[0])
     launch.note(again=request.again(out))
@@ -92,8 +93,9 @@ def _say_result(request: Request, finished: Finished, say: Any) -> None:
         say(f"\na sample; its first words are of held-out text:\n{textwrap.indent(shown, '    ')}")
     names = sorted(path.name + "/" * path.is_dir() for path in finished.out.iterdir() if path.name[0] != ".")
     if finished.val_loss is not None:
-        unit = "byte" if request.args.tokenizer is None and request.model_file.data is None else "token"
-        say(f"\nvalidation loss {finished.val_loss:.4f} nats per {unit} after {finished.step} steps")
+        unit = " nats per byte" if request.args.tokenizer is None else " nats per token"
+        unit = "" if request.model_file.data is not None else unit  # only its file knows what the loss is
+        say(f"\nvalidation loss {finished.val_loss:.4f}{unit} after {finished.step} steps")
     say(f"{finished.out}/: {'  '.join(names)}")
 
 
@@ -152,16 +154,15 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
     )
 
 
-def _plan(request: Request, mesh: AnyMesh) -> js.Explanation:
+def _plan(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanation:
     model_file, recipe = request.model_file, request.recipe
     model = js.abstract_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
     )
-    if model_file.data is not None:
-        return js.explain(model, optimizer=recipe.optimizer())
-    tokens = jax.ShapeDtypeStruct((recipe.batch_size // recipe.accumulate, recipe.sequence_length), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens}
+    rows = recipe.batch_size // recipe.accumulate
+    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens} if data is None else batch_like(data, rows)
     try:
         return js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)
     except FourPartError:

@@ -143,15 +143,15 @@ def restore(
     return state["model"], state["optimizer"], int(state["step"])
 
 
-def batch_like(data: Data, batch_size: int, mesh: Mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of a source without its arrays: shapes, dtypes and shardings."""
-    sharding = NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
-    return {
-        key: jax.ShapeDtypeStruct(
-            (batch_size, *np.shape(x)), jax.dtypes.canonicalize_dtype(np.asarray(x).dtype), sharding=sharding
-        )
-        for key, x in data.train[0].items()
-    }
+def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
+    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+
+    def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
+        return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
+
+    return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
 
 
 class _Job:

@@ -50,7 +50,9 @@ def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokeniz
     texts = read_texts(paths) if paths else _stdlib_texts()
     by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
     train, held_out = _split(_encoded(texts, tokenizer), tokenizer, by_file)
-    amount = f"{len(texts)} files of {', '.join(map(str, paths)) or 'the Python standard library'}"
+    amount = (
+        f"{len(texts)} file{'s' * (len(texts) > 1)} of {', '.join(map(str, paths)) or 'the Python standard library'}"
+    )
     unit = "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
     description = (
         f"{amount}: {train.size / 1e6:.2f} {unit} to train on, {held_out.size / 1e6:.2f} {unit.split()[0]} held out "
