@@ -4,6 +4,8 @@ Example:
     >>> import jshard as js
 """
 
+from typing import TYPE_CHECKING
+
 from jshard import checkpoint as checkpoint
 from jshard._annotate import fully_shard as fully_shard
 from jshard._errors import AnnotationError as AnnotationError
@@ -30,6 +32,9 @@ from jshard.inspect.check import CheckReport as CheckReport
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation
 from jshard.inspect.explain import explain as explain
+
+if TYPE_CHECKING:
+    from jshard import train as train
 
 __version__ = "0.1.0"
 

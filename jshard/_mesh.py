@@ -166,6 +166,16 @@ def data_degree(mesh: AnyMesh) -> int:
     return math.prod(degree(mesh, a) for a in data_axes(mesh))
 
 
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """How arrays lie whose leading dim is the batch."""
+    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
+
+
+def num_processes(mesh: Mesh) -> int:
+    """How many processes hold devices of the mesh."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
 def is_concrete(mesh: AnyMesh) -> bool:
     """Whether the mesh has devices, so that arrays can be placed on it."""
     return isinstance(mesh, Mesh)
@@ -202,8 +212,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 def _batch_layout(mesh: Mesh) -> tuple[NamedSharding, int, int]:
     """Where batches lie, over how many shards and processes. Kept: a run asks before every step."""
     check_mesh(mesh)
-    processes = len({device.process_index for device in mesh.devices.flat})
-    return NamedSharding(mesh, PartitionSpec(data_axes(mesh))), data_degree(mesh), processes
+    return batch_sharding(mesh), data_degree(mesh), num_processes(mesh)
 
 
 def _not_split(batch: Any, mesh: AnyMesh, shards: int, processes: int) -> CallError:

@@ -166,7 +166,7 @@ def generate(
     Every token runs the whole model over a window of `block_size` positions. That is slow, and
     clear: what lies behind the last token cannot be seen from it, so one window serves every length.
     """
-    B, length = prompt_BT.shape
+    length = prompt_BT.shape[1]
     block_size = model.config.block_size
     text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, block_size - length))))
     graphdef, state = nnx.split(model)  # the loop below is JAX's: it takes arrays

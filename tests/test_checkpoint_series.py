@@ -274,6 +274,21 @@ def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
     assert names(tmp_path) == ["1", "series.json"]
 
 
+def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch):
+    checkpoints = Checkpointer(tmp_path)
+    assert checkpoints.agreed_latest() is None
+    checkpoints.save(1, {"step": 1})
+    told = []
+
+    def gather(text):
+        told.append(text)
+        checkpoints.save(2, {"step": 2})  # it is there all the time, and this process sees it only now
+        return ["2", text]
+
+    monkeypatch.setattr("jshard.checkpoint.series.gather_texts", lambda text: ["", ""] if text == "" else gather(text))
+    assert (checkpoints.agreed_latest(), told) == (2, ["1"])
+
+
 def test_other_processes_hear_why_the_first_one_failed(tmp_path, monkeypatch):
     monkeypatch.setattr("jshard.checkpoint.series.is_primary", lambda: False)
     monkeypatch.setattr("jshard.checkpoint.series.gather_texts", lambda text: ["No space left on device.", text])

@@ -108,6 +108,12 @@ def test_out_of_memory_says_what_to_do(ends_with):
     assert "JaxRuntimeError" in ends_with(lambda: jnp.zeros((2**46,)).block_until_ready(), "--debug")[2]
 
 
+def test_out_of_memory_in_the_middle_of_a_run_tells_how_to_go_on(ends_with):
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+    error.add_note("last good checkpoint: runs/a/checkpoints/100")
+    assert ends_with(error)[2].endswith("last good checkpoint: runs/a/checkpoints/100\n")
+
+
 def test_another_error_of_the_devices_keeps_its_traceback(ends_with):
     code, _, error = ends_with(jax.errors.JaxRuntimeError("INTERNAL: no"))
     assert code == 1

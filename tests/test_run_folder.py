@@ -1,6 +1,7 @@
 """The folder of a run: one live run in it, nothing of another's overwritten, and resumed only as what it was."""
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ import jshard as js
 from jshard._errors import RunError, ShardingError
 from jshard.train import Recipe
 from jshard.train.run_folder import RunFolder
+from jshard.train.run_lock import RunLock
 from jshard.train.run_record import RunRecord
 
 
@@ -179,6 +181,14 @@ def test_a_second_live_run_is_refused_and_a_killed_one_is_not_in_the_way(tmp_pat
         assert folder.is_resumed
 
 
+def test_two_may_look_at_the_same_time(tmp_path):
+    """As the processes of one run do, all at its start."""
+    begin(tmp_path)
+    with (tmp_path / ".lock").open() as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        RunLock.check_free(tmp_path / ".lock")
+
+
 def test_a_child_that_outlives_a_killed_run_does_not_hold_its_lock(tmp_path):
     fork = "child = os.fork()\nif child == 0: time.sleep(100); os._exit(0)\nos.getpid = lambda: child"
     process, child = hold(tmp_path, fork)
@@ -318,8 +328,9 @@ def open_together(paths, record=RECORD, **kwargs):
 
     def one(process):
         try:
+            mine = record[process] if isinstance(record, list) else record
             results[process] = RunFolder.open(
-                paths[process], record, is_primary=process == 0, gather=gather(process), wait_s=0.3, **kwargs
+                paths[process], mine, is_primary=process == 0, gather=gather(process), wait_s=0.3, **kwargs
             )
         except (ShardingError, RunError) as error:
             results[process] = error
@@ -353,6 +364,18 @@ def test_a_folder_that_is_not_shared_stops_all(tmp_path):
         assert str(error).startswith("The folder of the run is not shared between the hosts.\n")
         assert "process 1 on " in str(error) and "process 2" not in str(error) and "process 0 on " in error.why
     begin(tmp_path / "a")  # as free as before
+
+
+def test_processes_that_would_train_different_things_are_stopped(tmp_path):
+    """A host with another file of data, or another model file."""
+    records = [RECORD, RECORD, make_record(fingerprint="xyz", learning_rate=0.5)]
+    for error in open_together([tmp_path] * 3, records):
+        assert str(error).startswith("The processes of the run do not agree on what to train.\n")
+        lines = str(error).splitlines()
+        assert any("data  process 2 on " in line and "xyz" in line and "abc" in line for line in lines)
+        assert any("recipe.learning_rate  process 2 on " in line and "0.5" in line for line in lines)
+        assert "process 1 " not in str(error)
+    begin(tmp_path)  # as free as before
 
 
 def test_what_stops_the_first_process_stops_all(tmp_path):

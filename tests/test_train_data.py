@@ -146,7 +146,7 @@ def test_batches_are_the_same_on_every_mesh():
 
 
 def test_batch_that_does_not_split_is_refused():
-    with pytest.raises(DataError, match=r"12 sequences does not split over 8 devices(.|\n)*12 = 1 x 8 \+ 4"):
+    with pytest.raises(DataError, match=r"12 sequences does not split over 8 data shards(.|\n)*12 = 1 x 8 \+ 4"):
         local_rows(12, js.mesh())
 
 

@@ -139,6 +139,29 @@ def test_a_signal_saves_and_stops(number):
     assert signal.getsignal(number) == before
 
 
+def test_a_stop_saves_before_it_evaluates():
+    with StopSignal() as stop:
+        at_step_4 = lambda entry: os.kill(os.getpid(), signal.SIGTERM) if entry == "start 4" else None
+        fitted, log, _ = run(9, checkpoint=4, evaluation=4, stop=stop, on_log=at_step_4)
+    assert fitted == Fitted(4, val_loss=0.5, stopped_by=signal.SIGTERM)
+    assert log[-3:] == ["save 4", "evaluate 4", "log 4 val_loss"]
+
+
+def test_a_signal_is_answered_at_once(capfd):
+    with StopSignal():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)  # the launcher's, at the same time
+        assert capfd.readouterr().err.count("SIGINT: the run saves after this step and stops") == 1
+
+
+def test_a_signal_during_the_last_save_ends_the_run_there():
+    """What would come next, a sample, may not fit into the time that is left."""
+    with StopSignal() as stop:
+        at_the_end = lambda entry: os.kill(os.getpid(), signal.SIGTERM) if entry == "save 4" else None
+        fitted, _, _ = run(4, checkpoint=None, stop=stop, on_log=at_the_end)
+    assert fitted == Fitted(4, stopped_by=signal.SIGTERM)
+
+
 def test_a_second_signal_a_second_later_ends_the_program(monkeypatch):
     raised = []
     monkeypatch.setattr("signal.raise_signal", raised.append)

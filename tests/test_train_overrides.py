@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 import pytest
 
 from jshard.train import Recipe, load_model_file
-from jshard.train.overrides import SettingError, keys, override
+from jshard.train.overrides import SettingError, override
 from jshard.train.setting_values import example, read_value, type_text, written
 
 if TYPE_CHECKING:
@@ -274,11 +274,3 @@ def test_types_of_a_users_own_file(tmp_path):
     new = override(recipe, ["model.kind=b", "model.width=3"])
     assert (new.model.kind, new.model.width) == ("b", 3)
     assert refused("model.kind=c", recipe=recipe).why == "model.kind takes 'a' | 'b', not 'c'."
-
-
-def test_keys_tell_types_and_values():
-    told = keys(MINE)
-    assert told["model.dropout"] == ("float | none", None)
-    assert told["batch_size"] == ("int", 4)
-    assert "model" not in told
-    assert "model.made" not in told

@@ -143,8 +143,11 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
     run = json.loads((resumed.out / "run.json").read_text())
     assert [start["step"] for start in run["starts"]] == [0, stopped.step]
 
-    again = run_recipe(MODEL_FILE, RECIPE, data=data, resume=True, **arguments)
+    (resumed.out / "loss.png").unlink()
+    (resumed.out / "loss.png").mkdir()  # a picture that cannot be written fails no run
+    again = run_recipe(MODEL_FILE, RECIPE, data=data, resume=True, **arguments | {"say": lines.append})
     assert (again.step, again.stopped_by) == (8, None)
+    assert lines[-1].startswith("sample.txt or loss.png could not be written: ")
     assert record(again) == record(whole[0])
 
 

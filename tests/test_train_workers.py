@@ -14,6 +14,8 @@ import pytest
 from jshard._errors import RunError, ShardingError
 from jshard.train import load_model_file
 from jshard.train.data import Data, Loader
+from jshard.train.reader import Reader, first_spec
+from jshard.train.workers import WorkerPool
 
 MODEL_FILE = """
 import dataclasses, threading
@@ -149,6 +151,17 @@ def test_workers_leave_signals_to_the_run():
     for number in (signal.SIGINT, signal.SIGTERM):
         os.kill(worker.pid, number)
     assert len(list(batches)) == 39
+
+
+def test_workers_leave_signals_to_the_run_from_their_first_moment():
+    source = Deadly(None)
+    reader = Reader(source=source, part="train", spec=first_spec(source, RunError), error=RunError)
+    with WorkerPool(reader, num_workers=1, ids=lambda step: [step], steps=range(3)) as pool:
+        (worker,) = multiprocessing.active_children()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(worker.pid, number)  # while it imports
+        assert [pool.batch(step)["id"].tolist() for step in range(3)] == [[0], [1], [2]]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == set()
 
 
 def test_closing_early_ends_a_worker_in_the_middle_of_a_sample():

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from jshard.checkpoint.checkpointer import UNCOMMITTED_SUFFIX, CheckpointError, 
 from jshard.checkpoint.failures import reason
 
 _LEDGER = "series.json"
+_SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 
 
 class Checkpointer:
@@ -68,6 +70,18 @@ class Checkpointer:
         """The newest step with a complete checkpoint."""
         return max(self.steps(), default=None)
 
+    def agreed_latest(self) -> int | None:
+        """The newest step that the first process sees; every process calls it, and all get the same answer.
+
+        A network file system may show the others an older state of the folder: they wait until they see that step,
+        up to a minute.
+        """
+        latest = json.loads(gather_texts(json.dumps(self.latest()))[0])
+        until = time.monotonic() + _SHOWN_S
+        while latest is not None and latest not in self.steps() and time.monotonic() < until:
+            time.sleep(0.1)
+        return latest
+
     def save(self, step: int, state: Mapping[str, Any]) -> Path:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
 
@@ -100,6 +114,9 @@ class Checkpointer:
         Args:
             like: what `jshard.checkpoint.restore` takes; abstract objects will do.
             step: which one; the newest by default.
+
+        Returns:
+            A dict with the names of `like`, holding new objects.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it does not fit `like`.

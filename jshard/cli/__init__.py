@@ -132,6 +132,7 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
         "--dry-run prints the bytes that the plan needs.",
     )
     told.__cause__ = error
+    told.__notes__ = getattr(error, "__notes__", [])  # how to go on
     return told
 
 

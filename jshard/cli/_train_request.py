@@ -61,9 +61,9 @@ class TrainArgs:
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
-    """Tokens that the model writes in the end; 0 for none."""
+    """Tokens that the model writes at the end; 0 for none."""
     processes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
-    """Run as N processes on this machine, which share its devices, as a cluster would. On a cluster leave it away."""
+    """Run as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
     init_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = launch.Deadlines.init_s
     """How long the processes of a run wait for each other at the start."""
     peer_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = launch.Deadlines.peer_s

@@ -26,6 +26,7 @@ from jshard.train.data import Data
 from jshard.train.model_file import ModelFileError, place_in
 from jshard.train.recipe_check import check_batch
 from jshard.train.run import Finished, batch_like, run_recipe
+from jshard.train.text import load_text
 from jshard.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 
@@ -110,8 +111,6 @@ def _data(request: Request) -> Data:
                 do="leave the options away, or take `data` out of the file.",
             )
         return _own_data(request)
-    from jshard.train.text import load_text  # a dry run does without grain
-
     tokenizer = ByteTokenizer() if args.tokenizer is None else HuggingFaceTokenizer(args.tokenizer)
     return load_text(args.data, sequence_length=recipe.sequence_length, tokenizer=tokenizer)
 
@@ -135,7 +134,7 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
             "There are processes already.",
             where=f"--processes {args.processes}",
             why=f"this is process {cluster.process_id} of {cluster.num_processes} ({cluster.kind}).",
-            do="leave --processes away on a cluster.",
+            do="leave out --processes on a cluster.",
         )
     devices = num_devices(parse_mesh(args.mesh))
     if cluster is None and (args.processes < 1 or devices % args.processes):

@@ -1,13 +1,14 @@
 """The trainer behind `jshard train`, in pieces that a loop of one's own can use.
 
-`run_recipe` is the whole run. It is made of the pieces below, and nothing in it is private:
+`run_recipe` is the whole run. It is made of the pieces below, and keeps its record in a folder:
 
-    Recipe, load_model_file             what to train
-    load_text, Data, Loader             samples in an order of their own, batches ahead of time
-    create, TrainStep, EvalStep         the state, sharded; one compiled program each
-    fit, Every, StopSignal, Meter       the loop
-    Jsonl, Progress, Trackers           what is shown and recorded
-    sample_text, plot_loss              the end
+    Recipe, load_model_file                    what to train
+    load_text, Data, Loader                    samples in an order of their own, batches ahead of time
+    create, restore                            model and optimizer, born sharded, or from a checkpoint
+    TrainStep, EvalStep                        one compiled program each
+    fit, evaluate, Every, StopSignal, Meter    the loop
+    Jsonl, Progress, Trackers                  what is shown and recorded
+    sample_text, plot_loss                     the end
 
 Example:
     >>> import jshard as js

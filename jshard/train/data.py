@@ -14,9 +14,10 @@ from collections.abc import Callable, Generator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._mesh import batch_sharding, data_degree
 from jshard.train.reader import Reader, Sample, Spec, first_spec
 from jshard.train.workers import WorkerPool
 
@@ -78,19 +79,25 @@ class Data:
 def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     """The rows of a global batch that lie on this process's devices, in order.
 
+    Args:
+        batch_size: samples in the global batch.
+        mesh: the mesh of the model.
+
+    Returns:
+        Their indices, 0 to `batch_size - 1`; what `Loader(rows=...)` takes.
+
     Raises:
         DataError: the batch does not split evenly over the data axes of the mesh.
     """
-    degree = mesh.shape["replica"] * mesh.shape["fsdp"]
+    degree = data_degree(mesh)
     if batch_size % degree:
         raise DataError(
-            f"A batch of {batch_size} sequences does not split over {degree} devices.",
+            f"A batch of {batch_size} sequences does not split over {degree} data shards.",
             where=f"mesh {dict(mesh.shape)}",
             why=f"{batch_size} = {batch_size // degree} x {degree} + {batch_size % degree}.",
             do=f"use a batch size that is a multiple of {degree}, or a smaller mesh.",
         )
-    sharding = NamedSharding(mesh, PartitionSpec(("replica", "fsdp")))
-    slices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
     return sorted({row for index in slices if index for row in range(*index[0].indices(batch_size))})
 
 
@@ -137,11 +144,22 @@ class Loader:
         self._reader("held_out", DataError).batch([0])
 
     def sample_ids(self, step: int) -> list[int]:
-        """Indices into `data.train` of the whole global batch of a step, whatever rows are read here."""
+        """Indices into `data.train` of the whole global batch of a step, whatever rows are read here.
+
+        Args:
+            step: number of the step, from 0.
+        """
         return self._ids(self._order(), step, range(self.batch_size))
 
     def train(self, num_steps: int, *, start_step: int = 0) -> Batches:
-        """The batches of steps `start_step` to `num_steps`, shuffled anew in every pass.
+        """The batches of a run, shuffled anew in every pass over the data.
+
+        Args:
+            num_steps: steps of the whole run.
+            start_step: steps that were done before, whose batches are left out.
+
+        Returns:
+            An iterator of `num_steps - start_step` dicts of arrays: `rows` of each global batch.
 
         Raises:
             ShardingError: the data cannot be sent to worker processes.
@@ -158,8 +176,12 @@ class Loader:
     def held_out(self, num_sequences: int) -> Batches:
         """The same samples every time, spread evenly over the held-out ones.
 
-        `num_sequences` is rounded down to whole batches, but at least one; where there are fewer samples than a batch
-        has, they repeat.
+        Args:
+            num_sequences: how many; rounded down to whole batches, but at least one. Where there are fewer samples
+                than a batch has, they repeat.
+
+        Returns:
+            An iterator of dicts of arrays: `rows` of each batch.
         """
         size = len(self.data.held_out)
         num_batches = max(1, min(num_sequences, size) // self.batch_size)

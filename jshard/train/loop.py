@@ -68,6 +68,9 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> It
         batches: this process's rows of each batch.
         mesh: the mesh of the model.
         ahead: batches that are on the devices before they are asked for.
+
+    Returns:
+        An iterator of global batches, sharded over the data axes on the leading dim.
     """
     waiting: collections.deque[Any] = collections.deque()
     for batch in batches:
@@ -84,6 +87,9 @@ def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> fl
         step: holds the parameters.
         eval_step: the compiled loss.
         batches: this process's rows of each batch.
+
+    Returns:
+        The mean; it waits for the devices.
     """
     leaves, losses = step.model_leaves, []
     for batch in to_devices(batches, step.mesh):
@@ -159,6 +165,9 @@ class _Loop:
             if self._stopped_by is not None or done == num_steps:
                 break
         self._wait(in_flight=0)
+        if self._stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
+            asked = int(self._agreement.start(self._stop.received or 0))
+            self._stopped_by = signal.Signals(asked) if asked else None
         return Fitted(done, self._val_loss, self._stopped_by)
 
     def _wait(self, *, in_flight: int) -> None:
@@ -183,15 +192,21 @@ class _Loop:
         if not (evaluates or saves or self._stopped_by):
             return
         self._wait(in_flight=0)
+        if self._stopped_by is not None:  # whoever asked may not wait for an evaluation
+            self._save(step)
         if evaluates:
             assert self._evaluation is not None
             self._val_loss = val_loss = float(self._evaluation.do(step))
             if self._tracker is not None:
                 self._tracker.log(step, {"val_loss": val_loss})
         # After the evaluation: whoever continues from here finds its result in the record.
-        if self._checkpoint is not None and (saves or self._stopped_by):
-            self._checkpoint.do(step)
+        if saves and self._stopped_by is None:
+            self._save(step)
         self._meter.pause()
+
+    def _save(self, step: int) -> None:
+        if self._checkpoint is not None:
+            self._checkpoint.do(step)
 
 
 def _check_finite(step: int, scalars: dict[str, float]) -> None:

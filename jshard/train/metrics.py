@@ -28,7 +28,12 @@ class Tracker(Protocol):
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Takes the scalars of a step that is done, or of the evaluation after it."""
+        """Takes the scalars of a step that is done, or of the evaluation after it.
+
+        Args:
+            step: steps that are done.
+            scalars: by name; of a step at least "loss" and "grad_norm", of an evaluation "val_loss".
+        """
         ...
 
     def close(self) -> None:
@@ -45,7 +50,7 @@ class Trackers:
         warn: is told, once, of each that is left out.
 
     Example:
-        >>> trackers = Trackers(Jsonl(out / "metrics.jsonl"), optional=open_trackers(["wandb"], out=out, config={}))
+        >>> trackers = Trackers(Jsonl(out / "metrics.jsonl"), optional=[TensorBoard(out / "tensorboard")])
     """
 
     def __init__(
@@ -65,7 +70,7 @@ class Trackers:
                 tracker.log(step, scalars)
             except Exception as error:
                 self._optional.remove(tracker)
-                self._warn(f"{_names(tracker, error)} It is left out from step {step} on; the run goes on.")
+                self._warn(f"{_failure(tracker, error)} It is left out from step {step} on; the run goes on.")
 
     def close(self) -> None:
         """Closes every tracker, also when one of them fails."""
@@ -77,10 +82,10 @@ class Trackers:
                 try:
                     tracker.close()
                 except Exception as error:
-                    self._warn(f"{_names(tracker, error)} Its last steps may be missing there.")
+                    self._warn(f"{_failure(tracker, error)} Its last steps may be missing there.")
 
 
-def _names(tracker: Tracker, error: Exception) -> str:
+def _failure(tracker: Tracker, error: Exception) -> str:
     return f"{type(tracker).__name__} failed ({type(error).__name__}: {error})."
 
 
@@ -140,13 +145,37 @@ class Jsonl:
             raise
 
 
+def keep_on_disk(path: str | Path) -> None:
+    """Waits until the lines so far would survive a power cut.
+
+    Args:
+        path: the metrics.jsonl.
+
+    Raises:
+        RunError: the disk fails.
+    """
+    with _told(Path(path)), Path(path).open("rb") as file:
+        os.fsync(file.fileno())
+
+
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; a last one that a killed run left unfinished is passed over.
+
+    Args:
+        path: the file.
+
+    Returns:
+        A dict per line: "step" and the scalars, None for what was not a number.
 
     Raises:
         RunError: a line before the last one is damaged.
     """
-    return [record for _, record in _records(Path(path))]
+    return list(iterate_metrics(path))
+
+
+def iterate_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The same, one by one: the record of a long run is larger than its file."""
+    return (record for _, record in _records(Path(path)))
 
 
 def _number(value: Any) -> int | float | None:

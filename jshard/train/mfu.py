@@ -59,6 +59,9 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
     Accelerators: dense bf16 from a table, whatever dtype the model computes in. CPU: measured in a fifth of a second
     on one device of this process. Simulated devices share the cores of their host, and so do several processes on
     it: the figure counts once for all devices, as that of one host.
+
+    Args:
+        devices: the devices of a run, those of other processes included.
     """
     kinds = sorted({device.device_kind for device in devices})
     if devices[0].platform == "cpu":
@@ -103,6 +106,9 @@ def dense_flops(*, num_parameters: int, num_tokens: int) -> tuple[float, str]:
     Args:
         num_parameters: parameters of the model, tied ones once.
         num_tokens: tokens (or samples) of a global batch.
+
+    Returns:
+        Floating-point operations, and the formula.
     """
     formula = f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
     return 6.0 * num_parameters * num_tokens, formula

@@ -45,6 +45,7 @@ from jshard.train.recipe import Recipe
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
 
+MODULE_PREFIX = "jshard_model_file_"  # of the names of loaded files in sys.modules
 _NEEDED = ("RECIPES", "build", "annotate")
 _OPTIONAL = ("loss_fn", "data", "generate", "flops")
 
@@ -61,7 +62,18 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFile:
-    """The names of a model file; see the module's docstring."""
+    """The names of a model file; see the module's docstring.
+
+    Attributes:
+        path: where it is.
+        recipes: `RECIPES`.
+        build: makes the model of a config.
+        annotate: says what is sharded.
+        loss_fn: the mean loss over the global batch.
+        data: makes the data of a recipe; None for text.
+        generate: continues prompts; None for no sample.
+        flops: of a step, with their formula; None for those of a dense transformer.
+    """
 
     path: Path
     recipes: Mapping[str, Callable[[], Recipe]]
@@ -74,6 +86,9 @@ class ModelFile:
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
         """The named recipe, or the file's first, with its name.
+
+        Args:
+            name: a key of `RECIPES`; the first by default.
 
         Raises:
             ModelFileError: the file has no recipe of that name, or its function makes none.
@@ -95,6 +110,12 @@ def load_model_file(path: str | Path) -> ModelFile:
 
     As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; a file
     that is loaded twice gives two modules. An error that the file raises is not changed.
+
+    Args:
+        path: a Python file.
+
+    Returns:
+        Its names, checked as far as they can be without calling them.
 
     Raises:
         ModelFileError: the file cannot be read as Python, imports what is not installed, or lacks one of the names.
@@ -132,7 +153,7 @@ def _unreadable(path: Path) -> str | None:
 def _module(path: Path) -> types.ModuleType:
     # A name of its own in sys.modules, so that the file's classes can be pickled and that two
     # files called model.py do not meet.
-    stem = "jshard_model_file_" + re.sub(r"\W", "_", path.stem)
+    stem = MODULE_PREFIX + re.sub(r"\W", "_", path.stem)
     name = next(name for name in _numbered(stem) if name not in sys.modules)
     resolved = path.resolve()
     module = types.ModuleType(name)
@@ -155,7 +176,7 @@ def _numbered(stem: str) -> Iterator[str]:
 
 
 def _told(error: BaseException, path: Path) -> ModelFileError | None:
-    """The errors of a file that its own traceback tells worse than four parts do."""
+    """Errors that four parts explain better than a traceback; None for the others."""
     if isinstance(error, SyntaxError):
         return ModelFileError(
             "The model file is not valid Python.",

@@ -49,8 +49,11 @@ def override(recipe: R, settings: Sequence[str]) -> R:
         settings: texts `key=value`; the key of a nested field is dotted. Values are read by the field's annotation.
 
     Raises:
-        SettingError: keys that there are not, values of another type, or that the dataclass itself refuses; all of
+        SettingError: unknown keys, values of another type, or that the dataclass itself refuses; all of
             them in one message.
+
+    Returns:
+        A new recipe of the same class.
 
     Example:
         override(recipe, ["learning_rate=1e-3", "model.n_layer=4"])
@@ -82,11 +85,6 @@ def _split(settings: Sequence[str], table: Mapping[str, _Key]) -> tuple[dict[str
             why = f"{setting!r} is not key=value."
             problems.append(_Problem((), f"--set {shlex.quote(setting)}", why, _example_line(near, table[near])))
     return given, problems
-
-
-def keys(recipe: Recipe) -> dict[str, tuple[str, Any]]:
-    """Every key that `override` takes, with its type in words and its present value."""
-    return {dotted: (type_text(key.kind), key.value) for dotted, key in _table(recipe).items()}
 
 
 def _table(recipe: Recipe) -> dict[str, _Key]:

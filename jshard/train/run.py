@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard._errors import ShardingError
+from jshard._errors import RunError, ShardingError
 from jshard._init import abstract_init, shard_init
 from jshard._mesh import data_axes
 from jshard._optimizer import abstract_optimizer, shard_optimizer
@@ -26,7 +26,7 @@ from jshard.train import launch
 from jshard.train.data import Data, DataError, Loader, local_rows
 from jshard.train.loop import Every, Fitted, evaluate, fit
 from jshard.train.meter import Meter
-from jshard.train.metrics import Jsonl, Tracker, Trackers
+from jshard.train.metrics import Jsonl, Tracker, Trackers, keep_on_disk
 from jshard.train.mfu import Mfu, dense_flops, device_peak, peak_bytes
 from jshard.train.model_file import ModelFile
 from jshard.train.plot import plot_loss
@@ -121,7 +121,16 @@ def run_recipe(
 
 
 def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
-    """The model of a recipe and its optimizer, every leaf born sharded."""
+    """The model of a recipe and its optimizer, every leaf born sharded.
+
+    Args:
+        model_file: builds and annotates the model.
+        recipe: its config, its seed and its optimizer.
+        mesh: the devices.
+
+    Returns:
+        The model and the optimizer.
+    """
     model = shard_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
@@ -131,15 +140,30 @@ def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Modul
 
 
 def restore(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: Checkpointer
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: Checkpointer, step: int | None = None
 ) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
-    """The model, the optimizer and the step of the last checkpoint; the state is in memory once."""
+    """The state of a checkpoint; it is in memory once.
+
+    Args:
+        model_file: builds and annotates the model, as it did for the run that was saved.
+        recipe: its config and its optimizer.
+        mesh: the devices; they may be others than those of the run that was saved.
+        checkpoints: the series of that run.
+        step: which checkpoint; the newest by default.
+
+    Returns:
+        The model, the optimizer, and the number of steps that are done.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
+        RunError: it is damaged, or cannot be read.
+    """
     model = abstract_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
     )
     optimizer = abstract_optimizer(model, recipe.optimizer())
-    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0})
+    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step)
     return state["model"], state["optimizer"], int(state["step"])
 
 
@@ -191,13 +215,15 @@ class _Job:
             raise
 
     def _state(self) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
-        latest = self._checkpoints.latest()
+        latest = self._checkpoints.agreed_latest()
         if latest is None:
             self._is_begun = True
             return *create(self._model_file, self._recipe, self._mesh), 0
         try:
-            state = restore(self._model_file, self._recipe, self._mesh, self._checkpoints)
+            state = restore(self._model_file, self._recipe, self._mesh, self._checkpoints, latest)
         except CheckpointError as error:
+            if latest not in self._checkpoints.steps():  # this process does not see it
+                raise
             raise CheckpointError(
                 error.what,
                 where=error.where,
@@ -288,6 +314,8 @@ class _Job:
         return list(self._mesh.devices.flat)
 
     def _save(self, step: TrainStep, done: int) -> None:
+        if self._folder.is_primary:
+            keep_on_disk(self._folder.metrics)  # a checkpoint that survives a power cut has its record
         state = {"model": step.model, "optimizer": step.optimizer, "step": done}
         launch.note(step=done, checkpoint=str(self._checkpoints.save(done, state)))
 
@@ -303,9 +331,7 @@ class _Job:
                 seed=self._recipe.seed,
             )
         if self._folder.is_primary:
-            plot_loss(self._folder.metrics, self._folder.path / "loss.png")
-            if sample is not None:
-                (self._folder.path / "sample.txt").write_text(sample + "\n")
+            self._write_end(sample)
         latest = self._checkpoints.latest()
         return Finished(
             step=fitted.step,
@@ -315,6 +341,15 @@ class _Job:
             checkpoint=None if latest is None else self._checkpoints.path(latest),
             sample=sample,
         )
+
+    def _write_end(self, sample: str | None) -> None:
+        """The sample and the picture; without them the run is still a whole one."""
+        try:
+            if sample is not None:
+                (self._folder.path / "sample.txt").write_text(sample + "\n")
+            plot_loss(self._folder.metrics, self._folder.path / "loss.png")
+        except (OSError, RunError) as error:
+            self._say(f"sample.txt or loss.png could not be written: {error}")
 
     def _how_to_go_on(self) -> str:
         latest = self._checkpoints.latest()

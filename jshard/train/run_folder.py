@@ -26,9 +26,10 @@ from jax.sharding import Mesh
 
 from jshard import _processes
 from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._mesh import num_processes
 from jshard.train.as_json import versions
 from jshard.train.run_lock import RunLock
-from jshard.train.run_record import RunRecord
+from jshard.train.run_record import RunRecord, check_agree
 
 Gather = Callable[[str], list[str]]
 
@@ -96,12 +97,14 @@ class RunFolder:
                     folder._take_up(record, token) if resume else folder._make(record, token)
                 except FourPartError as caught:
                     error = caught
-            said = json.loads(gather(folder._report(error, token))[0])
+            reports = [json.loads(report) for report in gather(folder._report(error, token))]
             if error is not None:
                 raise error
+            said = reports[0]
             folder._check_told(said)
             if primary and not resume:
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
+            check_agree([report["asked"] for report in reports], [report["host"] for report in reports])
             folder.notices = said["notices"]
             _check_shared(gather(folder._view(said["token"], wait_s)), folder.path)
             undo.pop_all()
@@ -128,7 +131,7 @@ class RunFolder:
         start = {
             "step": step,
             "mesh": degrees,
-            "processes": len({d.process_index for d in mesh.devices.flat}) if isinstance(mesh, Mesh) else 1,
+            "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
             "changes": self.notices,
@@ -151,7 +154,7 @@ class RunFolder:
 
     @staticmethod
     def options(path: str | Path) -> dict[str, Any]:
-        """The options that the run in a folder was begun with.
+        """The options that the run in a folder was last started with.
 
         Raises:
             ShardingError: there is no run in it, or its record cannot be read.
@@ -220,9 +223,11 @@ class RunFolder:
             self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
 
     def _report(self, error: FourPartError | None, token: str) -> str:
-        """What the first process tells the others."""
+        """What each process tells the others; they go by what the first one says."""
         parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
-        return json.dumps({"token": token, "notices": self.notices, "host": socket.gethostname(), "error": parts})
+        asked = {"resume": self.is_resumed, **self._record.said()}
+        told = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
+        return json.dumps(told | {"host": socket.gethostname()})
 
     def _check_told(self, said: Mapping[str, Any]) -> None:
         if said["error"] is not None:
@@ -283,7 +288,7 @@ def _read(path: Path) -> dict[str, Any]:
             "There is no run to resume.",
             where=f"--out {path}",
             why="it has no run.json." if path.is_dir() else "no such folder.",
-            do="name the folder of a run, or leave --resume away to start one.",
+            do="name the folder of a run, or leave out --resume to start one.",
         ) from error
     except (OSError, ValueError, TypeError) as error:
         raise ShardingError(

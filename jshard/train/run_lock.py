@@ -81,7 +81,8 @@ class RunLock:
         except OSError:
             return  # not there, or not ours to read: what comes next will tell
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise _taken(path, os.read(file, 1000).decode(errors="replace").split("\n")[0]) from error
         except OSError:

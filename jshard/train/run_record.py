@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,34 @@ class RunRecord:
         own = {key: stored.get(key) for key in ("name", "model_file")}
         free += _differences(own, {"name": self.name, "model_file": self.model_file})
         return [f"{key} is {_text(now)}, was {_text(before)}" for key, before, now in free]
+
+    def said(self) -> dict[str, Any]:
+        """What every process of a run has to be asked for in the same words; paths may differ from host to host."""
+        return {"recipe": self.recipe, "data": self.data["fingerprint"]}
+
+
+def check_agree(said: Sequence[Mapping[str, Any]], hosts: Sequence[str]) -> None:
+    """Checks that all processes of a run are asked for the same: else each would compute a part of another model.
+
+    Args:
+        said: what each was asked for, by process.
+        hosts: their machines.
+
+    Raises:
+        ShardingError: they are not.
+    """
+    bad = [
+        f"{key}  process {process} on {hosts[process]} {_text(theirs)}  process 0 on {hosts[0]} {_text(ours)}"
+        for process, one in enumerate(said)
+        for key, ours, theirs in _differences(said[0], one)
+    ]
+    if bad:
+        raise ShardingError(
+            "The processes of the run do not agree on what to train.",
+            where=bad,
+            why="they train one model together, from the same recipe and the same data.",
+            do="give every process the same command, the same model file and the same data.",
+        )
 
 
 class _Nothing:

@@ -18,7 +18,7 @@ _PROMPT_TOKENS = 32
 
 
 def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, num_tokens: int, seed: int) -> str | None:
-    """The first tokens of the held-out text and how the model goes on; None where there is no text to write.
+    """The first tokens of the held-out text and how the model goes on.
 
     Every data shard writes one continuation, as a batch of one cannot be split; the first is taken. All processes
     call it.
@@ -30,6 +30,9 @@ def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, nu
         mesh: the mesh of the model.
         num_tokens: tokens to write after the prompt.
         seed: of the draw.
+
+    Returns:
+        Prompt and continuation as text; None where the file has no `generate` or the data no tokenizer.
     """
     if model_file.generate is None or data.tokenizer is None:
         return None

@@ -24,8 +24,8 @@ class Speed:
         >>> for step, batch in enumerate(batches, start=1):
         ...     train_step(batch).block_until_ready()
         ...     speed.done(step)
-        >>> speed.step_s, speed.rate(tokens_per_step)
-        (0.131, 31267.2)
+        >>> speed.step_s
+        0.131
     """
 
     def __init__(self, window: int = 50, *, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -54,8 +54,3 @@ class Speed:
         if not self._spans:
             return None
         return sum(took_s for took_s, _ in self._spans) / sum(steps for _, steps in self._spans)
-
-    def rate(self, per_step: float) -> float | None:
-        """Things per second (tokens, samples), of which each step takes so many; None before the second step."""
-        step_s = self.step_s
-        return per_step / step_s if step_s else None

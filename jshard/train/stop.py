@@ -7,6 +7,8 @@ collective makes it known to all, and is read with that step's loss.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import threading
 import time
@@ -53,9 +55,16 @@ class StopSignal:
         now_s = time.monotonic()
         if self.received is None:
             self.received, self._since_s = signal.Signals(number), now_s
+            _say(f"\n{self.received.name}: the run saves after this step and stops; a second one ends it unsaved.\n")
         elif now_s - self._since_s > _REPEAT_S and not is_worker():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
+
+
+def _say(text: str) -> None:
+    # Not print: the signal may have come in the middle of one.
+    with contextlib.suppress(OSError):
+        os.write(2, text.encode())
 
 
 class Agreement:

@@ -43,6 +43,9 @@ def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokeniz
         sequence_length: tokens per sample.
         tokenizer: bytes by default.
 
+    Returns:
+        The two parts as windows of tokens, "inputs" and "targets".
+
     Raises:
         DataError: a path is missing, empty, unreadable or not text (all such paths are told at once), or the text is
             shorter than a sequence.

@@ -143,7 +143,7 @@ def _parse(path: Path, content: bytes) -> Any:
             "A Hugging Face tokenizer needs the package `tokenizers`.",
             where=str(path),
             why="it is not installed.",
-            do="pip install 'jshard[hf]', or train on bytes: leave the tokenizer away.",
+            do="pip install 'jshard[hf]', or leave out the tokenizer to train on bytes.",
         ) from error
     try:
         return tokenizers.Tokenizer.from_buffer(content)

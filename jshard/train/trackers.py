@@ -27,7 +27,7 @@ class TensorBoard:
     """Writes the scalars of a run where `tensorboard --logdir` finds them.
 
     Writes at once and in this thread: a full disk is told to the caller, where the queue of tensorboardX's own
-    writer would hold the run up for ever.
+    writer would hold the run up forever.
 
     Args:
         folder: the folder of the event files. Each start of a run adds a file of its own.
@@ -119,7 +119,7 @@ class WeightsAndBiases:
                 "Weights & Biases does not take the run.",
                 where=f"project {project}, run {name}",
                 why=f"{type(error).__name__}: {error}",
-                do="wandb login, or set WANDB_MODE=offline to keep the record here, or leave this tracker away.",
+                do="wandb login, or set WANDB_MODE=offline to keep the record here, or leave out this tracker.",
             ) from error
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:

@@ -1,7 +1,7 @@
 """Processes that read samples, for data that is expensive to make.
 
 Each worker hangs on a pipe of its own and on nothing else: no lock and no queue is shared, so one that is killed, at
-whatever moment, takes no other process with it. (Grain's workers share locks, wait for ever for one that ends with
+whatever moment, takes no other process with it. (Grain's workers share locks, wait forever for one that ends with
 exit code 0, and take up to 25 s each to stop.) Step `s` belongs to worker `s % num_workers`, and the batches are
 fetched in the order of the steps: the number of workers does not show in them.
 """
@@ -15,13 +15,16 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 
 from jshard._errors import RunError, ShardingError
+from jshard.train.model_file import MODULE_PREFIX
 from jshard.train.reader import Reader, Sample
 
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
+_LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 _WATCH_S = 1.0  # a dead worker is noticed within this time
 
 
@@ -95,7 +98,12 @@ class _Worker:
         self._name = f"data worker {number + 1} of {of}"
         self._pipe, theirs = context.Pipe()
         self.process = context.Process(target=_work, args=(theirs, self._name), name=self._name, daemon=True)
-        self.process.start()
+        resource_tracker.ensure_running()  # it would let the signals through when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # the worker is born with it
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()  # the pipe now ends with the process
 
     def send(self, message: bytes) -> None:
@@ -134,7 +142,7 @@ def _pickle(reader: Reader) -> bytes:
     import cloudpickle  # comes with grain
 
     # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
-    model_files = [module for name, module in sys.modules.items() if name.startswith("jshard_model_file_")]
+    model_files = [module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)]
     for module in model_files:
         cloudpickle.register_pickle_by_value(module)
     try:
@@ -159,8 +167,9 @@ def _work(pipe: Connection, name: str) -> None:
     """The life of a worker: a reader, then sample ids in and batches out, until the pipe ends."""
     import jax
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
     jax.config.update("jax_platforms", "cpu")  # the accelerators belong to the run
     try:
         pickled = pipe.recv_bytes()

@@ -9,7 +9,8 @@ from typing import Any
 
 REQUEST = 2
 """Exit code of a worker that refused what was asked of it."""
-_GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit codes of a worker that did its work, or stopped because it was asked to."""
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS = {
     signal.SIGKILL: "often the kernel's out-of-memory killer",
@@ -48,7 +49,7 @@ class Ending:
     @property
     def good(self) -> bool:
         """Whether the worker did its work, or stopped because it was asked to."""
-        return self.code in _GOOD
+        return self.code in GOOD
 
     @property
     def echo(self) -> bool:

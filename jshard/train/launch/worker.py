@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 
 from jshard._errors import FourPartError, RunError
 from jshard.train.launch.deadlines import Deadlines
+from jshard.train.launch.endings import GOOD
 
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
-_GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 # Words of the libraries that carry collectives, in the errors they raise when another process is gone.
 _PEER_WORDS = (
     "gloo",
@@ -75,7 +75,7 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
         error: the reason of a failure, or the KeyboardInterrupt of a stop that was not agreed on. One in four parts
             is taken to be printed already.
     """
-    if code in _GOOD and error is None:
+    if code in GOOD and error is None:
         import jax
 
         jax.distributed.shutdown()
