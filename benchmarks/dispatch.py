@@ -36,8 +36,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard import train
-from jshard.train.mfu import Peak, peak_bytes
-from jshard.train.trackers import available, open_trackers
+from jshard.train.metrics.mfu import Peak, peak_bytes
+from jshard.train.metrics.services import available, open_trackers
 
 TITLE = "Host work per step"
 COLUMNS = ("nnx_jit_ms", "cached_partial_ms", "train_step_ms", "launch_ms", "fit_ms", "around_ms")
@@ -216,7 +216,7 @@ class _Setup:
         mfu = train.Mfu(*train.dense_flops(num_parameters=1, num_tokens=num_tokens), Peak(1.0, "made up"))
         devices, compiled_bytes = list(self.mesh.devices.flat), self.step.peak_bytes
         return train.Meter(
-            units_per_step=num_tokens, mfu=mfu, peak_bytes=lambda: peak_bytes(devices, compiled_bytes)[0]
+            tokens_per_step=num_tokens, mfu=mfu, peak_bytes=lambda: peak_bytes(devices, compiled_bytes)[0]
         )
 
 

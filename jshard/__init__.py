@@ -11,6 +11,7 @@ from jshard._annotate import fully_shard as fully_shard
 from jshard._errors import AnnotationError as AnnotationError
 from jshard._errors import CallError as CallError
 from jshard._errors import MeshError as MeshError
+from jshard._errors import RunError as RunError
 from jshard._errors import ShardingError as ShardingError
 from jshard._init import abstract_init as abstract_init
 from jshard._init import shard_init as shard_init

@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 
 from jshard import cli
-from jshard.train.run_lock import RunLock
+from jshard.train.folder.run_lock import RunLock
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "bad_input.txt"
 HEAD = "=== "

@@ -17,7 +17,7 @@ import pytest
 from jshard import cli
 from jshard._errors import MeshError, RunError
 from jshard.cli._config import config_json, print_config
-from jshard.train.as_json import tree, versions
+from jshard.train.folder.as_json import tree, versions
 from tests.micro_gpt import micro
 
 WRONG = MeshError("The mesh is wrong.", where="--mesh fsdp=3", why="8 / 3.", do="--mesh fsdp=8")
@@ -238,7 +238,7 @@ class Color(enum.Enum):
         (json.dumps, "json.dumps"),
         (object(), "builtins.object"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,  # not the text: it may hold an address, and each test worker its own
 )
 def test_values_that_json_does_not_have(value, json_value):
     assert tree(value) == json_value

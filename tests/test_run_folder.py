@@ -16,9 +16,9 @@ import pytest
 import jshard as js
 from jshard._errors import RunError, ShardingError
 from jshard.train import Recipe
-from jshard.train.run_folder import RunFolder
-from jshard.train.run_lock import RunLock
-from jshard.train.run_record import RunRecord
+from jshard.train.folder.run_folder import RunFolder
+from jshard.train.folder.run_lock import RunLock
+from jshard.train.folder.run_record import RunRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +116,7 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
     def refuse(path, flags, *args, **kwargs):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr("jshard.train.run_lock.os.open", refuse)
+    monkeypatch.setattr("jshard.train.folder.run_lock.os.open", refuse)
     assert "Read-only file system (EROFS)" in refused(tmp_path)
 
 

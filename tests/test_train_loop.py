@@ -123,7 +123,7 @@ def test_a_run_that_is_done_does_nothing():
     assert (fitted, log) == (Fitted(4), [])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_saves_and_stops(number):
     def on_log(entry):
         if entry == "start 3":
@@ -194,6 +194,29 @@ def test_a_loss_that_is_no_number_stops_the_run_before_it_saves(bad):
     assert saved == []
 
 
+def test_what_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert stop.received is None
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_data_that_fail_do_not_take_the_trained_steps_along():
+    def failing():
+        yield from batches(7)
+        raise RunError("A sample cannot be read.", where="data", why="the disk", do="mend it")
+
+    log = []
+    with pytest.raises(RunError, match="cannot be read"):
+        fit(Step(log), failing(), num_steps=50, checkpoint=Every(steps=3, do=lambda step: log.append(f"save {step}")))
+    # The error came when the batches were read ahead: those that were ready are read again by the resumed run.
+    assert log[-2:] == ["start 5", "save 5"]
+
+
 def test_batches_are_on_the_devices_before_they_are_asked_for():
     log = []
     arriving = to_devices(batches(5, log), MESH, ahead=2)
@@ -206,12 +229,12 @@ def test_batches_are_on_the_devices_before_they_are_asked_for():
 def test_time_is_taken_from_a_clock_that_does_not_jump(monkeypatch):
     jumps = iter(range(0, -(10**9), -1000))
     monkeypatch.setattr("time.time", lambda: float(next(jumps)))
-    _, _, scalars = run(6, meter=Meter(units_per_step=16))
+    _, _, scalars = run(6, meter=Meter(tokens_per_step=16))
     assert all(s["step_s"] > 0 and s["tokens_per_s"] > 0 for _, s in scalars[1:])
 
 
 def test_nothing_is_measured_before_the_second_step():
-    _, _, scalars = run(3, meter=Meter(units_per_step=16, unit="samples", peak_bytes=lambda: 7))
+    _, _, scalars = run(3, meter=Meter(samples_per_step=16, peak_bytes=lambda: 7))
     assert "step_s" not in scalars[0][1]
     assert scalars[1][1]["samples_per_s"] == pytest.approx(16 / scalars[1][1]["step_s"])
     assert scalars[1][1]["peak_bytes"] == 7

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jshard.train import ModelFileError, load_model_file
-from jshard.train.recipe_check import RecipeError, check_recipe
+from jshard.train.settings.recipe_check import RecipeError, check_recipe
 from tests.micro_gpt import MODELS, micro
 
 NAMES = "RECIPES = {'a': print}\nbuild = annotate = print\n"

@@ -14,7 +14,7 @@ import jshard as js
 from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import Checkpointer
 from jshard.train import load_model_file, load_text, read_metrics, run_recipe
-from jshard.train.run import restore
+from jshard.train.state import restore
 from tests.micro_gpt import MODELS, micro
 
 MODEL_FILE = dataclasses.replace(

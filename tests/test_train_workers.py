@@ -14,8 +14,8 @@ import pytest
 from jshard._errors import RunError, ShardingError
 from jshard.train import load_model_file
 from jshard.train.data import Data, Loader
-from jshard.train.reader import Reader, first_spec
-from jshard.train.workers import WorkerPool
+from jshard.train.data.reader import Reader, first_spec
+from jshard.train.data.worker_pool import WorkerPool
 
 MODEL_FILE = """
 import dataclasses, threading

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from jshard.train.as_json import tree, versions
-from jshard.train.recipe import Recipe
+from jshard.train.folder.as_json import tree, versions
+from jshard.train.settings.recipe import Recipe
 
 
 def config_json(

@@ -14,12 +14,12 @@ from jshard._errors import ShardingError
 from jshard.cli._config import config_json
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.train import launch
+from jshard.train.folder.run_folder import RunFolder
+from jshard.train.metrics.services import available
 from jshard.train.model_file import ModelFile, load_model_file
-from jshard.train.overrides import override
-from jshard.train.recipe import Recipe
-from jshard.train.recipe_check import check_recipe
-from jshard.train.run_folder import RunFolder
-from jshard.train.trackers import available
+from jshard.train.settings.overrides import override
+from jshard.train.settings.recipe import Recipe
+from jshard.train.settings.recipe_check import check_recipe
 
 _RUNS = Path("runs")
 _WHAT = ("recipe", "set", "steps", "seed", "data", "tokenizer")  # options that a resumed run takes over

@@ -23,11 +23,12 @@ from jshard.cli._mesh_option import describe_devices, num_devices, open_mesh, pa
 from jshard.cli._train_request import Request, TrainArgs, again, request_of
 from jshard.train import launch
 from jshard.train.data import Data
+from jshard.train.data.text import load_text
+from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jshard.train.model_file import ModelFileError, place_in
-from jshard.train.recipe_check import check_batch
-from jshard.train.run import Finished, batch_like, run_recipe
-from jshard.train.text import load_text
-from jshard.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from jshard.train.run import Finished, run_recipe
+from jshard.train.settings.recipe_check import check_batch
+from jshard.train.state import batch_like
 
 
 def run(argv: Sequence[str]) -> int:

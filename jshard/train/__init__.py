@@ -16,22 +16,40 @@ Example:
     >>> js.train.fit(step, loader.train(1000), num_steps=1000, tracker=js.train.Progress(1000))
 """
 
-from jshard.train.data import Data, DataError, Loader, Source, local_rows
+from jshard.train.data import (
+    ByteTokenizer,
+    Data,
+    DataError,
+    HuggingFaceTokenizer,
+    Loader,
+    Source,
+    Tokenizer,
+    load_text,
+    local_rows,
+)
 from jshard.train.loop import Every, Fitted, evaluate, fit, to_devices
-from jshard.train.meter import Meter
-from jshard.train.metrics import Jsonl, Tracker, Trackers, read_metrics
-from jshard.train.mfu import Mfu, dense_flops, device_peak
+from jshard.train.metrics import (
+    Jsonl,
+    Meter,
+    Mfu,
+    Peak,
+    Progress,
+    TensorBoard,
+    Tracker,
+    Trackers,
+    WeightsAndBiases,
+    dense_flops,
+    device_peak,
+    plot_loss,
+    read_metrics,
+)
 from jshard.train.model_file import Batch, ModelFile, ModelFileError, load_model_file, next_token_loss
-from jshard.train.plot import plot_loss
-from jshard.train.progress import Progress
-from jshard.train.recipe import Recipe
-from jshard.train.run import Finished, create, restore, run_recipe
+from jshard.train.run import Finished, run_recipe
 from jshard.train.sample import sample_text
+from jshard.train.settings.recipe import Recipe
+from jshard.train.state import create, restore
 from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
-from jshard.train.text import load_text
-from jshard.train.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
-from jshard.train.trackers import TensorBoard, WeightsAndBiases
 
 __all__ = [
     "Batch",
@@ -49,6 +67,7 @@ __all__ = [
     "Mfu",
     "ModelFile",
     "ModelFileError",
+    "Peak",
     "Progress",
     "Recipe",
     "Source",

@@ -21,8 +21,7 @@ from jax.sharding import Mesh
 
 from jshard._errors import RunError
 from jshard._mesh import shard_batch
-from jshard.train.meter import Meter
-from jshard.train.metrics import Tracker
+from jshard.train.metrics import Meter, Tracker
 from jshard.train.step import EvalStep, Scalars, TrainStep
 from jshard.train.stop import Agreement, StopSignal
 
@@ -122,7 +121,8 @@ def fit(
             processes but the first.
         meter: measures; its figures are among the scalars.
         evaluation: its `do` returns the validation loss.
-        checkpoint: its `do` saves. Also done when the run is asked to stop.
+        checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
+            fail.
         stop: asks to stop; in several processes the request of any one counts.
 
     Returns:
@@ -153,22 +153,36 @@ class _Loop:
         self._in_flight: collections.deque[tuple[int, tuple[Scalars, Any]]] = collections.deque()
         self._stopped_by: signal.Signals | None = None
         self._val_loss: float | None = None
+        self._saved = 0
 
     def run(self, batches: Iterable[Any], start_step: int, num_steps: int) -> Fitted:
-        done = start_step
-        for batch in to_devices(batches, self._step.mesh):
+        done = self._saved = start_step
+        arriving = to_devices(batches, self._step.mesh)
+        while done < num_steps and self._stopped_by is None:
+            batch = self._next(arriving, done)
+            if batch is None:
+                break
             done += 1
             scalars = self._step(batch)
             self._in_flight.append((done, (scalars, self._agreement.start(self._stop.received or 0))))
             self._wait(in_flight=1)
-            self._look_up(done, last=num_steps)
-            if self._stopped_by is not None or done == num_steps:
-                break
+            self._between_steps(done, last=num_steps)
         self._wait(in_flight=0)
         if self._stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
             asked = int(self._agreement.start(self._stop.received or 0))
             self._stopped_by = signal.Signals(asked) if asked else None
         return Fitted(done, self._val_loss, self._stopped_by)
+
+    def _next(self, arriving: Iterator[Any], done: int) -> Any:
+        """The next batch; None after the last one."""
+        try:
+            return next(arriving, None)
+        except RunError:
+            # The data have failed, and what was learned is sound. Several processes could not agree to save it.
+            if self._agreement.alone and done > self._saved:
+                self._wait(in_flight=0)
+                self._save(done)
+            raise
 
     def _wait(self, *, in_flight: int) -> None:
         """Reads the scalars of the oldest steps until so many are left at work."""
@@ -183,7 +197,7 @@ class _Loop:
             if asked:
                 self._stopped_by = signal.Signals(int(asked))
 
-    def _look_up(self, step: int, *, last: int) -> None:
+    def _between_steps(self, step: int, *, last: int) -> None:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""
         if self._agreement.alone and self._stop.received is not None:  # nobody else to wait for
             self._stopped_by = self._stop.received
@@ -207,6 +221,7 @@ class _Loop:
     def _save(self, step: int) -> None:
         if self._checkpoint is not None:
             self._checkpoint.do(step)
+            self._saved = step
 
 
 def _check_finite(step: int, scalars: dict[str, float]) -> None:

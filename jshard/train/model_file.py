@@ -40,7 +40,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard._errors import FourPartError, ShardingError
-from jshard.train.recipe import Recipe
+from jshard.train.settings.recipe import Recipe
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]

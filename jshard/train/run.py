@@ -12,33 +12,39 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jshard._errors import RunError, ShardingError
-from jshard._init import abstract_init, shard_init
-from jshard._mesh import data_axes
-from jshard._optimizer import abstract_optimizer, shard_optimizer
 from jshard._processes import is_primary
 from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.train import launch
 from jshard.train.data import Data, DataError, Loader, local_rows
+from jshard.train.folder.run_folder import RunFolder
+from jshard.train.folder.run_record import RunRecord
 from jshard.train.loop import Every, Fitted, evaluate, fit
-from jshard.train.meter import Meter
-from jshard.train.metrics import Jsonl, Tracker, Trackers, keep_on_disk
-from jshard.train.mfu import Mfu, dense_flops, device_peak, peak_bytes
+from jshard.train.metrics import (
+    Jsonl,
+    Meter,
+    Mfu,
+    Progress,
+    Tracker,
+    Trackers,
+    check_names,
+    dense_flops,
+    device_peak,
+    keep_on_disk,
+    open_trackers,
+    peak_bytes,
+    plot_loss,
+)
 from jshard.train.model_file import ModelFile
-from jshard.train.plot import plot_loss
-from jshard.train.progress import Progress
-from jshard.train.recipe import Recipe
-from jshard.train.recipe_check import check_batch, check_recipe
-from jshard.train.run_folder import RunFolder
-from jshard.train.run_record import RunRecord
 from jshard.train.sample import sample_text
+from jshard.train.settings.recipe import Recipe
+from jshard.train.settings.recipe_check import check_batch, check_recipe
+from jshard.train.state import batch_like, create, restore
 from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
-from jshard.train.trackers import check_names, open_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,64 +124,6 @@ def run_recipe(
             say(notice)
         job = _Job(model_file, recipe, mesh, data, folder, say)
         return job.run(loader, eval_loader, track, sample_tokens)
-
-
-def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
-    """The model of a recipe and its optimizer, every leaf born sharded.
-
-    Args:
-        model_file: builds and annotates the model.
-        recipe: its config, its seed and its optimizer.
-        mesh: the devices.
-
-    Returns:
-        The model and the optimizer.
-    """
-    model = shard_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-        mesh=mesh,
-    )
-    return model, shard_optimizer(model, recipe.optimizer())
-
-
-def restore(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: Checkpointer, step: int | None = None
-) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
-    """The state of a checkpoint; it is in memory once.
-
-    Args:
-        model_file: builds and annotates the model, as it did for the run that was saved.
-        recipe: its config and its optimizer.
-        mesh: the devices; they may be others than those of the run that was saved.
-        checkpoints: the series of that run.
-        step: which checkpoint; the newest by default.
-
-    Returns:
-        The model, the optimizer, and the number of steps that are done.
-
-    Raises:
-        CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
-        RunError: it is damaged, or cannot be read.
-    """
-    model = abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
-    optimizer = abstract_optimizer(model, recipe.optimizer())
-    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step)
-    return state["model"], state["optimizer"], int(state["step"])
-
-
-def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
-    sharding = None if mesh is None else NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
-
-    def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
-        return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
-
-    return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
 
 
 class _Job:
@@ -303,8 +251,8 @@ class _Job:
             )
             self._say(mfu.describe())
         return Meter(
-            units_per_step=recipe.batch_size * (tokens or 1),
-            unit="samples" if tokens is None else "tokens",
+            tokens_per_step=None if tokens is None else recipe.batch_size * tokens,
+            samples_per_step=recipe.batch_size if tokens is None else None,
             mfu=mfu,
             peak_bytes=lambda: peak_bytes(self._devices, step.peak_bytes)[0],
         )

@@ -1,4 +1,4 @@
-"""Stopping between two steps: SIGTERM and Ctrl-C end a run after it has saved.
+"""Stopping between two steps: SIGTERM, Ctrl-C and SIGHUP end a run after it has saved.
 
 A signal reaches the processes of a run at different times, or only one of them. They must leave after the same step,
 as the save is the work of all. So each adds, to every step it starts, whether it was asked to stop; one small
@@ -21,15 +21,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.train.launch.worker import is_worker
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
 _REPEAT_S = 1.0  # a launcher and a terminal may each send the same one
 
 
 class StopSignal:
-    """Catches SIGTERM and SIGINT while the context is open. A second one, a second later or more, ends the program.
+    """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
 
-    A worker of several processes only notes them, however many: its supervisor decides when to end it. Python hands
-    signals to the main thread only; used in another one this catches nothing.
+    A second one, a second later or more, ends the program. A worker of several processes only notes them, however
+    many: its supervisor decides when to end it. Python hands signals to the main thread only; used in another one this
+    catches nothing.
 
     Example:
         >>> with StopSignal() as stop:
@@ -44,7 +45,9 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._catch) for number in _SIGNALS}
+            # What is ignored stays so, as SIGHUP under nohup.
+            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._catch) for number in heard}
         return self
 
     def __exit__(self, *error: object) -> None:

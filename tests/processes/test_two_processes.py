@@ -17,8 +17,8 @@ from flax import nnx
 import jshard as js
 from jshard.checkpoint import Checkpointer
 from jshard.train import Loader, load_model_file, read_metrics
-from jshard.train.overrides import override
-from jshard.train.run import restore
+from jshard.train.settings.overrides import override
+from jshard.train.state import restore
 
 MODEL = Path(__file__).with_name("spied_model.py")
 STEPS = 12

@@ -9,7 +9,7 @@ from typing import Any
 
 REQUEST = 2
 """Exit code of a worker that refused what was asked of it."""
-GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
 """Exit codes of a worker that did its work, or stopped because it was asked to."""
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS = {

@@ -11,7 +11,7 @@ from jshard.train.launch.deadlines import REPEAT_S
 
 
 class Signals:
-    """Notes SIGINT and SIGTERM while it is entered, instead of what they do otherwise.
+    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, instead of what they do otherwise.
 
     `first` is the number of the first one; `repeated` whether another came `REPEAT_S` or more after it.
     """
@@ -25,7 +25,9 @@ class Signals:
     def __enter__(self) -> Signals:
         # Python handles signals in the main thread only; elsewhere they stay with whoever has them.
         if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM):
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is signal.SIG_IGN:  # as SIGHUP under nohup
+                    continue
                 self._before[signum] = signal.signal(signum, self._note)
         return self
 

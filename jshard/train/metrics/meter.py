@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from jshard.train.mfu import Mfu
-from jshard.train.speed import Speed
+from jshard.train.metrics.mfu import Mfu
+from jshard.train.metrics.speed import Speed
 
 
 class Meter:
     """Measures from step to step; see `Speed`.
 
     Args:
-        units_per_step: what a step trains on, counted in `unit`.
-        unit: "tokens" or "samples".
+        tokens_per_step: tokens that a step trains on; or
+        samples_per_step: samples, where the data are no tokens.
         mfu: how the share of the devices' peak is computed; None leaves it out.
         peak_bytes: bytes per device that were needed at most; None leaves them out.
     """
@@ -21,12 +21,13 @@ class Meter:
     def __init__(
         self,
         *,
-        units_per_step: int | None = None,
-        unit: str = "tokens",
+        tokens_per_step: int | None = None,
+        samples_per_step: int | None = None,
         mfu: Mfu | None = None,
         peak_bytes: Callable[[], int] | None = None,
     ) -> None:
-        self._units, self._unit, self._mfu, self._peak_bytes = units_per_step, unit, mfu, peak_bytes
+        self._per_step = {"tokens_per_s": tokens_per_step, "samples_per_s": samples_per_step}
+        self._mfu, self._peak_bytes = mfu, peak_bytes
         self._speed = Speed()
 
     def done(self, step: int) -> Mapping[str, float]:
@@ -38,8 +39,7 @@ class Meter:
         scalars = {"step_s": step_s}
         if self._speed.last_s is not None:
             scalars["last_step_s"] = self._speed.last_s
-        if self._units is not None:
-            scalars[f"{self._unit}_per_s"] = self._units / step_s
+        scalars |= {name: number / step_s for name, number in self._per_step.items() if number is not None}
         if self._mfu is not None:
             scalars["mfu"] = self._mfu.of(step_s)
         if self._peak_bytes is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._errors import ShardingError
-from jshard.train.as_json import tree
+from jshard.train.folder.as_json import tree
 
 _FIXED = ("model", "sequence_length", "batch_size", "seed")  # with other values it would be another run
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard.train.metrics import iterate_metrics
+from jshard.train.metrics.jsonl import iterate_metrics
 
 _CURVES = (("loss", "training", "-"), ("val_loss", "validation", "o-"))
 

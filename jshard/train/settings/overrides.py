@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from jshard._errors import FourPartError, ShardingError
-from jshard.train.recipe import Recipe
-from jshard.train.setting_values import example, read_value, type_text
+from jshard.train.settings.recipe import Recipe
+from jshard.train.settings.values import example, read_value, type_text
 
 R = TypeVar("R", bound=Recipe)
 Names = tuple[str, ...]

@@ -1,7 +1,7 @@
 """Samples in, batches out, in an order that depends on nothing but the seed.
 
-A `Source` is anything with a length whose items are dicts of arrays: windows of text (`jshard.train.text`), or images,
-or what a model file makes up. The sample that row `r` of step `s` reads is a pure function of (seed, number of
+A `Source` is anything with a length whose items are dicts of arrays: windows of text, or images, or what a
+model file makes up. The sample that row `r` of step `s` reads is a pure function of (seed, number of
 samples, `s * batch_size + r`). Neither the mesh nor the number of processes enters, so a run may continue on other
 machines with the very samples it would have seen.
 """
@@ -11,69 +11,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._errors import FourPartError, RunError
 from jshard._mesh import batch_sharding, data_degree
-from jshard.train.reader import Reader, Sample, Spec, first_spec
-from jshard.train.workers import WorkerPool
-
-if TYPE_CHECKING:
-    from jshard.train.tokenizer import Tokenizer
+from jshard.train.data.reader import Reader, Sample, Spec, first_spec
+from jshard.train.data.source import Data, DataError
+from jshard.train.data.worker_pool import WorkerPool, pickled
 
 Batches = Generator[Sample, None, None]
 
 _PREFETCHED_BATCHES = 2
-
-
-class DataError(ShardingError):
-    """The data cannot be used for this run."""
-
-
-class Source(Protocol):
-    """Samples by number: `len(source)` of them, `source[i]` a dict of arrays without a batch dim.
-
-    All samples have the same keys, shapes and dtypes. A source is read from a thread, or from other processes
-    (`Loader(workers=N)`), ahead of the step that needs it.
-    """
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Sample: ...
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Data:
-    """What a run learns from.
-
-    Attributes:
-        train: the samples to train on.
-        held_out: samples that training never sees, for the validation loss.
-        description: one line, printed before the run: where the data is from, and how much it is.
-        fingerprint: a text that differs where the data differ; a resumed run must find the one it began with.
-        tokens_per_sample: tokens in a sample; without it speed is told in samples per second.
-        tokenizer: of text: reads generated tokens back, and its vocabulary is held against the model's.
-    """
-
-    train: Source
-    held_out: Source
-    description: str
-    fingerprint: str
-    tokens_per_sample: int | None = None
-    tokenizer: Tokenizer | None = None
-
-    def __post_init__(self) -> None:
-        empty = [part for part in ("train", "held_out") if not len(getattr(self, part))]
-        if empty:
-            raise DataError(
-                "There is nothing to read.",
-                where=[f"Data.{part}, a {type(getattr(self, part)).__name__}" for part in empty],
-                why="it has 0 samples.",
-                do="give every part at least one sample; len(data.train) and len(data.held_out) count them.",
-            )
 
 
 def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
@@ -142,6 +93,8 @@ class Loader:
         last = len(self.data.train) - 1
         self._reader("train", DataError).batch([0, last // 2, last])
         self._reader("held_out", DataError).batch([0])
+        if self.workers:
+            pickled(self._reader("train", RunError))
 
     def sample_ids(self, step: int) -> list[int]:
         """Indices into `data.train` of the whole global batch of a step, whatever rows are read here.

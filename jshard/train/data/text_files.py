@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard.train.data import DataError
+from jshard.train.data.source import DataError
 
 _SHOWN = 10
 

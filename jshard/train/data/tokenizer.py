@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jshard.train.data import DataError
+from jshard.train.data.source import DataError
 
 # What a tokenizer file may call the token between two texts, the likeliest first.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")

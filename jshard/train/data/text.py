@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jshard.train.data import Data, DataError, Sample
-from jshard.train.text_files import read_texts
-from jshard.train.tokenizer import ByteTokenizer, Tokenizer, token_dtype
+from jshard.train.data.source import Data, DataError, Sample
+from jshard.train.data.text_files import read_texts
+from jshard.train.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype
 
 # Parts of the standard library that are not there everywhere (packagers split them off), or that
 # are tables and tests and not code that people read.

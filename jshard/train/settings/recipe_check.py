@@ -9,7 +9,7 @@ from typing import Any
 
 from jshard._errors import ShardingError
 from jshard._mesh import AnyMesh, data_axes, data_degree, degree
-from jshard.train.recipe import Recipe
+from jshard.train.settings.recipe import Recipe
 
 # The least that each may be; the rest of a recipe is free.
 _LEAST = {

@@ -20,8 +20,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from jshard._errors import RunError, ShardingError
+from jshard.train.data.reader import Reader, Sample
 from jshard.train.model_file import MODULE_PREFIX
-from jshard.train.reader import Reader, Sample
 
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
@@ -46,7 +46,7 @@ class WorkerPool:
     def __init__(self, reader: Reader, *, num_workers: int, ids: Callable[[int], Sequence[int]], steps: range) -> None:
         self._reader, self._ids, self._steps = reader, ids, steps
         self._asked = steps.start
-        self._pickled: bytes | None = _pickle(reader)
+        self._pickled: bytes | None = pickled(reader)
         self._workers = [_Worker(number, num_workers) for number in range(num_workers)]
         atexit.register(self.close)
 
@@ -138,8 +138,13 @@ class _Worker:
         )
 
 
-def _pickle(reader: Reader) -> bytes:
-    import cloudpickle  # comes with grain
+def pickled(reader: Reader) -> bytes:
+    """A reader as it travels to a worker, with what a model file defines.
+
+    Raises:
+        ShardingError: it holds something that cannot travel.
+    """
+    import cloudpickle  # only where there are workers
 
     # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
     model_files = [module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)]

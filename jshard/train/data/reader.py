@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from jshard._errors import FourPartError
+from jshard.train.data.source import Sample
 
-Sample = dict[str, np.ndarray]
 Spec = dict[str, str]  # key -> shape and dtype in words
 
 _NOT_NUMBERS = "OUSMm"  # numpy's kinds of objects, texts and dates

@@ -27,9 +27,9 @@ from jax.sharding import Mesh
 from jshard import _processes
 from jshard._errors import FourPartError, RunError, ShardingError
 from jshard._mesh import num_processes
-from jshard.train.as_json import versions
-from jshard.train.run_lock import RunLock
-from jshard.train.run_record import RunRecord, check_agree
+from jshard.train.folder.as_json import versions
+from jshard.train.folder.run_lock import RunLock
+from jshard.train.folder.run_record import RunRecord, check_agree
 
 Gather = Callable[[str], list[str]]
 

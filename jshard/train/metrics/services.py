@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._errors import RunError, ShardingError
-from jshard.train.metrics import Tracker
+from jshard.train.metrics.trackers import Tracker
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _FLUSH_EVERY_S = 10.0
