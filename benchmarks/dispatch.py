@@ -85,7 +85,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     """
     rows = []
     for case in QUICK if quick else FULL:
-        print(f"measuring {case.name} on {case.num_devices} devices", flush=True)
+        print(f"measuring {case.name}, devices: {case.num_devices}", flush=True)
         with tempfile.TemporaryDirectory() as folder:
             rows.append(_measure(case, Path(folder)))
         jax.clear_caches()

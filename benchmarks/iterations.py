@@ -63,12 +63,15 @@ class Iterations:
     def round(self) -> float:
         """Mean milliseconds of CPU time of an iteration, from one batch that is asked for to the next."""
         starts_s: list[float] = []
+        late: list[bool] = []
         num_steps = self._num_steps + _SKIPPED
         if isinstance(self._step, Instant):
             self._step.prepare(num_steps)
         gc.collect()  # not the garbage of the others
         step: Any = self._step
-        train.fit(step, self._timed(starts_s), num_steps=num_steps, tracker=self._tracker, meter=self._meter())
+        train.fit(step, self._timed(starts_s, late), num_steps=num_steps, tracker=self._tracker, meter=self._meter())
+        self.num_late += sum(late[-self._num_steps :])  # later than the first ones, which all are asked for at once
+        self.num_iterations += self._num_steps
         starts_s = starts_s[-self._num_steps - 1 :]
         self._rounds_s.append((starts_s[-1] - starts_s[0]) / self._num_steps)
         return self._rounds_s[-1] * 1e3
@@ -80,14 +83,13 @@ class Iterations:
         rest_s = whole_s - loader_s - tracker_s
         return {"loader": loader_s * 1e6, "trackers": tracker_s * 1e6, "batch and scalars": rest_s * 1e6}
 
-    def _timed(self, starts_s: list[float]) -> Iterator[Any]:
+    def _timed(self, starts_s: list[float], late: list[bool]) -> Iterator[Any]:
         """The batches. Notes when each is asked for, and whether the loop had to wait."""
         while True:
             cpu_s, wall_s = time.thread_time(), time.perf_counter()
             starts_s.append(cpu_s)
             batch = next(self._batches)
-            self.num_late += time.perf_counter() - wall_s > _LATE_S
-            self.num_iterations += 1
+            late.append(time.perf_counter() - wall_s > _LATE_S)
             self._loader_s.append(time.thread_time() - cpu_s)
             yield batch
 

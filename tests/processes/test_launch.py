@@ -184,32 +184,35 @@ def test_real_processes_meet_work_and_leave(capfd):
     orphan = subprocess.Popen(
         [sys.executable, str(HERE / "supervise.py"), options, *real, "100000"], stdout=subprocess.PIPE, text=True
     )
-    assert launch.supervise([*real, "2"], processes=2) == 0
-    out, err = capfd.readouterr()
-    assert out == "total 3, 2 of 4 devices\n"
-    assert "native chatter" in err and "Gloo" not in err
+    try:
+        assert launch.supervise([*real, "2"], processes=2) == 0
+        out, err = capfd.readouterr()
+        assert out == "total 3, 2 of 4 devices\n"
+        assert "native chatter" in err and "Gloo" not in err
 
-    assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
-    told = plain(capfd.readouterr().err)
-    assert told.endswith(
-        KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
-    )
-    assert "failed" not in told and "Terminating process" not in told
+        assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
+        told = plain(capfd.readouterr().err)
+        assert told.endswith(
+            KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
+        )
+        assert "failed" not in told and "Terminating process" not in told
 
-    # What a worker has told itself, be it before it met the others, needs no report.
-    assert launch.supervise([*real, "0"], processes=2, deadlines=PATIENT) == 1
-    assert capfd.readouterr().err == (
-        "RunError: The disk is full.\n  where: /data\n  why:   0 bytes are free.\n  do:    df -h\n"
-    )
+        # What a worker has told itself, be it before it met the others, needs no report.
+        assert launch.supervise([*real, "0"], processes=2, deadlines=PATIENT) == 1
+        assert capfd.readouterr().err == (
+            "RunError: The disk is full.\n  where: /data\n  why:   0 bytes are free.\n  do:    df -h\n"
+        )
 
-    # Without their supervisor the workers end.
-    assert orphan.stdout is not None
-    assert any("total 3" in line for line in iter(orphan.stdout.readline, ""))
-    children = Path(f"/proc/{orphan.pid}/task/{orphan.pid}/children").read_text().split()
-    assert len(children) == 2
-    orphan.kill()
-    orphan.communicate()
-    until(lambda: all(gone(pid) for pid in children))
+        # Without their supervisor the workers end.
+        assert orphan.stdout is not None
+        assert any("total 3" in line for line in iter(orphan.stdout.readline, ""))
+        children = Path(f"/proc/{orphan.pid}/task/{orphan.pid}/children").read_text().split()
+        assert len(children) == 2
+        orphan.kill()
+        until(lambda: all(gone(pid) for pid in children))
+    finally:
+        orphan.kill()
+        orphan.communicate()
 
 
 def test_the_cause_among_several_endings():
