@@ -7,6 +7,8 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_cpu_collective_call_terminate_timeout_seconds=1200"
     + " --xla_cpu_collective_timeout_seconds=1200"
+    # Most of what the tests cost is compiling: machine code that is slow and soon made will do.
+    + " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
