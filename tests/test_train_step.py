@@ -132,7 +132,7 @@ def test_no_flax_code_runs_in_the_loop(pair, eval_step, tmp_path):
     step, plain, _ = pair
     tracker = Trackers(Jsonl(tmp_path / "metrics.jsonl"), Progress(20, stream=io.StringIO()))
     with contextlib.closing(tracker), FlaxCalls() as calls:
-        fit(step, host_batches(20), num_steps=20, tracker=tracker, meter=Meter(units_per_step=32))
+        fit(step, host_batches(20), num_steps=20, tracker=tracker, meter=Meter(tokens_per_step=32))
         evaluate(step, eval_step, host_batches(5))
     assert calls.names == []
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 20
