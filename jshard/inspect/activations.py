@@ -31,7 +31,8 @@ def saved_bytes(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> int:
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def forward(params: Any, rest: Any, arguments: tuple) -> Any:
-        return jax.vjp(lambda params: loss(nnx.merge(graphdef, params, rest), *arguments), params)
+        # Copied: what the model changes as it runs, as dropout's counts, belongs to the inner trace.
+        return jax.vjp(lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), *arguments), params)
 
     with shapes_only():
         jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
