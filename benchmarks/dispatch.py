@@ -5,7 +5,7 @@ Three ways to call the same step on the same arrays, and a whole run:
     nnx_jit          `nnx.jit` with the model and the optimizer donated, as most Flax programs do
     cached_partial   the same function behind `nnx.cached_partial`
     train_step       `jshard.train.TrainStep`
-    fit              a whole iteration of `jshard.train.fit`: loader, batch to devices, step, scalars, trackers
+    fit              a whole iteration of `jshard.train.fit`: taking the batch, step, scalars, trackers
 
 and two figures that take the last one apart:
 
@@ -13,7 +13,7 @@ and two figures that take the last one apart:
     around           `fit` with a step that is done at once: jshard's own part, without a launch
 
 All are CPU time of the thread that trains. Waiting (for a device, for a batch, for a core that another program has)
-costs none of it; the work of other threads, as of the loader's, is not in it either.
+costs none of it; the work of other threads, which read batches and copy them to the devices, is not in it either.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def table(result: Mapping[str, Any]) -> list[str]:
     lines += [_line(_name(row), *(f"{row['around_us'][part]:.0f}" for part in parts)) for row in result["rows"]]
     return [
         "Milliseconds of CPU time of the training thread per step, medians; *arrays* are those of the state.",
-        "*Late batches*: iterations that waited more than 1 ms for the loader.",
+        "*Late batches*: batches that the loader gave more than 1 ms after they were asked for.",
         "",
         *lines,
     ]

@@ -47,12 +47,11 @@ class Iterations:
         self._step, self._batches, self._meter, self._num_steps = step, batches, meter, num_steps
         self._tracker = _Timed(tracker)
         self._rounds_s: list[float] = []
-        self._loader_s: list[float] = []
         self.num_late = self.num_iterations = 0
 
     def __enter__(self) -> Iterations:
         self.round()  # the first one imports and compiles
-        self._rounds_s, self._loader_s, self._tracker.times_s = [], [], []
+        self._rounds_s, self._tracker.times_s = [], []
         self.num_late = self.num_iterations = 0
         return self
 
@@ -61,37 +60,44 @@ class Iterations:
         self._tracker.close()
 
     def round(self) -> float:
-        """Mean milliseconds of CPU time of an iteration, from one batch that is asked for to the next."""
-        starts_s: list[float] = []
+        """Mean milliseconds of CPU time of an iteration, from one start of the step to the next."""
         late: list[bool] = []
         num_steps = self._num_steps + _SKIPPED
         if isinstance(self._step, Instant):
             self._step.prepare(num_steps)
         gc.collect()  # not the garbage of the others
-        step: Any = self._step
-        train.fit(step, self._timed(starts_s, late), num_steps=num_steps, tracker=self._tracker, meter=self._meter())
+        step: Any = _Clocked(self._step)
+        train.fit(step, self._timed(late), num_steps=num_steps, tracker=self._tracker, meter=self._meter())
         self.num_late += sum(late[-self._num_steps :])  # later than the first ones, which all are asked for at once
         self.num_iterations += self._num_steps
-        starts_s = starts_s[-self._num_steps - 1 :]
+        starts_s = step.starts_s[-self._num_steps - 1 :]
         self._rounds_s.append((starts_s[-1] - starts_s[0]) / self._num_steps)
         return self._rounds_s[-1] * 1e3
 
     def parts_us(self) -> dict[str, float]:
         """Where the CPU time of an iteration goes, in microseconds."""
-        whole_s, loader_s = statistics.median(self._rounds_s), statistics.median(self._loader_s)
-        tracker_s = statistics.median(self._tracker.times_s)
-        rest_s = whole_s - loader_s - tracker_s
-        return {"loader": loader_s * 1e6, "trackers": tracker_s * 1e6, "batch and scalars": rest_s * 1e6}
+        whole_s, tracker_s = statistics.median(self._rounds_s), statistics.median(self._tracker.times_s)
+        return {"trackers": tracker_s * 1e6, "batch and scalars": (whole_s - tracker_s) * 1e6}
 
-    def _timed(self, starts_s: list[float], late: list[bool]) -> Iterator[Any]:
-        """The batches. Notes when each is asked for, and whether the loop had to wait."""
+    def _timed(self, late: list[bool]) -> Iterator[Any]:
+        """The batches. Notes whether the thread that copies them to the devices had to wait."""
         while True:
-            cpu_s, wall_s = time.thread_time(), time.perf_counter()
-            starts_s.append(cpu_s)
+            wall_s = time.perf_counter()
             batch = next(self._batches)
             late.append(time.perf_counter() - wall_s > _LATE_S)
-            self._loader_s.append(time.thread_time() - cpu_s)
             yield batch
+
+
+class _Clocked:
+    """A step that notes when it is called, in CPU time of the thread that trains."""
+
+    def __init__(self, step: Any) -> None:
+        self._step, self.mesh = step, step.mesh
+        self.starts_s: list[float] = []
+
+    def __call__(self, batch: Any) -> Any:
+        self.starts_s.append(time.thread_time())
+        return self._step(batch)
 
 
 class Instant:

@@ -29,7 +29,7 @@ def test_quick_run_writes_table_and_figures(tmp_path):
     assert row["ratio"] == row["nnx_jit_ms"] / row["train_step_ms"]
     assert row["arrays"] > 12 and row["devices"] == 2
     assert row["iterations"] >= row["late_batches"] >= 0
-    assert row["around_us"].keys() == {"loader", "trackers", "batch and scalars"}
+    assert row["around_us"].keys() == {"trackers", "batch and scalars"}
     assert row["recipe"]["model"]["n_layer"] == 1
     assert text.read_text() in run.stdout
     assert "Quick run" in text.read_text() and "| 1 narrow layer, 2 |" in text.read_text()

@@ -3,17 +3,21 @@
 Nothing here is private magic. `fit` strings together a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which a
 script of one's own can call in the same order.
 
-The host runs one step ahead of the devices: while a step is at work, the next batch is copied to them and the scalars
-of the step before are read.
+The host runs one step ahead of the devices: while a step is at work, the scalars of the step before are read. A
+thread of its own reads the next batches and copies them to the devices.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import math
+import queue
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -26,6 +30,7 @@ from jshard.train.step import EvalStep, Scalars, TrainStep
 from jshard.train.stop import Agreement, StopSignal
 
 _AHEAD = 2  # batches on their way to the devices
+_END_S = 5.0  # for the thread that reads, when a run stops early
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +65,8 @@ class Every:
         return step == last or (self.steps is not None and step % self.steps == 0)
 
 
-def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> Iterator[Any]:
-    """Batches of the host as sharded arrays, some ahead: the copies run beside the steps.
+def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> Generator[Any, None, None]:
+    """Batches of the host as sharded arrays: read and copied in a thread of their own, some ahead.
 
     Args:
         batches: this process's rows of each batch.
@@ -71,12 +76,39 @@ def to_devices(batches: Iterable[Any], mesh: Mesh, *, ahead: int = _AHEAD) -> It
     Returns:
         An iterator of global batches, sharded over the data axes on the leading dim.
     """
-    waiting: collections.deque[Any] = collections.deque()
-    for batch in batches:
-        waiting.append(shard_batch(batch, mesh))
-        if len(waiting) > ahead:
-            yield waiting.popleft()
-    yield from waiting
+    ready: queue.Queue[tuple[Any, BaseException | None]] = queue.Queue(ahead)
+    stop = threading.Event()
+
+    def work() -> None:
+        error: BaseException | None = None
+        try:
+            for batch in batches:
+                ready.put((shard_batch(batch, mesh), None))
+                if stop.is_set():
+                    return
+        except BaseException as raised:
+            error = raised
+        ready.put((None, error or StopIteration()))
+
+    thread = threading.Thread(target=work, name="to_devices", daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get())[1] is None:
+            yield item[0]
+        if not isinstance(item[1], StopIteration):
+            raise item[1]
+    finally:
+        stop.set()
+        _end(thread, ready)
+
+
+def _end(thread: threading.Thread, ready: queue.Queue) -> None:
+    """Waits for the thread, which may be waiting for room, but not for data that never come."""
+    deadline_s = time.monotonic() + _END_S
+    while thread.is_alive() and time.monotonic() < deadline_s:
+        with contextlib.suppress(queue.Empty):
+            ready.get_nowait()
+        thread.join(0.01)
 
 
 def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> float:
@@ -91,10 +123,11 @@ def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> fl
         The mean; it waits for the devices.
     """
     leaves, losses = step.model_leaves, []
-    for batch in to_devices(batches, step.mesh):
-        losses.append(eval_step(leaves, batch))
-        if len(losses) > _AHEAD:
-            losses[-1 - _AHEAD].block_until_ready()  # else every batch is in flight at once
+    with contextlib.closing(to_devices(batches, step.mesh)) as arriving:
+        for batch in arriving:
+            losses.append(eval_step(leaves, batch))
+            if len(losses) > _AHEAD:
+                losses[-1 - _AHEAD].block_until_ready()  # else every batch is in flight at once
     return sum(map(float, jax.device_get(losses))) / len(losses)
 
 
@@ -156,8 +189,11 @@ class _Loop:
         self._saved = 0
 
     def run(self, batches: Iterable[Any], start_step: int, num_steps: int) -> Fitted:
+        with contextlib.closing(to_devices(batches, self._step.mesh)) as arriving:
+            return self._steps(arriving, start_step, num_steps)
+
+    def _steps(self, arriving: Iterator[Any], start_step: int, num_steps: int) -> Fitted:
         done = self._saved = start_step
-        arriving = to_devices(batches, self._step.mesh)
         while done < num_steps and self._stopped_by is None:
             batch = self._next(arriving, done)
             if batch is None:

@@ -5,6 +5,7 @@ Everything that can be refused is refused before the first byte is written.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
 from collections.abc import Callable, Mapping, Sequence
@@ -223,7 +224,8 @@ class _Job:
                 stop=stop,
             )
         finally:
-            batches.close()
+            with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
+                batches.close()
             tracker.close()
 
     def _tracker(self, step: TrainStep, start_step: int, track: Sequence[str]) -> Tracker:
