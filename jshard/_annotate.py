@@ -31,7 +31,7 @@ from jshard._nnx import (
 )
 from jshard._placement import Placement, PlacementRule, ShardDim, place
 from jshard._plan import owner_of
-from jshard._policies import MixedPrecision, Remat, UnitPolicy, check_remat
+from jshard._policies import MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
 from jshard.engine.route import route
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module])
@@ -48,6 +48,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     mixed_precision: MixedPrecision | None = None,
     remat: Remat = "none",
+    prefetch: int | str | None = 1,
     shard_dim: ShardDim = None,
     stacked: int = 0,
     ignored: Any = None,
@@ -84,6 +85,9 @@ def fully_shard(
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
         remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"full"` or a policy from
             `jax.checkpoint_policies`. Gathered parameters are never kept on its account.
+        prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
+            likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
+            the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
         shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
             that returns a number, or None to choose as usual.
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
@@ -121,10 +125,12 @@ def fully_shard(
     checks.check_choice("outputs", outputs, (None, "mean", "sum"))
     checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
     precision = mixed_precision or MixedPrecision()
+    ahead = Prefetch.parse(prefetch)
     policy = UnitPolicy(
         reshard_after_forward=reshard_after_forward,
         mixed_precision=precision,
         remat=remat,
+        prefetch=ahead,
         group=next(_groups) if len(modules) > 1 else None,
         batch_dim=batch_dim,
         batch_args=(batch_arg,) if isinstance(batch_arg, str) else tuple(batch_arg or ()),

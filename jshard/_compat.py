@@ -1,6 +1,7 @@
 """Every difference between versions of jax and flax, and every name of theirs that is not public."""
 
 import contextlib
+import importlib.metadata
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -128,3 +129,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(saved)
+
+
+def plugin_versions(cuda: str) -> tuple[str, str]:
+    """The versions of jaxlib and of its plugin for a CUDA version, such as "cuda12": a compiler needs them equal."""
+    return importlib.metadata.version("jaxlib"), importlib.metadata.version(f"jax-{cuda}-plugin")

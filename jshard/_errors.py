@@ -48,6 +48,10 @@ class CallError(ShardingError):
     """A call into an annotated model that cannot be split over the data shards."""
 
 
+class MissingExtraError(ShardingError, ImportError):
+    """A package of one of the extras is not installed."""
+
+
 def _part(head: str, text: str) -> str:
     return f"  {head:<7}" + text.replace("\n", "\n         ")
 

@@ -40,6 +40,7 @@ class UnitPlan:
             many pieces, within the fastest links.
         remat: the activation checkpointing policy.
         mixed_precision: the dtypes asked for, as text.
+        prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
     """
 
     name: str
@@ -47,6 +48,7 @@ class UnitPlan:
     reshard_after_forward: bool | int
     remat: str
     mixed_precision: str
+    prefetch: str = "1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +210,7 @@ def _unit_plan(name: str, path: Path, module: nnx.Module) -> UnitPlan:
         reshard_after_forward=resharded(unit, is_root=not path),
         remat=remat if isinstance(remat, str) else getattr(remat, "__name__", repr(remat)),
         mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}",
+        prefetch="compiler" if unit.policy.prefetch is None else str(unit.policy.prefetch),
     )
 
 

@@ -1,6 +1,7 @@
 """Policies of a unit, as frozen values."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,41 @@ class MixedPrecision:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """How far ahead of its use a unit is gathered: so many units, or as many as fit a budget.
+
+    What counts is what is gathered on one device and not yet used, besides the unit that computes.
+    """
+
+    units: int | None = None
+    budget_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.units}" if self.units is not None else f"{self.budget_bytes} bytes"
+
+    @classmethod
+    def parse(cls, value: int | str | None) -> "Prefetch | None":
+        """Reads `1`, `"512MiB"` or None, which leaves the order to the compiler."""
+        if value is None:
+            return None
+        if type(value) is int and value >= 0:
+            return cls(units=value)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
+        if found is None or found.group(2) not in _BYTES:
+            raise AnnotationError(
+                "There is no such prefetch.",
+                where=f"prefetch={value!r}",
+                why="it is a number of units (0: gather a unit when it is needed), a budget in bytes such as"
+                ' "512MiB", or None (the compiler chooses).',
+                do="js.fully_shard(block, mesh=mesh, prefetch=1)",
+            )
+        return cls(budget_bytes=int(float(found.group(1)) * _BYTES[found.group(2)]))
+
+
+_BYTES = {"B": 1} | {f"{k}{end}": base ** (i + 1) for i, k in enumerate("KMGT") for end, base in (("iB", 1024), ("B", 1000))}
+
+
+@dataclasses.dataclass(frozen=True)
 class UnitPolicy:
     """What `fully_shard` was told about one unit.
 
@@ -68,6 +104,7 @@ class UnitPolicy:
     reshard_after_forward: bool | int | None = None
     mixed_precision: MixedPrecision = MixedPrecision()
     remat: Remat = "none"
+    prefetch: Prefetch | None = Prefetch(units=1)
     group: int | None = None
     batch_dim: int = 0
     batch_args: tuple[str, ...] = ()

@@ -4,8 +4,9 @@
     jshard train models/gpt.py --recipe gpt2_small    # 124M parameters
     jshard train models/gpt.py --recipe gpt3_175b --mesh replica=4,fsdp=128 --dry-run
 
-Everything up to `annotate` is plain Flax and knows nothing of devices; `annotate` alone says what
-is sharded. Copy this file, change what you like, and hand your copy to `jshard train`.
+Everything up to `annotate` is plain Flax and knows nothing of devices (`js.scan_layers` is a loop over
+the blocks where they are not sharded); `annotate` alone says what is sharded. Copy this file, change
+what you like, and hand your copy to `jshard train`.
 
 Names end in the dims of the array they hold:
 
@@ -42,6 +43,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True  # one table embeds the tokens and scores them
     positions: str = "learned"  # or "rotary"
+    scan: bool = False  # run the blocks as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
@@ -151,8 +153,11 @@ class GPT(nnx.Module):
         if self.config.positions == "learned":
             x_BTD += self.positions(jnp.arange(tokens_BT.shape[1]))[None]
         x_BTD = self.dropout(x_BTD)
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
+        if self.config.scan:
+            x_BTD = js.scan_layers(self.blocks, x_BTD)
+        else:
+            for block in self.blocks:
+                x_BTD = block(x_BTD)
         x_BTD = self.norm(x_BTD)
         return self.tokens.attend(x_BTD) if self.config.tied else self.head(x_BTD)
 
@@ -197,8 +202,8 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
         precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
     for block in model.blocks:
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat)
-    if not config.tied:
-        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision)
+    if not config.tied:  # backward begins with the head: what forward gathered of it stays
+        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 
 
@@ -256,6 +261,7 @@ def gpt2_xl() -> Recipe:
             n_head=25,
             d_model=1600,
             d_ff=6400,
+            scan=True,
             compute_dtype="bfloat16",
             remat="full",
         ),
@@ -279,6 +285,7 @@ def gpt3_175b() -> Recipe:
             d_model=12_288,
             d_ff=49_152,
             tied=False,
+            scan=True,
             compute_dtype="bfloat16",
             remat="full",
         ),

@@ -18,9 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._errors import FourPartError, MissingExtraError, RunError, ShardingError
 
-COMMANDS = {"train": "train a recipe of a model file, or print its plan"}
+COMMANDS = {
+    "train": "train a recipe of a model file",
+    "plan": "what a recipe needs, compiled for a cluster that you need not own",
+}
 
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
     f"  {name:<8}{summary}" for name, summary in COMMANDS.items()
@@ -35,10 +38,6 @@ _XLA_CPU_FLAGS = (
     "--xla_cpu_collective_call_terminate_timeout_seconds=1200",
     "--xla_cpu_collective_timeout_seconds=1200",
 )
-
-
-class MissingExtraError(ShardingError, ImportError):
-    """A package is not installed that only the command line needs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,7 +25,7 @@ from jshard.train import launch
 from jshard.train.data import Data
 from jshard.train.data.text import load_text
 from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from jshard.train.model_file import ModelFileError, place_in
+from jshard.train.model_file import refuses_batches
 from jshard.train.run import Finished, run_recipe
 from jshard.train.settings.recipe_check import check_batch
 from jshard.train.state import batch_like
@@ -46,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
         check_batch(request.recipe, mesh)
         # The shapes of text are known without reading it.
-        print(_plan(request, mesh, None if request.model_file.data is None else _own_data(request)))
+        print(explained(request, mesh, None if request.model_file.data is None else own_data(request)))
         return 0
     return _train(request)
 
@@ -63,7 +63,7 @@ def _train(request: Request) -> int:
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = print if jax.process_index() == 0 else (lambda *text: None)
     say(describe_devices())
-    say(_plan(request, mesh, data))
+    say(explained(request, mesh, data))
     say(data.description)
     out = Path(gather_texts(str(request.folder()))[0])
     launch.note(again=request.again(out))
@@ -111,12 +111,13 @@ def _data(request: Request) -> Data:
                 why="they are read as text only where the file has no `data`.",
                 do="leave the options away, or take `data` out of the file.",
             )
-        return _own_data(request)
+        return own_data(request)
     tokenizer = ByteTokenizer() if args.tokenizer is None else HuggingFaceTokenizer(args.tokenizer)
     return load_text(args.data, sequence_length=recipe.sequence_length, tokenizer=tokenizer)
 
 
-def _own_data(request: Request) -> Data:
+def own_data(request: Request) -> Data:
+    """What the model file calls its data."""
     assert request.model_file.data is not None
     data = request.model_file.data(request.recipe)
     if not isinstance(data, Data):
@@ -154,7 +155,8 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
     )
 
 
-def _plan(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanation:
+def explained(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanation:
+    """The plan of a recipe on a mesh, which need not have devices, and its memory."""
     model_file, recipe = request.model_file, request.recipe
     model = js.abstract_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
@@ -168,9 +170,4 @@ def _plan(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanation:
     except FourPartError:
         raise
     except ValueError as error:  # as a model raises that is asked for more than it can do
-        raise ModelFileError(
-            "The model refuses the batches of the recipe.",
-            where=place_in(model_file.path, error),
-            why=f"{error}.",
-            do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
-        ) from error
+        raise refuses_batches(model_file.path, error) from error

@@ -89,6 +89,23 @@ class Call:
                 names.append(parameter_names[key.idx] if key.idx < len(parameter_names) else str(key.idx))
         return names
 
+    def positions(self) -> list[int | str]:
+        """Position or name of the argument that each array belongs to."""
+        return [key.key if kind.idx == 1 else key.idx for kind, key, *_ in self._paths]
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether nnx objects are among the arguments."""
+        return bool(self._objects)
+
+    def difference(self, other: "Call") -> str:
+        """Where another call's module is built differently; empty if it is not."""
+        mine, theirs = ({p: jax.tree.map(_kind, raw(v)) for p, v in c.params + c.state} for c in (self, other))
+        unlike = [p for p in dict.fromkeys([*mine, *theirs]) if mine.get(p) != theirs.get(p)]
+        if unlike:
+            return "; ".join(f"{dotted(p[1:])}: {mine.get(p, 'none')} and {theirs.get(p, 'none')}" for p in unlike[:4])
+        return "" if self._graphdef == other._graphdef else "their attributes or annotations differ."
+
     def values(self) -> tuple[list, list, list]:
         """The arrays of the call: parameters, state (each a pytree), arguments."""
         return [raw(v) for _, v in self.params], [raw(v) for _, v in self.state], self.arrays
@@ -153,6 +170,10 @@ class Before:
                 do="keep it in a variable: self.count = nnx.Variable(jnp.zeros((), int)).",
             )
         return changed
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}"
 
 
 def _attributes(live: Live) -> dict[Path, Any]:

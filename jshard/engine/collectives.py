@@ -24,36 +24,49 @@ def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return _keep_other_axes(lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True), shard, placement)(shard)
 
 
-def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.Array) -> jax.Array:
-    """The gradient of the stored shard from each data shard's gradient of the full parameter.
-
-    Reduce-scatter over `fsdp`, then an all-reduce of the shard over `replica`, both in the reduce dtype. A
-    replicated parameter is all-reduced over both.
-    """
+def scatter(full: jax.Array, placement: Placement) -> jax.Array:
+    """The reduce-scatter over `fsdp` of each data shard's gradient of the full parameter, in the reduce dtype."""
     full = full.astype(placement.reduce_dtype)
     dim = _dim(full, placement)
-    if dim is not None:
-        scatter = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
-        full = _keep_other_axes(scatter, full, placement)(full)
-    extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(full) - _compat.varying_axes(like))
-    return (lax.psum(full, extra) if extra else full).astype(like.dtype)
+    if dim is None:
+        return full
+    run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
+    return _keep_other_axes(run, full, placement)(full)
 
 
-def gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+def all_reduce(gradient: jax.Array, mesh: Mesh, like: jax.Array) -> jax.Array:
+    """The sum over the data axes that the stored shard is the same on: of the shard over `replica`, if it is sharded."""
+    extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(gradient) - _compat.varying_axes(like))
+    return (lax.psum(gradient, extra) if extra else gradient).astype(like.dtype)
+
+
+def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.Array) -> jax.Array:
+    """The gradient of the stored shard from each data shard's gradient of the full parameter."""
+    return all_reduce(scatter(full, placement), mesh, like)
+
+
+def gather(shard: jax.Array, placement: Placement, mesh: Mesh, unit: str) -> jax.Array:
     """A differentiable all-gather whose gradient is the reduce-scatter above; the full copy is kept."""
 
     @jax.custom_vjp
     def gathered(shard: jax.Array) -> jax.Array:
-        return all_gather(shard, placement, mesh)
+        with jax.named_scope(scope(unit)):
+            return all_gather(shard, placement, mesh)
 
     def forward(shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return all_gather(shard, placement, mesh), shard
+        return gathered(shard), shard
 
     def backward(shard: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
-        return (reduce_scatter(gradient, placement, mesh, shard),)
+        with jax.named_scope(f"{scope(unit)}/backward"):
+            return (reduce_scatter(gradient, placement, mesh, shard),)
 
     gathered.defvjp(forward, backward)
     return gathered(shard)
+
+
+def scope(unit: str) -> str:
+    """The name that a unit's operations carry in the compiled program."""
+    return f"jshard[{unit}]"
 
 
 def keep_piece(full: jax.Array, placement: Placement, pieces: int) -> jax.Array:

@@ -9,6 +9,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from jshard.engine.chain import Chain
+
 
 @dataclasses.dataclass(frozen=True)
 class Region:
@@ -17,12 +19,18 @@ class Region:
     Args:
         mesh: the mesh of the model.
         axes: the data axes, manual inside the region.
+        chain: the units called so far, for the order of their gathers.
         gathered: parameters are full copies already, as in accumulation with `sync="last"`.
+        unit: path of the unit that is running.
+        names: path of each unit's module inside it, by id.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
+    chain: Chain
     gathered: bool = False
+    unit: str = ""
+    names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 # The region is told apart from the outside by the trace itself (its axes are manual), so a context variable is

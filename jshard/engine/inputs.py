@@ -13,7 +13,7 @@ from jshard._errors import CallError
 from jshard._mesh import data_axes, data_degree, degree
 from jshard._nnx import Path, Unit
 from jshard.engine.call import Call, is_array
-from jshard.engine.context import global_view
+from jshard.engine.context import global_view, shapes_only
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,8 @@ def trace_globally(call: Call, split: BatchSplit, batch_dim: int, *, factor: int
     state = [jax.tree.map(lambda x, f=f: scaled(x, f), s) for s, f in zip(state, split.state, strict=True)]
     arrays = [scaled(x, f) for x, f in zip(arrays, split.arrays, strict=True)]
     params = [scaled(x, False) for x in params]
-    jaxpr, (out, after) = jax.make_jaxpr(run, return_shape=True)(params, state, arrays)
+    with shapes_only():
+        jaxpr, (out, after) = jax.make_jaxpr(run, return_shape=True)(params, state, arrays)
     shapes = [[x.shape for x in leaves] for leaves in after]
     return GlobalTrace(jaxpr, tuple(x.shape for x in out), dict(zip(paths, shapes, strict=True)), len(arrays))
 

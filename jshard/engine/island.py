@@ -20,6 +20,7 @@ from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
+from jshard.engine.chain import Chain
 from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
@@ -67,7 +68,7 @@ class _Island:
         unplanned = [p[1:] for (p, _), m in zip(self.call.params, self.members, strict=True) if m is None and not p[0]]
         warn_of_unplanned([dotted(p) for p in unplanned], where)
         self.copies = _copies_of(self.call, gathered_copies())
-        self.region = Region(self.mesh, self.axes, gathered=self.copies is not None)
+        self.region = Region(self.mesh, self.axes, Chain(self.axes), gathered=self.copies is not None)
 
     def run(self) -> Any:
         params, state, arrays = self.call.values()

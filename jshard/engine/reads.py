@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jshard._errors import CallError
 from jshard._placement import Placement
 from jshard.engine.collectives import gather
+from jshard.engine.context import current_region
 
 _KEY = "jshard"
 _MISSING = object()
@@ -34,7 +35,8 @@ class _GatheredReads:
 
     def get_value(self: Any, *, index: Any = _MISSING) -> jax.Array:
         stored = self.get_metadata(_KEY)
-        full = gather(self.get_raw_value(), stored.placement, stored.mesh)
+        region = current_region()
+        full = gather(self.get_raw_value(), stored.placement, stored.mesh, region.unit if region else "")
         return full[index] if index is not _MISSING and index is not Ellipsis else full
 
     @property
@@ -75,7 +77,7 @@ def hold_full(variable: nnx.Variable) -> None:
 # What may happen to a shard before its all-gather: it is passed on, recast, stacked or picked by layer.
 _PASSING = frozenset(
     "broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice expand_dims name"
-    " optimization_barrier pcast pvary reshape slice split squeeze transpose".split()
+    " optimization_barrier pcast pvary reshape slice split squeeze stack transpose".split()
 )
 
 

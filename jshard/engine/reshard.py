@@ -1,70 +1,116 @@
-"""Reshard after forward: a unit whose backward gathers its parameters again."""
+"""A unit as a function of its shards: gathers them, computes, and reduces their gradients, each in its place."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.sharding import Mesh
 
-from jshard import _compat
+from jshard._mesh import data_axes
 from jshard._placement import Placement
-from jshard.engine.collectives import all_gather, gather_pieces, keep_piece, reduce_scatter
+from jshard.engine.chain import Place, Token
+from jshard.engine.collectives import all_gather, all_reduce, gather_pieces, keep_piece, scatter, vary
 
-Compute = Callable[[list, list, list], list]
+Compute = Callable[[list, list, list, list, Token | None], list]
 
 
-def resharding(
-    compute: Compute, placements: list[Placement], mesh: Mesh, *, pieces: int | None, policy: Callable | None
-) -> Compute:
-    """The unit as a function of its shards whose backward gathers them again.
-
-    Forward saves what the checkpoint policy allows, and for each gathered parameter the shard in its place
-    (or the piece of it, with `pieces`). Backward waits for the incoming gradient before it gathers, so that the
-    copy of one unit is not brought in while another's is still needed.
+@dataclasses.dataclass(frozen=True)
+class Saving:
+    """What forward saves for backward.
 
     Args:
-        compute: the unit as a function of its full parameters, other floating inputs, and the rest.
-        placements: those of its parameters.
-        mesh: the mesh.
-        pieces: keep one of so many pieces from forward to backward, and gather among that many neighbours;
-            None keeps the shard and gathers over the whole axis.
-        policy: the `jax.checkpoint` policy of its activations.
+        reshard: True: shards, which backward gathers again. False: gathered parameters. A number k: 1/k of each,
+            which backward gathers among k neighbours.
+        checkpoint: wraps the computation in `jax.checkpoint`, or does not.
     """
 
+    reshard: bool | int
+    checkpoint: Callable[[Compute], Compute]
+
+
+def sharded(
+    compute: Compute, placements: list[Placement], mesh: Mesh, *, saving: Saving, place: Place, name: str
+) -> Callable[..., Any]:
+    """The unit as a function of its shards.
+
+    Args:
+        compute: the unit as a function of its full parameters, the parameters and state of others, its inputs (both
+            floating), the rest, and the token of its start, which the units inside wait for.
+        placements: those of its parameters.
+        mesh: the mesh.
+        saving: what forward saves for backward.
+        place: its place among the units.
+        name: of the unit; the compiled program tells it of each collective.
+
+    Returns:
+        A function of (tokens, shards, others, inputs, rest) that returns the results and the tokens that came out.
+    """
+    axes = data_axes(mesh)
+    scope = f"jshard[{name}]"
+
+    def begin(wait: Token | None, shards: list, inputs: list) -> tuple[list, list, Token | None]:
+        shards, wait = place.gather_after(wait, [vary(x, axes) for x in shards])
+        full = [all_gather(x, p, mesh) for x, p in zip(shards, placements, strict=True)]
+        return place.start(wait, full, inputs)
+
     @jax.custom_vjp
-    def run(shards: list, floats: list, fixed: list) -> list:
-        return compute(gather_all(shards), floats, fixed)
+    def run(tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple[list, tuple]:
+        wait, order = tokens
+        with jax.named_scope(scope):
+            full, inputs, started = begin(wait, shards, inputs)
+            outs, done = place.finish(started, compute(full, others, inputs, fixed, started))
+        return outs, (started, done, order)
 
-    def gather_all(shards: list) -> list:
-        return [all_gather(x, p, mesh) for x, p in zip(shards, placements, strict=True)]
-
-    def forward(shards: list, floats: list, fixed: list) -> tuple[list, tuple]:
-        full = gather_all(shards)
-        step = jax.checkpoint(compute, policy=policy)
-        outs, pull = jax.vjp(lambda full, floats: step(full, floats, fixed), full, floats)
-        kept = shards
-        if pieces is not None:
-            kept = [keep_piece(x, p, pieces) for x, p in zip(full, placements, strict=True)]
+    def forward(tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple:
+        wait, order = tokens
+        with jax.named_scope(scope):
+            full, inputs, started = begin(wait, shards, inputs)
+            step = saving.checkpoint(compute)
+            call = lambda full, others, inputs: step(full, others, inputs, fixed, started)
+            outs, pull = jax.vjp(call, full, others, inputs)
+            outs, done = place.finish(started, outs)
+            kept = _kept(saving.reshard, full, shards, placements)
         residuals, tree = jax.tree.flatten(pull)
         slots = tuple(next((i for i, w in enumerate(full) if r is w), None) for r in residuals)
         saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]
-        return outs, (shards, kept, saved, _Pull(tree, slots))
+        return (outs, (started, done, order)), (shards, kept, saved, _Pull(tree, slots))
 
-    def backward(residuals: tuple, gradients: list) -> tuple[list, list, None]:
+    def backward(residuals: tuple, cotangents: tuple) -> tuple:
         shards, kept, saved, pull = residuals
-        kept, gradients = _after(kept, gradients)
-        if pieces is None:
-            full = gather_all(kept)
-        else:
-            full = [gather_pieces(x, p, pieces) for x, p in zip(kept, placements, strict=True)]
-        of_full, of_floats = pull.restore(full, saved)(gradients)
-        parts = zip(of_full, placements, shards, strict=True)
-        return [reduce_scatter(g, p, mesh, x) for g, p, x in parts], of_floats, None
+        gradients, (started, done, order) = cotangents
+        with jax.named_scope(f"{scope}/backward"):
+            wait = None if started is None else started + done
+            if saving.reshard is not False:
+                kept = [vary(x, axes) for x in kept]
+                kept, gradients, wait = place.gather_again_after(wait, kept, gradients)
+            full = _full_again(saving.reshard, kept, placements, mesh)
+            full, gradients, started = place.start(wait, full, gradients)
+            of_full, of_others, of_inputs = pull.restore(full, saved)(gradients)
+            of_full, of_inputs, done = place.reduce_after(started, order, of_full, of_inputs)
+            scattered = [scatter(g, p) for g, p in zip(of_full, placements, strict=True)]
+            scattered, order = place.reduced(done, scattered)
+            of_shards = [all_reduce(g, mesh, x) for g, x in zip(scattered, shards, strict=True)]
+        return (place.released(started, done), order), of_shards, of_others, of_inputs, None
 
     run.defvjp(forward, backward)
     return run
+
+
+def _kept(reshard: bool | int, full: list, shards: list, placements: list[Placement]) -> list:
+    if reshard is True:
+        return shards
+    if reshard is False:
+        return full
+    return [keep_piece(x, p, reshard) for x, p in zip(full, placements, strict=True)]
+
+
+def _full_again(reshard: bool | int, kept: list, placements: list[Placement], mesh: Mesh) -> list:
+    if reshard is False:
+        return kept
+    if reshard is True:
+        return [all_gather(x, p, mesh) for x, p in zip(kept, placements, strict=True)]
+    return [gather_pieces(x, p, reshard) for x, p in zip(kept, placements, strict=True)]
 
 
 @jax.tree_util.register_static
@@ -78,18 +124,3 @@ class _Pull:
     def restore(self, full: list, saved: list) -> Callable:
         it = iter(saved)
         return jax.tree.unflatten(self.tree, [next(it) if s is None else full[s] for s in self.slots])
-
-
-def _after(values: list, gradients: list) -> tuple[list, list]:
-    """Makes values available only once the gradients that differ between data shards are.
-
-    The barrier would count the others (of synchronised state, say) as different too, so they stay out of it.
-    """
-    at = [i for i, g in enumerate(gradients) if g.dtype != jax.dtypes.float0 and _compat.varying_axes(g)]
-    if not at:
-        return values, gradients
-    values, waited = lax.optimization_barrier((values, [gradients[i] for i in at]))
-    out = list(gradients)
-    for i, g in zip(at, waited, strict=True):
-        out[i] = g
-    return values, out

@@ -1,22 +1,24 @@
-"""One unit inside the region: its call as a function of arrays, run on gathered parameters."""
+"""One unit inside the region: its call, run on gathered parameters at its place among the units."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 from flax import nnx
 
-from jshard import _compat
 from jshard._errors import CallError
-from jshard._nnx import OUTER, OWN, Member, Unit, detach, dotted
+from jshard._nnx import OUTER, OWN, Member, Unit, dotted, plain_class
+from jshard._placement import Placement
 from jshard._plan import resharded
-from jshard._policies import MixedPrecision, checkpoint_policy
-from jshard.engine.call import Before, Call, Live, is_array, is_float, raw
-from jshard.engine.collectives import gather
-from jshard.engine.context import Region, region_scope
-from jshard.engine.reads import hold_full
-from jshard.engine.reshard import resharding
+from jshard._policies import checkpoint_policy
+from jshard.engine.body import Body
+from jshard.engine.call import Call, raw
+from jshard.engine.chain import Place
+from jshard.engine.collectives import gather, scope
+from jshard.engine.context import Region
+from jshard.engine.reshard import Saving, sharded
 
 
 def run_unit(
@@ -36,22 +38,49 @@ def run_unit(
     call = Call(module, method, args, kwargs)
     if not outermost and not unit.nested:
         raise _annotated_late(call)
-    mine = {} if region.gathered else _gathered_here(call, unit, outermost)
-    body = _Body(call, tuple(mine), unit.policy.mixed_precision, region)
+    mine = {} if region.gathered else gathered_here(call, unit, outermost)
+    name = dotted(()) if outermost else region.names.get(id(module), plain_class(module).__name__)
+    body = Body(call, tuple(mine), unit.policy.mixed_precision, dataclasses.replace(region, unit=name))
     placements = [member.placement for member in mine.values()]
     shards = [raw(call.params[i][1]) for i in mine]
-    reshard = resharded(unit, is_root=outermost) if any(p.dim is not None for p in placements) else False
-    policy = checkpoint_policy(unit.policy.remat)
-    if reshard is not False:
-        pieces = None if reshard is True else int(reshard)
-        run = resharding(body.compute, placements, region.mesh, pieces=pieces, policy=policy)
-        return body.finish(run(shards, body.floats, body.fixed))
-    full = [gather(x, p, region.mesh) for x, p in zip(shards, placements, strict=True)]
-    compute = body.compute if unit.policy.remat == "none" else jax.checkpoint(body.compute, policy=policy)
-    return body.finish(compute(full, body.floats, body.fixed))
+    is_sharded = any(p.dim is not None for p in placements)
+    reshard = resharded(unit, is_root=outermost) if is_sharded else False
+    if not is_sharded or (outermost and reshard is False):
+        return _run_plainly(body, unit, shards, placements)
+    return _run_in_place(body, unit, shards, placements, reshard)
 
 
-def _gathered_here(call: Call, unit: Unit, outermost: bool) -> dict[int, Member]:
+def _run_plainly(body: Body, unit: Unit, shards: list, placements: list[Placement]) -> Any:
+    """Gathers at once and keeps the copies: the root, whose parameters are needed first and last."""
+    region = body.region
+    with jax.named_scope(scope(region.unit)):
+        full = [gather(x, p, region.mesh, region.unit) for x, p in zip(shards, placements, strict=True)]
+        compute = checkpointed(functools.partial(body.compute, chain=region.chain), unit, kept=True)
+        return body.finish(compute(full, body.others, body.inputs, body.fixed, None))
+
+
+def _run_in_place(
+    body: Body, unit: Unit, shards: list, placements: list[Placement], reshard: bool | int
+) -> Any:
+    """Runs a unit at its place in the order of units, and notes it there."""
+    region, prefetch = body.region, unit.policy.prefetch
+    gathered_bytes = sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)
+    place = Place(region.axes) if prefetch is None else region.chain.here().next(gathered_bytes, prefetch)
+    saving = Saving(reshard, lambda compute: checkpointed(compute, unit, kept=reshard is False))
+    run = sharded(body.compute, placements, region.mesh, saving=saving, place=place, name=region.unit)
+    outs, tokens = run(place.tokens, shards, body.others, body.inputs, body.fixed)
+    place.called(gathered_bytes, tokens)
+    return body.finish(outs)
+
+
+def checkpointed(compute: Callable, unit: Unit, *, kept: bool) -> Callable:
+    """The computation under the unit's remat policy; without one it still keeps no gathered copy by another name."""
+    if kept and unit.policy.remat == "none":
+        return compute
+    return jax.checkpoint(compute, policy=checkpoint_policy(unit.policy.remat))
+
+
+def gathered_here(call: Call, unit: Unit, outermost: bool) -> dict[int, Member]:
     """The parameters that this call gathers, by position: the unit's own, and what no inner unit will gather."""
     found = {i: unit.by_path.get(path[1:]) for i, (path, _) in enumerate(call.params) if path[0] == 0}
     owners = (OWN, OUTER) if outermost else (OWN,)
@@ -81,81 +110,3 @@ def _annotated_late(call: Call) -> CallError:
         why="the module around it took its parameters as its own, and would gather them a second time.",
         do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model, mesh=mesh).",
     )
-
-
-class _Body:
-    """The call as a function of arrays.
-
-    Attributes:
-        floats: the inputs besides this unit's own parameters that have gradients.
-        fixed: the other inputs.
-    """
-
-    def __init__(self, call: Call, mine: tuple[int, ...], precision: MixedPrecision, region: Region) -> None:
-        self.call, self.mine, self.precision, self.region = call, mine, precision, region
-        params, state, arrays = call.values()
-        others = [x for i, x in enumerate(params) if i not in mine]
-        leaves, self._tree = jax.tree.flatten((others, state, arrays))
-        self._is_float = [is_float(x) for x in leaves]
-        self.floats = [x for x, f in zip(leaves, self._is_float, strict=True) if f]
-        self.fixed = [x for x, f in zip(leaves, self._is_float, strict=True) if not f]
-
-    def compute(self, full: list, floats: list, fixed: list) -> list:
-        """Runs the method; returns the arrays of its result, then those of the changed state."""
-        live = self._live(full, floats, fixed)
-        before = Before.of(live)
-        with region_scope(self.region), _loops_explained(self.call.where):
-            out = self.call.method(live.module, *live.args, **live.kwargs)
-        self._changes = before.changes(live, self.call.where)
-        leaves, self._out_tree = jax.tree.flatten(out)
-        self._static = [None if is_array(x) else x for x in leaves]
-        self._dynamic = [is_array(x) for x in leaves]
-        values, self._state_tree = jax.tree.flatten([raw(v) for _, v in self._changes])
-        return [*self._cast([x for x in leaves if is_array(x)], self.precision.output), *values]
-
-    def finish(self, outs: list) -> Any:
-        """The result as the method gave it; changed state goes back to the caller's module."""
-        it = iter(outs)
-        leaves = [next(it) if d else s for d, s in zip(self._dynamic, self._static, strict=True)]
-        values = jax.tree.unflatten(self._state_tree, list(it))
-        self.call.write_back([(p, v.replace(x)) for (p, v), x in zip(self._changes, values, strict=True)])
-        return jax.tree.unflatten(self._out_tree, leaves)
-
-    def _live(self, full: list, floats: list, fixed: list) -> Live:
-        """A copy of the module that computes: its class is plain, and its own parameters are whole."""
-        float_it, fixed_it = iter(floats), iter(fixed)
-        leaves = [next(float_it if f else fixed_it) for f in self._is_float]
-        others, state, arrays = jax.tree.unflatten(self._tree, leaves)
-        full_at, rest = dict(zip(self.mine, full, strict=True)), iter(others)
-        params = [full_at[i] if i in full_at else next(rest) for i in range(len(self.call.params))]
-        live = self.call.put_together(params, state, self._cast(arrays, self._input_dtype))
-        detach(live.module)
-        own = {self.call.params[i][0] for i in self.mine}
-        for path, variable in live.variables(nnx.Param):
-            if path in own:
-                hold_full(variable)
-        return live
-
-    @property
-    def _input_dtype(self) -> str | None:
-        return self.precision.param if self.precision.cast_inputs else None
-
-    @staticmethod
-    def _cast(arrays: Sequence, dtype: str | None) -> list:
-        return [x.astype(dtype) if dtype and jax.numpy.issubdtype(x.dtype, jax.numpy.floating) else x for x in arrays]
-
-
-@contextlib.contextmanager
-def _loops_explained(where: str) -> Iterator[None]:
-    """Tells in the model's words what jax says of a loop whose carry starts the same on all data shards."""
-    try:
-        yield
-    except TypeError as error:
-        if not _compat.is_carry_mismatch(error):
-            raise
-        raise CallError(
-            "A loop in the model starts from a constant and ends with values of the batch.",
-            where=where,
-            why="the constant is the same on all data shards, the result is not, and a loop's carry keeps its type.",
-            do="say that the start belongs to each shard: carry = js.per_shard(jnp.zeros(...)).",
-        ) from error

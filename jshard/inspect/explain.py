@@ -1,7 +1,6 @@
 """`explain`: the plan as a person reads it: what lies where and why, what it holds and what it sends."""
 
 import dataclasses
-import io
 import json
 import math
 import re
@@ -9,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
-from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -19,8 +17,7 @@ from jshard._plan import plan as make_plan
 from jshard.inspect.activations import saved_bytes
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
-
-_WIDTH = 110
+from jshard.inspect.tables import add_row, joined_name, made_table, name_pattern, printed
 
 
 def explain(
@@ -77,10 +74,7 @@ class Explanation:
     leaves: bool = False
 
     def __str__(self) -> str:
-        console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
-        console.print(self)
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        return "\n".join(line.rstrip() for line in lines)
+        return printed(self)
 
     __repr__ = __str__
 
@@ -118,31 +112,11 @@ def folded_units(plan: ShardPlan) -> list[tuple[str, int, UnitPlan]]:
     """The units with equal ones of a list folded: name such as `blocks/0..11`, how many, the first of them."""
     groups: dict[Any, list[tuple[int | None, UnitPlan]]] = {}
     for unit in plan.units:
-        pattern, index = _pattern(unit.name)
+        pattern, index = name_pattern(unit.name)
         content = tuple((leaf.path.removeprefix(unit.name), leaf.placement) for leaf in plan.unit_leaves(unit.name))
         key = (pattern, content, dataclasses.replace(unit, name=""))
         groups.setdefault(key, []).append((index, unit))
-    return [(_joined(key[0], [i for i, _ in found]), len(found), found[0][1]) for key, found in groups.items()]
-
-
-def _pattern(name: str) -> tuple[str, int | None]:
-    """`blocks/3/mlp` as `blocks/*/mlp` and 3: the last number in a path is what may differ."""
-    numbers = list(re.finditer(r"(?<=/)\d+(?=/|$)", name))
-    if not numbers or "+" in name:
-        return name, None
-    last = numbers[-1]
-    return f"{name[: last.start()]}*{name[last.end() :]}", int(last.group())
-
-
-def _joined(pattern: str, indices: list[int | None]) -> str:
-    numbers = sorted(i for i in indices if i is not None)
-    runs: list[list[int]] = []
-    for i in numbers:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return pattern.replace("*", ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs))
+    return [(joined_name(key[0], [i for i, _ in found]), len(found), found[0][1]) for key, found in groups.items()]
 
 
 def _headline(plan: ShardPlan) -> str:
@@ -154,28 +128,13 @@ def _headline(plan: ShardPlan) -> str:
     )
 
 
-def _table(title: str, *columns: str, caption: str = "") -> Table:
-    """A table; columns whose name ends in > hold numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.caption, table.caption_justify = caption or None, "left"
-    for i, column in enumerate(columns):
-        number = column.endswith(">")
-        justify = "right" if number else "left"
-        table.add_column(column.rstrip(">"), justify=justify, no_wrap=number or not i, overflow="fold")
-    return table
-
-
-def _add(table: Table, *cells: str, style: str | None = None, end_section: bool = False) -> None:
-    table.add_row(*map(Text, cells), style=style, end_section=end_section)  # Text: no markup in paths and shapes
-
-
 def _units_table(plan: ShardPlan) -> Table:
     caption = "dtypes: stored, gathered, reduced. kept: of the gathered copy, until backward. x<n>: figures of one."
     columns = "unit", "kind", "parameters>", "per device>", "gathered>", "dtypes", "kept", "remat"
-    table = _table("Units: what is gathered together", *columns, caption=caption)
+    table = made_table("Units: what is gathered together", *columns, caption=caption)
     for name, count, unit in folded_units(plan):
         leaves = plan.unit_leaves(unit.name)
-        _add(
+        add_row(
             table,
             f"{name}  x{count}" if count > 1 else name,
             unit.kind,
@@ -203,7 +162,7 @@ def _short(dtype: str) -> str:
 
 
 def _leaves_table(plan: ShardPlan) -> Table:
-    table = _table("Parameters", "parameter", "shape", "dtypes", "per device>", "placement")
+    table = made_table("Parameters", "parameter", "shape", "dtypes", "per device>", "placement")
     for name, _, unit in folded_units(plan):
         for leaf in plan.unit_leaves(unit.name):
             p = leaf.placement
@@ -211,39 +170,39 @@ def _leaves_table(plan: ShardPlan) -> Table:
             axes = ", ".join("-" if e is None else e if isinstance(e, str) else "+".join(e) for e in p.spec)
             where = f"({axes})" if p.shards > 1 else ""
             where += f" replicated: {p.because}" if p.dim is None else ""
-            _add(table, path, str(list(p.shape)), _dtypes((leaf,)), human_bytes(p.bytes_per_device), where.strip())
+            add_row(table, path, str(list(p.shape)), _dtypes((leaf,)), human_bytes(p.bytes_per_device), where.strip())
     return table
 
 
 def _memory_table(held: Memory) -> Table:
     caption = "A unit is gathered when it is called; the compiler may begin earlier and hold two."
-    table = _table("Memory of one device", "", "bytes>", "", caption=caption)
-    _add(table, "parameters", human_bytes(held.parameters_bytes), "plan")
-    _add(table, f"optimizer state ({held.optimizer})", human_bytes(held.optimizer_bytes), "plan")
-    _add(table, "held between steps", human_bytes(held.held_bytes), "plan", style="bold", end_section=True)
-    _add(table, "gradients", human_bytes(held.gradients_bytes), "plan")
-    _add(table, "gathered copies kept until backward", human_bytes(held.kept_bytes), "estimate")
+    table = made_table("Memory of one device", "", "bytes>", "", caption=caption)
+    add_row(table, "parameters", human_bytes(held.parameters_bytes), "plan")
+    add_row(table, f"optimizer state ({held.optimizer})", human_bytes(held.optimizer_bytes), "plan")
+    add_row(table, "held between steps", human_bytes(held.held_bytes), "plan", style="bold", end_section=True)
+    add_row(table, "gradients", human_bytes(held.gradients_bytes), "plan")
+    add_row(table, "gathered copies kept until backward", human_bytes(held.kept_bytes), "estimate")
     unit = f" ({held.largest_unit})" if held.largest_unit else ""
-    _add(table, f"largest gathered unit{unit}", human_bytes(held.largest_unit_bytes), "estimate: one at a time")
-    _add(table, "largest gradient of a unit, not yet reduced", human_bytes(held.largest_gradient_bytes), "estimate")
+    add_row(table, f"largest gathered unit{unit}", human_bytes(held.largest_unit_bytes), "estimate: one at a time")
+    add_row(table, "largest gradient of a unit, not yet reduced", human_bytes(held.largest_gradient_bytes), "estimate")
     known = held.activations_bytes is not None
     amount = human_bytes(held.activations_bytes or 0) if known else "not estimated"
-    _add(table, "activations", amount, "estimate: saved for backward" if known else "give loss= and batch=")
+    add_row(table, "activations", amount, "estimate: saved for backward" if known else "give loss= and batch=")
     total = "in a step" if known else "in a step, without activations"
-    _add(table, total, human_bytes(held.step_bytes), "estimate", style="bold")
+    add_row(table, total, human_bytes(held.step_bytes), "estimate", style="bold")
     return table
 
 
 def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> Table:
     caption = 'With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.'
     columns = "collective", "over", "dtype", "arrays>", "in P>", "sent>", "for"
-    table = _table("Communication of one forward and backward pass, by device", *columns, caption=caption)
+    table = made_table("Communication of one forward and backward pass, by device", *columns, caption=caption)
     for t in traffic:
         amounts = human_bytes(t.full_bytes), f"{t.full_bytes / plan.logical_bytes:.2f}", human_bytes(t.wire_bytes)
-        _add(table, t.kind, f"{', '.join(t.axes)} ({t.group_size})", _short(t.dtype), *amounts, t.purpose)
+        add_row(table, t.kind, f"{', '.join(t.axes)} ({t.group_size})", _short(t.dtype), *amounts, t.purpose)
     total = sum(t.wire_bytes for t in traffic)
     sent = f"{total / plan.logical_bytes:.2f} P"
-    _add(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
+    add_row(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
     return table
 
 

@@ -14,20 +14,22 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._errors import ShardingError
+from jshard.inspect.loops import trip_count
+from jshard.inspect.module import (
+    Computation,
+    Instruction,
+    Module,
+    ProgramError,
+    arrays,
+    elements,
+    item_bytes,
+    parse_module,
+)
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Communication that is not counted: better an error than a total that is too small.
-_OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
-_ITEM_BYTES = {
-    "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "s32": 4, "u32": 4, "s64": 8, "u64": 8,
-    "f8e4m3": 1, "f8e4m3fn": 1, "f8e5m2": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "c64": 8, "c128": 16,
-}  # fmt: skip
+OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
 _CALLING = frozenset("call fusion while conditional async-start custom-call".split())
-
-
-class ProgramError(ShardingError):
-    """A compiled program holds something that this reader cannot count."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +67,13 @@ class Collective:
 
     def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
         """The mesh axes that it runs over."""
-        places = np.stack(np.unravel_index(self.group, mesh.axis_sizes), axis=1)
-        return tuple(a for a, column in zip(mesh.axis_names, places.T, strict=True) if len(set(column)) > 1)
+        return axes_of(self.group, mesh)
+
+
+def axes_of(group: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    places = np.stack(np.unravel_index(group, mesh.axis_sizes), axis=1)
+    return tuple(a for a, column in zip(mesh.axis_names, places.T, strict=True) if len(set(column)) > 1)
 
 
 def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
@@ -87,12 +94,8 @@ def collectives(program: Any, num_devices: int | None = None) -> tuple[Collectiv
     Raises:
         ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
     """
-    text = program if isinstance(program, str) else program.as_text()
-    if num_devices is None:
-        found = re.search(r"num_partitions=(\d+)", text)
-        num_devices = int(found.group(1)) if found else 1
-    computations, entry = _parse(text)
-    return tuple(_Reader(computations, num_devices).visit(entry))
+    module = parse_module(program if isinstance(program, str) else program.as_text())
+    return tuple(_Reader(module, num_devices or module.num_devices).visit(module.entry))
 
 
 def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
@@ -128,7 +131,7 @@ def _asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) 
         used = re.findall(r'name = "([^"]+)"', named.group(2))
         if "sub_axis" not in named.group(2) and set(used) <= set(sizes):
             return _group_along(sizes, used)
-    raise _cannot(f"{name} = {kind}(...)", "its groups of devices are written in an unknown way.")
+    raise cannot(f"{name} = {kind}(...)", "its groups of devices are written in an unknown way.")
 
 
 def full_bytes(found: Iterable[Collective], kind: str, *, over: int = 1) -> int:
@@ -141,132 +144,69 @@ def wire_bytes(found: Iterable[Collective]) -> float:
     return sum(c.wire_bytes for c in found)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Instruction:
-    """`%name = shape opcode(operands), attributes`."""
-
-    name: str
-    shape: str
-    opcode: str
-    attributes: str
-
-    @property
-    def text(self) -> str:
-        return f"%{self.name} = {self.opcode}(...)"
-
-
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The computations of an HLO module, and the name of the entry."""
-    header = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
-    computations: dict[str, list[_Instruction]] = {}
-    current, entry = None, ""
-    for line in text.splitlines():
-        if line.startswith("}"):
-            current = None
-        elif current is not None:
-            instruction = _instruction(line)
-            if instruction is not None:
-                computations[current].append(instruction)
-        elif match := header.match(line):
-            current = match.group(2)
-            computations[current] = []
-            entry = current if match.group(1) else entry
-    if not entry:
-        raise ProgramError(
-            "This is not the text of a compiled program.",
-            where=repr(text[:60]),
-            why="it has no ENTRY computation.",
-            do="js.inspect.collectives(jax.jit(f).lower(...).compile())",
-        )
-    return computations, entry
-
-
-def _instruction(line: str) -> _Instruction | None:
-    match = re.match(r"^\s*(?:ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$", line)
-    if not match:
-        return None
-    name, right = match.groups()
-    end = _closing(right) if right.startswith("(") else right.find(" ")  # a tuple shape has spaces in it
-    opcode = re.match(r"\s*([\w\-]+)(?=\()", right[end:])
-    if not opcode:
-        return None
-    operands = end + opcode.end()
-    return _Instruction(name, right[:end], opcode.group(1), right[operands + _closing(right[operands:]) :])
-
-
-def _closing(text: str) -> int:
-    """Length of the parenthesis that a text opens with."""
-    depth = 0
-    for end, char in enumerate(text, start=1):
-        depth += (char == "(") - (char == ")")
-        if depth == 0:
-            return end
-    return len(text)
-
-
 class _Reader:
     """Walks the computations from the entry, through loops, branches and calls."""
 
-    def __init__(self, computations: dict[str, list[_Instruction]], num_devices: int) -> None:
-        self._computations = computations
+    def __init__(self, module: Module, num_devices: int) -> None:
+        self._module = module
         self._num_devices = num_devices
         self._known: dict[str, list[Collective]] = {}
 
     def visit(self, name: str) -> list[Collective]:
         if name not in self._known:
-            self._known[name] = [c for i in self._computations[name] for c in self._read(i)]
+            home = self._module.computations[name]
+            self._known[name] = [c for i in home.instructions for c in self._read(home, i)]
         return self._known[name]
 
-    def _read(self, instruction: _Instruction) -> Iterator[Collective]:
+    def _read(self, home: Computation, instruction: Instruction) -> Iterator[Collective]:
         opcode = instruction.opcode
         kind = opcode.removesuffix("-start")
         if kind in KINDS:
-            yield from self._collective(instruction, kind)
-        elif kind in _OTHERS:
-            raise _cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
+            group = group_of(instruction, kind, self._num_devices)
+            for dtype, size in sizes_of(instruction, kind, len(group)).items():
+                yield Collective(instruction.name, kind, dtype, group, 1, size)
+        elif kind in OTHERS:
+            raise cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
         else:
             inner = [c for called in self._called(instruction) for c in self.visit(called)]
             if not inner:
                 return
             # A TPU shows one asynchronous collective in several fusions: it would be counted several times.
             if opcode not in _CALLING or opcode == "fusion":
-                raise _cannot(instruction.text, f"it runs the collective {inner[0].name} inside {opcode}.")
-            times = _trip_count(instruction) if opcode == "while" else 1
+                raise cannot(instruction.text, f"it runs the collective {inner[0].name} inside {opcode}.")
+            times = rounds(self._module, home, instruction) if opcode == "while" else 1
             branch = opcode == "conditional"
             for c in inner:
                 yield dataclasses.replace(c, executions=c.executions * times, conditional=c.conditional or branch)
 
-    def _called(self, instruction: _Instruction) -> list[str]:
+    def _called(self, instruction: Instruction) -> tuple[str, ...]:
         """Names of the computations that an instruction runs."""
-        if instruction.opcode in ("async-update", "async-done"):
-            return []  # their start counts
-        names = re.findall(r"[{,=]\s*%?([\w.\-]+)", instruction.attributes)
-        return [n for n in dict.fromkeys(names) if n in self._computations]
-
-    def _collective(self, instruction: _Instruction, kind: str) -> Iterator[Collective]:
-        group = _group(instruction, kind, self._num_devices)
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", instruction.shape)
-        if instruction.opcode.endswith("-start") and kind != "all-reduce":
-            # (operands, results), then for a permute two context words.
-            shapes = [s for s in shapes if s != ("u32", "")] if kind == "collective-permute" else shapes
-            shapes = shapes[len(shapes) // 2 :]
-        sizes: dict[str, int] = collections.defaultdict(int)
-        for dtype, dims in shapes:
-            size = math.prod(int(d) for d in dims.split(",") if d)
-            sizes[dtype] += size * _item_bytes(dtype, instruction.name)
-        scattered = len(group) if kind == "reduce-scatter" else 1
-        for dtype, size in sizes.items():
-            yield Collective(instruction.name, kind, dtype, group, 1, size * scattered)
+        if instruction.opcode.endswith(("-update", "-done")):
+            return ()  # their start counts
+        return self._module.called(instruction)
 
 
-def _trip_count(loop: _Instruction) -> int:
-    found = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
-    if not found:
-        raise _cannot(loop.text, "it is a loop with collectives whose number of rounds the compiler does not know.")
-    return int(found.group(1))
+def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, int]:
+    """Bytes of the whole arrays of a collective, by dtype: what `Collective.full_bytes` tells."""
+    shape = instruction.shape
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        shape = elements(shape)[1]  # (operands, results, context)
+    scattered = group_size if kind == "reduce-scatter" else 1
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for dtype, dims in arrays(shape):
+        sizes[dtype] += math.prod(dims) * _item_bytes(dtype, instruction.name) * scattered
+    return dict(sizes)
 
 
-def _group(instruction: _Instruction, kind: str, num_devices: int) -> tuple[int, ...]:
+def rounds(module: Module, home: Computation, loop: Instruction) -> int:
+    """How often a loop with collectives runs."""
+    found = trip_count(module, home, loop)
+    if found is None:
+        raise cannot(loop.text, "it is a loop with collectives whose number of rounds the compiler does not know.")
+    return found
+
+
+def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int, ...]:
     """Positions of the devices in the first group: from a list, an iota, or a mesh with axis names."""
     rest = instruction.attributes
     if kind == "collective-permute":
@@ -283,15 +223,15 @@ def _group(instruction: _Instruction, kind: str, num_devices: int) -> tuple[int,
         return tuple(ids.transpose(order or None).reshape(shape)[0].tolist())
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
         return _mesh_group(instruction, *found.groups())
-    raise _cannot(instruction.text, "its groups of devices are written in an unknown way.")
+    raise cannot(instruction.text, "its groups of devices are written in an unknown way.")
 
 
-def _mesh_group(instruction: _Instruction, sizes: str, axes: str) -> tuple[int, ...]:
+def _mesh_group(instruction: Instruction, sizes: str, axes: str) -> tuple[int, ...]:
     """First group of `mesh['a'=2,'b'=4] {'b'}`."""
     known = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
     used = re.findall(r"'([^']+)'", axes)
     if ":" in axes or not set(used) <= set(known):
-        raise _cannot(instruction.text, f"a part of a mesh axis is not understood: {axes}.")
+        raise cannot(instruction.text, f"a part of a mesh axis is not understood: {axes}.")
     return _group_along(known, used)
 
 
@@ -308,12 +248,14 @@ def _ints(text: str | None) -> Sequence[int]:
 
 def _item_bytes(dtype: str, name: str) -> int:
     dtype = re.sub(r"^i(\d)", r"s\1", dtype).lower()  # StableHLO says i32 and f8E4M3FN
-    if dtype not in _ITEM_BYTES:
-        raise _cannot(name, f"the size of its element type {dtype!r} is not known.")
-    return _ITEM_BYTES[dtype]
+    try:
+        return math.ceil(item_bytes(dtype))
+    except KeyError:
+        raise cannot(name, f"the size of its element type {dtype!r} is not known.") from None
 
 
-def _cannot(where: str, why: str) -> ProgramError:
+def cannot(where: str, why: str) -> ProgramError:
+    """The error for communication that this reader does not understand."""
     return ProgramError(
         "A collective cannot be counted.",
         where=where,

@@ -207,6 +207,16 @@ def _not_there(module: str, place: str, folder: Path) -> ModelFileError:
     return ModelFileError(f"The model file imports {module!r}, which is not there.", where=place, why=why, do=do)
 
 
+def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
+    """What a model means that raises while its step is traced, as for a sequence that is too long for it."""
+    return ModelFileError(
+        "The model refuses the batches of the recipe.",
+        where=place_in(path, error),
+        why=f"{error}.",
+        do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
+    )
+
+
 def place_in(path: Path, error: BaseException) -> str:
     """The line of the model file from which the error came."""
     resolved = str(path.resolve())

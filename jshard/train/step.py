@@ -54,22 +54,11 @@ class TrainStep:
         self._objects = (model, optimizer)
         self._mesh = _mesh(model)
         self._graphdef, state = nnx.split(self._objects)
-        placed = _on_mesh(state, self._mesh)
-        self._leaves, self._tree = jax.tree.flatten(placed)
+        self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self._mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
-        shardings = [leaf.sharding for leaf in self._leaves]
-        everywhere = NamedSharding(self._mesh, PartitionSpec())
-
-        def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
-            model, optimizer = nnx.merge(self._graphdef, jax.tree.unflatten(self._tree, leaves))
-            loss, grads = value_and_grad(loss_fn, accumulate=accumulate)(model, batch)
-            optimizer.update(model, grads)
-            self._check_unchanged(nnx.state((model, optimizer)))
-            scalars = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
-            return jax.tree.leaves(nnx.state((model, optimizer))), scalars
-
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere))
-        self._program = jitted.lower(self._leaves, batch).compile()
+        self._program = _lowered(
+            loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate
+        ).compile()
 
     def __call__(self, batch: Any) -> Scalars:
         """Starts a step and returns without waiting for it.
@@ -117,17 +106,58 @@ class TrainStep:
         nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
         return self._objects
 
-    def _check_unchanged(self, state: Any) -> None:
-        """The state comes out of a step as it went in; a run could not go on with another."""
-        before, after = (_paths(tree) for tree in (jax.tree.unflatten(self._tree, self._leaves), state))
-        if before != after:
-            raise AnnotationError(
-                "The step changes what the model or the optimizer consists of.",
-                where=[f"{path}  new" for path in sorted(after - before)]
-                + [f"{path}  gone" for path in sorted(before - after)],
-                why=f"{len(before)} arrays went in, {len(after)} came out.",
-                do="create every variable in __init__; drop sown values with nnx.pop inside the loss.",
-            )
+
+def lower_step(
+    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+) -> jax.stages.Lowered:
+    """The program of a `TrainStep`, lowered and not compiled: model, optimizer and batch may be abstract.
+
+    Args:
+        loss_fn: as in `TrainStep`.
+        model: an annotated model on a mesh with devices, which may be those of a cluster that is not there.
+        optimizer: its optimizer; `abstract_optimizer` makes one without arrays.
+        batch: shapes, dtypes and shardings.
+        accumulate: microbatches that a batch is cut into.
+    """
+    mesh = _mesh(model)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    graphdef, state = nnx.split((model, optimizer))
+    leaves, tree = jax.tree.flatten(state)
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
+        for leaf in leaves
+    ]
+    return _lowered(loss_fn, graphdef, tree, placed, batch, mesh, accumulate)
+
+
+def _lowered(
+    loss_fn: LossFn, graphdef: Any, tree: Any, leaves: list[Any], batch: Any, mesh: Mesh, accumulate: int
+) -> jax.stages.Lowered:
+    before = _paths(jax.tree.unflatten(tree, leaves))
+
+    def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
+        model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+        loss, grads = value_and_grad(loss_fn, accumulate=accumulate)(model, batch)
+        optimizer.update(model, grads)
+        state = nnx.state((model, optimizer))
+        _check_unchanged(before, _paths(state))
+        return jax.tree.leaves(state), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+
+    shardings = [leaf.sharding for leaf in leaves]
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).lower(leaves, batch)
+
+
+def _check_unchanged(before: set[str], after: set[str]) -> None:
+    """The state comes out of a step as it went in; a run could not go on with another."""
+    if before != after:
+        raise AnnotationError(
+            "The step changes what the model or the optimizer consists of.",
+            where=[f"{path}  new" for path in sorted(after - before)]
+            + [f"{path}  gone" for path in sorted(before - after)],
+            why=f"{len(before)} arrays went in, {len(after)} came out.",
+            do="create every variable in __init__; drop sown values with nnx.pop inside the loss.",
+        )
 
 
 class EvalStep:

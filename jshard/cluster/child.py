@@ -1,0 +1,163 @@
+"""The process that compiles: `python -m jshard.cluster.child REQUEST FOLDER`, started by `jshard.cluster.compile`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import resource
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+import jshard as js
+from jshard._errors import FourPartError
+from jshard._mesh import batch_sharding
+from jshard._optimizer import abstract_optimizer
+from jshard.cluster.compile import ERROR, PROGRAM, RESULT, CompileError, CompileRequest, TooLargeError, as_json
+from jshard.cluster.options import Options, compile_nothing, options_for
+from jshard.cluster.topology import Topology, parse_topology, topology_devices
+from jshard.inspect.audit import CompiledMemory
+from jshard.train.folder.as_json import versions
+from jshard.train.metrics.mfu import dense_flops
+from jshard.train.model_file import ModelFile, load_model_file, refuses_batches
+from jshard.train.settings.overrides import override
+from jshard.train.settings.recipe import Recipe
+from jshard.train.state import batch_like
+from jshard.train.step import lower_step
+
+# What the TPU compiler says of a program that does not fit: needed and there, in GiB.
+_TOO_LARGE = (r"Used ([\d.]+)G of ([\d.]+)G hbm", r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles and leaves the result, or the error that could be told in four parts."""
+    folder = Path(argv[1])
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            result = _result(CompileRequest(**json.loads(argv[0])), folder)
+    except FourPartError as error:
+        (folder / ERROR).write_text(json.dumps(as_json(error)))
+        return 1
+    result["notes"] = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
+    (folder / RESULT).write_text(json.dumps(result))
+    return 0
+
+
+def _result(request: CompileRequest, folder: Path) -> dict[str, Any]:
+    model_file = load_model_file(request.model)
+    recipe = override(model_file.recipe(request.recipe)[1], request.settings)
+    topology = parse_topology(request.topology)
+    mesh = js.mesh(**request.mesh, devices=topology_devices(topology))
+    assert isinstance(mesh, Mesh)  # it was given devices
+    start_s = time.perf_counter()
+    try:
+        model, lowered = lowered_step(model_file, recipe, mesh)
+    except FourPartError:
+        raise
+    except ValueError as error:
+        raise refuses_batches(model_file.path, error) from error
+    lowered_s = time.perf_counter()
+    options = options_for(
+        request.profile,
+        platform=topology.device.name,
+        overrides=request.overrides,
+        try_compile=compile_nothing(NamedSharding(mesh, PartitionSpec())),
+    )
+    compiled = _compiled(lowered, options, topology)
+    done_s = time.perf_counter()
+    (folder / PROGRAM).write_text(compiled.as_text() or "")
+    flops, formula = _flops(model_file, recipe, model)
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # children: ptxas
+    return {
+        "memory": dataclasses.asdict(_memory(compiled, topology)),
+        "plan": json.loads(js.plan(model).to_json()),
+        "options": options,
+        "accumulate": recipe.accumulate,
+        "flops": flops,
+        "flops_formula": formula,
+        "trace_s": lowered_s - start_s,
+        "compile_s": done_s - lowered_s,
+        "cpu_s": sum(one.ru_utime + one.ru_stime for one in used),
+        "rss_bytes": used[0].ru_maxrss * 1024,
+        "versions": versions(),
+    }
+
+
+def lowered_step(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, jax.stages.Lowered]:
+    """The step of a recipe on a mesh, lowered, and its model. Both are without arrays.
+
+    Args:
+        model_file: the model, its annotation and its loss.
+        recipe: what to train.
+        mesh: the devices; they need not exist.
+    """
+    model = js.abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+    )
+    optimizer = abstract_optimizer(model, recipe.optimizer())
+    if model_file.data is None:
+        shape = (recipe.batch_size, recipe.sequence_length)
+        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
+        batch = {"inputs": tokens, "targets": tokens}
+    else:
+        batch = batch_like(model_file.data(recipe), recipe.batch_size, mesh)
+    return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate)
+
+
+def _compiled(lowered: jax.stages.Lowered, options: Options, topology: Topology) -> jax.stages.Compiled:
+    try:
+        return lowered.compile(compiler_options=options)
+    except jax.errors.JaxRuntimeError as error:
+        raise _told(error, topology) from error
+
+
+def _told(error: Exception, topology: Topology) -> FourPartError:
+    said = str(error)
+    used = next(filter(None, (re.search(form, said) for form in _TOO_LARGE)), None)
+    if used is None:
+        return CompileError(
+            "The compiler has failed.",
+            where=topology.text,
+            why="\n".join(said.splitlines()[:6]),
+            do="--options none compiles without any option of ours.",
+        )
+    return TooLargeError(
+        f"does not fit: {float(used[1]):.1f} GiB of {float(used[2]):.1f} in each {topology.device.title}.",
+        where=topology.text,
+        why=f"the compiler's own count: {said.splitlines()[0]}",
+        do="--topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
+    )
+
+
+def _memory(compiled: jax.stages.Compiled, topology: Topology) -> CompiledMemory:
+    memory = CompiledMemory.of(compiled)
+    if memory is None:
+        raise CompileError(
+            "The compiler does not say what memory the program takes.",
+            where=topology.text,
+            why="memory_analysis() of the compiled step is empty.",
+            do="report this with your versions of jax and jaxlib.",
+        )
+    return memory
+
+
+def _flops(model_file: ModelFile, recipe: Recipe, model: nnx.Module) -> tuple[float, str]:
+    if model_file.flops is not None:
+        return model_file.flops(recipe)
+    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    return dense_flops(num_parameters=num_parameters, num_tokens=recipe.batch_size * recipe.sequence_length)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

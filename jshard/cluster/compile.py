@@ -1,0 +1,205 @@
+"""Compiles the train step of a model file for a cluster that is not there, in a process of its own.
+
+The compilers of accelerators are told to leave this machine alone by environment variables that must be set before
+JAX is imported; and a compiler that crashes takes its process with it. So the work is done by a child
+(`jshard.cluster.child`), which gets the request as JSON and leaves the program's text and its figures in a folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._plan import ShardPlan
+from jshard.inspect.audit import CompiledMemory
+
+RESULT, PROGRAM, ERROR = "result.json", "step.hlo", "error.json"  # what the child leaves
+_OUTPUT = "output.txt"
+_LAST_LINES = 8
+_OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompileRequest:
+    """What to compile.
+
+    Attributes:
+        model: the model file.
+        recipe: of its recipes; the first by default.
+        settings: changes of the recipe, as `--set` takes them.
+        mesh: degrees of the mesh axes, as `js.mesh` takes them.
+        topology: the cluster, as `parse_topology` takes it.
+        profile: of `js.compiler_options`.
+        overrides: likewise.
+    """
+
+    model: str
+    topology: str
+    recipe: str | None = None
+    settings: tuple[str, ...] = ()
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    profile: str | None = None
+    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledStep:
+    """A train step as compiled for a cluster: facts, none of which was run.
+
+    Attributes:
+        text: the scheduled program.
+        memory: of one device.
+        plan: of the annotation.
+        options: that the compiler was given.
+        accumulate: microbatches of a step.
+        flops: arithmetic of a step over all devices, as for the MFU.
+        flops_formula: how that number comes about.
+        trace_s: seconds to trace and lower.
+        compile_s: seconds to compile.
+        cpu_s: CPU seconds of the child in all.
+        rss_bytes: the most memory that the child took.
+        versions: of Python and of the packages.
+        notes: warnings from the child.
+    """
+
+    text: str = dataclasses.field(repr=False)
+    memory: CompiledMemory
+    plan: ShardPlan = dataclasses.field(repr=False)
+    options: Mapping[str, Any]
+    accumulate: int
+    flops: float
+    flops_formula: str
+    trace_s: float
+    compile_s: float
+    cpu_s: float
+    rss_bytes: int
+    versions: Mapping[str, str | None]
+    notes: tuple[str, ...] = ()
+
+
+class TooLargeError(RunError):
+    """The compiler has refused a program that does not fit into the memory of a device."""
+
+
+class CompileError(RunError):
+    """The compiler, or the process around it, has failed."""
+
+
+def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> CompiledStep:
+    """Compiles the train step of a model file for a cluster. No array of the model is ever made.
+
+    Args:
+        request: what to compile.
+        timeout_s: seconds after which the child is stopped.
+
+    Raises:
+        ShardingError: something asked for cannot be met.
+        TooLargeError: the program does not fit, and the compiler says so. Compilers of GPUs do not.
+        CompileError: the child has crashed, or taken too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="jshard-plan-") as name:
+        folder = Path(name)
+        asked = json.dumps(dataclasses.asdict(request))
+        code = _run_child(request, asked, folder, timeout_s)
+        if (folder / ERROR).exists():
+            raise _rebuilt(json.loads((folder / ERROR).read_text()))
+        if code or not (folder / RESULT).exists():
+            raise _crashed(request, code, folder)
+        return _read(folder)
+
+
+def _run_child(request: CompileRequest, asked: str, folder: Path, timeout_s: float) -> int:
+    command = [sys.executable, "-m", "jshard.cluster.child", asked, str(folder)]
+    with (folder / _OUTPUT).open("wb") as output:
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=child_environment(os.environ),
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(
+                "Compiling takes too long.",
+                where=f"{request.model} for {request.topology}",
+                why=f"it was stopped after {timeout_s:g} s; deep models of unrolled layers take longest.",
+                do="--timeout with more seconds, or fewer layers: --set model.n_layer=4 shows most of the schedule.",
+            ) from error
+    return done.returncode
+
+
+def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the child: no accelerator is touched, and the program's options are its only flags."""
+    dropped = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
+    kept = {name: value for name, value in environ.items() if name not in dropped}
+    return kept | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_LOG": "0"}
+
+
+def unused_flags(environ: Mapping[str, str]) -> str | None:
+    """A line about flags of the shell that the child does not get; None where there are none."""
+    flags = [flag for flag in environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OURS)]
+    flags += environ.get("LIBTPU_INIT_ARGS", "").split()
+    if not flags:
+        return None
+    return f"not used: {' '.join(flags)} of the environment; a plan is compiled with --options alone."
+
+
+def _read(folder: Path) -> CompiledStep:
+    found = json.loads((folder / RESULT).read_text())
+    return CompiledStep(
+        text=(folder / PROGRAM).read_text(),
+        memory=CompiledMemory(**found.pop("memory")),
+        plan=ShardPlan.from_json(json.dumps(found.pop("plan"))),
+        notes=tuple(found.pop("notes")),
+        **found,
+    )
+
+
+def as_json(error: FourPartError) -> dict[str, Any]:
+    """An error as the child hands it over."""
+    kind, is_request = type(error).__name__, isinstance(error, ShardingError)
+    parts = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
+    return {"kind": kind, "is_request": is_request, **parts}
+
+
+def _rebuilt(told: dict[str, Any]) -> FourPartError:
+    """The child's error; of a class that only the child knows, as one of the two kinds that end a command."""
+    kind, is_request = told.pop("kind"), told.pop("is_request")
+    base = ShardingError if is_request else RunError
+    classes = (cls for cls in _subclasses(base) if cls.__name__ == kind)
+    return next(classes, base)(told.pop("what"), **told)
+
+
+def _subclasses(cls: type[FourPartError]) -> Iterator[type[FourPartError]]:
+    for sub in cls.__subclasses__():
+        yield sub
+        yield from _subclasses(sub)
+
+
+def _crashed(request: CompileRequest, code: int, folder: Path) -> CompileError:
+    said = (folder / _OUTPUT).read_text(errors="replace").splitlines()
+    last = [line for line in said if line.strip()][-_LAST_LINES:]
+    ending = f"signal {-code}" if code < 0 else f"exit code {code}"
+    killed = code == -9
+    told = CompileError(
+        "The process that compiles has failed.",
+        where=f"{request.model} for {request.topology}",
+        why="\n".join([f"{ending}; its last lines:" if last else f"{ending}, and it said nothing.", *last]),
+        do="give it more memory: the system stops a process with signal 9 that takes too much."
+        if killed
+        else "--debug shows all of it; an error in the model file is to be corrected there.",
+    )
+    if os.environ.get("JSHARD_DEBUG", "0") not in ("", "0"):
+        told.add_note("\n".join(["all that it said:", *said]))
+    return told

@@ -1,0 +1,218 @@
+"""The text that XLA's GPU compiler takes for a GPU that is not there (a `GpuTargetConfigProto`), made from facts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from jshard._errors import RunError
+
+Field = tuple[str, Any]  # a name of the proto and its value; a list of fields is a message
+
+# What XLA calls the dtypes (xla_data.proto, PrimitiveType).
+_F16, _F32, _F64, _BF16 = 10, 11, 12, 16
+_S32, _U32 = 4, 8
+_EIGHT_BITS = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)  # s8, u8 and the kinds of fp8
+
+# Without these the schedules came out the same; what a jaxlib does not know is dropped from them.
+_OPTIONAL = (
+    "scalar_unit_description",
+    "matrix_unit_description",
+    "device_interconnect_info",
+    "pcie_bandwidth",
+    "ecc_enabled",
+    "device_address_bits",
+    "device_vendor",
+    "name",
+    "driver_version",
+    "runtime_version",
+    "compile_time_toolkit_version",
+    "dnn_version",
+    "thread_dim_limit_x",
+    "thread_dim_limit_y",
+    "thread_dim_limit_z",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Operations of one kind of unit: GHz, units by core, operations by unit and clock."""
+
+    clock_rate_ghz: float
+    units_per_core: int
+    ops_per_clock: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Rates of the scalar and the matrix units, by the number that XLA gives a dtype."""
+
+    scalar: Mapping[int, Rate]
+    matrix: Mapping[int, Rate]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuTarget:
+    """What the compiler is told of a GPU, in the proto's own names where they differ by device.
+
+    Attributes:
+        description: the name that the driver gives it.
+        major: of its compute capability; the minor is 0.
+        rates: of its units; None where no published description has them.
+        links: its NVLinks.
+    """
+
+    description: str
+    major: int
+    core_count: int
+    clock_rate_ghz: float
+    memory_bandwidth: int
+    l2_cache_size: int
+    device_memory_size: int
+    fpus_per_core: int = 128
+    shared_memory_per_core: int = 228 * 1024
+    shared_memory_per_block_optin: int = 227 * 1024
+    pcie_bandwidth: int = 32 * 2**30
+    rates: Rates | None = None
+    links: int = 0
+
+
+def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int) -> Rates:
+    """The units of a GPU since Hopper.
+
+    Args:
+        clock: of the scalar units, in GHz.
+        matrix_clock: of the matrix units.
+        f32_ops: half-precision operations of a float32 lane and clock.
+        f16: multiply-adds of a matrix unit and clock on 16 bits; on 8 bits twice, on TF32 half as many.
+        f64: the same on float64.
+    """
+    scalar = {kind: Rate(clock, 64, 1) for kind in (_S32, _U32, _F64)}
+    scalar |= {_F16: Rate(clock, 128, f32_ops), _F32: Rate(clock, 128, 1), _BF16: Rate(clock, 128, f32_ops)}
+    matrix = {kind: Rate(matrix_clock, 4, 2 * f16) for kind in _EIGHT_BITS}
+    matrix |= {kind: Rate(matrix_clock, 4, f16) for kind in (_F16, _BF16)}
+    matrix |= {_F32: Rate(matrix_clock, 4, f16 // 2), _F64: Rate(clock, 4, f64)}
+    return Rates(dict(sorted(scalar.items())), dict(sorted(matrix.items())))
+
+
+def target_config_text(target: GpuTarget, *, without: Collection[str] = ()) -> str:
+    """The text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`.
+
+    Args:
+        target: the facts.
+        without: fields of `gpu_device_info` to leave out.
+
+    Example:
+        >>> "core_count: 132" in target_config_text(DEVICES["h100"].target)
+        True
+    """
+    device = [field for field in _device_info(target) if field[0] not in without]
+    whole: list[Field] = [
+        ("gpu_device_info", device),
+        ("platform_name", "CUDA"),
+        ("dnn_version_info", [("major", 9), ("minor", 10), ("patch", 0)]),
+        ("runtime_version", [("major", 12), ("minor", 9), ("patch", 0)]),
+        ("device_description_str", target.description),
+    ]
+    return "\n".join(_lines(whole)) + "\n"
+
+
+def accepted_text(target: GpuTarget, *, parses: Callable[[str], bool]) -> tuple[str, tuple[str, ...]]:
+    """The text in the form that the installed jaxlib reads, and the fields that had to be left out.
+
+    The parser says that it fails and not where, so each optional field is tried alone.
+
+    Args:
+        target: the facts.
+        parses: whether the installed jaxlib takes a text.
+
+    Raises:
+        RunError: not even the fields that every version needs are taken.
+    """
+    if parses(target_config_text(target)):
+        return target_config_text(target), ()
+    if not parses(target_config_text(target, without=_OPTIONAL)):
+        raise RunError(
+            "The installed jaxlib does not take the description of the GPU.",
+            where=target.description,
+            why="it fails with the needed fields alone: " + ", ".join(_needed(target)) + ".",
+            do="pip install --upgrade jshard, or a jax between 0.10.2 and 0.12.",
+        )
+    alone = ((name, [other for other in _OPTIONAL if other != name]) for name in _OPTIONAL)
+    dropped = tuple(name for name, others in alone if not parses(target_config_text(target, without=others)))
+    return target_config_text(target, without=dropped), dropped
+
+
+def _needed(target: GpuTarget) -> list[str]:
+    return [name for name, _ in _device_info(target) if name not in _OPTIONAL]
+
+
+def _device_info(target: GpuTarget) -> list[Field]:
+    capability: list[Field] = [("major", target.major)]
+    if target.major >= 9:
+        capability.append(("feature_extension", _Word("ACCELERATED_FEATURES")))
+    extension = "a" if target.major >= 9 else ""
+    fields: list[Field] = [
+        ("threads_per_block_limit", 1024),
+        ("threads_per_warp", 32),
+        ("shared_memory_per_block", 48 * 1024),
+        ("shared_memory_per_core", target.shared_memory_per_core),
+        ("threads_per_core_limit", 2048),
+        ("core_count", target.core_count),
+        ("fpus_per_core", target.fpus_per_core),
+        ("block_dim_limit_x", 2**31 - 1),
+        ("block_dim_limit_y", 2**16 - 1),
+        ("block_dim_limit_z", 2**16 - 1),
+        ("memory_bandwidth", target.memory_bandwidth),
+        ("l2_cache_size", target.l2_cache_size),
+        ("clock_rate_ghz", target.clock_rate_ghz),
+        ("device_memory_size", target.device_memory_size),
+        ("shared_memory_per_block_optin", target.shared_memory_per_block_optin),
+        ("cuda_compute_capability", capability),
+        ("registers_per_core_limit", 2**16),
+        ("registers_per_block_limit", 2**16),
+        ("thread_dim_limit_x", 1024),
+        ("thread_dim_limit_y", 1024),
+        ("thread_dim_limit_z", 64),
+        ("device_vendor", "NVIDIA Corporation"),
+        ("platform_version", f"Compute Capability {target.major}.0{extension}"),
+        ("device_address_bits", 64),
+        ("pcie_bandwidth", target.pcie_bandwidth),
+        ("ecc_enabled", True),
+        ("name", target.description),
+        ("driver_version", "13.0.0"),
+        ("runtime_version", "12.9.0"),
+        ("compile_time_toolkit_version", "12.9.0"),
+        ("dnn_version", "9.10.0"),
+    ]
+    if target.rates is not None:
+        fields.append(("scalar_unit_description", _rate_infos(target.rates.scalar)))
+        fields.append(("matrix_unit_description", _rate_infos(target.rates.matrix)))
+    if target.links:
+        fields.append(("device_interconnect_info", [("active_links", target.links)]))
+    return fields
+
+
+def _rate_infos(found: Mapping[int, Rate]) -> list[Field]:
+    return [("rate_infos", [("key", kind), ("value", list(vars(rate).items()))]) for kind, rate in found.items()]
+
+
+class _Word(str):
+    """A name of an enum, which is written without quotes."""
+
+
+def _lines(fields: Sequence[Field], indent: str = "") -> list[str]:
+    lines = []
+    for name, value in fields:
+        if isinstance(value, list):
+            lines += [f"{indent}{name} {{", *_lines(value, indent + "  "), f"{indent}}}"]
+        else:
+            lines.append(f"{indent}{name}: {_scalar(value)}")
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f'"{value}"' if isinstance(value, str) and not isinstance(value, _Word) else str(value)

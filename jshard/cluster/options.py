@@ -1,0 +1,239 @@
+"""`compiler_options`: the options of XLA that were shown to help, for one program at a time.
+
+They go to `jax.jit(..., compiler_options=...)` or `lowered.compile(compiler_options=...)` and never into XLA_FLAGS,
+where they would hold for every program of the process, and where a name that a version does not know ends it.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from jshard._errors import ShardingError
+from jshard.cluster.devices import DEVICES
+from jshard.cluster.option_table import GPU, OPTIONS, TPU, nearest
+
+Value = bool | int | str
+Options = dict[str, Any]  # as jax takes them, which names no int
+# An entry of a profile: one thing under the names that it has had, of which the compiler knows one.
+Entry = Mapping[str, Value]
+
+_LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+_DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
+_PIPELINED: tuple[Entry, ...] = tuple(
+    {f"xla_gpu_enable_pipelined_{kind}": True, f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
+    for kind in ("all_gather", "reduce_scatter")
+)
+_TPU_GATHERS: tuple[Entry, ...] = tuple(
+    {name: name != "xla_tpu_megacore_fusion_allow_ags"}
+    for name in (
+        "xla_tpu_enable_async_collective_fusion",
+        "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
+        "xla_tpu_enable_async_collective_fusion_multiple_steps",
+        "xla_tpu_overlap_compute_collective_tc",
+        "xla_enable_async_all_gather",
+        "xla_tpu_megacore_fusion_allow_ags",
+    )
+)
+_TPU_SPARSE_CORES: tuple[Entry, ...] = tuple(
+    {f"xla_tpu_enable_{what}": on}
+    for on, names in (
+        (False, "async_collective_fusion_fuse_{}"),
+        (True, "sparse_core_collective_offload_{}"),
+        (True, "{}_offload_tracing"),
+    )
+    for what in map(names.format, ("all_gather", "reduce_scatter", "all_reduce"))
+) + ({"xla_tpu_use_tc_device_shape_on_sc": True},)
+
+# What each profile holds and why is told in the column `measured` of the table. No entry: nothing was shown to help.
+PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
+    "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
+    "memory": {GPU: (_LIMIT, *_PIPELINED)},
+}
+_PLATFORMS = {"gpu": GPU, "cuda": GPU, "rocm": GPU, "tpu": TPU, "cpu": "cpu"}
+
+
+class OptionError(ShardingError):
+    """An option, a profile or a platform that is not known, or a value of the wrong type."""
+
+
+def compiler_options(
+    profile: str | None = "fastest", *, platform: str | None = None, **overrides: Value | None
+) -> Options:
+    """Options of the compiler for one program, as far as the installed version knows them.
+
+    A profile holds only what was shown to help: on a GPU "fastest" lets four collectives overlap and double-buffers
+    loops; "memory" overlaps without the second buffer, and pipelines the collectives of loops instead. On a TPU
+    "fastest" has options for v5p and v6e. Elsewhere a profile is empty. An option that the installed version does
+    not know is left out, with one warning for all of them.
+
+    Args:
+        profile: "fastest", "memory", or None for the overrides alone.
+        platform: "gpu", "tpu" or "cpu", or a device as in a topology ("h100", "v6e"); that of `jax.devices()` by
+            default.
+        **overrides: options by their names in XLA, instead of the profile's or besides them; None takes one out.
+
+    Returns:
+        What `jax.jit(compiler_options=...)` takes.
+
+    Raises:
+        OptionError: an option, the profile or the platform is not known, or a value has another type.
+
+    Example:
+        >>> options = js.compiler_options("fastest", platform="gpu")
+        >>> step = jax.jit(lambda x: x + 1, compiler_options=options)
+    """
+    return options_for(profile, platform=_device(platform), overrides=overrides)
+
+
+def options_for(
+    profile: str | None,
+    *,
+    platform: str,
+    overrides: Mapping[str, Value | None],
+    try_compile: Callable[[Options], Any] | None = None,
+) -> Options:
+    """`compiler_options` for a platform or device that is known, with another way to ask the compiler.
+
+    Args:
+        profile: as there.
+        platform: "gpu", "tpu", "cpu", or a device of `DEVICES`.
+        overrides: as there.
+        try_compile: compiles something small with these options; by default a program for this process's backend.
+    """
+    _check(profile, platform, overrides)
+    family = DEVICES[platform].platform if platform in DEVICES else platform
+    profiled = [entry for entry in _entries(profile, platform, family) if not overrides.keys() & entry.keys()]
+    entries = [*profiled, *({name: value} for name, value in overrides.items() if value is not None)]
+    return _chosen(entries, _refused_names(family, entries, try_compile))
+
+
+def _entries(profile: str | None, platform: str, family: str) -> tuple[Entry, ...]:
+    by_device = PROFILES[profile] if profile is not None else {}
+    if platform == TPU and TPU not in by_device and len(by_device) > 1:
+        warnings.warn(
+            f"The profile {profile!r} has options for {', '.join(name for name in by_device if name != GPU)} and none "
+            'for any TPU; platform="v5p" says which it is.',
+            stacklevel=4,
+        )
+    return by_device.get(platform, by_device.get(family, ()))
+
+
+def _chosen(entries: Sequence[Entry], refused: frozenset[str]) -> Options:
+    """Of each entry the first name that is not refused; where all are, one warning names them."""
+    chosen: Options = {}
+    dropped = []
+    for entry in entries:
+        name = next((name for name in entry if name not in refused), None)
+        if name is None:
+            dropped.append(" or ".join(entry))
+        else:
+            chosen[name] = entry[name]
+    if dropped:
+        warnings.warn(
+            f"This version of the compiler does not know these options, and runs without them: {', '.join(dropped)}.",
+            stacklevel=4,
+        )
+    return chosen
+
+
+def _refused_names(family: str, entries: Sequence[Entry], try_compile: Callable | None) -> frozenset[str]:
+    """Names that the compiler does not know."""
+    asked = tuple((name, value) for entry in entries for name, value in entry.items())
+    if try_compile is not None:
+        return _refused(asked, try_compile)
+    # The options of a TPU are known to its own compiler alone; where that is not running, the table has to do.
+    is_here = family != TPU or jax.default_backend() == "tpu"
+    return _refused_here(asked) if is_here and asked else frozenset()
+
+
+@functools.cache
+def _refused_here(asked: tuple[tuple[str, Value], ...]) -> frozenset[str]:
+    return _refused(asked, compile_nothing())
+
+
+def compile_nothing(sharding: Any = None) -> Callable[[Options], Any]:
+    """A function that compiles a program of one scalar with some options: the cheapest way to have them judged.
+
+    Args:
+        sharding: of that scalar, and so the compiler that is asked; by default that of this process's backend.
+    """
+    lowered = jax.jit(lambda x: x).lower(jax.ShapeDtypeStruct((), "float32", sharding=sharding))
+    return lambda options: lowered.compile(compiler_options=options)
+
+
+def _refused(asked: Sequence[tuple[str, Value]], try_compile: Callable[[Options], Any]) -> frozenset[str]:
+    """Asks with all options, and again without the one that the compiler names as long as it names one."""
+    left, refused = dict(asked), set[str]()
+    while left:
+        try:
+            try_compile(dict(left))
+        except Exception as error:
+            name = _named(str(error), left)
+            if name is None:
+                raise
+            refused.add(name)
+            del left[name]
+        else:
+            break
+    return frozenset(refused)
+
+
+def _named(message: str, names: Mapping[str, Any]) -> str | None:
+    unknown = re.search(r"No such compile option: '(\w+)'", message)
+    # A word that an older version does not have: what it stands for is missing as well.
+    unknown = unknown or re.search(r"While setting option (\w+), .* is not a valid enum value", message)
+    return unknown[1] if unknown and unknown[1] in names else None
+
+
+def _device(platform: str | None) -> str:
+    if platform is not None:
+        return _PLATFORMS.get(platform, platform)
+    if jax.default_backend() != "tpu":
+        return _PLATFORMS.get(jax.default_backend(), "cpu")
+    kind = jax.devices()[0].device_kind  # "TPU v5 lite", "TPU v5p", "TPU v6 lite"
+    known = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
+    return known.get(kind, TPU)
+
+
+def _check(profile: str | None, platform: str, overrides: Mapping[str, Value | None]) -> None:
+    if profile is not None and profile not in PROFILES:
+        raise OptionError(
+            f"There is no profile {profile!r}.",
+            where=f"js.compiler_options({profile!r})",
+            why=f"the profiles are {', '.join(map(repr, PROFILES))}, or None.",
+            do='js.compiler_options("fastest")',
+        )
+    if platform not in (GPU, TPU, "cpu", *DEVICES):
+        raise OptionError(
+            f"There is no platform {platform!r}.",
+            where=f"js.compiler_options(platform={platform!r})",
+            why=f"it is one of gpu, tpu, cpu, or a device: {', '.join(DEVICES)}.",
+            do='js.compiler_options(platform="gpu")',
+        )
+    problems = [(name, value, *wrong) for name, value in overrides.items() if (wrong := _wrong(name, value))]
+    if problems:
+        raise OptionError(
+            f"{len(problems)} options cannot be used." if len(problems) > 1 else "An option cannot be used.",
+            where=[f"js.compiler_options({name}={value!r})" for name, value, _, _ in problems],
+            why="\n".join(why for _, _, why, _ in problems),
+            do="\n".join(do for *_, do in problems),
+        )
+
+
+def _wrong(name: str, value: Any) -> tuple[str, str] | None:
+    """Why an override cannot be used, and what to write; None where it can."""
+    option = OPTIONS.get(name)
+    if option is None:
+        near = nearest(name)
+        add = f"{{**js.compiler_options(), {name!r}: {value!r}}} passes it to XLA unseen."
+        return f"the table has no option {name!r}.", f"{near}={value!r}, or {add}" if near else add
+    if value is None or option.fits(value):
+        return None
+    example = {bool: True, int: 4, str: "..."}[option.kind] if isinstance(option.kind, type) else option.kind[0]
+    return f"{name} takes {option.takes}, not {value!r}.", f"{name}={example!r}"

@@ -1,0 +1,192 @@
+"""What `jshard plan --topology` tells: what was compiled, and apart from it what is estimated."""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+import json
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jshard.cluster.compile import CompiledStep
+from jshard.cluster.estimate import Estimate, EstimateRange
+from jshard.cluster.machine import assumptions_of, binding_link, estimate_on
+from jshard.cluster.timeline import timeline_svg
+from jshard.cluster.topology import Topology
+from jshard.inspect.audit import Audit, audit
+from jshard.inspect.tables import add_row, made_table, printed
+
+_ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
+_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start unless it is told otherwise
+_PAGE = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; }}</style></head>
+<body><h1>{title}</h1>
+<p>{subtitle}</p>
+{picture}
+<pre>{report}</pre>
+</body></html>
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ClusterPlan:
+    """A train step as compiled for a cluster, and what it may take there.
+
+    Attributes:
+        name: of what was compiled.
+        topology: the cluster.
+        step: the compiled step.
+        audit: its collectives and its memory, against the plan.
+        estimates: of its times.
+        notes: what else is to be said.
+    """
+
+    name: str
+    topology: Topology
+    step: CompiledStep
+    audit: Audit
+    estimates: EstimateRange
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, step: CompiledStep, *, topology: Topology, name: str) -> ClusterPlan:
+        """Reads a compiled step, and plays it under the assumptions about the cluster.
+
+        Args:
+            step: what `compile_step` gave.
+            topology: the cluster that it was compiled for.
+            name: of the model and its recipe.
+        """
+        found = audit(step.text, plan=step.plan, memory=step.memory, accumulate=step.accumulate)
+        estimates = estimate_on(found.schedule, topology)
+        return cls(name=name, topology=topology, step=step, audit=found, estimates=estimates, notes=step.notes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the compiled peak is within the memory of a device."""
+        return self.step.memory.peak_bytes <= self.topology.device.hbm_bytes
+
+    @property
+    def verdict(self) -> str:
+        """The peak against the memory of a device, in words."""
+        peak, capacity = self.step.memory.peak_bytes / 2**30, self.topology.device.hbm_bytes / 2**30
+        return f"{'fits' if self.fits else 'does not fit'}: {peak:.1f} GiB of {capacity:.1f}"
+
+    def mfu(self, estimate: Estimate) -> float:
+        """The model's arithmetic as a part of the peak, if a step takes as long as in an estimate."""
+        peak = self.topology.num_devices * self.topology.device.flops_per_s["bf16"]
+        return self.step.flops / estimate.step_s / peak
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [Text(self._headline()), Text(), Text(self._compiled_title(), style="bold")]
+        parts += [self.audit, Text(), Text(self.verdict, style="bold" if self.fits else "bold red")]
+        parts += [*map(Text, self._memory_notes()), Text(), Text(_ESTIMATE, style="bold")]
+        parts += [self._estimate_table(), Text(self._assumed()), *map(Text, self.notes)]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    __repr__ = __str__
+
+    def to_json(self) -> str:
+        """Everything as JSON text, the compiled and the estimated apart."""
+        step, device = self.step, self.topology.device
+        compiled = {
+            "fits": self.fits,
+            "capacity_bytes": device.hbm_bytes,
+            "options": dict(step.options),
+            "versions": dict(step.versions),
+            "seconds": {"trace": step.trace_s, "compile": step.compile_s, "cpu": step.cpu_s},
+            "compiler_rss_bytes": step.rss_bytes,
+            "audit": json.loads(self.audit.to_json()),
+        }
+        whole = {
+            "name": self.name,
+            "topology": self.topology.text,
+            "mesh": dict(step.plan.mesh),
+            "compiled": compiled,
+            "estimate": self._estimates_json(),
+            "sources": dict(device.sources),
+            "notes": list(self.notes),
+        }
+        return json.dumps(whole, indent=1)
+
+    def to_html(self) -> str:
+        """One page that needs nothing else: the report and the timeline of the step."""
+        picture = timeline_svg(self.audit.schedule, self.estimates.stated.assumptions, title=self.name)
+        return _PAGE.format(
+            title=html.escape(f"{self.name} on {self.topology.text}"),
+            subtitle=html.escape("The picture is an estimate under the assumptions in it; nothing was run."),
+            picture=picture,
+            report=html.escape(str(self)),
+        )
+
+    def _estimates_json(self) -> dict[str, Any]:
+        found = self.estimates
+        named = {"low": found.fastest, "stated": found.stated, "high": found.slowest}
+        cases = {name: case.to_dict() | {"mfu": self.mfu(case)} for name, case in named.items()}
+        return cases | {"flops_per_step": self.step.flops, "flops_formula": self.step.flops_formula}
+
+    def _headline(self) -> str:
+        axes = ", ".join(f"{axis}={size}" for axis, size in self.step.plan.mesh)
+        options = ", ".join(f"{name}={value}" for name, value in self.step.options.items()) or "none"
+        lines = f"{self.name} on {self.topology.describe()} ({axes})", f"options of the compiler: {options}"
+        return "\n".join(lines)
+
+    def _compiled_title(self) -> str:
+        step, jax = self.step, self.step.versions.get("jax")
+        return (
+            f"Compiled: facts, nothing was run (jax {jax}; traced in {step.trace_s:.0f} s, "
+            f"compiled in {step.compile_s:.0f} s, {step.rss_bytes / 2**30:.1f} GiB)"
+        )
+
+    def _memory_notes(self) -> list[str]:
+        device, peak = self.topology.device, self.step.memory.peak_bytes
+        if device.platform != "gpu" or not self.fits:
+            return []
+        lines = ["NCCL, CUDA and fragmentation come on top: leave several GiB."]
+        if peak > _PREALLOCATED * device.hbm_bytes:
+            lines.append("JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
+        return lines
+
+    def _estimate_table(self) -> Table:
+        found, n = self.estimates, self.topology.num_devices
+        table = made_table("", "", "from>", "to>", "stated>")
+        rows: tuple[tuple[str, Callable[[Estimate], float], Callable[[float], str]], ...] = (
+            ("step", lambda e: e.step_s, _seconds),
+            ("communication not hidden", lambda e: e.exposed_s, _seconds),
+            ("communication hidden", lambda e: e.hidden, _percent),
+            ("communication in loops hidden", lambda e: e.hidden_in_loops, _percent),
+            ("TFLOP/s by device (the model's)", lambda e: self.step.flops / e.step_s / n / 1e12, "{:.0f}".format),
+            ("MFU, of dense bf16", self.mfu, _percent),
+        )
+        for name, value, written in rows:
+            if "loops" in name and not self.audit.schedule.in_loops:
+                continue
+            values = sorted(value(case) for case in found.cases)
+            add_row(table, name, written(values[0]), written(values[-1]), written(value(found.stated)))
+        return table
+
+    def _assumed(self) -> str:
+        name, (low, high) = binding_link(self.topology)
+        link = "adapters" if name == "slow_bytes_per_s" else "fast links"
+        lines = (
+            f"stated: {assumptions_of(self.topology)}",
+            f"from, to: {link} at {low / 1e9:g} to {high / 1e9:g} GB/s, matrix products at 60 to 75 % of their peak",
+            f"flops of a step: {self.step.flops_formula}",
+        )
+        return "\n".join(lines)
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _percent(value: float) -> str:
+    return f"{value:.1%}"

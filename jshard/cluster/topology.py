@@ -1,0 +1,257 @@
+"""Clusters that are not there: `h100:64x8` as devices that a program can be compiled for."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import importlib.util
+import math
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.experimental import topologies
+
+from jshard import _compat
+from jshard._errors import MissingExtraError, RunError, ShardingError
+from jshard.cluster.devices import DEVICES, DeviceFacts
+from jshard.cluster.gpu_target import accepted_text
+
+_CUDA = ("cuda12", "cuda13")  # CUDA versions for which JAX has a plugin; the first that is installed is used
+
+
+class TopologyError(ShardingError):
+    """A topology that cannot be read, or that cannot be built."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """A cluster of one kind of device.
+
+    Args:
+        text: as it was asked for, e.g. "h100:64x8".
+        device: what it is made of.
+        extents: of GPUs slices, hosts by slice and GPUs by host; of TPUs the extents of the slice.
+    """
+
+    text: str
+    device: DeviceFacts
+    extents: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        """Devices in all."""
+        return math.prod(self.extents)
+
+    @property
+    def fast_group(self) -> int:
+        """Neighbouring devices that the fast links join."""
+        spans = self.device.dims or self.device.hosts_share_links
+        return min(self.num_devices, self.device.fast_group if spans else self.extents[-1])
+
+    def describe(self) -> str:
+        """One line: how many of what, and how they stand."""
+        count = f"{self.num_devices} x {self.device.title}"
+        if self.device.dims:
+            return f"{count}, a slice of {'x'.join(map(str, self.extents))}"
+        slices, hosts, each = self.extents
+        of = f", {slices} slices of {hosts} hosts" if slices > 1 else f", {hosts} host{'s'[: hosts != 1]}"
+        return f"{count}{of} with {each} each"
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads a topology.
+
+    Args:
+        text: `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs;
+            the devices are those of `jshard.cluster.devices.DEVICES`.
+
+    Raises:
+        TopologyError: it is none, its device is not known, or its extents do not fit the device.
+
+    Example:
+        >>> parse_topology("h100:64x8").num_devices
+        512
+    """
+    name, _, shape = text.strip().partition(":")
+    if name not in DEVICES:
+        raise _unknown(text, name, shape)
+    device = DEVICES[name]
+    parts = shape.split("x")
+    wanted = (2, 3) if device.platform == "gpu" else (device.dims,)
+    if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) not in wanted:
+        raise _unreadable(text, device, parts)
+    extents = tuple(map(int, parts))
+    if device.platform == "gpu":
+        extents = (1,) * (3 - len(extents)) + extents
+        if extents[-1] > device.fast_group:
+            raise _crowded(text, device, extents)
+    return Topology(text.strip(), device, extents)
+
+
+def topology_devices(topology: Topology) -> Sequence[Any]:
+    """The devices of a cluster that is not there, for a mesh to compile for.
+
+    Only in a process of its own: JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1 must have been set before jax was
+    imported, or looking for the devices reaches out for real ones.
+
+    Args:
+        topology: the cluster.
+
+    Raises:
+        MissingExtraError: its compiler is not installed.
+        TopologyError: its compiler refuses the shape.
+    """
+    require_compiler(topology.device.platform)
+    build = _gpu_devices if topology.device.platform == "gpu" else _tpu_devices
+    return build(topology)
+
+
+def require_compiler(platform: str) -> None:
+    """Checks that the compiler of a platform is installed, without loading it.
+
+    Args:
+        platform: "gpu" or "tpu".
+
+    Raises:
+        MissingExtraError: it is not, or not in the version of jaxlib.
+    """
+    problem = _gpu_problem() if platform == "gpu" else _tpu_problem()
+    if problem:
+        why, do = problem
+        raise MissingExtraError(
+            f"The {platform.upper()} compiler is not installed.",
+            where="jshard plan --topology",
+            why=why,
+            do=do,
+        )
+
+
+def _gpu_problem() -> tuple[str, str] | None:
+    """Why there is no GPU compiler, and what to install; None where there is one."""
+    for cuda in _CUDA:
+        if importlib.util.find_spec(f"jax_{cuda}_plugin") is None:
+            continue
+        jaxlib, plugin = _compat.plugin_versions(cuda)
+        if plugin != jaxlib:
+            exact = f"jax-{cuda}-plugin=={jaxlib} jax-{cuda}-pjrt=={jaxlib}"
+            return f"jax-{cuda}-plugin is of version {plugin}, jaxlib of {jaxlib}.", f"pip install {exact}"
+        if not _ptxas():
+            return "ptxas is missing: the assembler of CUDA.", "pip install nvidia-cuda-nvcc-cu12"
+        return None
+    return (
+        "needed are jax[cuda12-local] and nvidia-cuda-nvcc-cu12; no GPU, driver or CUDA.",
+        "pip install 'jshard[plan-gpu]'",
+    )
+
+
+def _ptxas() -> bool:
+    """Whether there is an assembler where XLA looks: in the wheel, in the path, in CUDA's usual folder."""
+    wheels = (Path(folder) for folder in sys.path if folder)
+    found = (wheel / "nvidia" / part / "bin" / "ptxas" for wheel in wheels for part in ("cuda_nvcc", "cu13"))
+    return bool(shutil.which("ptxas")) or Path("/usr/local/cuda/bin/ptxas").exists() or any(p.exists() for p in found)
+
+
+def _tpu_problem() -> tuple[str, str] | None:
+    if importlib.util.find_spec("libtpu") is not None:
+        return None
+    return "needed is libtpu; no TPU.", "pip install 'jshard[plan-tpu]'"
+
+
+def _gpu_devices(topology: Topology) -> Sequence[Any]:
+    target = topology.device.target
+    assert target is not None  # a GPU
+    shape = "x".join(map(str, topology.extents))
+    text, dropped = accepted_text(target, parses=functools.partial(_parses, shape=shape))
+    if dropped:
+        warnings.warn(
+            f"The installed jaxlib does not know these fields of a GPU's description, and plans without them: "
+            f"{', '.join(dropped)}.",
+            stacklevel=3,
+        )
+    return _described("cuda", topology, target_config=text, topology=shape)
+
+
+def _parses(text: str, shape: str) -> bool:
+    try:
+        _topology_devices("cuda", target_config=text, topology=shape)
+    except Exception as error:
+        if "parse GpuTargetConfigProto" in str(error):
+            return False
+        raise
+    return True
+
+
+def _tpu_devices(topology: Topology) -> Sequence[Any]:
+    # Another process of ours may hold libtpu's lock; nothing here touches a TPU.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+    return _described("tpu", topology, topology_name=topology.text)
+
+
+def _described(platform: str, asked: Topology, **description: str) -> Sequence[Any]:
+    try:
+        devices = _topology_devices(platform, **description)
+    except Exception as error:
+        raise TopologyError(
+            "The compiler refuses the topology.",
+            where=asked.text,
+            why=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+            do=f"take a shape that is sold, such as {_example(asked.device)}.",
+        ) from error
+    if len(devices) != asked.num_devices:
+        raise RunError(
+            "The compiler sees another number of devices.",
+            where=asked.text,
+            why=f"{asked.num_devices} are asked for, it gives {len(devices)}.",
+            do="report this with your versions of jax and jaxlib.",
+        )
+    return devices
+
+
+def _topology_devices(platform: str, **description: Any) -> Sequence[Any]:
+    return topologies.get_topology_desc(platform=platform, **description).devices
+
+
+def _unknown(text: str, name: str, shape: str) -> TopologyError:
+    near = [known for known in DEVICES if name and (known.startswith(name) or name.startswith(known))]
+    near = near or difflib.get_close_matches(name, DEVICES, n=1)
+    lines = [f"--topology {known}:{shape or '8x8'}" for known in near] or ["--topology h100:64x8"]
+    return TopologyError(
+        f"There is no device {name!r}.",
+        where=f"--topology {text}",
+        why=f"the devices are {', '.join(DEVICES)}.",
+        do=" or ".join(lines),
+    )
+
+
+def _unreadable(text: str, device: DeviceFacts, parts: Sequence[str]) -> TopologyError:
+    form = "HOSTSxGPUS or SLICESxHOSTSxGPUS"
+    if device.dims:
+        form = f"{'XxYxZ'[: 2 * device.dims - 1]}, the extents of a slice"
+    return TopologyError(
+        "The topology cannot be read.",
+        where=f"--topology {text}",
+        why=f"after {device.name}: comes {form}, whole numbers from 1; this is {'x'.join(parts) or 'nothing'!r}.",
+        do=f"--topology {_example(device)}",
+    )
+
+
+def _crowded(text: str, device: DeviceFacts, extents: tuple[int, ...]) -> TopologyError:
+    total = math.prod(extents)
+    hosts = math.ceil(total / device.fast_group)
+    return TopologyError(
+        "There are more GPUs in a host than its links join.",
+        where=f"--topology {text}",
+        why=f"{extents[-1]} GPUs by host; {device.title}: {device.fast_group} in one NVLink domain.",
+        do=f"--topology {device.name}:{hosts}x{device.fast_group}",
+    )
+
+
+def _example(device: DeviceFacts) -> str:
+    known = {0: "64x8", 2: "16x16", 3: "8x8x8"}[device.dims]
+    return f"{device.name}:{known if device.name != 'gb200' else '128x4'}"

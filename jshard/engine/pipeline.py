@@ -1,0 +1,336 @@
+"""The schedule of a scan over equal layers: weights come ahead of their use, gradients go a layer behind.
+
+Forward carries the gathered weights of the next layers, so that layer i+1 is gathered while i computes. Backward does
+the same in the other order, and carries the gradients of one layer: reduced while the layer below computes, their
+reduce-scatter has a whole layer to hide behind. Without that it waits for its own layer's last product.
+
+The first gathers come before the loop and the last layers after it, so that nothing is gathered in vain.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jshard import _compat
+from jshard._mesh import data_axes
+from jshard._placement import Placement
+from jshard.engine.chain import Place
+from jshard.engine.collectives import all_gather, all_reduce, gather_pieces, keep_piece, scatter, scope, vary
+from jshard.engine.reshard import Saving
+
+Arrays = tuple[list, list]
+"""Arrays that have gradients, and those that have none."""
+
+Layer = Callable[[list, Arrays, Arrays, Arrays], tuple[Arrays, Arrays]]
+"""A layer as a function of (full parameters, its own inputs, carry, shared inputs) to (carry, outputs)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a scan over layers is laid out.
+
+    Args:
+        length: number of layers.
+        depth: how many layers ahead weights are gathered.
+        delayed: whether gradients are reduced while the next layer of backward computes.
+    """
+
+    length: int
+    depth: int
+    delayed: bool
+
+
+def pipelined(
+    layer: Layer,
+    placements: list[Placement],
+    mesh: Mesh,
+    *,
+    schedule: Schedule,
+    saving: Saving,
+    place: Place,
+    name: str,
+) -> Callable[..., Any]:
+    """The scan as a function of shards.
+
+    Args:
+        layer: one layer, as a function of arrays.
+        placements: those of its parameters.
+        mesh: the mesh.
+        schedule: the layout.
+        saving: what forward saves for backward, as for one unit.
+        place: its place among the units.
+        name: of the layers; the compiled program tells it of each collective.
+
+    Returns:
+        A function of (tokens, shards, own inputs, carry, shared inputs) that returns (carry, outputs) and the tokens
+        that came out. Shards, own inputs and outputs have a row per layer.
+    """
+    wires = _Wires(placements, mesh, saving.reshard)
+    plain = _Forward(layer, wires, schedule, place, save=False)
+    saved = _Forward(layer, wires, schedule, place, save=True, checkpoint=saving.checkpoint)
+
+    @jax.custom_vjp
+    def run(tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
+        with jax.named_scope(scope(name)):
+            return plain(tokens, shards, own, carry, shared)[0]
+
+    def forward(tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
+        with jax.named_scope(scope(name)):
+            out, rows = saved(tokens, shards, own, carry, shared)
+        return out, (shards, own, shared, rows)
+
+    def backward(residuals: tuple, cotangents: tuple) -> tuple:
+        with jax.named_scope(f"{scope(name)}/backward"):
+            run = _Backward(saved, *residuals)
+            tokens, of_shards, of_own, of_carry, of_shared = run(*cotangents)
+        return tokens, of_shards, (of_own, None), (of_carry, None), (of_shared, None)
+
+    run.defvjp(forward, backward)
+    return run
+
+
+class _Wires:
+    """The collectives of a layer."""
+
+    def __init__(self, placements: list[Placement], mesh: Mesh, reshard: bool | int) -> None:
+        self._placements, self._mesh, self._reshard = placements, mesh, reshard
+        self.axes = data_axes(mesh)
+
+    def gather(self, shards: list) -> list:
+        return [all_gather(x, p, self._mesh) for x, p in zip(shards, self._placements, strict=True)]
+
+    def kept(self, full: list) -> list:
+        """What forward saves of the gathered parameters, besides the shards."""
+        if self._reshard is True:
+            return []
+        if self._reshard is False:
+            return full
+        return [keep_piece(x, p, self._reshard) for x, p in zip(full, self._placements, strict=True)]
+
+    def gather_again(self, kept: list) -> list:
+        if self._reshard is False:
+            return kept
+        if self._reshard is True:
+            return self.gather(kept)
+        return [gather_pieces(x, p, self._reshard) for x, p in zip(kept, self._placements, strict=True)]
+
+    @property
+    def gathers_again(self) -> bool:
+        return self._reshard is not False
+
+    def reduce(self, gradients: list, shards: list) -> list:
+        return self.finish(self.scatter(gradients), shards)
+
+    def scatter(self, gradients: list) -> list:
+        return [scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
+
+    def finish(self, scattered: list, shards: list) -> list:
+        return [all_reduce(g, self._mesh, x) for g, x in zip(scattered, shards, strict=True)]
+
+    def varied(self, shards: list) -> list:
+        return [vary(x, self.axes) for x in shards]
+
+
+class _Forward:
+    """Forward; with `save`, also what backward needs, a row per layer."""
+
+    def __init__(
+        self,
+        layer: Layer,
+        wires: _Wires,
+        schedule: Schedule,
+        place: Place,
+        *,
+        save: bool,
+        checkpoint: Callable = lambda layer: layer,
+    ) -> None:
+        self.wires, self.schedule, self.place, self._save = wires, schedule, place, save
+        self._layer = checkpoint(layer) if save else layer
+        # Traced once for the loop and for the layers after it; `pull` is what the trace leaves behind.
+        self._one = jax.jit(self._compute, inline=True)
+        self.pull: _Pull | None = None
+
+    def __call__(self, tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
+        wires, (length, depth) = self.wires, (self.schedule.length, self.schedule.depth)
+        wait, order = tokens
+        first, wait = self.place.gather_after(wait, wires.varied([x[i] for i in range(depth) for x in shards]))
+        ahead = [wires.gather(first[i * len(shards) : (i + 1) * len(shards)]) for i in range(depth)]
+        rows = self._rows(shards, own, carry, shared)
+
+        def compute(i: Any, carry: Arrays, full: list, rows: list) -> tuple[Arrays, list]:
+            carry, outs, saved = self._one(full, _take(own, i), carry, shared)
+            return carry, _put(rows, i, [outs, saved, wires.kept(full) if self._save else []])
+
+        def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
+            carry, ahead, rows = state
+            later = wires.gather(_take(shards, i + depth))
+            full, *ahead = [*ahead, later]
+            carry, rows = compute(i, carry, full, rows)
+            return (carry, ahead, rows), None
+
+        (carry, ahead, rows), _ = lax.scan(step, (carry, ahead, rows), jnp.arange(length - depth))
+        started = wait
+        for i, full in zip(range(length - depth, length), ahead, strict=True):
+            if i == length - 1:
+                full, floats, started = self.place.start(wait, full, carry[0])
+                carry = floats, carry[1]
+            carry, rows = compute(i, carry, full, rows)
+        floats, done = self.place.finish(started, carry[0])
+        outs, saved, kept = rows
+        return (((floats, carry[1]), outs), (started if depth else done, done, order)), (saved, kept)
+
+    def _compute(self, full: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple[Arrays, Arrays, list]:
+        if not self._save:
+            return *self._layer(full, own, carry, shared), []
+
+        def call(full: list, own_floats: list, floats: list, shared_floats: list) -> tuple:
+            carry_out, outs = self._layer(full, (own_floats, own[1]), (floats, carry[1]), (shared_floats, shared[1]))
+            return (carry_out[0], outs[0]), (carry_out[1], outs[1])
+
+        (floats, out_floats), pull, (rest, out_rest) = jax.vjp(call, full, own[0], carry[0], shared[0], has_aux=True)
+        self.pull, saved = _Pull.apart(pull, (full, own, shared))
+        return (floats, rest), (out_floats, out_rest), saved
+
+    def _rows(self, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> list:
+        """Empty rows for outputs, for what is saved, and for the kept parts of the parameters."""
+
+        def one(shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> list:
+            full = self.wires.gather(shards)
+            _, outs, saved = self._one(full, own, carry, shared)
+            return [outs, saved, self.wires.kept(full) if self._save else []]
+
+        shapes = jax.make_jaxpr(one, return_shape=True)(_take(shards, 0), _take(own, 0), carry, shared)
+        tree = jax.tree.structure(shapes[1])
+        return jax.tree.unflatten(tree, [_empty(a, self.schedule.length) for a in shapes[0].out_avals])
+
+
+class _Backward:
+    """Backward, from the last layer to the first."""
+
+    def __init__(self, forward: _Forward, shards: list, own: Arrays, shared: Arrays, rows: tuple) -> None:
+        self._forward, self._wires, self._place = forward, forward.wires, forward.place
+        self._schedule = forward.schedule
+        self._shards, self._own, self._shared = shards, own, shared
+        self._saved, kept = rows
+        self._kept = kept or shards
+        self._one = jax.jit(self._compute, inline=True)
+
+    def __call__(self, of_out: tuple, of_tokens: tuple) -> tuple:
+        ((floats, _), (of_outs, _)), (started, done, order) = of_out, of_tokens
+        wires, place, length, delayed = self._wires, self._place, self._schedule.length, self._schedule.delayed
+        depth = self._schedule.depth if wires.gathers_again else 0
+        wait = None if started is None else started + done
+        first = wires.varied([x[length - 1 - i] for i in range(depth) for x in self._kept])
+        if wires.gathers_again:
+            first, floats, wait = place.gather_again_after(wait, first, floats)
+        width = len(self._kept)
+        ahead = [wires.gather_again(first[i * width : (i + 1) * width]) for i in range(depth)]
+        sums = [_like(x) for x in self._shared[0]]
+        of_shards, of_own = [_like(x) for x in self._shards], [_like(x) for x in self._own[0]]
+        before = self._zeros(ahead) if delayed else []
+
+        def compute(i: Any, state: tuple, full: list) -> tuple:
+            floats, before, of_shards, of_own, sums = state
+            if delayed:
+                of_shards = _put(of_shards, i + 1, wires.reduce(before, self._shards))
+            saved, outs = _take(self._saved, i), _take(of_outs, i)
+            before, of_mine, floats, more = self._one(full, _take(self._own, i), saved, floats, outs)
+            if not delayed:
+                of_shards = _put(of_shards, i, wires.reduce(before, self._shards))
+            sums = [a + b for a, b in zip(sums, more, strict=True)]
+            return floats, before if delayed else [], of_shards, _put(of_own, i, of_mine), sums
+
+        def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
+            inner, ahead = state
+            later = wires.gather_again(_take(self._kept, i - depth))
+            full, *ahead = [*ahead, later]
+            return (compute(i, inner, full), ahead), None
+
+        state = (floats, before, of_shards, of_own, sums)
+        backwards = jnp.arange(length - 1, depth - 1, -1)
+        (state, ahead), _ = lax.scan(step, (state, ahead), backwards)
+        for i, full in zip(range(depth - 1, -1, -1), ahead, strict=True):
+            if i == 0:
+                full, floats, wait = place.start(wait, full, state[0])
+                state = floats, *state[1:]
+            state = compute(i, state, full)
+        floats, before, of_shards, of_own, sums = state
+        if delayed:
+            before, floats, order = place.reduce_after(wait, order, before, floats)
+            scattered, order = place.reduced(order, wires.scatter(before))
+            of_shards = _put(of_shards, 0, wires.finish(scattered, self._shards))
+        else:
+            floats, order = place.end(wait, order, floats)
+        return (place.released(wait if depth else order, order), order), of_shards, of_own, floats, sums
+
+    def _compute(self, full: list, own: Arrays, saved: list, floats: list, of_outs: list) -> tuple:
+        assert self._forward.pull is not None, "forward was traced"
+        pull = self._forward.pull.together((full, own, self._shared), saved)
+        return pull((floats, of_outs))
+
+    def _zeros(self, ahead: list) -> list:
+        """Gradients of no layer, which the first layer of backward finds waiting."""
+        full = ahead[0] if ahead else None
+        if full is None:
+            make = lambda kept: self._wires.gather_again(kept)
+            avals = jax.make_jaxpr(make)(_take(self._kept, 0)).out_avals
+            return [_empty(a, None) for a in avals]
+        return [_like(x) for x in full]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pull:
+    """A layer's backward function without the arrays that it has in common with the inputs of forward.
+
+    Args:
+        tree: its structure.
+        slots: for each array in it, the position among those inputs; None if it is saved.
+        keys: which of the saved are random keys, by their implementation.
+    """
+
+    tree: Any
+    slots: tuple[int | None, ...]
+    keys: tuple[Any, ...]
+
+    @classmethod
+    def apart(cls, pull: Callable, known: Any) -> "tuple[_Pull, list]":
+        residuals, tree = jax.tree.flatten(pull)
+        inputs = jax.tree.leaves(known)
+        slots = tuple(next((i for i, x in enumerate(inputs) if r is x), None) for r in residuals)
+        saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]
+        keys = tuple(jax.random.key_impl(r) if _is_key(r) else None for r in saved)
+        return cls(tree, slots, keys), [jax.random.key_data(r) if _is_key(r) else r for r in saved]
+
+    def together(self, known: Any, saved: list) -> Callable:
+        found = (jax.random.wrap_key_data(r, impl=k) if k else r for r, k in zip(saved, self.keys, strict=True))
+        inputs = jax.tree.leaves(known)
+        return jax.tree.unflatten(self.tree, [next(found) if s is None else inputs[s] for s in self.slots])
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _take(rows: Any, i: Any) -> Any:
+    """Row i of every array."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), rows)
+
+
+def _put(rows: Any, i: Any, values: Any) -> Any:
+    """The rows with row i written, the last one if i is beyond it."""
+    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), i, 0), rows, values)
+
+
+def _like(x: jax.Array) -> jax.Array:
+    return vary(jnp.zeros(x.shape, x.dtype), tuple(_compat.varying_axes(x)))
+
+
+def _empty(aval: Any, length: int | None) -> jax.Array:
+    """Zeros of a type, or rows of it."""
+    shape = aval.shape if length is None else (length, *aval.shape)
+    return vary(jnp.zeros(shape, aval.dtype), tuple(aval.manual_axis_type.varying))

@@ -1,0 +1,262 @@
+"""`audit`: what a compiled program really sends, holds and overlaps, beside what its plan asks for.
+
+Facts of the compiler. Nothing is run and nothing is estimated.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import AbstractMesh
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jshard._errors import ShardingError
+from jshard._plan import ShardPlan
+from jshard._plan import plan as make_plan
+from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
+from jshard.inspect.differences import Difference, differences
+from jshard.inspect.explain import human_bytes
+from jshard.inspect.hlo import KINDS
+from jshard.inspect.schedule import Schedule, read_schedule
+from jshard.inspect.steps import Window
+from jshard.inspect.tables import add_row, made_table, printed
+
+_SHOWN = 10
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompiledMemory:
+    """Bytes of one device, as the compiler lays them out.
+
+    Args:
+        arguments_bytes: state and batch.
+        results_bytes: results, most of them in the place of an argument.
+        shared_bytes: that part of them.
+        temporaries_bytes: everything between.
+        peak_bytes: the most at one time.
+    """
+
+    arguments_bytes: int
+    results_bytes: int
+    shared_bytes: int
+    temporaries_bytes: int
+    peak_bytes: int
+
+    @classmethod
+    def of(cls, compiled: jax.stages.Compiled) -> "CompiledMemory | None":
+        """What the compiler says of a program; None if it says nothing."""
+        found: Any = compiled.memory_analysis()
+        if found is None:
+            return None
+        standing = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+        told, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
+        # XLA:CPU leaves the temporaries out of its peak.
+        peak = told if told - standing > temporaries / 100 else standing + temporaries
+        return cls(
+            arguments_bytes=found.argument_size_in_bytes,
+            results_bytes=found.output_size_in_bytes,
+            shared_bytes=found.alias_size_in_bytes,
+            temporaries_bytes=temporaries,
+            peak_bytes=peak,
+        )
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Audit:
+    """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs.
+
+    Args:
+        schedule: the collectives and the steps of the program.
+        plan: of the model; None if none was given.
+        memory: bytes of one device; None if only a text was given.
+        differences: between program and plan; empty without a plan.
+    """
+
+    schedule: Schedule
+    plan: ShardPlan | None = None
+    memory: CompiledMemory | None = None
+    differences: tuple[Difference, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether the program communicates as planned."""
+        return not self.differences
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The collectives, alike ones together, the largest first."""
+        return rows_of(self.schedule.windows)
+
+    @property
+    def totals(self) -> tuple[Total, ...]:
+        """By kind."""
+        return tuple(total_of(kind, self.schedule.windows) for kind in KINDS if kind in self._kinds)
+
+    @property
+    def _kinds(self) -> set[str]:
+        return {w.kind for w in self.schedule.windows}
+
+    def amount(self, kind: str) -> float:
+        """Elements sent by collectives of one kind, by the number of parameters: 2.0 is every parameter twice.
+
+        Args:
+            kind: such as `all-gather`.
+        """
+        if self.plan is None:
+            raise ShardingError(
+                "The audit has no plan.",
+                where=f"amount({kind!r})",
+                why="amounts are by the number of parameters, which a program does not tell.",
+                do="js.audit(program, model=model)",
+            )
+        return total_of(kind, self.schedule.windows).elements / self.plan.num_parameters
+
+    def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
+        """The collectives that block, or during which nothing is multiplied.
+
+        Args:
+            in_loops: only those inside loops.
+            at_least_bytes: only those whose whole arrays are as large.
+        """
+        return self.schedule.not_overlapped(in_loops=in_loops, at_least_bytes=at_least_bytes)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [Text(_headline(self)), Text(), _collectives_table(self)]
+        if self.memory is not None:
+            parts += [Text(), _memory_table(self.memory)]
+        return Group(*parts, Text(), *map(Text, _closing_lines(self)))
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        memory = None if self.memory is None else dataclasses.asdict(self.memory)
+        whole = {
+            "num_devices": self.schedule.num_devices,
+            "flops_per_device": self.schedule.flops,
+            "parameter_bytes": None if self.plan is None else self.plan.logical_bytes,
+            "num_parameters": None if self.plan is None else self.plan.num_parameters,
+            "collectives": [row.to_dict() for row in self.rows],
+            "totals": [dataclasses.asdict(total) for total in self.totals],
+            "not_overlapped_in_loops": [w.name for w in self.not_overlapped()],
+            "memory_per_device": memory,
+            "differences": [dataclasses.asdict(d) for d in self.differences],
+            "notes": list(self.schedule.notes),
+            "ok": self.ok,
+        }
+        return json.dumps(whole, indent=1)
+
+
+def audit(
+    program: Any,
+    *,
+    model: nnx.Module | None = None,
+    plan: ShardPlan | None = None,
+    memory: CompiledMemory | None = None,
+    accumulate: int = 1,
+    sync: str = "each",
+) -> Audit:
+    """Reads a compiled train step: its collectives, what overlaps them, its memory, and how it differs from the plan.
+
+    Args:
+        program: what `jax.jit(step).lower(...)` or its `compile()` returned, or the text of a compiled program.
+        model: the annotated model, concrete or abstract, to compare with.
+        plan: likewise its plan.
+        memory: bytes of one device, where only a text is left.
+        accumulate: as in `js.value_and_grad`; what is planned counts that often.
+        sync: likewise.
+
+    Returns:
+        An `Audit`: print it, show it in a notebook, take its JSON, or look at `differences`.
+
+    Raises:
+        ProgramError: the program holds communication that is not understood, or none at all.
+
+    Example:
+        >>> print(js.audit(jax.jit(step).lower(state, batch), model=model))
+    """
+    if isinstance(program, jax.stages.Lowered):
+        program = program.compile()
+    if memory is None and isinstance(program, jax.stages.Compiled):
+        memory = CompiledMemory.of(program)
+    if plan is None and model is not None:
+        plan = make_plan(model)
+    mesh = None if plan is None else AbstractMesh(tuple(n for _, n in plan.mesh), tuple(a for a, _ in plan.mesh))
+    schedule = read_schedule(program, mesh=mesh, expect_collectives=True)
+    found = () if plan is None else differences(schedule.windows, plan, accumulate=accumulate, sync=sync)
+    return Audit(schedule, plan, memory, found)
+
+
+def _headline(found: Audit) -> str:
+    schedule = found.schedule
+    overlapped = sum(w.is_overlapped for w in schedule.windows)
+    text = (
+        f"Compiled for {schedule.num_devices} devices: {len(schedule.windows)} collectives in the text,"
+        f" {sum(w.is_async for w in schedule.windows)} async, {overlapped} with matrix products between start and end"
+    )
+    if schedule.in_loops:
+        blocked = len(found.not_overlapped())
+        text += f"; in loops {len(schedule.in_loops)}, {len(schedule.in_loops) - blocked} with matrix products"
+    return text
+
+
+def _collectives_table(found: Audit) -> Table:
+    plan = found.plan
+    caption = "runs: instructions, and executions with loops counted. arrays: whole ones, in the dtype on the wire."
+    columns = ["collective", "over", "dtype", "unit", "runs>", "arrays>", "async>", "matmuls>"]
+    if plan is not None:
+        caption += " copies: elements by the number of parameters."
+        columns.insert(6, "copies>")
+    table = made_table("Collectives of one device (compiled)", *columns, caption=caption)
+    for row in found.rows:
+        over = f"{', '.join(row.over)} ({row.group_size})" if row.over else f"({row.group_size})"
+        unit = "-" if row.unit is None else f"{row.unit} {row.phase or ''}".rstrip()
+        runs = str(len(row.windows)) if row.executions == len(row.windows) else f"{len(row.windows)}: {row.executions}"
+        cells = [row.kind, over, row.dtype, unit, runs, human_bytes(row.total_bytes)]
+        if plan is not None:
+            cells.append(_copies(total_of(row.kind, row.windows).elements, plan))
+        fewest, most = row.matmuls
+        cells += [f"{row.num_async} of {len(row.windows)}", str(most) if fewest == most else f"{fewest}..{most}"]
+        add_row(table, *cells)
+    for total in found.totals:
+        cells = [f"all {total.kind}", "", "", "", "", human_bytes(total.total_bytes)]
+        cells += [_copies(total.elements, plan)] if plan is not None else []
+        add_row(table, *cells, "", "", style="bold")
+    return table
+
+
+def _copies(elements: float, plan: ShardPlan) -> str:
+    return f"{elements / plan.num_parameters:.2f}"
+
+
+def _memory_table(memory: CompiledMemory) -> Table:
+    table = made_table("Memory of one device (compiled)", "", "bytes>")
+    add_row(table, "arguments: state and batch", human_bytes(memory.arguments_bytes))
+    add_row(table, "results that take no argument's place", human_bytes(memory.results_bytes - memory.shared_bytes))
+    add_row(table, "temporaries", human_bytes(memory.temporaries_bytes))
+    add_row(table, "peak", human_bytes(memory.peak_bytes), style="bold")
+    return table
+
+
+def _closing_lines(found: Audit) -> list[str]:
+    lines = [f"Not counted: {note}" for note in found.schedule.notes]
+    exposed = sorted(found.not_overlapped(), key=lambda w: -w.full_bytes * w.executions)
+    if not any(w.is_async for w in found.schedule.windows):
+        lines.append("Every collective blocks: nothing is computed beside one, as on CPU.")
+    elif exposed:
+        lines.append("In loops, blocking or without a matrix product beside them:")
+        how = {True: "async", False: "blocking"}
+        lines += [f"  {w.kind} {w.name}, {human_bytes(w.full_bytes)}, {how[w.is_async]}" for w in exposed[:_SHOWN]]
+        lines += [f"  ... and {len(exposed) - _SHOWN} more"] if len(exposed) > _SHOWN else []
+    if found.plan is None:
+        return [*lines, "No plan was given to compare with."]
+    if found.ok:
+        return [*lines, "Communicates as planned."]
+    return [*lines, "Differs from the plan:", *(f"  {d}" for d in found.differences)]

@@ -1,0 +1,192 @@
+"""Where a compiled program communicates otherwise than its plan asks: each difference in words."""
+
+import collections
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+from jshard._mesh import FSDP, REPLICA
+from jshard._plan import ShardPlan
+from jshard.inspect.communication import traffic_of
+from jshard.inspect.hlo import KINDS, ring_bytes
+from jshard.inspect.module import item_bytes
+from jshard.inspect.steps import Window
+from jshard.inspect.tables import folded_names
+
+# Of the number of parameters. The second gathers that backward does not need, most biases, and scalars fall below.
+TOLERANCE = 0.02
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Place:
+    """A kind of collective over some axes of the mesh."""
+
+    kind: str
+    axes: tuple[str, ...]
+    group_size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {_axes(self.axes)} ({self.group_size})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """Something compiled otherwise than planned.
+
+    Args:
+        words: what differs, in a sentence.
+        planned: the kind of collective that the plan has and the program lacks; None if it only has more.
+        compiled: the kind that the program has instead, or more of; None if it only has less.
+        axes: the mesh axes.
+        units: of what was compiled, as far as the program says.
+    """
+
+    words: str
+    planned: str | None
+    compiled: str | None
+    axes: tuple[str, ...]
+    units: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.words
+
+
+def differences(
+    windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each"
+) -> tuple[Difference, ...]:
+    """Compares the collectives of a program with those that its plan asks for.
+
+    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over other
+    axes than `fsdp` and `replica` are the model's own, and not compared.
+
+    Args:
+        windows: the collectives, with their axes.
+        plan: of the model.
+        accumulate: as in `js.value_and_grad`.
+        sync: likewise.
+    """
+    ours = [w for w in windows if w.axes and set(w.axes) <= {FSDP, REPLICA} and w.kind in KINDS]
+    compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
+    least = TOLERANCE * plan.num_parameters
+    delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
+    less = {place: -d for place, d in delta.items() if d < -least}
+    more = {place: d for place, d in delta.items() if d > least}
+    kept = [p for p in delta if p in compiled and p in planned and p not in more]
+    found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
+    return (*found, *_dtypes(kept, compiled, planned, ours, least))
+
+
+_Elements = dict[Place, dict[str, float]]  # by place and dtype
+
+
+def _compiled(windows: Iterable[Window]) -> _Elements:
+    sums: _Elements = collections.defaultdict(lambda: collections.defaultdict(float))
+    for w in windows:
+        for dtype, size in w.sizes:
+            sums[_place(w)][dtype] += size / item_bytes(dtype) * w.executions
+    return sums
+
+
+def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
+    sums: _Elements = collections.defaultdict(lambda: collections.defaultdict(float))
+    for t in traffic_of(plan):
+        if sync == "last" and t.purpose == "parameters for backward":
+            continue  # gathered once, for all microbatches
+        dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
+        sums[Place(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
+    return sums
+
+
+def _replaced(
+    less: dict[Place, float], more: dict[Place, float], planned: _Elements, compiled: _Elements, windows: list[Window]
+) -> list[Difference]:
+    """Pairs what is missing with what is there instead, and takes it off both."""
+    found = []
+    for lost in list(less):
+        others = [p for p in more if p.kind != lost.kind and set(lost.axes) <= set(p.axes)]
+        if not others:
+            continue
+        instead = max(others, key=lambda p: ((p.axes, p.group_size) == (lost.axes, lost.group_size), more[p]))
+        amount = min(less[lost], more[instead])
+        sent = ring_bytes(instead.kind, amount * _item(compiled, instead), instead.group_size)
+        asked = ring_bytes(lost.kind, amount * _item(planned, lost), lost.group_size)
+        units = _units(windows, instead)
+        place = _axes(lost.axes) if lost.axes == instead.axes else f"{_axes(lost.axes)} and {_axes(instead.axes)}"
+        words = f"{lost.kind} written, {instead.kind} compiled: {_named(units)}, {place}, {sent / asked:.1f}x the bytes"
+        found.append(Difference(words, lost.kind, instead.kind, instead.axes, units))
+        for rest, place_ in ((less, lost), (more, instead)):
+            rest[place_] -= amount
+            if rest[place_] <= 0:
+                del rest[place_]
+    return found
+
+
+def _amounts(
+    less: dict[Place, float],
+    more: dict[Place, float],
+    planned: _Elements,
+    compiled: _Elements,
+    plan: ShardPlan,
+    windows: list[Window],
+) -> list[Difference]:
+    found = []
+    for place in sorted({*less, *more}):
+        is_less = place in less
+        amounts = [_sum(sums, place) / plan.num_parameters for sums in (planned, compiled)]
+        units = _units(windows, place)
+        word = "less" if is_less else "more"
+        text = f"{amounts[0]:.2f} x the parameters planned, {amounts[1]:.2f} x compiled"
+        words = f"{word} {place.kind} than planned: {_named(units)}, {_axes(place.axes)}, {text}"
+        kinds = (place.kind, None) if is_less else (None, place.kind)
+        found.append(Difference(words, *kinds, place.axes, units))
+    return found
+
+
+def _dtypes(
+    places: list[Place], compiled: _Elements, planned: _Elements, windows: list[Window], least: float
+) -> list[Difference]:
+    found = []
+    for place in places:
+        strange = {d: n for d, n in compiled[place].items() if d not in planned[place] and n > least}
+        for dtype in strange:
+            asked = "+".join(sorted(planned[place]))
+            ratio = item_bytes(dtype) / _item(planned, place)
+            units = _units([w for w in windows if dtype in dict(w.sizes)], place)
+            words = f"{place.kind} of {asked} written, of {dtype} compiled: {_named(units)}, {_axes(place.axes)}"
+            words += f", {ratio:.1f}x the bytes"
+            found.append(Difference(words, place.kind, place.kind, place.axes, units))
+    return found
+
+
+def _place(window: Window) -> Place:
+    return Place(window.kind, window.axes or (), len(window.group))
+
+
+def _sum(elements: Mapping[Place, Mapping[str, float]], place: Place) -> float:
+    return sum(elements.get(place, {}).values())
+
+
+def _item(elements: _Elements, place: Place) -> float:
+    """Bytes of an element, on the average."""
+    found = elements[place]
+    return sum(item_bytes(dtype) * n for dtype, n in found.items()) / sum(found.values())
+
+
+def _units(windows: Iterable[Window], place: Place) -> tuple[str, ...]:
+    names = {unit for w in windows if _place(w) == place for unit in w.units}
+    return tuple(folded_names(sorted(names)))
+
+
+def _named(units: tuple[str, ...]) -> str:
+    """`unit blocks/0..11`, or `units ...` of several."""
+    if not units:
+        return "unit not told"
+    return f"unit{'s'[: len(units) > 1]} {', '.join(units)}"
+
+
+def _axes(axes: tuple[str, ...]) -> str:
+    return f"ax{'es' if len(axes) > 1 else 'is'} {', '.join(axes)}"
+
+
+def hlo_dtype(name: str) -> str:
+    """`bf16` for `bfloat16`, `f8e4m3fn` for `float8_e4m3fn`."""
+    return name.replace("float", "f").replace("int", "s").replace("us", "u").replace("_", "")

@@ -1,0 +1,256 @@
+"""The text of a compiled program as values: computations, and their instructions in the order of the text.
+
+Everything that reads compiled programs reads them through here. In a scheduled module the order of the text is
+the order of execution.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterator
+
+from jshard._errors import ShardingError
+
+_HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
+_ASSIGNED = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")
+_OPCODE = re.compile(r"\s*([\w\-]+)(?=\()")
+_ARRAY = re.compile(r"([a-z]\w*)\[([\d,<=]*)\]")
+_ITEM_BITS = frozenset((1, 2, 4, 8, 16, 32, 64, 128))
+# Passed on as they are: nothing is computed between such an instruction and its first operand.
+_ALIASES = frozenset("bitcast copy copy-start copy-done opt-barrier optimization-barrier async-update".split())
+
+
+class ProgramError(ShardingError):
+    """A compiled program holds something that this reader cannot count."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Instruction:
+    """`%name = shape opcode(operands), attributes`.
+
+    Args:
+        name: without `%`.
+        opcode: such as `all-gather-start` or `fusion`.
+        shape: of the result, as written.
+        inside: what stands between the parentheses: operands, the literal of a constant, a parameter's number.
+        attributes: what follows them.
+        is_root: it is the result of its computation.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    inside: str
+    attributes: str
+    is_root: bool = False
+
+    @property
+    def text(self) -> str:
+        """How it is told in errors."""
+        return f"%{self.name} = {self.opcode}(...)"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """Names of the operands, in order."""
+        if self.opcode in ("constant", "parameter"):
+            return ()
+        if "%" in self.inside:
+            return tuple(re.findall(r"%([\w.\-]+)", self.inside))
+        return tuple(part.split()[-1] for part in self.inside.split(",") if part.split())
+
+    @property
+    def arrays(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        """The arrays of the result: dtype and dims of each."""
+        return arrays(self.shape)
+
+    def attribute(self, key: str) -> str | None:
+        """The value of `key=%name`, without `%`."""
+        found = re.search(rf"[ ,{{]{key}=%?([\w.\-]+)", self.attributes)
+        return found.group(1) if found else None
+
+    @property
+    def op_name(self) -> str:
+        """Where in the traced program it comes from, such as `jit(step)/jshard[blocks/3]/all_gather`."""
+        found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found.group(1) if found else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Computation:
+    """A function of the module: its instructions in order."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @functools.cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        """The instructions by their names."""
+        return {i.name: i for i in self.instructions}
+
+    @functools.cached_property
+    def root(self) -> Instruction | None:
+        """The one that is the result."""
+        return next((i for i in self.instructions if i.is_root), None)
+
+    @functools.cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """The instructions that read an instruction, by its name."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for name in dict.fromkeys(instruction.operands):
+                found.setdefault(name, []).append(instruction)
+        return found
+
+    def operand(self, instruction: Instruction, index: int) -> Instruction | None:
+        """The instruction that computes an operand."""
+        names = instruction.operands
+        return self.by_name.get(names[index]) if index < len(names) else None
+
+    def source(self, instruction: Instruction | None) -> Instruction | None:
+        """Where a value comes from, behind copies, bitcasts and tuples made in this computation."""
+        while instruction is not None:
+            before = self._before(instruction)
+            if before is None:
+                return instruction
+            instruction = before
+        return None
+
+    def _before(self, instruction: Instruction) -> Instruction | None:
+        if instruction.opcode in _ALIASES:
+            return self.operand(instruction, 0)
+        if instruction.opcode == "get-tuple-element":
+            whole = self.source(self.operand(instruction, 0))
+            if whole is not None and whole.opcode == "tuple":
+                return self.operand(whole, tuple_index(instruction))
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    Args:
+        computations: by name.
+        entry: name of the one that runs.
+        num_devices: devices that run it together; 1 if the text does not say.
+        is_scheduled: the order of the instructions is the order in which they run.
+    """
+
+    computations: dict[str, Computation]
+    entry: str
+    num_devices: int
+    is_scheduled: bool
+
+    def called(self, instruction: Instruction) -> tuple[str, ...]:
+        """Names of the computations that an instruction runs."""
+        names = re.findall(r"[{,=]\s*%?([\w.\-]+)", instruction.attributes)
+        return tuple(n for n in dict.fromkeys(names) if n in self.computations)
+
+    def callees(self, instruction: Instruction) -> Iterator[Computation]:
+        """The computations that an instruction runs."""
+        for name in self.called(instruction):
+            yield self.computations[name]
+
+
+def parse_module(text: str) -> Module:
+    """Reads the text of a compiled program.
+
+    Args:
+        text: what `compiled.as_text()` returned.
+
+    Raises:
+        ProgramError: it is not such a text.
+    """
+    computations: dict[str, Computation] = {}
+    current, entry, body = None, "", []
+    for line in text.splitlines():
+        if line.startswith("}"):
+            if current is not None:
+                computations[current] = Computation(current, tuple(body))
+            current = None
+        elif current is not None:
+            instruction = _instruction(line)
+            if instruction is not None:
+                body.append(instruction)
+        elif match := _HEADER.match(line):
+            current, body = match.group(2), []
+            entry = current if match.group(1) else entry
+    if not entry:
+        raise ProgramError(
+            "This is not the text of a compiled program.",
+            where=repr(text[:60]),
+            why="it has no ENTRY computation.",
+            do="js.inspect.collectives(jax.jit(f).lower(...).compile())",
+        )
+    head = text.lstrip().partition("\n")[0]
+    partitions = re.search(r"num_partitions=(\d+)", head)
+    return Module(computations, entry, int(partitions.group(1)) if partitions else 1, "is_scheduled=true" in head)
+
+
+def _instruction(line: str) -> Instruction | None:
+    match = _ASSIGNED.match(line)
+    if not match:
+        return None
+    is_root, name, right = match.groups()
+    end = _closing(right) if right.startswith("(") else right.find(" ")  # a tuple shape has spaces in it
+    opcode = _OPCODE.match(right, max(end, 0))
+    if not opcode:
+        return None
+    start = opcode.end()
+    stop = start + _closing(right[start:])
+    return Instruction(name, opcode.group(1), right[:end], right[start + 1 : stop - 1], right[stop:], bool(is_root))
+
+
+def _closing(text: str) -> int:
+    """Length of the parenthesis that a text opens with."""
+    depth = 0
+    for match in re.finditer(r"[()]", text):
+        depth += 1 if match.group() == "(" else -1
+        if depth == 0:
+            return match.end()
+    return len(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def arrays(shape: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The arrays in a shape, tuples flattened: `(f32[8,4]{1,0}, s32[])` has `("f32", (8, 4))` and `("s32", ())`."""
+    return tuple(
+        (dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d)) for dtype, dims in _ARRAY.findall(shape)
+    )
+
+
+def elements(shape: str) -> tuple[str, ...]:
+    """The parts of a tuple's shape at its top level, or the shape itself."""
+    if not shape.startswith("("):
+        return (shape,)
+    parts, depth, begin = [], 0, 1
+    for position, char in enumerate(shape):
+        depth += (char in "([{") - (char in ")]}")
+        if (char == "," and depth == 1) or depth == 0:
+            parts.append(shape[begin:position].strip())
+            begin = position + 1
+        if depth == 0:
+            break
+    return tuple(parts)
+
+
+def tuple_index(instruction: Instruction) -> int:
+    """Which part of a tuple a `get-tuple-element` takes."""
+    found = re.search(r"index=(\d+)", instruction.attributes)
+    return int(found.group(1)) if found else 0
+
+
+def item_bytes(dtype: str) -> float:
+    """Bytes of an element, by the HLO name of its type; 0 for a token.
+
+    Raises:
+        KeyError: no such type is known.
+    """
+    if dtype in ("token", "opaque"):
+        return 0
+    if dtype == "pred":
+        return 1
+    bits = re.fullmatch(r"(?:bf|f|s|u|c)(\d+)(?:e\d+m\d+\w*)?", dtype)
+    if bits is None or int(bits.group(1)) not in _ITEM_BITS:
+        raise KeyError(dtype)
+    return int(bits.group(1)) / 8

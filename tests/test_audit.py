@@ -1,0 +1,231 @@
+"""The audit says what a compiled program communicates, in units of the parameters, and what differs from its plan."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jshard as js
+from jshard.inspect import ProgramError
+from jshard.inspect.audit import Audit, CompiledMemory, audit
+from jshard.inspect.communication import Traffic, traffic_of
+from jshard.inspect.differences import differences, hlo_dtype
+from jshard.inspect.steps import Window
+from jshard.train import create, load_model_file
+from jshard.train.step import lower_step
+from tests.helpers import Config, abstract, compile_to_read, program
+from tests.micro_gpt import micro
+from tests.scheduled_text import body, dot, gather, gathered, loop, scatter, scattered
+from tests.scheduled_text import program as text_of
+
+DECODER = Config(layers=4, width=128, hidden=512, vocab=64, scanned=True)
+
+
+@pytest.fixture(scope="module")
+def scanned() -> Audit:
+    made = program(DECODER, replica=2)
+    return audit(made.compiled, plan=made.plan)
+
+
+def test_a_program_that_does_as_planned(scanned: Audit):
+    assert scanned.ok
+    assert scanned.amount("all-gather") == pytest.approx(2.00, abs=0.02)
+    assert scanned.amount("reduce-scatter") == pytest.approx(1.00, abs=0.02)
+    compiled = js.inspect.collectives(program(DECODER, replica=2).compiled)
+    for total in scanned.totals:
+        assert total.total_bytes == js.inspect.full_bytes(compiled, total.kind)
+        assert total.elements * 4 == total.total_bytes
+
+
+def test_rows_fold_what_is_alike(scanned: Audit):
+    gathers = [r for r in scanned.rows if r.kind == "all-gather" and r.in_loop]
+    assert [r.over for r in gathers] == [("fsdp",)] * 2
+    assert {r.phase for r in gathers} == {"forward", "backward"}
+    assert all(r.executions == DECODER.layers * len(r.windows) for r in gathers)
+    assert sum(len(r.windows) for r in scanned.rows) == len(scanned.schedule.windows)
+
+
+def test_a_cpu_program_hides_nothing(scanned: Audit):
+    assert scanned.not_overlapped() == scanned.schedule.in_loops
+    assert "Every collective blocks" in str(scanned)
+
+
+def test_memory_is_the_compilers(scanned: Audit):
+    found = program(DECODER, replica=2).compiled.memory_analysis()
+    assert scanned.memory is not None
+    assert scanned.memory.arguments_bytes == found.argument_size_in_bytes
+    assert scanned.memory.peak_bytes >= found.argument_size_in_bytes + found.temp_size_in_bytes
+
+
+def test_a_whole_train_step_of_a_model_file():
+    """The optimizer's part of the step gathers nothing: its amounts are those of the plan of the model."""
+    file = load_model_file(Path(__file__).parent / "micro_gpt.py")
+    mesh = js.mesh()
+    model, optimizer = create(file, micro(), mesh)
+    ids = jax.ShapeDtypeStruct((16, 32), jnp.int32, sharding=NamedSharding(mesh, PartitionSpec("fsdp")))
+    lowered = lower_step(file.loss_fn, model, optimizer, {"inputs": ids, "targets": ids})
+    found = audit(compile_to_read(lowered), model=model)
+    assert found.amount("reduce-scatter") == pytest.approx(1.00, abs=0.03)
+    assert {row.unit for row in found.rows if row.kind == "reduce-scatter"} == {"blocks/0..1", "(root)"}
+    # XLA:CPU merges the second gather of unrolled layers with the first, and the audit sees it.
+    assert [str(d).partition(":")[0] for d in found.differences] == ["less all-gather than planned"]
+
+
+def windows_of(traffic: tuple[Traffic, ...], change: Callable[[Window], Window | None] = lambda w: w) -> list[Window]:
+    """The collectives of a plan as windows of a program that does as planned, but for `change`."""
+    made = [
+        Window(
+            name=f"c{i}",
+            kind=t.kind,
+            sizes=((hlo_dtype(t.dtype), t.full_bytes),),
+            group=tuple(range(t.group_size)),
+            axes=t.axes,
+            units=("blocks/0", "blocks/1"),
+        )
+        for i, t in enumerate(traffic)
+    ]
+    return [w for w in map(change, made) if w is not None]
+
+
+PRECISION = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32")
+
+
+def instead(kind: str, /, **fields: object) -> Callable[[Window], Window]:
+    """Changes the windows of one kind."""
+    return lambda w: dataclasses.replace(w, **fields) if w.kind == kind else w  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("replica", "change", "words"),
+    [
+        (1, lambda w: w, []),
+        (2, lambda w: w, []),
+        (
+            1,
+            instead("reduce-scatter", kind="all-reduce"),
+            ["reduce-scatter written, all-reduce compiled: unit blocks/0..1, axis fsdp, 2.0x the bytes"],
+        ),
+        (
+            1,
+            instead("all-gather", kind="all-reduce"),
+            ["all-gather written, all-reduce compiled: unit blocks/0..1, axis fsdp, 2.0x the bytes"],
+        ),
+        (
+            1,
+            lambda w: None if w.name == "c1" else w,  # one of the two gathers
+            [
+                "less all-gather than planned: unit blocks/0..1, axis fsdp,"
+                " 1.98 x the parameters planned, 1.00 x compiled"
+            ],
+        ),
+        (
+            1,
+            instead("all-gather", executions=2),
+            [
+                "more all-gather than planned: unit blocks/0..1, axis fsdp,"
+                " 1.98 x the parameters planned, 3.96 x compiled"
+            ],
+        ),
+        (
+            1,
+            lambda w: dataclasses.replace(w, sizes=(("f32", 2 * w.full_bytes),)) if w.kind == "all-gather" else w,
+            ["all-gather of bf16 written, of f32 compiled: unit blocks/0..1, axis fsdp, 2.0x the bytes"],
+        ),
+        (
+            2,
+            lambda w: (
+                dataclasses.replace(w, kind="all-reduce", axes=("replica", "fsdp"), group=tuple(range(8)))
+                if w.kind == "reduce-scatter"
+                else None
+                if w.axes == ("replica",)
+                else w
+            ),
+            [
+                "reduce-scatter written, all-reduce compiled:"
+                " unit blocks/0..1, axis fsdp and axes replica, fsdp, 2.3x the bytes",
+                "less all-reduce than planned: unit not told, axis replica,"
+                " 0.25 x the parameters planned, 0.00 x compiled",
+            ],
+        ),
+    ],
+)
+def test_differences_in_words(replica: int, change: Callable, words: list[str]):
+    plan = js.plan(abstract(DECODER, js.mesh(replica=replica), mixed_precision=PRECISION))
+    found = differences(windows_of(traffic_of(plan), change), plan)
+    assert [str(d) for d in found] == words
+
+
+def test_collectives_over_other_axes_are_the_models_own():
+    plan = js.plan(abstract(DECODER, js.mesh()))
+    own = Window("c", "all-reduce", (("f32", plan.logical_bytes),), (0, 1), axes=("tensor",))
+    assert differences([*windows_of(traffic_of(plan)), own], plan) == ()
+
+
+@pytest.mark.parametrize(("sync", "gathers", "scatters"), [("each", 8, 4), ("last", 1, 1)])
+def test_accumulation_is_counted(sync: str, gathers: int, scatters: int):
+    plan = js.plan(abstract(DECODER, js.mesh()))
+    rounds = {"all-gather": gathers / 2, "reduce-scatter": scatters, "all-reduce": 1}
+    made = [
+        dataclasses.replace(w, sizes=tuple((d, round(n * rounds[w.kind])) for d, n in w.sizes))
+        for w in windows_of(traffic_of(plan))
+    ]
+    assert differences(made, plan, accumulate=4, sync=sync) == ()
+    assert differences(made, plan) != ()
+
+
+def async_text(*, exposed: bool) -> str:
+    """A loop that prefetches; its reduce-scatter has a product beside it or not."""
+    order = [scatter("rs", 3, unit="Block"), scattered("part", "rs")]
+    layer = body(
+        "layer",
+        gather("ag", 2, unit="Block"),
+        dot("a"),
+        gathered("full", "ag"),
+        *(order if exposed else [order[0], dot("b"), order[1]]),
+    )
+    head = gather("first", 1, unit="Block"), gathered("now", "first")
+    return text_of(*head, *loop("layer", 12, "%shard"), computations=layer)
+
+
+def test_which_loop_collectives_are_not_overlapped():
+    assert audit(async_text(exposed=False)).not_overlapped() == ()
+    found = audit(async_text(exposed=True))
+    assert [w.name for w in found.not_overlapped()] == ["rs"]
+    assert [w.name for w in found.not_overlapped(in_loops=False)] == ["first", "rs"]
+    assert found.not_overlapped(at_least_bytes=10**9) == ()
+
+
+def test_the_audit_as_text():
+    memory = CompiledMemory(
+        arguments_bytes=2**20, results_bytes=2**20, shared_bytes=2**20, temporaries_bytes=2**21, peak_bytes=3 * 2**20
+    )
+    assert str(audit(async_text(exposed=True), memory=memory)) == (
+        Path(__file__).parent / "golden" / "audit.txt"
+    ).read_text().rstrip("\n")
+
+
+def test_the_audit_as_json(scanned: Audit):
+    found = json.loads(scanned.to_json())
+    assert found["ok"] is True
+    assert found["num_devices"] == 8
+    assert sum(row["total_bytes"] for row in found["collectives"]) == sum(t["total_bytes"] for t in found["totals"])
+    assert len(found["not_overlapped_in_loops"]) == len(scanned.schedule.in_loops)
+    assert found["memory_per_device"]["peak_bytes"] > 0
+
+
+def test_a_lowered_program_is_compiled_and_one_without_communication_refused():
+    lowered = jax.jit(lambda x: x + 1).lower(
+        jax.ShapeDtypeStruct((64,), jnp.float32, sharding=NamedSharding(js.mesh(), PartitionSpec("fsdp")))
+    )
+    with pytest.raises(ProgramError, match="without a single collective"):
+        audit(lowered)
+
+
+def test_amounts_need_a_plan():
+    with pytest.raises(js.ShardingError, match="parameters"):
+        audit(async_text(exposed=False)).amount("all-gather")

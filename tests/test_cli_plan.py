@@ -1,0 +1,287 @@
+"""`jshard plan`: the plan without a cluster, the request for one, its process, and a report that tells what fits."""
+
+import importlib.util
+import json
+import re
+import sys
+
+import pytest
+
+import jshard as js
+from jshard import cli
+from jshard._errors import MissingExtraError, RunError
+from jshard.cluster import compile as module
+from jshard.cluster.child import _told, lowered_step
+from jshard.cluster.compile import (
+    CompileError,
+    CompileRequest,
+    TooLargeError,
+    child_environment,
+    compile_step,
+    unused_flags,
+)
+from jshard.cluster.options import OptionError
+from jshard.cluster.topology import parse_topology
+from jshard.train import TrainStep, create, load_model_file
+from jshard.train.state import batch_like
+from tests.micro_gpt import MODELS, micro
+
+HAS_GPU_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is not None
+needs_gpu_compiler = pytest.mark.skipif(not HAS_GPU_COMPILER, reason="needs the extra plan-gpu")
+without_gpu_compiler = pytest.mark.skipif(HAS_GPU_COMPILER, reason="is about a missing extra plan-gpu")
+
+# As a user's file: the model of tests/micro_gpt.py.
+MODEL = f"""\
+import sys
+sys.path.append({str(MODELS.parent)!r})
+from tests.micro_gpt import RECIPES, annotate, build, loss_fn
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a model file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+    (tmp_path / "my_model.py").write_text(MODEL)
+    return tmp_path
+
+
+def plan(*arguments):
+    return cli.main(["plan", "my_model.py", *arguments])
+
+
+def test_without_a_cluster_it_is_the_plan_of_the_annotation_and_its_memory(folder, capsys):
+    assert plan("--mesh", "replica=2,fsdp=4", "--set", "batch_size=32") == 0
+    said = capsys.readouterr().out
+    assert "8 devices (replica=2, fsdp=4, tensor=1)" in said
+    for title in ("Units: what is gathered together", "Memory of one device", "Communication of one forward"):
+        assert title in said
+    assert list(folder.iterdir()) == [folder / "my_model.py"]
+
+
+def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
+    assert plan("--json") == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["plan"]["mesh"] and found["memory_per_device"]["activations_bytes"] > 0
+    assert said.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (
+            ["--options", "fast"],
+            "ShardingError: There is no profile 'fast'.\n"
+            "  where: --options fast\n"
+            "  why:   the profiles are fastest, memory, and none.\n"
+            "  do:    --options fastest\n",
+        ),
+        (
+            ["--html", "plan.html"],
+            "ShardingError: There is no timeline without a cluster.\n"
+            "  where: --html plan.html\n"
+            "  why:   it shows a compiled step; nothing is compiled without --topology.\n"
+            "  do:    --topology h100:1x8\n",
+        ),
+        (
+            ["--topology", "h10:1x8"],
+            "TopologyError: There is no device 'h10'.\n"
+            "  where: --topology h10:1x8\n"
+            "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
+            "  do:    --topology h100:1x8\n",
+        ),
+        (
+            ["--topology", "h100:1x8", "--mesh", "fsdp=4"],
+            "MeshError: The mesh does not match the devices.\n"
+            "  where: --mesh fsdp=4\n"
+            "  why:   1 x 4 x 1 = 4 is not 8, the number of devices.\n"
+            "  do:    --mesh fsdp=-1 for all devices; the axes are replica, fsdp, tensor, and one may be -1 for the"
+            " rest.\n",
+        ),
+        (
+            ["--topology", "h100:4x8"],
+            "RecipeError: The batch does not split over the data axes of the mesh.\n"
+            "  where: batch_size=16, accumulate=1\n"
+            "         mesh replica=1, fsdp=32\n"
+            "  why:   16 sequences over 32 data shards.\n"
+            "  do:    --set batch_size=32, or a smaller mesh: --mesh fsdp=16\n",
+        ),
+    ],
+    ids=["profile", "html", "device", "mesh", "batch"],
+)
+def test_a_wrong_request_ends_with_2_before_anything_is_compiled(folder, capsys, arguments, text):
+    assert plan(*arguments) == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", text)
+
+
+@without_gpu_compiler
+def test_a_missing_compiler_is_one_line_to_install(folder, capsys):
+    assert plan("--topology", "h100:1x8") == 2
+    assert "do:    pip install 'jshard[plan-gpu]'\n" in capsys.readouterr().err
+
+
+def test_help_and_usage(capsys):
+    assert cli.main(["--help"]) == 0
+    assert "  plan    " in capsys.readouterr().out
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["plan", "--help"])
+    assert not stop.value.code
+    said = capsys.readouterr().out
+    assert "usage: jshard plan" in said and "--topology" in said and "DEVICE:SHAPE" in said
+
+
+# ---- the process that compiles ----------------------------------------------------------------------------------
+
+
+def request(**changes):
+    return CompileRequest(**{"model": "my_model.py", "topology": "h100:1x2", **changes})
+
+
+def interpreter(folder, monkeypatch, script):
+    """Puts a script of the shell in place of the Python that is started."""
+    path = folder / "interpreter"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setattr(module.sys, "executable", str(path))
+
+
+def test_a_crash_is_told_with_the_last_lines(folder, monkeypatch):
+    interpreter(folder, monkeypatch, "seq 1 20; echo 'F0000 check failed' >&2; kill -6 $$")
+    with pytest.raises(CompileError) as error:
+        compile_step(request())
+    assert isinstance(error.value, RunError)
+    assert str(error.value) == (
+        "The process that compiles has failed.\n"
+        "  where: my_model.py for h100:1x2\n"
+        "  why:   signal 6; its last lines:\n"
+        + "".join(f"         {n}\n" for n in range(14, 21))
+        + "         F0000 check failed\n"
+        "  do:    --debug shows all of it; an error in the model file is to be corrected there."
+    )
+
+
+def test_a_killed_process_is_told_as_one_without_memory(folder, monkeypatch):
+    interpreter(folder, monkeypatch, "kill -9 $$")
+    with pytest.raises(CompileError, match="signal 9, and it said nothing") as error:
+        compile_step(request())
+    assert error.value.do.startswith("give it more memory")
+
+
+def test_a_process_that_leaves_nothing_is_a_failure_whatever_its_code(folder, monkeypatch):
+    interpreter(folder, monkeypatch, "exit 0")
+    with pytest.raises(CompileError, match="exit code 0"):
+        compile_step(request())
+
+
+def test_a_compiler_that_takes_too_long_is_stopped(folder, monkeypatch):
+    interpreter(folder, monkeypatch, "exec sleep 600")
+    with pytest.raises(CompileError) as error:
+        compile_step(request(), timeout_s=0.05)
+    assert error.value.what == "Compiling takes too long."
+    assert "stopped after 0.05 s" in error.value.why
+
+
+def test_errors_of_the_child_come_over_as_they_are():
+    told = OptionError("No.", where=["a", "b"], why="1", do="2")
+    again = module._rebuilt(json.loads(json.dumps(module.as_json(told))))
+    assert type(again) is OptionError and str(again) == str(told)
+    unknown = module.as_json(told) | {"kind": "ErrorOfTheModelFile", "is_request": False}
+    assert type(module._rebuilt(unknown)) is RunError
+
+
+@without_gpu_compiler
+def test_the_child_itself_tells_a_missing_compiler(folder):
+    with pytest.raises(MissingExtraError, match="plan-gpu"):
+        compile_step(request())
+
+
+def test_the_child_touches_no_accelerator_and_gets_no_flags():
+    given = {"PATH": "/bin", "XLA_FLAGS": "--xla_gpu_x=1 --xla_cpu_y=2", "JAX_PLATFORMS": "cuda", "HOME": "h"}
+    found = child_environment(given)
+    assert (found["JAX_PLATFORMS"], found["TPU_SKIP_MDS_QUERY"]) == ("cpu", "1")
+    assert "XLA_FLAGS" not in found and found["PATH"] == "/bin"
+    assert unused_flags(given) == (
+        "not used: --xla_gpu_x=1 of the environment; a plan is compiled with --options alone."
+    )
+    assert unused_flags({"XLA_FLAGS": "--xla_cpu_y=2 --xla_force_host_platform_device_count=8"}) is None
+
+
+def test_the_program_is_that_of_a_run(folder):
+    """The child's program, which is made without arrays, is the one that training compiles."""
+    model_file, recipe, mesh = load_model_file(MODELS / "gpt.py"), micro(), js.mesh()
+    data = js.train.load_text([_text(folder)], sequence_length=recipe.sequence_length)
+    run = TrainStep(model_file.loss_fn, *create(model_file, recipe, mesh), batch_like(data, recipe.batch_size, mesh))
+    _, lowered = lowered_step(model_file, recipe, mesh)
+    compiled = lowered.compile()
+    assert len(instructions(compiled)) > 500
+    assert instructions(compiled) == instructions(run.compiled)
+    assert compiled.input_shardings == run.compiled.input_shardings
+
+
+def instructions(compiled):
+    """The instructions of a program, without the lines of Python that they come from."""
+    lines = (line for line in compiled.as_text().splitlines() if " = " in line)
+    return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in lines]
+
+
+def _text(folder):
+    path = folder / "text.txt"
+    path.write_text("abcdefgh" * 2000)
+    return path
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.25G of 15.75G hbm. Exceeded ...",
+        "RESOURCE_EXHAUSTED: Ran out of memory on HBM, the total memory required for HLO temporaries (20.25G) exceeds"
+        " available HBM (15.75G).",
+    ],
+)
+def test_a_tpu_compiler_that_refuses_what_does_not_fit(said):
+    told = _told(RuntimeError(f"{said}\nmore lines"), parse_topology("v5e:2x2"))
+    assert type(told) is TooLargeError and isinstance(told, RunError)
+    assert told.what == "does not fit: 20.2 GiB of 15.8 in each Cloud TPU v5e."
+    assert told.why == f"the compiler's own count: {said}"
+    assert type(_told(RuntimeError("INTERNAL: no"), parse_topology("v5e:2x2"))) is CompileError
+
+
+# ---- compiled for a cluster -------------------------------------------------------------------------------------
+
+
+@needs_gpu_compiler
+def test_a_step_compiled_for_gpus_that_are_not_there(folder):
+    step = compile_step(request(profile="fastest"))
+    assert "all-gather-start" in step.text and "reduce-scatter" in step.text
+    assert step.memory.peak_bytes >= step.memory.arguments_bytes > 0
+    assert dict(step.plan.mesh) == {"replica": 1, "fsdp": 2, "tensor": 1}
+    assert len(step.options) == 2 and step.flops > 0 and step.notes == ()
+
+
+@needs_gpu_compiler
+def test_a_cluster_that_fits_and_one_that_does_not(folder, capsys):
+    assert plan("--topology", "h100:1x2", "--html", "plan.html", "--json") == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["compiled"]["fits"] is True and found["compiled"]["capacity_bytes"] == 84_942_979_072
+    assert found["estimate"]["low"]["step_s"] <= found["estimate"]["high"]["step_s"]
+    page = (folder / "plan.html").read_text()
+    assert "<svg" in page and "http://" not in page.replace("http://www.w3.org", "") and "src=" not in page
+
+    assert plan("--topology", "h100:1x2", "--set", f"batch_size={2**20}") == 1
+    said = capsys.readouterr().out
+    assert "does not fit: " in said and " GiB of 79.1" in said
+    assert said.index("Compiled") < said.index("Estimate")
+
+
+@needs_gpu_compiler
+def test_an_error_of_the_model_is_told_in_four_parts(folder, capsys):
+    assert plan("--topology", "h100:1x2", "--set", "sequence_length=64") == 2
+    said = capsys.readouterr().err
+    assert "ModelFileError: The model refuses the batches of the recipe." in said
+    assert "64 tokens are more than block_size=32" in said
+    assert "Traceback" not in said

@@ -1,0 +1,207 @@
+"""`js.compiler_options`: a table of what was measured, profiles that hold nothing else, a compiler that is asked."""
+
+import os
+import warnings
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jshard.cluster import options as module
+from jshard.cluster.option_table import OPTIONS, nearest
+from jshard.cluster.options import PROFILES, OptionError, compiler_options, options_for
+
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+UNROLLING = "xla_gpu_enable_while_loop_unrolling"
+DOUBLE_BUFFER = "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"
+ON = "COLLECTIVE_PIPELINING_MODE_ON"
+
+
+def compiler(*known, asked=None):
+    """A compiler that knows these options and no others, in the words of XLA."""
+
+    def try_compile(options):
+        if asked is not None:
+            asked.append(dict(options))
+        for name in options:
+            if name not in known:
+                raise RuntimeError(f"INVALID_ARGUMENT: No such compile option: '{name}'")
+
+    return try_compile
+
+
+def entries():
+    return [entry for devices in PROFILES.values() for found in devices.values() for entry in found]
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=lambda option: option.name)
+def test_every_row_of_the_table_is_complete(option):
+    assert option.name.startswith("xla_")
+    assert option.known_to and all(version[0].isdigit() for version in option.known_to)
+    assert option.meaning and option.measured and not option.measured.endswith(".")
+
+
+def test_profiles_hold_only_what_was_measured_with_values_of_the_right_type():
+    assert len(entries()) > 15
+    for entry in entries():
+        for name, value in entry.items():
+            assert OPTIONS[name].measured != "not measured", name
+            assert OPTIONS[name].fits(value), name
+
+
+def test_fastest_on_a_gpu():
+    knows_all = compiler(*OPTIONS)
+    fastest = options_for("fastest", platform="gpu", overrides={}, try_compile=knows_all)
+    assert fastest == {LIMIT: 4, UNROLLING: DOUBLE_BUFFER}
+    assert options_for("fastest", platform="h100", overrides={}, try_compile=knows_all) == fastest
+
+
+def test_the_installed_jaxlib_knows_every_option_of_the_gpu_profiles():
+    # The names are read by jaxlib whatever the backend is; a warning would be an error here.
+    assert compiler_options("fastest", platform="gpu") == {LIMIT: 4, UNROLLING: DOUBLE_BUFFER}
+    least = compiler_options("memory", platform="gpu")
+    assert least.pop(LIMIT) == 4
+    assert len(least) == 2 and set(least.values()) in ({True}, {ON})
+
+
+def test_the_name_that_the_version_knows_is_taken():
+    old, new = "xla_gpu_enable_pipelined_{}", "xla_gpu_pipeline_{}"
+    kinds = ("all_gather", "reduce_scatter")
+    for form, value in ((old, True), (new, ON)):
+        names = [form.format(kind) for kind in kinds]
+        found = options_for("memory", platform="gpu", overrides={}, try_compile=compiler(LIMIT, *names))
+        assert found == {LIMIT: 4, **dict.fromkeys(names, value)}
+
+
+def test_what_is_unknown_is_dropped_with_one_warning():
+    with pytest.warns(UserWarning, match="does not know") as caught:
+        found = options_for("memory", platform="gpu", overrides={}, try_compile=compiler("xla_gpu_pipeline_all_gather"))
+    assert found == {"xla_gpu_pipeline_all_gather": ON}
+    assert [str(one.message) for one in caught] == [
+        "This version of the compiler does not know these options, and runs without them: "
+        f"{LIMIT}, xla_gpu_enable_pipelined_reduce_scatter or xla_gpu_pipeline_reduce_scatter."
+    ]
+
+
+def test_another_error_of_the_compiler_is_not_taken_for_an_unknown_option():
+    def broken(options):
+        raise RuntimeError("INTERNAL: no space left")
+
+    with pytest.raises(RuntimeError, match="no space left"):
+        options_for("fastest", platform="gpu", overrides={}, try_compile=broken)
+
+
+def test_the_compiler_is_asked_once_for_what_it_knows():
+    asked = []
+    options_for("fastest", platform="gpu", overrides={}, try_compile=compiler(*OPTIONS, asked=asked))
+    assert len(asked) == 1
+
+
+def test_the_installed_compiler_is_asked_once_for_a_process(monkeypatch):
+    module._refused_here.cache_clear()
+    asked = []
+    monkeypatch.setattr(module, "compile_nothing", lambda: compiler(*OPTIONS, asked=asked))
+    for _ in range(3):
+        compiler_options("fastest", platform="gpu")
+    module._refused_here.cache_clear()
+    assert len(asked) == 1
+
+
+def test_overrides_come_instead_of_the_profile_and_besides_it():
+    name = "xla_gpu_all_gather_combine_threshold_bytes"
+    assert compiler_options("fastest", platform="gpu", **{LIMIT: 2, name: 0}) == {
+        UNROLLING: DOUBLE_BUFFER,
+        LIMIT: 2,
+        name: 0,
+    }
+    assert compiler_options("fastest", platform="gpu", **{LIMIT: None}) == {UNROLLING: DOUBLE_BUFFER}
+    assert compiler_options(None, platform="gpu", **{name: 1}) == {name: 1}
+
+
+def test_other_platforms():
+    assert compiler_options("fastest", platform="cpu") == {}
+    assert compiler_options("fastest") == {}  # this process's own
+    assert compiler_options("memory", platform="v5p") == {}
+    assert compiler_options("fastest", platform="v5e") == {}
+    v5p, v6e = (compiler_options("fastest", platform=name) for name in ("v5p", "v6e"))
+    assert v5p["xla_enable_async_all_gather"] is True and v5p["xla_tpu_megacore_fusion_allow_ags"] is False
+    assert len(v5p) == 6 and len(v6e) == 10
+    assert v6e["xla_tpu_enable_sparse_core_collective_offload_all_reduce"] is True
+    assert v6e["xla_tpu_enable_async_collective_fusion_fuse_all_gather"] is False
+
+
+def test_a_tpu_of_no_known_kind_is_told():
+    with pytest.warns(UserWarning, match='options for v5p, v6e and none for any TPU; platform="v5p"'):
+        assert compiler_options("fastest", platform="tpu") == {}
+
+
+def test_nothing_goes_through_the_environment():
+    before = dict(os.environ)
+    compiler_options("fastest", platform="gpu")
+    assert dict(os.environ) == before
+
+
+def test_the_options_are_taken_by_jit():
+    options = compiler_options("fastest", platform="gpu")
+    assert jax.jit(lambda x: x + 1, compiler_options=options)(jnp.ones(())) == 2
+
+
+def test_the_warning_points_at_the_callers_line(monkeypatch):
+    module._refused_here.cache_clear()
+    monkeypatch.setattr(module, "compile_nothing", lambda: compiler(LIMIT))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        compiler_options("fastest", platform="gpu")
+    module._refused_here.cache_clear()
+    assert [one.filename for one in caught] == [__file__]
+
+
+def refused(*arguments, **named):
+    with pytest.raises(OptionError) as error:
+        compiler_options(*arguments, **named)
+    return str(error.value)
+
+
+def test_unknown_profile_and_platform():
+    assert refused("fast") == (
+        "There is no profile 'fast'.\n"
+        "  where: js.compiler_options('fast')\n"
+        "  why:   the profiles are 'fastest', 'memory', or None.\n"
+        '  do:    js.compiler_options("fastest")'
+    )
+    assert refused(platform="npu") == (
+        "There is no platform 'npu'.\n"
+        "  where: js.compiler_options(platform='npu')\n"
+        "  why:   it is one of gpu, tpu, cpu, or a device: "
+        "h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
+        '  do:    js.compiler_options(platform="gpu")'
+    )
+
+
+def test_unknown_option_names_the_nearest():
+    assert refused(None, platform="gpu", xla_gpu_enable_pipelind_all_gather=True) == (
+        "An option cannot be used.\n"
+        "  where: js.compiler_options(xla_gpu_enable_pipelind_all_gather=True)\n"
+        "  why:   the table has no option 'xla_gpu_enable_pipelind_all_gather'.\n"
+        "  do:    xla_gpu_enable_pipelined_all_gather=True, or "
+        "{**js.compiler_options(), 'xla_gpu_enable_pipelind_all_gather': True} passes it to XLA unseen."
+    )
+    assert nearest("memory_limit_slop_facto") == "xla_gpu_memory_limit_slop_factor"
+    assert nearest("enable_async_all_gathers") == "xla_enable_async_all_gather"
+    assert nearest("qqqq") is None
+
+
+def test_all_wrong_values_in_one_error():
+    said = refused(
+        platform="gpu",
+        **{LIMIT: True, UNROLLING: "DOUBLE", "xla_gpu_enable_triton_gemm": 1, "xla_gpu_memory_limit_slop_factor": "9"},
+    )
+    assert said.startswith("4 options cannot be used.\n")
+    for line in (
+        f"{LIMIT} takes a whole number, not True.",
+        "xla_gpu_enable_triton_gemm takes True or False, not 1.",
+        "xla_gpu_memory_limit_slop_factor takes a whole number, not '9'.",
+        f"'{DOUBLE_BUFFER}' or 'WHILE_LOOP_UNROLLING_FULL_UNROLL'",
+    ):
+        assert line in said
+    assert f"do:    {LIMIT}=4\n" in said

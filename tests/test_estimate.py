@@ -1,0 +1,242 @@
+"""The replay of a schedule takes the time that can be worked out by hand, and hides what the order allows to hide."""
+
+import dataclasses
+import xml.etree.ElementTree as ET
+from typing import Any
+
+import pytest
+
+import jshard as js
+from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.estimate import Estimate, estimate, estimate_range
+from jshard.cluster.timeline import timeline_svg
+from jshard.inspect.schedule import read_schedule
+from tests.scheduled_text import body, dot, gather, gathered, half_dot, loop, program, scatter, scattered
+
+# A matrix product of the texts takes 1 ms, a collective of theirs 1 ms within a host; memory traffic nothing.
+MS = 1e-3
+MACHINE = Assumptions(
+    name="round numbers",
+    flops_per_s=1e12,
+    memory_bytes_per_s=1e30,
+    fast_bytes_per_s=7e9,
+    fast_group=8,
+    slow_bytes_per_s=7e8,
+    latency_s=0.0,
+    matmul_efficiency=1.0,
+    memory_efficiency=1.0,
+)
+
+
+def ms(found: Estimate) -> tuple[float, float, float, float]:
+    """Step, compute, communication and exposed time in milliseconds."""
+    times = found.step_s, found.compute_s, found.communication_s, found.exposed_s
+    return tuple(round(t / MS, 6) for t in times)  # type: ignore[return-value]
+
+
+def run(*lines: str, computations: str = "", **changes: float) -> Estimate:
+    machine = dataclasses.replace(MACHINE, **changes)
+    return estimate(read_schedule(program(*lines, computations=computations)), machine)
+
+
+def test_what_is_computed_beside_hides_a_collective():
+    assert ms(run(gather("ag", 1), dot("a"), dot("b"), gathered("full", "ag"))) == (2, 2, 1, 0)
+    assert ms(run(gather("ag", 1), gathered("full", "ag"), dot("a"), dot("b"))) == (3, 2, 1, 1)
+    assert ms(run(gather("ag", 1), half_dot("a"), gathered("full", "ag"))) == (1, 0.5, 1, 0.5)
+
+
+def test_a_collective_that_blocks_is_exposed():
+    start = gather("ag", 1) + ', backend_config={"is_sync":true}'
+    assert ms(run(start, dot("a"), gathered("full", "ag"))) == (2, 1, 1, 1)
+
+
+def test_collectives_share_the_links():
+    """Two of 1 ms beside 1.5 ms of computation: the second waits for the first."""
+    found = run(
+        gather("x", 1),
+        gather("y", 2),
+        dot("a"),
+        half_dot("b"),
+        gathered("full_x", "x"),
+        gathered("full_y", "y"),
+    )
+    assert ms(found) == (2, 1.5, 2, 0.5)
+    assert [round(c.exposed_s / MS, 6) for c in found.collectives] == [0, 0.5]
+
+
+def test_a_collective_begins_when_what_it_sends_has_been_computed():
+    """Reduce-scatter of a gradient: the product before its start does not hide it, the one after does."""
+    assert ms(run(dot("gradient_of"), scatter("rs", 1), half_dot("b"), scattered("part", "rs"))) == (2, 1.5, 1, 0.5)
+
+
+def test_prefetch_in_a_loop_hides_all_but_the_first_gather():
+    layer = body("layer", gather("ag", 2), dot("a"), gathered("full", "ag"))
+    found = run(gather("first", 1), gathered("now", "first"), *loop("layer", 12, "%shard"), computations=layer)
+    assert ms(found) == (13, 12, 13, 1)
+    assert found.hidden == pytest.approx(12 / 13)
+    assert found.hidden_in_loops == pytest.approx(1)
+
+
+SLOW: dict[str, Any] = {"fast_bytes_per_s": 3.5e9}  # a collective takes 2 ms
+
+
+def test_a_delayed_reduce_scatter_hides_more_though_both_have_products_between():
+    """Not delayed, it waits for its own layer: a product stands between start and end, and most stays exposed."""
+    own = body("layer", dot("a"), dot("b"), scatter("rs", 1), dot("c"), scattered("part", "rs"))
+    delayed = body("layer", scatter("rs", 1), dot("a"), dot("b"), dot("c"), scattered("part", "rs"))
+    schedules = [
+        read_schedule(program(*loop("layer", 12, "%shard"), computations=computation)) for computation in (own, delayed)
+    ]
+    assert [schedule.not_overlapped() for schedule in schedules] == [(), ()]
+    found = [estimate(schedule, dataclasses.replace(MACHINE, **SLOW)) for schedule in schedules]
+    assert ms(found[0]) == (12 * 4, 36, 24, 12)
+    assert ms(found[1]) == (12 * 3, 36, 24, 0)
+
+
+CARRIED = "s32[], f32[250000]{0}, (f32[250000]{0}, f32[2000000]{0})"
+
+
+def test_a_gather_that_is_under_way_from_one_round_to_the_next():
+    """Of 1.5 ms beside 1 ms: 0.5 ms is exposed in each of the ten rounds, all of the first and the rest of the last."""
+    layer = body(
+        "layer",
+        "%arriving = (f32[250000]{0}, f32[2000000]{0}) get-tuple-element(%state), index=2",
+        gathered("full", "arriving"),
+        gather("ag", 2),
+        dot("a"),
+        state=CARRIED,
+        results="%next, %shard, %ag",
+    )
+    found = run(
+        gather("first", 1),
+        *loop("layer", 10, "%shard", "%first", state=CARRIED),
+        "%last = (f32[250000]{0}, f32[2000000]{0}) get-tuple-element(%layer_loop), index=2",
+        gathered("final", "last"),
+        computations=layer,
+        fast_bytes_per_s=7e9 / 1.5,
+    )
+    assert ms(found) == (16.5, 10, 16.5, 1.5 + 9 * 0.5 + 0.5)
+
+
+def test_the_first_rounds_of_a_loop_may_be_slower():
+    """The links are busy for 1 ms with what began before the loop: the first round waits for it, the others do not."""
+    layer = body("layer", gather("ag", 2), dot("a"), gathered("full", "ag"))
+    found = run(
+        gather("before", 1),
+        *loop("layer", 100, "%shard"),
+        gathered("late", "before"),
+        computations=layer,
+    )
+    assert ms(found) == (101, 100, 101, 1)
+
+
+def test_a_loop_that_only_computes_hides_what_is_around_it():
+    layer = body("layer", dot("a"))
+    found = run(gather("ag", 1), *loop("layer", 100, "%shard"), gathered("full", "ag"), computations=layer)
+    assert ms(found) == (100, 100, 1, 0)
+
+
+NIC: dict[str, Any] = {"fast_group": 4}  # two hosts of four
+
+
+def test_between_hosts_the_slower_links_count():
+    """Eight devices on two hosts: each of the four links of a host carries a quarter, at a tenth of the rate."""
+    assert ms(run(gather("ag", 1), gathered("full", "ag"), **NIC)) == (2.5, 0, 2.5, 2.5)
+    fast = run(gather("ag", 1), gathered("full", "ag"), **NIC, slow_bytes_per_s=7e9)
+    assert ms(fast) == (1, 0, 1, 1)
+
+
+def test_groups_across_hosts_use_one_link_of_each():
+    """Pairs, one device on each host: half of the array goes through one link; as many neighbours stay inside."""
+    far, near = (
+        ms(run(gather("ag", 1, groups=groups), gathered("full", "ag"), **NIC))
+        for groups in ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", "replica_groups={{0,1},{2,3},{4,5},{6,7}}")
+    )
+    assert far[0] == pytest.approx(8e6 / 2 / 7e8 / MS, abs=1e-5)
+    assert near[0] == pytest.approx(8e6 / 2 / 7e9 / MS, abs=1e-5)
+
+
+def test_latency_efficiency_and_memory_traffic_count():
+    assert ms(run(gather("ag", 1), gathered("full", "ag"), latency_s=0.25 * MS))[0] == 1.25
+    assert ms(run(dot("a"), gather("ag", 1), gathered("f", "ag"), matmul_efficiency=0.5))[1] == 2
+    megabytes = (1000 * 1000 + 2 * 1000 * 500) * 2 / 1e6
+    found = run(dot("a"), gather("ag", 1), gathered("f", "ag"), memory_bytes_per_s=1e9, memory_efficiency=0.5)
+    assert ms(found)[1] == pytest.approx(2 * megabytes)
+
+
+def test_wider_numbers_take_longer_unless_their_peak_is_given():
+    wide = dot("a").replace("bf16", "f32").replace("%left, %right", "%wide, %wider")
+    inputs = "%wide = f32[1000,1000]{1,0} constant({...})", "%wider = f32[1000,500]{1,0} constant({...})"
+    lines = (*inputs, wide, gather("ag", 1), gathered("f", "ag"))
+    assert ms(run(*lines))[1] == 2
+    schedule = read_schedule(program(*lines))
+    assert ms(estimate(schedule, dataclasses.replace(MACHINE, flops_per_s_of=(("f32", 1e11),))))[1] == 10
+
+
+def test_ranges_hold_the_stated_case_and_the_corners():
+    layer = body("layer", gather("ag", 2), dot("a"), gathered("full", "ag"))
+    schedule = read_schedule(program(*loop("layer", 12, "%shard"), computations=layer))
+    machine = dataclasses.replace(MACHINE, fast_group=4, slow_bytes_per_s=1.75e9)  # a collective takes 1 ms
+    ranges = {"slow_bytes_per_s": (7e8, 7e9), "matmul_efficiency": (0.5, 1.0)}
+    found = estimate_range(schedule, machine, ranges=ranges)
+    assert len(found.cases) == 5
+    assert ms(found.stated) == (12, 12, 12, 0)
+    assert [round(t / MS, 6) for t in found.step_s] == [12, 30]
+    assert [round(t / MS, 6) for t in found.exposed_s] == [0, 18]
+    assert found.hidden == (pytest.approx(0.4), 1)
+    assert found.fastest.assumptions.matmul_efficiency == 1.0
+    assert found.to_dict()["stated"]["assumptions"]["name"] == "round numbers"
+    by_default = {
+        (c.assumptions.slow_bytes_per_s, c.assumptions.matmul_efficiency)
+        for c in estimate_range(schedule, machine).cases
+    }
+    assert by_default == {(1.75e9, 1.0), (15e9, 0.6), (15e9, 0.75), (50e9, 0.6), (50e9, 0.75)}
+
+
+def test_assumptions_that_make_no_sense_are_refused():
+    schedule = read_schedule(program(gather("ag", 1), gathered("full", "ag")))
+    with pytest.raises(js.ShardingError) as raised:
+        estimate(schedule, dataclasses.replace(MACHINE, matmul_efficiency=60, slow_bytes_per_s=0))
+    assert str(raised.value) == (
+        "An estimate cannot be made from these assumptions.\n"
+        "  where: slow_bytes_per_s = 0\n"
+        "         matmul_efficiency = 60\n"
+        "  why:   rates and sizes are positive, efficiencies between 0 and 1.\n"
+        "  do:    dataclasses.replace(assumptions, matmul_efficiency=0.6)"
+    )
+
+
+def picture(text: str) -> list[ET.Element]:
+    return list(ET.fromstring(text).iter("{http://www.w3.org/2000/svg}rect"))
+
+
+def test_the_picture_shows_a_loop_once_and_marks_what_is_exposed():
+    layer = body("layer", dot("a"), scatter("rs", 1, unit="blocks & more"), half_dot_in_body(), scattered("part", "rs"))
+    schedule = read_schedule(
+        program(gather("ag", 2), gathered("f", "ag"), *loop("layer", 12, "%shard"), dot("z"), computations=layer)
+    )
+    text = timeline_svg(schedule, MACHINE, title="micro <gpt>")
+    bars = [r for r in picture(text) if len(r)]  # those with a tip
+    tips = [r[0].text or "" for r in bars]
+    assert sum(tip.startswith("reduce-scatter") for tip in tips) == 1
+    assert sum(tip.startswith("waits for ") for tip in tips) == 2
+    assert "x 12" in text
+    assert "micro &lt;gpt&gt;" in text
+    assert "blocks &amp; more" in text
+    lengths = {
+        (r[0].text or "").split(" ")[0]: float(r.get("width", 0)) for r in bars if "waits" not in (r[0].text or "")
+    }
+    assert lengths["a:"] == pytest.approx(2 * lengths["b:"], rel=0.01)
+    assert str(MACHINE) in text
+    for external in ("http:", "https:", "href", "url("):
+        assert external not in text.replace("http://www.w3.org/2000/svg", "")
+
+
+def half_dot_in_body() -> str:
+    return "%half = bf16[500,1000]{1,0} constant({...})\n  " + half_dot("b")
+
+
+def test_a_picture_of_thousands_of_operations_stays_small():
+    lines = [dot(f"d{i}") for i in range(5000)]
+    schedule = read_schedule(program(gather("ag", 1), *lines, gathered("full", "ag")))
+    assert len(picture(timeline_svg(schedule, MACHINE))) < 3000

@@ -1,0 +1,297 @@
+"""`js.scan_layers` is the loop over layers, in every schedule: the same gradients, the communication that was asked for."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.inspect import collectives, full_bytes
+from tests.helpers import Block, Config, Decoder, compile_to_read, loss_fn, token_batch
+from tests.parity import GRADIENT_TOLERANCE, flat, worst
+
+DEEP = Config(layers=12)
+BATCH = token_batch(DEEP, batch=16, length=8)
+
+
+class Scanning(Decoder):
+    """The decoder, with `scan_layers` in the place of its loop."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = js.scan_layers(self.blocks, self.embed(ids), **OPTIONS)
+        return self.embed.attend(self.norm(x))
+
+
+OPTIONS: dict[str, Any] = {}
+
+
+@pytest.fixture
+def options():
+    """Sets what `Scanning` passes to `scan_layers`."""
+    OPTIONS.clear()
+    yield OPTIONS
+    OPTIONS.clear()
+
+
+def build(config: Config = DEEP) -> Scanning:
+    return Scanning(config, nnx.Rngs(0))
+
+
+def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
+    if model.config.scanned:
+        js.fully_shard(model.blocks, mesh=mesh, stacked=1, **settings)
+    else:
+        js.fully_shard(model, units=Block, mesh=mesh, **settings)
+        return
+    js.fully_shard(model, mesh=mesh)
+
+
+@functools.cache
+def wanted(scanned: bool) -> dict[str, np.ndarray]:
+    """Gradients of the plain loop on one device."""
+    model = Decoder(dataclasses.replace(DEEP, scanned=scanned), nnx.Rngs(0))
+    return flat(nnx.jit(nnx.grad(loss_fn))(model, *BATCH))
+
+
+def gradients(model: nnx.Module) -> dict[str, np.ndarray]:
+    return flat(nnx.jit(nnx.grad(loss_fn))(model, *BATCH))
+
+
+def assert_equal(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert found.keys() == expected.keys()
+    apart = {k: worst(found[k], expected[k]) for k in expected}
+    assert max(apart.values()) <= GRADIENT_TOLERANCE, max(apart.items(), key=lambda item: item[1])
+
+
+LIST, STACKED = False, True
+
+
+@pytest.mark.parametrize(
+    ("scanned", "scan", "settings", "axes"),
+    [
+        (LIST, {}, {}, {}),
+        (LIST, {"prefetch": 0}, {"remat": "full"}, {}),
+        (LIST, {"prefetch": 0, "delay_reduce": True}, {}, {"replica": 2}),
+        (LIST, {"prefetch": 1, "delay_reduce": False}, {"reshard_after_forward": 2}, {}),
+        (LIST, {"prefetch": 40}, {}, {}),
+        (LIST, {"prefetch": "600KiB"}, {"remat": "full"}, {}),
+        (LIST, {"prefetch": 2, "delay_reduce": False}, {"remat": "dots"}, {"replica": 2}),
+        (LIST, {"prefetch": 2}, {"reshard_after_forward": False}, {}),
+        (LIST, {}, {"prefetch": None}, {}),
+        (STACKED, {}, {"remat": "full"}, {"replica": 2}),
+        (STACKED, {"prefetch": 2}, {"reshard_after_forward": 2}, {}),
+        (STACKED, {"prefetch": 0}, {"reshard_after_forward": False, "remat": "full"}, {}),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_the_loop_on_one_device(options, scanned, scan, settings, axes):
+    options.update(scan)
+    mesh = js.mesh(**({"fsdp": -1} | axes))
+    config = dataclasses.replace(DEEP, scanned=scanned)
+    model = js.shard_init(lambda: build(config), lambda m: annotate(m, mesh, **settings))
+    assert_equal(gradients(model), wanted(scanned))
+
+
+def test_a_tensor_axis_of_the_models_own(options):
+    mesh = js.mesh(fsdp=4, tensor=2)
+
+    def parallel() -> Scanning:
+        model = build()
+        for block in model.blocks:
+            block.up.kernel.set_metadata(out_sharding=(None, "tensor"))
+            block.up.bias.set_metadata(out_sharding=("tensor",))
+            block.down.kernel.set_metadata(out_sharding=("tensor", None))
+        return model
+
+    model = js.shard_init(parallel, lambda m: annotate(m, mesh, remat="full"))
+    assert_equal(gradients(model), wanted(False))
+
+
+def test_plain_and_in_global_view_it_is_the_loop(options):
+    assert_equal(gradients(build()), wanted(False))
+    model = js.shard_init(build, lambda m: annotate(m, js.mesh(fsdp=-1)))
+    with js.global_view():
+        assert_equal(gradients(model), wanted(False))
+    stacked = dataclasses.replace(DEEP, scanned=True)
+    assert_equal(gradients(build(stacked)), wanted(True))
+
+
+def test_microbatches_with_one_reduction(options):
+    model = js.shard_init(build, lambda m: annotate(m, js.mesh(fsdp=4, devices=jax.devices()[:4])))
+    grad = js.value_and_grad(loss_fn, accumulate=4, sync="last")
+    _, grads = nnx.jit(lambda model, *batch: grad(model, *batch))(model, *BATCH)
+    assert_equal(flat(grads), wanted(False))
+
+
+@functools.cache
+def compiled(layers: int, **settings: Any) -> tuple[js.ShardPlan, Any, Any]:
+    """Loss and gradients to be read: the root is next to nothing beside a layer."""
+    config = Config(layers=layers, width=256, hidden=1024, heads=4, vocab=64)
+    mesh = js.mesh(fsdp=-1)
+    model = js.abstract_init(lambda: build(config), lambda m: annotate(m, mesh, **settings))
+    batch = token_batch(config, 8, 8)
+    lowered = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch)).lower(model, *batch).lowered
+    return js.plan(model), lowered, compile_to_read(lowered)
+
+
+@pytest.mark.parametrize(
+    ("prefetch", "delayed", "settings", "gathers", "reduces"),
+    [
+        (0, False, {}, 2.0, 1.0),
+        (1, True, {}, 2.0, 1.0 + 1 / 12),  # the first layer of backward finds nothing to reduce, and reduces zeros
+        (2, False, {}, 2.0, 1.0),
+        (2, True, {"reshard_after_forward": False}, 1.0, 1.0 + 1 / 12),
+    ],
+)
+def test_nothing_is_gathered_in_vain(options, prefetch, delayed, settings, gathers, reduces):
+    options.update(prefetch=prefetch, delay_reduce=delayed)
+    plan, _, program = compiled.__wrapped__(12, remat="full", **settings)
+    found = collectives(program)
+    assert full_bytes(found, "all-gather", over=1) / plan.logical_bytes == pytest.approx(gathers, abs=0.01)
+    assert full_bytes(found, "reduce-scatter", over=1) / plan.logical_bytes == pytest.approx(reduces, abs=0.01)
+    assert full_bytes(found, "all-reduce", over=1) / plan.logical_bytes < 0.01
+
+
+def test_the_program_does_not_grow_with_depth(options):
+    products = [compiled.__wrapped__(layers, remat="full")[1].as_text().count("stablehlo.dot") for layers in (4, 12)]
+    assert products[0] == products[1]
+
+
+@pytest.mark.parametrize("remat", ["full", "none"])
+def test_prefetch_adds_so_many_units(options, remat):
+    temporary = []
+    for prefetch in (0, 1, 2):
+        options.update(prefetch=prefetch, delay_reduce=False)
+        plan, _, program = compiled.__wrapped__(8, remat=remat)
+        temporary.append(program.memory_analysis().temp_size_in_bytes)
+    unit = sum(leaf.placement.gathered_bytes for leaf in plan.unit_leaves("blocks/0"))
+    assert temporary[1] - temporary[0] == pytest.approx(unit, rel=0.05)
+    assert temporary[2] - temporary[0] == pytest.approx(2 * unit, rel=0.05)
+
+
+class Noisy(nnx.Module):
+    """A layer with all that is hard: dropout, statistics, an argument and an output of its own, an auxiliary loss."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.inner = nnx.Linear(32, 64, rngs=rngs)
+        self.outer = nnx.Linear(64, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, rngs=rngs)
+        self.dropout = nnx.Dropout(0.3, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, carry: dict, cache: jax.Array, mask: jax.Array, *, scale: float = 1.0) -> tuple[dict, Any]:
+        self.calls[...] += 1
+        x = carry["x"]
+        h = self.dropout(jax.nn.gelu(self.inner(self.norm(x) * mask)))
+        y = x + scale * self.outer(h) + cache
+        return {"x": y, "depth": carry["depth"] + 1}, {"aux": (h**2).mean(-1), "cache": y}
+
+
+class NoisyStack(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, loop: bool):
+        self.layers = nnx.List([Noisy(rngs) for _ in range(4)])
+        self.loop = loop
+
+    def __call__(self, x: jax.Array, caches: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        carry = {"x": x, "depth": jnp.zeros((), jnp.int32)}
+        caches = jnp.moveaxis(caches, 1, 0)
+        if self.loop:
+            found = []
+            for i, layer in enumerate(self.layers):
+                carry, out = layer(carry, caches[i], mask, scale=0.5)
+                found.append(out)
+            outs = jax.tree.map(lambda *rows: jnp.stack(rows), *found)
+        else:
+            carry, outs = js.scan_layers(self.layers, carry, mask, xs=caches, collect=True, scale=0.5)
+        return carry["x"], outs["aux"].sum(0), jnp.moveaxis(outs["cache"], 0, 1)
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_dropout_statistics_caches_and_auxiliary_losses(remat):
+    mesh = js.mesh(replica=2, fsdp=4)
+    rng = np.random.default_rng(0)
+    batch = [rng.normal(size=s).astype(np.float32) for s in ((16, 32), (16, 4, 32))] + [np.ones(32, np.float32)]
+
+    def loss(model, x, caches, mask):
+        y, aux, new = model(x, caches, mask)
+        return (y**2).mean() + aux.mean() + (new * caches).mean()
+
+    found = []
+    for loop in (True, False):
+
+        def annotate(model):
+            js.fully_shard(model, units=Noisy, mesh=mesh, remat=remat, min_size=256)
+
+        model = js.shard_init(lambda loop=loop: NoisyStack(nnx.Rngs(0), loop), annotate)
+        grad = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))
+        grads = [flat(grad(model, *batch)) for _ in range(2)]
+        found.append((grads, flat(nnx.state(model, nnx.Not(nnx.Param)))))
+    (loop_grads, loop_state), (scan_grads, scan_state) = found
+    for a, b in zip(scan_grads, loop_grads, strict=True):
+        assert_equal(a, b)
+    assert any(worst(loop_grads[0][k], loop_grads[1][k]) > 0.01 for k in loop_grads[0])  # the masks are fresh ones
+    for key in loop_state:
+        np.testing.assert_allclose(scan_state[key], loop_state[key], rtol=1e-5, atol=1e-6, err_msg=key)
+    assert scan_state["layers/3/calls"] == 2
+
+
+def test_low_precision_in_the_carry(options):
+    mesh, policy = js.mesh(fsdp=-1), js.MixedPrecision(param="bfloat16", reduce="float32")
+    model = js.shard_init(build, lambda m: annotate(m, mesh, mixed_precision=policy))
+    loop = js.shard_init(
+        lambda: Decoder(DEEP, nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Block, mesh=mesh, mixed_precision=policy)
+    )
+    found, expected = gradients(model), gradients(loop)
+    assert max(worst(found[k], expected[k]) for k in expected) < 0.1
+    asked = compile_to_read(nnx.jit(nnx.grad(loss_fn)).lower(model, *BATCH).lowered)
+    assert collectives(asked)
+
+
+class Widening(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(32, 64, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.linear(x)
+
+
+def stack_of(*layers: nnx.Module) -> nnx.Module:
+    class Stack(nnx.Module):
+        def __init__(self):
+            self.layers = nnx.List(layers)
+
+        def __call__(self, x: jax.Array, rngs: Any = None) -> Any:
+            return js.scan_layers(self.layers, x, *(() if rngs is None else (rngs,)))
+
+    model = Stack()
+    for layer in dict.fromkeys(layers):
+        js.fully_shard(layer, mesh=js.mesh(fsdp=-1))
+    return js.fully_shard(model, mesh=js.mesh(fsdp=-1))
+
+
+def linear(size: int = 32, seed: int = 0) -> nnx.Linear:
+    return nnx.Linear(32, size, rngs=nnx.Rngs(seed))
+
+
+@pytest.mark.parametrize(
+    ("layers", "args", "said"),
+    [
+        (lambda: [Widening(nnx.Rngs(0)), Widening(nnx.Rngs(1))], (), "A layer changes the type of what goes"),
+        (lambda: [linear(), nnx.LayerNorm(32, rngs=nnx.Rngs(0))], (), "The layers to scan are not equal."),
+        (lambda: [linear(32), linear(64)], (), "float32[32, 32] and float32[32, 64]"),
+        (lambda: [linear()] * 2, (), "Layers to scan share a variable."),
+        (lambda: [linear(), linear(seed=1)], (nnx.Rngs(0),), "A module or Rngs among the arguments"),
+        (lambda: [], (), "There are no layers to scan."),
+    ],
+)
+def test_what_cannot_be_scanned_is_refused(layers, args, said):
+    model = stack_of(*layers())
+    with pytest.raises(js.CallError) as caught:
+        model(jnp.ones((16, 32)), *args)
+    assert said in str(caught.value)
+    assert "do:" in str(caught.value)

@@ -1,0 +1,296 @@
+"""The reader of schedules tells what runs beside each collective, and refuses what it does not understand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import jshard as js
+from jshard.inspect import ProgramError, collectives
+from jshard.inspect.schedule import Schedule, read_schedule
+from jshard.inspect.steps import Loop, Wait
+from tests.scheduled_text import (
+    DOT_FLOPS,
+    EIGHT,
+    GATHERED,
+    body,
+    computation,
+    dot,
+    gather,
+    gathered,
+    loop,
+    program,
+    scatter,
+    scattered,
+)
+
+
+def test_an_async_collective_and_what_runs_beside_it():
+    text = program(
+        gather("ag", 1, unit="blocks/3"),
+        dot("a"),
+        dot("b"),
+        gathered("full", "ag"),
+        scatter("rs", 2),
+        scattered("part", "rs"),
+        dot("c"),
+    )
+    schedule = read_schedule(text, mesh=js.mesh())
+    first, second = schedule.windows
+    assert (first.kind, first.sizes, first.axes, len(first.group)) == (
+        "all-gather",
+        (("f32", GATHERED),),
+        ("fsdp",),
+        8,
+    )
+    assert (first.units, first.phase, first.is_async, first.loop) == (("blocks/3",), "forward", True, "")
+    assert (first.operations, first.matmuls, first.flops) == (2, 2, 2 * DOT_FLOPS)
+    assert (second.kind, second.full_bytes, second.phase) == ("reduce-scatter", GATHERED, "backward")
+    assert second.is_async
+    assert not second.is_overlapped
+    assert schedule.flops == 3 * DOT_FLOPS
+
+
+@pytest.mark.parametrize(
+    ("op_name", "unit", "phase"),
+    [
+        ("jit(step)/jvp()/shard_map/jshard[(root)]/jshard[blocks/3]/all_gather", "blocks/3", "forward"),
+        ("jit(step)/jshard[(root)]/transpose(jvp(jshard[blocks/3]))/all_gather", "blocks/3", "backward"),
+        ("jit(step)/jshard[(root)]/jshard[blocks/3]/backward/reduce_scatter", "blocks/3", "backward"),
+        ("jit(step)/jshard[(root)]/(jshard[b/0]/x:jshard[b/1]/x:jshard[(root)]/x)", "b/0..1+(root)", "forward"),
+        ("jit(step)/jshard[(root)]/jshard[b/(0]/x:1]/x:2]/backward/x)", "b/0..2", "both"),
+        ("jit(step)/jshard[b/0]/(x:transpose(y)/z)", "b/0", "both"),
+        ("jit(step)/jvp()/all_gather", None, None),
+    ],
+)
+def test_units_and_phases_are_read_from_the_names_of_the_trace(op_name: str, unit: str | None, phase: str | None):
+    text = program(gather("ag", 1), dot("a"), gathered("full", "ag"))
+    (window,) = read_schedule(text.replace("jit(step)/jshard[blocks/0]/all_gather", op_name)).windows
+    assert (window.unit, window.phase) == (unit, phase)
+
+
+def test_loops_multiply_and_are_named():
+    layer = body("layer", gather("ag", 1), dot("a"), gathered("full", "ag"), results="%next, %shard")
+    schedule = read_schedule(program(*loop("layer", 12, "%shard"), computations=layer))
+    (window,) = schedule.windows
+    assert (window.loop, window.executions, window.matmuls) == ("layer_loop", 12, 1)
+    assert schedule.flops == 12 * DOT_FLOPS
+    assert schedule.in_loops == (window,)
+    assert schedule.not_overlapped() == ()
+
+
+def test_the_work_of_a_loop_counts_for_a_window_around_it():
+    layer = body("layer", dot("a"), results="%next, %shard")
+    text = program(gather("ag", 1), *loop("layer", 12, "%shard"), gathered("full", "ag"), computations=layer)
+    (window,) = read_schedule(text).windows
+    assert (window.loop, window.matmuls, window.flops) == ("", 12, 12 * DOT_FLOPS)
+
+
+CARRIED = "s32[], f32[250000]{0}, (f32[250000]{0}, f32[2000000]{0})"
+
+
+def carried(after: str) -> Schedule:
+    """A loop that waits for the gather of the round before and begins the next one."""
+    layer = body(
+        "layer",
+        "%arriving = (f32[250000]{0}, f32[2000000]{0}) get-tuple-element(%state), index=2",
+        dot("a"),
+        gathered("full", "arriving"),
+        dot("b"),
+        gather("ag", 2),
+        dot("c"),
+        state=CARRIED,
+        results="%next, %shard, %ag",
+    )
+    text = program(
+        gather("first", 1),
+        dot("d"),
+        *loop("layer", 12, "%shard", "%first", state=CARRIED),
+        "%last = (f32[250000]{0}, f32[2000000]{0}) get-tuple-element(%layer_loop), index=2",
+        after,
+        computations=layer,
+    )
+    return read_schedule(text)
+
+
+def test_windows_across_the_edge_of_a_loop():
+    schedule = carried(gathered("final", "last"))
+    first, inner = schedule.windows
+    assert (first.loop, first.matmuls) == ("", 2)  # d, then a of the first round
+    assert (inner.loop, inner.matmuls) == ("layer_loop", 2)  # c, then a of the next round
+    around = next(step for step in schedule.steps if isinstance(step, Loop))
+    ((outside, inside),) = around.enters
+    assert outside == "first"
+    assert around.turns == (("ag", inside),)
+    assert Wait(inside) in around.steps
+    assert [schedule.steps[-1]] == [Wait(token) for _, token in around.leaves]
+
+
+@pytest.mark.parametrize(("opcode", "called"), [("async", "calls"), ("call", "to_apply")])
+def test_a_computation_wrapped_to_run_beside(opcode: str, called: str):
+    """GPU: async-start. TPU, on its sparse cores: call-start."""
+    wrapped = computation(
+        "wrapped", f"ROOT %rs = f32[250000]{{0}} reduce-scatter(%p), channel_id=1, {EIGHT}, to_apply=%add"
+    )
+    text = program(
+        f"%s = ((f32[2000000]{{0}}), f32[250000]{{0}}, u32[]) {opcode}-start(%gradient), {called}=%wrapped",
+        dot("a"),
+        f"%e = f32[250000]{{0}} {opcode}-done(%s), {called}=%wrapped",
+        computations=wrapped,
+    )
+    (window,) = read_schedule(text).windows
+    assert (window.kind, window.full_bytes, window.matmuls) == ("reduce-scatter", GATHERED, 1)
+
+
+def test_a_start_that_says_it_blocks_is_not_async():
+    text = program(gather("ag", 1) + ', backend_config={"is_sync":true}', dot("a"), gathered("full", "ag"))
+    (window,) = read_schedule(text).windows
+    assert not window.is_async
+    assert window.matmuls == 0
+
+
+def tpu_fusion(stage: str, chain: int, channel: int) -> str:
+    return computation(
+        f"fused_{stage.lower()}_{chain}",
+        "%p = f32[250000]{0} parameter(0)",
+        f"%ag = f32[2000000]{{0}} all-gather(%p), channel_id={channel}, {EIGHT}, dimensions={{0}},"
+        f' frontend_attributes={{chain_id="{chain}"}}',
+        f'ROOT %c = f32[2000000]{{0}} custom-call(%ag), custom_call_target="AsyncCollective{stage}"',
+    )
+
+
+def test_tpu_fusions_that_print_a_collective_three_times_count_once():
+    between = computation(
+        "async_collective_fusion_1",
+        "%l = bf16[1000,1000]{1,0} parameter(0)",
+        "%r = bf16[1000,500]{1,0} parameter(1)",
+        "%p = f32[250000]{0} parameter(2)",
+        f"%ag = f32[2000000]{{0}} all-gather(%p), channel_id=7, {EIGHT}, dimensions={{0}}",
+        "ROOT " + dot("d", "l", "r"),
+    )
+    text = program(
+        "%s = f32[2000000]{0} fusion(%shard), kind=kCustom, calls=%fused_start_3",
+        "%m = bf16[1000,500]{1,0} fusion(%left, %right, %shard), kind=kOutput, calls=%async_collective_fusion_1",
+        "%e = f32[2000000]{0} fusion(%s), kind=kCustom, calls=%fused_done_3",
+        computations=tpu_fusion("Start", 3, 7) + between + tpu_fusion("Done", 3, 7),
+    )
+    (window,) = read_schedule(text).windows
+    assert (window.kind, window.is_async, window.matmuls, window.full_bytes) == ("all-gather", True, 1, GATHERED)
+
+
+def test_a_cpu_program_blocks_and_its_counts_are_those_of_the_counter():
+    def shard(x):
+        full = lax.all_gather(x, "fsdp", tiled=True)
+        return lax.psum_scatter(full @ jnp.ones((4, 4)), "fsdp", tiled=True)
+
+    def step(x):
+        return lax.scan(lambda carry, _: (shard(carry), None), x, length=5)[0]
+
+    spec = PartitionSpec("fsdp")
+    run = jax.shard_map(step, mesh=js.mesh(), in_specs=spec, out_specs=spec)
+    compiled = jax.jit(run).lower(jnp.zeros((64, 4))).compile()
+    schedule = read_schedule(compiled, expect_collectives=True)
+    found = {w.kind: (w.full_bytes, w.executions, w.is_async) for w in schedule.windows}
+    assert found == {"all-gather": (1024, 5, False), "reduce-scatter": (1024, 5, False)}
+    assert found.keys() == {c.kind for c in collectives(compiled)}
+    assert schedule.flops == 5 * 2 * 64 * 4 * 4
+
+
+def test_groups_of_one_device_are_no_communication():
+    text = program(
+        gather("ag", 1, groups="replica_groups={{0},{1},{2},{3},{4},{5},{6},{7}}"), gathered("full", "ag"), dot("a")
+    )
+    assert read_schedule(text).windows == ()
+
+
+COUNTED = """%condition (p: (s32[], f32[250000])) -> pred[] {
+  %p = (s32[], f32[250000]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %bound = s32[] constant(BOUND)
+  ROOT %less = pred[] compare(%i, %bound), direction=LT
+}
+"""
+
+
+def test_rounds_from_a_counter_that_steps_by_more_than_one():
+    layer = body("layer", gather("ag", 1), dot("a"), gathered("full", "ag"), results="%next, %shard")
+    layer = layer.replace("%next = s32[] add(%i, %one)", "%mid = s32[] add(%i, %one)\n  %next = s32[] add(%mid, %one)")
+    lines = [line.partition(", backend_config")[0] for line in loop("layer", 0, "%shard")]
+    text = program(*lines, computations=layer + COUNTED.replace("BOUND", "11"))
+    assert read_schedule(text).windows[0].executions == 6
+
+
+def errors() -> dict[str, str]:
+    """Programs that cannot be read, with the message of each."""
+    seen_wrapped = computation("wrapped", f"ROOT %ag = f32[2000000]{{0}} all-gather(%p), channel_id=5, {EIGHT}")
+    layer = body("layer", gather("ag", 1), gathered("full", "ag"), results="%next, %shard")
+    endless = [line.partition(", backend_config")[0] for line in loop("layer", 0, "%shard")]
+    return {
+        program(dot("a")).replace("is_scheduled=true, ", ""): (
+            "The program has no schedule.\n"
+            "  where: computation main\n"
+            "  why:   its text does not say is_scheduled=true, so its order says nothing.\n"
+            "  do:    give what compile() returned: js.audit(jax.jit(step).lower(...).compile())"
+        ),
+        program(dot("a")): (
+            "A program of several devices without a single collective.\n"
+            "  where: computation main, 8 devices\n"
+            "  why:   nothing sent would read as everything hidden.\n"
+            "  do:    see whether the arrays are sharded at all: print(js.explain(model))"
+        ),
+        program(
+            gather("seen", 5),  # another one on the same channel, as GPU programs have it
+            gathered("full", "seen"),
+            "%m = f32[2000000]{0} map(%shard), to_apply=%wrapped",
+            computations=seen_wrapped,
+        ): (
+            "A collective cannot be counted.\n"
+            "  where: %ag = all-gather(...)\n"
+            "  why:   it is one of 1 in a form that the walk through the schedule missed.\n"
+            "  do:    report the program's text as an issue."
+        ),
+        program(gathered("full", "shard")): (
+            "A collective cannot be counted.\n"
+            "  where: %full = all-gather-done(...)\n"
+            "  why:   it ends a collective whose start was not found.\n"
+            "  do:    report the program's text as an issue."
+        ),
+        program("%r = f32[8]{0} ragged-all-to-all(%shard), channel_id=1"): (
+            "A collective cannot be counted.\n"
+            "  where: %r = ragged-all-to-all(...)\n"
+            "  why:   ragged-all-to-all is not one of"
+            " all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.\n"
+            "  do:    report the program's text as an issue."
+        ),
+        program(*endless, computations=layer): (
+            "A collective cannot be counted.\n"
+            "  where: %layer_loop = while(...)\n"
+            "  why:   it is a loop with collectives whose number of rounds the compiler does not know.\n"
+            "  do:    report the program's text as an issue."
+        ),
+    }
+
+
+@pytest.mark.parametrize(("text", "message"), errors().items(), ids=lambda _: "")
+def test_what_cannot_be_read_is_an_error(text: str, message: str):
+    with pytest.raises(ProgramError) as raised:
+        read_schedule(text, expect_collectives=True)
+    assert str(raised.value) == message
+
+
+def test_a_mesh_of_another_size_is_an_error():
+    with pytest.raises(ProgramError, match="runs on 16 devices, the mesh has 8"):
+        read_schedule(program(dot("a"), devices=16), mesh=js.mesh())
+
+
+def test_what_is_not_counted_is_told():
+    text = program(
+        '%c = f32[8]{0} custom-call(%shard), custom_call_target="my_kernel"',
+        *(line.partition(", backend_config")[0] for line in loop("layer", 0, "%shard")),
+        computations=body("layer", dot("a"), results="%next, %shard"),
+    )
+    assert read_schedule(text).notes == (
+        "loop layer_loop: the number of its rounds is not known; counted once",
+        "custom call my_kernel: its operations are not known; its memory traffic counts",
+    )

@@ -1,0 +1,233 @@
+"""The program itself says when a unit may be gathered: how early, no earlier, and in which order gradients go.
+
+XLA drops a barrier's output that nobody uses, with what went in for it; then the chain falls away without a word. So
+the dependencies are read after the same pruning.
+"""
+
+import collections
+import dataclasses
+import re
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+from jax.extend import core as jex
+
+import jshard as js
+from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
+from tests.parity import GRADIENT_TOLERANCE, flat, worst
+
+LAYERS = 6
+CONFIG = Config(layers=LAYERS)
+BATCH = token_batch(CONFIG, batch=16, length=8)
+
+
+@dataclasses.dataclass(eq=False)
+class Node:
+    """An operation of the sharded region, loops and calls opened."""
+
+    kind: str
+    unit: str
+    backward: bool
+    inputs: list[Any]
+    outputs: list[Any]
+
+
+def opened(jaxpr: Any, args: list[Any], nodes: list[Node], scope: str = "") -> list[Any]:
+    """Adds the operations of a jaxpr, those of calls inside in their place; values are objects. Returns its results."""
+    values = dict(zip(jaxpr.invars, args, strict=True)) | {v: object() for v in jaxpr.constvars}
+    look = lambda v: None if isinstance(v, jex.Literal) else values[v]
+    for eqn in jaxpr.eqns:
+        where = f"{scope}/{eqn.source_info.name_stack}"
+        ins = [look(a) for a in eqn.invars]
+        inner = [j for j in jex.jaxprs_in_params(eqn.params) if len(j.invars) == len(ins)]
+        if inner and eqn.primitive.name not in ("scan", "while", "cond"):
+            outs = opened(inner[0], ins, nodes, where)
+        else:
+            unit = re.findall(r"jshard\[([^\]]*)\]", where)
+            outs = [object() for _ in eqn.outvars]
+            nodes.append(Node(eqn.primitive.name, unit[-1] if unit else "", "/backward" in where, ins, outs))
+        values |= dict(zip(eqn.outvars, outs, strict=True))
+    return [look(v) for v in jaxpr.outvars]
+
+
+def regions(jaxpr: Any) -> list[Any]:
+    found = []
+    for eqn in jaxpr.eqns:
+        for inner in jex.jaxprs_in_params(eqn.params):
+            found += [inner] if eqn.primitive.name == "shard_map" else regions(inner)
+    return found
+
+
+class Region:
+    """What each operation waits for, after XLA's pruning."""
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.nodes: list[Node] = []
+        live = set(opened(jaxpr, [object() for _ in jaxpr.invars], self.nodes))
+        edges = {}
+        for node in reversed(self.nodes):
+            if not any(v in live for v in node.outputs):
+                continue
+            if node.kind == "optimization_barrier":
+                kept = [a for a, v in zip(node.inputs, node.outputs, strict=True) if v in live]
+            else:
+                kept = node.inputs
+            edges[id(node)] = [a for a in kept if a is not None]
+            live.update(edges[id(node)])
+        made = {v: node for node in self.nodes for v in node.outputs}
+        self._before: dict[int, frozenset[int]] = {}
+        for node in self.nodes:  # in order: what a node waits for comes before it
+            parents = [made[v] for v in edges.get(id(node), []) if v in made]
+            self._before[id(node)] = frozenset().union(*({id(p)} | self._before[id(p)] for p in parents))
+        self.live = [n for n in self.nodes if id(n) in edges]
+
+    def find(self, kind: str, unit: str, backward: bool = False) -> list[Node]:
+        return [n for n in self.live if (n.kind, n.unit, n.backward) == (kind, unit, backward)]
+
+    def waits_for(self, node: Node, others: list[Node]) -> bool:
+        return any(id(other) in self._before[id(node)] for other in others)
+
+
+def block(i: int) -> str:
+    return f"blocks/{i}"
+
+
+def traced(**settings: Any) -> tuple[Region, Region]:
+    """The forward and the backward region of a step of the unrolled decoder."""
+    mesh = js.mesh(replica=2, fsdp=4)
+
+    def annotate(model: Decoder) -> None:
+        js.fully_shard(model, units=Block, mesh=mesh, **settings)
+
+    model = js.abstract_init(lambda: Decoder(CONFIG, nnx.Rngs(0)), annotate)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    loss = lambda params: loss_fn(nnx.merge(graphdef, params, rest, copy=True), *map(jax.numpy.asarray, BATCH))
+    found = regions(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    assert len(found) == 2
+    return Region(found[0]), Region(found[1])
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_a_unit_is_gathered_so_far_ahead_and_no_farther(ahead, remat):
+    forward, backward = traced(prefetch=ahead, remat=remat)
+    for i in range(LAYERS):
+        for gather in forward.find("all_gather", block(i)):
+            products = lambda k: forward.find("dot_general", block(k))
+            for k in range(i):  # gathered while the unit `ahead` units before it computes: after those before that one
+                assert forward.waits_for(gather, products(k)) == (k < i - ahead), (i, k)
+        again = backward.find("all_gather", block(i), backward=True)
+        assert len(again) == 4  # kernels; the rest is too small to shard
+        for gather in again:
+            for k in range(i + 1, LAYERS):
+                waits = backward.waits_for(gather, backward.find("dot_general", block(k), backward=True))
+                # The last units have none after them to be gathered behind: they wait for their gradients.
+                assert waits == (k > i + ahead or i + ahead >= LAYERS), (i, k)
+
+
+def test_gradients_are_reduced_in_order():
+    _, backward = traced()
+    for i in range(LAYERS - 1):
+        later = backward.find("reduce_scatter", block(i + 1), backward=True)
+        for reduce in backward.find("reduce_scatter", block(i), backward=True):
+            assert backward.waits_for(reduce, later)
+        # Backward of one unit runs ahead of one reduction, not of two: what is not yet reduced is bounded.
+        if i < LAYERS - 2:
+            after_next = backward.find("reduce_scatter", block(i + 2), backward=True)
+            assert all(backward.waits_for(g, after_next) for g in backward.find("reduce_scatter", block(i), True))
+
+
+def test_without_prefetch_the_order_is_the_compilers():
+    forward, backward = traced(prefetch=None)
+    for i in range(LAYERS):
+        for gather in forward.find("all_gather", block(i)):
+            assert not any(forward.waits_for(gather, forward.find("dot_general", block(k))) for k in range(LAYERS))
+        for gather in backward.find("all_gather", block(i), backward=True):  # still not before it is needed
+            products = [backward.find("dot_general", block(k), backward=True) for k in range(i + 1, LAYERS)]
+            assert all(backward.waits_for(gather, found) for found in products)
+
+
+def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[str, int]:
+    """For each unit, the bytes of other units whose gathers may have begun when it starts to compute and that compute
+    later."""
+    order = list(sizes) if not backward else list(reversed(sizes))
+    most = collections.Counter()
+    for at, unit in enumerate(order):
+        products = region.find("dot_general", unit, backward)
+        for later in order[at + 1 :]:
+            gathers = region.find("all_gather", later, backward)
+            if not any(region.waits_for(g, products) for g in gathers):
+                most[unit] += sizes[later]
+    return most
+
+
+@pytest.mark.parametrize("units", [0, 1, 2, 3])
+def test_a_budget_in_bytes_is_kept(units):
+    mesh = js.mesh(fsdp=-1)
+    model = js.abstract_init(
+        lambda: Decoder(CONFIG, nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Block, mesh=mesh)
+    )
+    plan = js.plan(model)
+    size = {
+        block(i): sum(x.placement.gathered_bytes for x in plan.unit_leaves(block(i)) if x.placement.dim is not None)
+        for i in range(LAYERS)
+    }
+    unit = size[block(0)]
+    forward, backward = traced(prefetch=f"{unit * units + unit // 2} B")
+    for found, back in ((forward, False), (backward, True)):
+        most = in_flight(found, size, backward=back)
+        assert max(most.values(), default=0) == unit * units
+
+
+class Mixed(nnx.Module):
+    """Units of several sizes, two branches, one unit twice, units in units."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.small = nnx.Linear(32, 32, rngs=rngs)
+        self.wide = nnx.Linear(32, 512, rngs=rngs)
+        self.narrow = nnx.Linear(512, 32, rngs=rngs)
+        self.branch = nnx.Linear(32, 32, rngs=rngs)
+        self.nested = Nested(rngs)
+        self.last = nnx.Linear(32, 32, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.small(x)
+        x = self.narrow(jax.nn.relu(self.wide(x))) + self.branch(x)
+        x = jax.lax.scan(lambda x, _: (jax.numpy.tanh(self.small(x)), None), x, length=2)[0]
+        return self.last(self.nested(x))
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.scale = nnx.Param(jax.numpy.ones((32, 64)))
+        self.inner = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for layer in self.inner:
+            x = jax.checkpoint(lambda x, layer=layer: jax.numpy.tanh(layer(x)))(x)
+        return (x @ self.scale[...]) @ self.scale[...].T
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3, "5KB", None])
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_gradients_of_units_of_all_kinds(prefetch, remat):
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+    loss = lambda model, x: (model(x) ** 2).mean()
+    expected = flat(nnx.jit(nnx.grad(loss))(Mixed(nnx.Rngs(0)), x))
+    mesh = js.mesh(replica=2, fsdp=4)
+
+    def annotate(model: Mixed) -> None:
+        js.fully_shard(model, units=[nnx.Linear, Nested], mesh=mesh, prefetch=prefetch, remat=remat, min_size=1)
+
+    model = js.shard_init(lambda: Mixed(nnx.Rngs(0)), annotate)
+    found = flat(nnx.jit(nnx.grad(loss))(model, x))
+    assert max(worst(found[k], expected[k]) for k in expected) <= GRADIENT_TOLERANCE
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, "much", "12 parsecs", True])
+def test_a_prefetch_that_is_none_is_refused(prefetch):
+    with pytest.raises(js.AnnotationError, match="There is no such prefetch"):
+        js.fully_shard(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), mesh=js.mesh(fsdp=-1), prefetch=prefetch)

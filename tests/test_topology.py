@@ -1,0 +1,165 @@
+"""Topologies as text: what is read, what is refused, and what is said where a compiler is missing."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+from jshard._errors import MissingExtraError
+from jshard.cluster import topology as module
+from jshard.cluster.compile import child_environment
+from jshard.cluster.topology import TopologyError, parse_topology, require_compiler
+
+HAS_GPU_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is not None
+HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "extents", "devices", "fast"),
+    [
+        ("h100:64x8", "h100", (1, 64, 8), 512, 8),
+        ("h100:4x16x8", "h100", (4, 16, 8), 512, 8),
+        ("h100:2x4", "h100", (1, 2, 4), 8, 4),
+        ("a100-80:1x8", "a100-80", (1, 1, 8), 8, 8),
+        ("gb200:128x4", "gb200", (1, 128, 4), 512, 72),
+        ("gb200:2x4", "gb200", (1, 2, 4), 8, 8),
+        ("v5p:8x8x8", "v5p", (8, 8, 8), 512, 512),
+        ("v5e:16x16", "v5e", (16, 16), 256, 256),
+        (" v6e:2x4 ", "v6e", (2, 4), 8, 8),
+    ],
+)
+def test_read(text, device, extents, devices, fast):
+    found = parse_topology(text)
+    assert (found.text, found.device.name, found.extents) == (text.strip(), device, extents)
+    assert (found.num_devices, found.fast_group) == (devices, fast)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("h100:64x8", "512 x NVIDIA H100 SXM, 80 GB, 64 hosts with 8 each"),
+        ("h100:1x8", "8 x NVIDIA H100 SXM, 80 GB, 1 host with 8 each"),
+        ("h100:4x16x8", "512 x NVIDIA H100 SXM, 80 GB, 4 slices of 16 hosts with 8 each"),
+        ("v5e:4x4", "16 x Cloud TPU v5e, a slice of 4x4"),
+    ],
+)
+def test_described(text, line):
+    assert parse_topology(text).describe() == line
+
+
+def refused(text):
+    with pytest.raises(TopologyError) as error:
+        parse_topology(text)
+    return str(error.value)
+
+
+def test_unknown_device_names_the_nearest():
+    assert refused("h10:64x8") == (
+        "There is no device 'h10'.\n"
+        "  where: --topology h10:64x8\n"
+        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
+        "  do:    --topology h100:64x8"
+    )
+    assert "do:    --topology a100-40:2x8 or --topology a100-80:2x8" in refused("a100:2x8")
+    assert "do:    --topology h100:1x8" in refused("h100_sxm:1x8")
+    assert "do:    --topology h100:64x8" in refused("")
+
+
+@pytest.mark.parametrize("shape", ["", ":", ":8", ":0x8", ":-1x8", ":64*8", ":1x2x3x4", ":8x", ":ax8"])
+def test_unreadable_extents_of_gpus(shape):
+    said = refused(f"h100{shape}")
+    assert said.startswith("The topology cannot be read.\n") and said.endswith("do:    --topology h100:64x8")
+    assert "HOSTSxGPUS or SLICESxHOSTSxGPUS, whole numbers from 1" in said
+
+
+def test_unreadable_extents_of_tpus():
+    assert refused("v5p:8x8") == (
+        "The topology cannot be read.\n"
+        "  where: --topology v5p:8x8\n"
+        "  why:   after v5p: comes XxYxZ, the extents of a slice, whole numbers from 1; this is '8x8'.\n"
+        "  do:    --topology v5p:8x8x8"
+    )
+    assert "comes XxY, the extents" in refused("v5e:2x2x2")
+
+
+def test_more_gpus_than_a_host_joins():
+    assert refused("h100:4x16") == (
+        "There are more GPUs in a host than its links join.\n"
+        "  where: --topology h100:4x16\n"
+        "  why:   16 GPUs by host; NVIDIA H100 SXM, 80 GB: 8 in one NVLink domain.\n"
+        "  do:    --topology h100:8x8"
+    )
+
+
+def test_a_missing_compiler_is_one_line_to_install(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError) as error:
+        require_compiler("gpu")
+    assert str(error.value) == (
+        "The GPU compiler is not installed.\n"
+        "  where: jshard plan --topology\n"
+        "  why:   needed are jax[cuda12-local] and nvidia-cuda-nvcc-cu12; no GPU, driver or CUDA.\n"
+        "  do:    pip install 'jshard[plan-gpu]'"
+    )
+    with pytest.raises(MissingExtraError, match=r"pip install 'jshard\[plan-tpu\]'"):
+        require_compiler("tpu")
+
+
+def test_a_compiler_of_another_version_is_told_with_the_version_to_install(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.12.0"))
+    with pytest.raises(MissingExtraError) as error:
+        require_compiler("gpu")
+    assert error.value.why == "jax-cuda12-plugin is of version 0.12.0, jaxlib of 0.10.2."
+    assert error.value.do == "pip install jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2"
+
+
+def test_a_missing_assembler_is_told(monkeypatch):
+    monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(module._compat, "plugin_versions", lambda cuda: ("0.10.2", "0.10.2"))
+    monkeypatch.setattr(module, "_ptxas", lambda: False)
+    with pytest.raises(MissingExtraError, match="ptxas is missing") as error:
+        require_compiler("gpu")
+    assert error.value.do == "pip install nvidia-cuda-nvcc-cu12"
+
+
+PROGRAM = """
+import sys
+from jshard._errors import FourPartError
+from jshard.cluster.topology import parse_topology, topology_devices
+for text in sys.argv[1:]:
+    try:
+        devices = topology_devices(parse_topology(text))
+        print(text, len(devices), devices[0].platform)
+    except FourPartError as error:
+        print(text, type(error).__name__)
+"""
+
+
+def devices_of(*texts):
+    """In a process of its own, as `jshard plan` does it."""
+    import os
+
+    command = [sys.executable, "-c", PROGRAM, *texts]
+    done = subprocess.run(
+        command, env=child_environment(os.environ), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.skipif(not HAS_GPU_COMPILER, reason="needs the extra plan-gpu")
+def test_devices_of_gpu_clusters():
+    names = ["h100:2x8", "h200:1x8", "a100-40:1x4", "a100-80:2x2x2", "b200:1x8", "gb200:2x4"]
+    assert devices_of(*names) == [f"{name} {parse_topology(name).num_devices} gpu" for name in names]
+
+
+@pytest.mark.skipif(not HAS_TPU_COMPILER, reason="needs the extra plan-tpu")
+def test_devices_of_tpu_slices():
+    assert devices_of("v5e:2x4", "v5p:2x2x2", "v6e:2x4", "v5e:3x5") == [
+        "v5e:2x4 8 tpu",
+        "v5p:2x2x2 8 tpu",
+        "v6e:2x4 8 tpu",
+        "v5e:3x5 TopologyError",
+    ]

@@ -1,0 +1,109 @@
+"""Operations and memory traffic of compiled instructions are counted as they run."""
+
+import pytest
+
+from jshard.inspect.module import parse_module
+from jshard.inspect.work import Work, Worker, added
+from tests.scheduled_text import computation, program
+
+
+def work_of(*lines: str, computations: str = "") -> Work:
+    """The work of the last instruction of an entry."""
+    module = parse_module(program(*lines, computations=computations))
+    home = module.computations[module.entry]
+    return Worker(module).work(home, home.instructions[-1])
+
+
+def test_a_batched_product():
+    found = work_of(
+        "%a = bf16[4,8,16]{2,1,0} constant({...})",
+        "%b = bf16[4,16,32]{2,1,0} constant({...})",
+        "%c = f32[4,8,32]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}",
+    )
+    assert found == Work((("bf16", 2 * 4 * 8 * 16 * 32),), 1, (4 * 8 * 16 + 4 * 16 * 32) * 2 + 4 * 8 * 32 * 4)
+
+
+def test_a_batched_product_as_a_tpu_writes_it():
+    """A convolution whose window is the batch, spread so that each batch meets its own kernel place alone."""
+    found = work_of(
+        "%a = bf16[4,8,16]{2,1,0} constant({...})",
+        "%b = bf16[4,16,32]{2,1,0} constant({...})",
+        "%c = f32[4,8,32]{2,1,0} convolution(%a, %b), window={size=4 stride=3 lhs_dilate=4}, dim_labels=0bf_0io->0bf",
+    )
+    assert found.flops == (("bf16", 2 * 4 * 8 * 16 * 32),)
+
+
+def test_a_convolution_counts_no_padding():
+    found = work_of(
+        "%x = f32[2,5,5,3]{3,2,1,0} constant({...})",
+        "%k = f32[3,3,3,7]{3,2,1,0} constant({...})",
+        "%y = f32[2,5,5,7]{3,2,1,0} convolution(%x, %k), window={size=3x3 pad=1_1x1_1}, dim_labels=b01f_01io->b01f",
+    )
+    inside = (5 * 3 - 2) ** 2  # in each row and column three places of the kernel meet the image, two at its ends
+    assert found.total_flops == 2 * 2 * inside * 3 * 7
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_products_of_a_library(batch: int):
+    config = '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_batch_dimensions":["0"]}}}' if batch > 1 else "{}"
+    found = work_of(
+        f"%a = bf16[{batch},8,16]{{2,1,0}} constant({{...}})",
+        f"%b = bf16[{batch},16,32]{{2,1,0}} constant({{...}})",
+        f"%c = (bf16[{batch},8,32]{{2,1,0}}, s8[64]{{0}}) custom-call(%a, %b),"
+        f' custom_call_target="__cublas$lt$matmul", backend_config={config}',
+    )
+    assert found.total_flops == pytest.approx(2 * batch * 8 * 16 * 32)
+    assert found.matmuls == 1
+
+
+@pytest.mark.parametrize(("target", "products"), [("__cudnn$fmhaSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)])
+def test_attention_of_a_library(target: str, products: int):
+    heads = "bf16[2,128,4,64]{3,2,1,0}"
+    found = work_of(
+        *(f"%{name} = {heads} constant({{...}})" for name in "qkv"),
+        f'%o = ({heads}, u8[0]{{0}}) custom-call(%q, %k, %v), custom_call_target="{target}",'
+        ' backend_config={"cudnn_fmha_backend_config":{"mask_type":"CAUSAL"}}',
+    )
+    assert found.total_flops == products * 2 * (2 * 4 * 128 * 128 * 64) / 2
+    assert found.matmuls == products
+
+
+FUSED = computation(
+    "fused",
+    "%stack = f32[96,1000]{1,0} parameter(0)",
+    "%flat = f32[96000]{0} bitcast(%stack)",
+    "%at = s32[] parameter(1)",
+    "%layer = f32[1000]{0} dynamic-slice(%flat, %at), dynamic_slice_sizes={1000}",
+    "%scale = f32[1000]{0} parameter(2)",
+    "%viewed = f32[1000]{0} bitcast(%scale)",
+    "ROOT %out = f32[1000]{0} multiply(%layer, %viewed)",
+)
+UPDATED = computation(
+    "updated",
+    "%stack = f32[96000]{0} parameter(0)",
+    "%layer = f32[1000]{0} parameter(1)",
+    "%at = s32[] parameter(2)",
+    "ROOT %out = f32[96000]{0} dynamic-update-slice(%stack, %layer, %at)",
+)
+
+
+def test_a_fusion_reads_the_layer_and_not_the_stack():
+    found = work_of("%y = f32[1000]{0} fusion(%s, %i, %c), kind=kLoop, calls=%fused", computations=FUSED)
+    assert found == Work(memory_bytes=3 * 4000 + 4)
+
+
+def test_a_fusion_writes_the_layer_and_not_the_stack():
+    found = work_of("%y = f32[96000]{0} fusion(%s, %l, %i), kind=kLoop, calls=%updated", computations=UPDATED)
+    assert found == Work(memory_bytes=3 * 4000 + 4)
+
+
+def test_what_moves_nothing_costs_nothing():
+    assert work_of("%b = f32[8]{0} bitcast(%shard)").is_nothing
+    assert work_of('%b = f32[8]{0} custom-call(%shard), custom_call_target="ConcatBitcast"').is_nothing
+
+
+def test_work_adds_up():
+    one = Work((("bf16", 2.0),), 1, 8.0)
+    assert added([one, one.times(3), Work((("f32", 1.0),), 1, 0.0, ("k",))]) == Work(
+        (("bf16", 8.0), ("f32", 1.0)), 5, 32.0, ("k",)
+    )
