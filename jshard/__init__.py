@@ -31,6 +31,7 @@ from jshard.engine.context import global_view as global_view
 from jshard.engine.outputs import batch_mean as batch_mean
 from jshard.engine.outputs import per_shard as per_shard
 from jshard.engine.scan import scan_layers as scan_layers
+from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import CheckReport as CheckReport
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation

@@ -91,7 +91,9 @@ class Prefetch:
         return cls(budget_bytes=int(float(found.group(1)) * _BYTES[found.group(2)]))
 
 
-_BYTES = {"B": 1} | {f"{k}{end}": base ** (i + 1) for i, k in enumerate("KMGT") for end, base in (("iB", 1024), ("B", 1000))}
+_BYTES = {"B": 1} | {
+    f"{k}{end}": base ** (i + 1) for i, k in enumerate("KMGT") for end, base in (("iB", 1024), ("B", 1000))
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -43,7 +43,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True  # one table embeds the tokens and scores them
     positions: str = "learned"  # or "rotary"
-    scan: bool = False  # run the blocks as one loop: compile time does not grow with depth
+    scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
@@ -130,6 +130,21 @@ class Block(nnx.Module):
         return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
 
 
+def list_of_blocks(config: GPTConfig, rngs: nnx.Rngs) -> nnx.List:
+    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+
+
+def stacked_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block:
+    """All blocks in one module, whose variables have a leading dim of layers."""
+
+    @nnx.split_rngs(splits=config.n_layer)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    return build(rngs)
+
+
 class GPT(nnx.Module):
     """Tokens in, for each position the scores of the token that comes next out."""
 
@@ -141,7 +156,7 @@ class GPT(nnx.Module):
         if config.positions == "learned":
             self.positions = nnx.Embed(config.block_size, D, embedding_init=normal, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
-        self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
         self.norm = layer_norm(config, rngs)
         if not config.tied:
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=normal, rngs=rngs)
@@ -195,13 +210,16 @@ def build(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
 
 
 def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
-    """One unit per block, one for an untied head, and the root, which keeps the rest."""
+    """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
     precision = None
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
-    for block in model.blocks:
-        js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat)
+    if config.scan:
+        js.fully_shard(model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1)
+    else:
+        for block in model.blocks:
+            js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)

@@ -47,25 +47,24 @@ def train(
     tx: optax.GradientTransformation | None = None,
     grad: Callable | None = None,
 ) -> Trained:
-    """Plain Flax: jitted gradients once, then `steps` optimizer steps."""
+    """Plain Flax: `steps` optimizer steps; the gradients are those of the first, so that one program gives all."""
     tx = tx or optax.adamw(1e-3)
     grad_fn = (grad or nnx.value_and_grad)(loss_fn)
-    _, grads = nnx.jit(lambda model, *batch: grad_fn(nnx.clone(model), *batch))(model, *batch)
     sharded = hasattr(type(model), "_jshard_unit")
     optimizer = js.shard_optimizer(model, tx) if sharded else nnx.Optimizer(model, tx, wrt=nnx.Param)
     traces = 0
 
     @nnx.jit
-    def step(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Any) -> jax.Array:
+    def step(model: nnx.Module, optimizer: nnx.Optimizer, *batch: Any) -> tuple[jax.Array, Any]:
         nonlocal traces
         traces += 1
         loss, grads = grad_fn(model, *batch)
         optimizer.update(model, grads)
-        return loss
+        return loss, grads
 
-    losses = [float(step(model, optimizer, *batch)) for _ in range(steps)]
+    out = [step(model, optimizer, *batch) for _ in range(steps)]
     parameters, state = nnx.state(model, nnx.Param), nnx.state(model, nnx.Not(nnx.Param))
-    return Trained(losses, flat(grads), flat(parameters), flat(state), traces)
+    return Trained([float(loss) for loss, _ in out], flat(out[0][1]), flat(parameters), flat(state), traces)
 
 
 def flat(state: Any) -> dict[str, np.ndarray]:

@@ -13,6 +13,7 @@ import pytest
 from jshard import cli
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.train.metrics import read_metrics
+from tests.compiling import XLA_FLAGS
 from tests.micro_gpt import MODELS
 
 # As a user's file: the model of tests/micro_gpt.py, which can also write.
@@ -58,7 +59,7 @@ def start(*arguments, cwd, env=None, **streams):
     clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     program = "import sys; from jshard.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=clean | (env or {}), **streams)
+    return subprocess.Popen(command, cwd=cwd, env=clean | {"XLA_FLAGS": XLA_FLAGS} | (env or {}), **streams)
 
 
 def read_terminal(terminal):

@@ -386,7 +386,7 @@ def test_forward_mode_in_global_view():
         nnx.jit(along)(model, *BATCH)
     with js.global_view():
         found = nnx.jit(along)(model, *BATCH)
-    np.testing.assert_allclose(found, along(plain, *BATCH), rtol=1e-5)
+    np.testing.assert_allclose(found, nnx.jit(along)(plain, *BATCH), rtol=1e-5)
 
 
 class Stack(nnx.Module):

@@ -6,15 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.compiling import XLA_FLAGS
+
 ROOT = Path(__file__).parents[1]
 WAYS = ("nnx_jit_ms", "cached_partial_ms", "train_step_ms", "launch_ms", "fit_ms", "around_ms")
 
 
 def test_quick_run_writes_table_and_figures(tmp_path):
-    fast_compile = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "run.py", "dispatch", "--quick", "--out", tmp_path],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": fast_compile},
+        env=os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": XLA_FLAGS},
         capture_output=True,
         text=True,
     )

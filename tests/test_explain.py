@@ -19,29 +19,29 @@ GOLDEN = """\
 
 Units: what is gathered together
 
- unit              kind      parameters   per device    gathered   dtypes           kept      remat
- ──────────────────────────────────────────────────────────────────────────────────────────────────
- (root)            Decoder       16.45K    16.25 KiB   32.12 KiB   f32, bf16, f32   all       none
- blocks/0..1  x2   Block         49.60K    49.75 KiB   96.88 KiB   f32, bf16, f32   nothing   full
+ unit              kind      parameters   per device    gathered   dtypes           kept      ahead   remat
+ ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+ (root)            Decoder       16.45K    16.25 KiB   32.12 KiB   f32, bf16, f32   all       1       none
+ blocks/0..1  x2   Block         49.60K    49.75 KiB   96.88 KiB   f32, bf16, f32   nothing   1       full
 
-dtypes: stored, gathered, reduced. kept: of the gathered copy, until backward. x<n>: figures of one.
+dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one.
 
 Memory of one device
 
                                                        bytes
- ─────────────────────────────────────────────────────────────────────────────────────
+ ────────────────────────────────────────────────────────────────────────────────────
  parameters                                       115.75 KiB   plan
  optimizer state (AdamW assumed)                  231.51 KiB   plan
  held between steps                               347.26 KiB   plan
 
  gradients                                        115.75 KiB   plan
  gathered copies kept until backward               32.12 KiB   estimate
- largest gathered unit (blocks/0)                  96.88 KiB   estimate: one at a time
+ largest gathered unit (blocks/0)                  96.88 KiB   estimate: one computes
+ gathered ahead of its use                         96.88 KiB   estimate: by prefetch
  largest gradient of a unit, not yet reduced      192.00 KiB   estimate
  activations                                   not estimated   give loss= and batch=
- in a step, without activations                   784.01 KiB   estimate
+ in a step, without activations                   880.88 KiB   estimate
 
-A unit is gathered when it is called; the compiler may begin earlier and hold two.
 
 Communication of one forward and backward pass, by device
 

@@ -167,9 +167,7 @@ def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[
 @pytest.mark.parametrize("units", [0, 1, 2, 3])
 def test_a_budget_in_bytes_is_kept(units):
     mesh = js.mesh(fsdp=-1)
-    model = js.abstract_init(
-        lambda: Decoder(CONFIG, nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Block, mesh=mesh)
-    )
+    model = js.abstract_init(lambda: Decoder(CONFIG, nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Block, mesh=mesh))
     plan = js.plan(model)
     size = {
         block(i): sum(x.placement.gathered_bytes for x in plan.unit_leaves(block(i)) if x.placement.dim is not None)

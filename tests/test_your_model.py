@@ -16,6 +16,8 @@ import sys
 
 import pytest
 
+from tests.compiling import XLA_FLAGS
+
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "your_model.md"
 NUMBER = r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?"
 
@@ -99,19 +101,23 @@ def follow(folder, env):
 
 
 def environment(folder):
-    """That of a user with `jshard` and `python` on the path, who sets nothing. Equal programs are compiled once."""
+    """That of a user with `jshard` and `python` on the path, who sets nothing.
+
+    Programs are soon compiled, and equal ones once.
+    """
     bin_folder = folder / "bin"
     bin_folder.mkdir()
     for name, program in {"jshard": "-m jshard ", "python": ""}.items():
         (bin_folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program}"$@"\n')
         (bin_folder / name).chmod(0o755)
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_NUM", "JSHARD_", "COLUMNS"))}
-    cache = {
+    compiling = {
+        "XLA_FLAGS": XLA_FLAGS,
         "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
-    return kept | cache | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    return kept | compiling | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 @pytest.mark.timeout(1200)  # a dozen commands; about a minute on two idle cores

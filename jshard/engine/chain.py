@@ -187,18 +187,22 @@ class Chained(Place):
             behind.prefetches = True
 
     def called(self, gathered_bytes: int, tokens: tuple) -> None:
+        """Takes its place in the chain."""
         self._link = Link(gathered_bytes, *tokens)
         self._chain.append(self._link)
 
     def gather_after(self, wait: Any, shards: list) -> tuple[list, Token]:
+        """Ties the shards to the token of the unit behind which they are gathered."""
         (shards,), wait = tie(wait, self.axes, shards)
         return shards, wait
 
     def start(self, wait: Any, full: list, inputs: list) -> tuple[list, list, Token]:
+        """Ties parameters and inputs to each other."""
         (full, inputs), started = tie(wait, self.axes, full, inputs)
         return full, inputs, started
 
     def finish(self, started: Any, outs: list) -> tuple[list, Token]:
+        """Ties a result to the start, and keeps the token in use."""
         at = next((i for i, x in enumerate(outs) if _tied(x, self.axes)), None)
         if at is None:
             return outs, started
@@ -206,6 +210,7 @@ class Chained(Place):
         return [*outs[:at], _minus(out, done), *outs[at + 1 :]], done
 
     def gather_again_after(self, wait: Any, kept: list, gradients: list) -> tuple[list, list, Token]:
+        """Ties them to a later unit's backward, or to the unit's own incoming gradients."""
         assert self._link is not None, "backward is traced after the call"
         if not self._link.prefetches:
             return super().gather_again_after(wait, kept, gradients)  # pyright: ignore[reportReturnType]
@@ -213,19 +218,23 @@ class Chained(Place):
         return kept, gradients, wait
 
     def reduce_after(self, started: Any, order: Any, of_full: list, of_inputs: list) -> tuple[list, list, Token]:
+        """Ties the gradients to each other and to the reduction before."""
         (of_full, of_inputs), order = tie(order, self.axes, of_full, of_inputs)
         at = min((i for i, x in enumerate(of_full) if _tied(x, self.axes)), key=lambda i: of_full[i].size)
         return [*of_full[:at], _minus(of_full[at], started + order), *of_full[at + 1 :]], of_inputs, order
 
     def reduced(self, order: Any, scattered: list) -> tuple[list, Token]:
+        """Ties the next reduction to this one."""
         (scattered,), order = tie(order, self.axes, scattered)
         return scattered, order
 
     def end(self, started: Any, order: Any, of_inputs: list) -> tuple[list, Token]:
+        """Keeps both tokens in use."""
         of_inputs, _ = self.finish(started, of_inputs)
         return self.finish(order, of_inputs)
 
     def released(self, started: Any, done: Any) -> Token:
+        """The start of this unit's backward, or its end."""
         return done if self._behind is None else started
 
 

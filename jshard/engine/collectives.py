@@ -10,6 +10,8 @@ from jshard import _compat
 from jshard._mesh import FSDP, data_axes
 from jshard._placement import Placement
 
+_SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
+
 
 def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The full parameter in its gathered dtype, counted as different on every data shard.
@@ -24,6 +26,24 @@ def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     return _keep_other_axes(lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True), shard, placement)(shard)
 
 
+def gather_unit(shards: list, placements: list[Placement], mesh: Mesh) -> list:
+    """The full parameters of a unit, the small ones first.
+
+    Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
+    for it early; behind a large one it is not.
+    """
+    sizes = [p.gathered_bytes // p.layers for p in placements]
+    first = [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
+    full = {i: all_gather(shards[i], placements[i], mesh) for i in first}
+    rest = [i for i in range(len(shards)) if i not in full]
+    large = [shards[i] for i in rest]
+    if first:
+        small, large = lax.optimization_barrier(([full[i] for i in first], large))
+        full = dict(zip(first, small, strict=True))
+    full |= {i: all_gather(x, placements[i], mesh) for i, x in zip(rest, large, strict=True)}
+    return [full[i] for i in range(len(placements))]
+
+
 def scatter(full: jax.Array, placement: Placement) -> jax.Array:
     """The reduce-scatter over `fsdp` of each data shard's gradient of the full parameter, in the reduce dtype."""
     full = full.astype(placement.reduce_dtype)
@@ -35,7 +55,7 @@ def scatter(full: jax.Array, placement: Placement) -> jax.Array:
 
 
 def all_reduce(gradient: jax.Array, mesh: Mesh, like: jax.Array) -> jax.Array:
-    """The sum over the data axes that the stored shard is the same on: of the shard over `replica`, if it is sharded."""
+    """The sum over the data axes on which the stored shard is the same: over `replica`, if it is sharded."""
     extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(gradient) - _compat.varying_axes(like))
     return (lax.psum(gradient, extra) if extra else gradient).astype(like.dtype)
 

@@ -19,8 +19,8 @@ from jax.sharding import Mesh
 from jshard import _compat
 from jshard._mesh import data_axes
 from jshard._placement import Placement
-from jshard.engine.chain import Place
-from jshard.engine.collectives import all_gather, all_reduce, gather_pieces, keep_piece, scatter, scope, vary
+from jshard.engine.chain import Place, tie
+from jshard.engine.collectives import all_reduce, gather_pieces, gather_unit, keep_piece, scatter, scope, vary
 from jshard.engine.reshard import Saving
 
 Arrays = tuple[list, list]
@@ -102,7 +102,7 @@ class _Wires:
         self.axes = data_axes(mesh)
 
     def gather(self, shards: list) -> list:
-        return [all_gather(x, p, self._mesh) for x, p in zip(shards, self._placements, strict=True)]
+        return gather_unit(self.varied(shards), self._placements, self._mesh)
 
     def kept(self, full: list) -> list:
         """What forward saves of the gathered parameters, besides the shards."""
@@ -123,9 +123,6 @@ class _Wires:
     def gathers_again(self) -> bool:
         return self._reshard is not False
 
-    def reduce(self, gradients: list, shards: list) -> list:
-        return self.finish(self.scatter(gradients), shards)
-
     def scatter(self, gradients: list) -> list:
         return [scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
 
@@ -134,6 +131,11 @@ class _Wires:
 
     def varied(self, shards: list) -> list:
         return [vary(x, self.axes) for x in shards]
+
+    def once_there(self, ahead: list[list], inputs: list, shards: list) -> tuple[list[list], list, list]:
+        """A layer's parameters and inputs, and the shards to gather meanwhile: no earlier, even before the loop."""
+        (*ahead, inputs, shards), _ = tie(None, self.axes, *ahead, inputs, self.varied(shards))
+        return ahead, inputs, shards
 
 
 class _Forward:
@@ -168,9 +170,9 @@ class _Forward:
 
         def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             carry, ahead, rows = state
-            later = wires.gather(_take(shards, i + depth))
-            full, *ahead = [*ahead, later]
-            carry, rows = compute(i, carry, full, rows)
+            ahead, floats, later = wires.once_there(ahead, carry[0], _take(shards, i + depth))
+            full, *ahead = [*ahead, wires.gather(later)]
+            carry, rows = compute(i, (floats, carry[1]), full, rows)
             return (carry, ahead, rows), None
 
         (carry, ahead, rows), _ = lax.scan(step, (carry, ahead, rows), jnp.arange(length - depth))
@@ -186,7 +188,8 @@ class _Forward:
 
     def _compute(self, full: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple[Arrays, Arrays, list]:
         if not self._save:
-            return *self._layer(full, own, carry, shared), []
+            carry, outs = self._layer(full, own, carry, shared)
+            return carry, outs, []
 
         def call(full: list, own_floats: list, floats: list, shared_floats: list) -> tuple:
             carry_out, outs = self._layer(full, (own_floats, own[1]), (floats, carry[1]), (shared_floats, shared[1]))
@@ -204,9 +207,10 @@ class _Forward:
             _, outs, saved = self._one(full, own, carry, shared)
             return [outs, saved, self.wires.kept(full) if self._save else []]
 
-        shapes = jax.make_jaxpr(one, return_shape=True)(_take(shards, 0), _take(own, 0), carry, shared)
-        tree = jax.tree.structure(shapes[1])
-        return jax.tree.unflatten(tree, [_empty(a, self.schedule.length) for a in shapes[0].out_avals])
+        first = _take(shards, 0), _take(own, 0)
+        jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(*first, carry, shared)
+        empty = [_empty(aval, self.schedule.length) for aval in jaxpr.out_avals]
+        return jax.tree.unflatten(jax.tree.structure(shapes), empty)
 
 
 class _Backward:
@@ -232,35 +236,39 @@ class _Backward:
         ahead = [wires.gather_again(first[i * width : (i + 1) * width]) for i in range(depth)]
         sums = [_like(x) for x in self._shared[0]]
         of_shards, of_own = [_like(x) for x in self._shards], [_like(x) for x in self._own[0]]
-        before = self._zeros(ahead) if delayed else []
 
-        def compute(i: Any, state: tuple, full: list) -> tuple:
+        def compute(i: Any, state: tuple, full: list, order: Any) -> tuple[tuple, Any]:
             floats, before, of_shards, of_own, sums = state
-            if delayed:
-                of_shards = _put(of_shards, i + 1, wires.reduce(before, self._shards))
+            if before is not None:
+                scattered, order = place.reduced(order, wires.scatter(before))
+                of_shards = _put(of_shards, i + 1, wires.finish(scattered, self._shards))
             saved, outs = _take(self._saved, i), _take(of_outs, i)
-            before, of_mine, floats, more = self._one(full, _take(self._own, i), saved, floats, outs)
+            of_full, of_mine, floats, more = self._one(full, _take(self._own, i), saved, floats, outs)
             if not delayed:
-                of_shards = _put(of_shards, i, wires.reduce(before, self._shards))
+                of_shards = _put(of_shards, i, wires.finish(wires.scatter(of_full), self._shards))
             sums = [a + b for a, b in zip(sums, more, strict=True)]
-            return floats, before if delayed else [], of_shards, _put(of_own, i, of_mine), sums
+            return (floats, of_full if delayed else None, of_shards, _put(of_own, i, of_mine), sums), order
 
-        def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
-            inner, ahead = state
-            later = wires.gather_again(_take(self._kept, i - depth))
-            full, *ahead = [*ahead, later]
-            return (compute(i, inner, full), ahead), None
+        def step(carry: tuple, i: Any) -> tuple[tuple, None]:
+            (floats, *state), ahead = carry
+            later = _take(self._kept, i - depth)
+            if wires.gathers_again:
+                ahead, floats, later = wires.once_there(ahead, floats, later)
+            full, *ahead = [*ahead, wires.gather_again(later)]
+            return (compute(i, (floats, *state), full, None)[0], ahead), None
 
-        state = (floats, before, of_shards, of_own, sums)
-        backwards = jnp.arange(length - 1, depth - 1, -1)
-        (state, ahead), _ = lax.scan(step, (state, ahead), backwards)
+        carry = (floats, None, of_shards, of_own, sums), ahead
+        last = length - 1
+        if delayed:  # the first layer of backward finds nothing to reduce
+            carry, last = step(carry, last)[0], last - 1
+        (state, ahead), _ = lax.scan(step, carry, jnp.arange(last, depth - 1, -1))
         for i, full in zip(range(depth - 1, -1, -1), ahead, strict=True):
             if i == 0:
                 full, floats, wait = place.start(wait, full, state[0])
                 state = floats, *state[1:]
-            state = compute(i, state, full)
+            state, order = compute(i, state, full, order)
         floats, before, of_shards, of_own, sums = state
-        if delayed:
+        if before is not None:
             before, floats, order = place.reduce_after(wait, order, before, floats)
             scattered, order = place.reduced(order, wires.scatter(before))
             of_shards = _put(of_shards, 0, wires.finish(scattered, self._shards))
@@ -272,15 +280,6 @@ class _Backward:
         assert self._forward.pull is not None, "forward was traced"
         pull = self._forward.pull.together((full, own, self._shared), saved)
         return pull((floats, of_outs))
-
-    def _zeros(self, ahead: list) -> list:
-        """Gradients of no layer, which the first layer of backward finds waiting."""
-        full = ahead[0] if ahead else None
-        if full is None:
-            make = lambda kept: self._wires.gather_again(kept)
-            avals = jax.make_jaxpr(make)(_take(self._kept, 0)).out_avals
-            return [_empty(a, None) for a in avals]
-        return [_like(x) for x in full]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -330,7 +329,6 @@ def _like(x: jax.Array) -> jax.Array:
     return vary(jnp.zeros(x.shape, x.dtype), tuple(_compat.varying_axes(x)))
 
 
-def _empty(aval: Any, length: int | None) -> jax.Array:
-    """Zeros of a type, or rows of it."""
-    shape = aval.shape if length is None else (length, *aval.shape)
-    return vary(jnp.zeros(shape, aval.dtype), tuple(aval.manual_axis_type.varying))
+def _empty(aval: Any, length: int) -> jax.Array:
+    """Zeros: rows of a type."""
+    return vary(jnp.zeros((length, *aval.shape), aval.dtype), tuple(aval.manual_axis_type.varying))

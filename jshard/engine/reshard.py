@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jshard._mesh import data_axes
 from jshard._placement import Placement
 from jshard.engine.chain import Place, Token
-from jshard.engine.collectives import all_gather, all_reduce, gather_pieces, keep_piece, scatter, vary
+from jshard.engine.collectives import all_reduce, gather_pieces, gather_unit, keep_piece, scatter, scope, vary
 
 Compute = Callable[[list, list, list, list, Token | None], list]
 
@@ -47,24 +47,22 @@ def sharded(
         A function of (tokens, shards, others, inputs, rest) that returns the results and the tokens that came out.
     """
     axes = data_axes(mesh)
-    scope = f"jshard[{name}]"
 
     def begin(wait: Token | None, shards: list, inputs: list) -> tuple[list, list, Token | None]:
         shards, wait = place.gather_after(wait, [vary(x, axes) for x in shards])
-        full = [all_gather(x, p, mesh) for x, p in zip(shards, placements, strict=True)]
-        return place.start(wait, full, inputs)
+        return place.start(wait, gather_unit(shards, placements, mesh), inputs)
 
     @jax.custom_vjp
     def run(tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple[list, tuple]:
         wait, order = tokens
-        with jax.named_scope(scope):
+        with jax.named_scope(scope(name)):
             full, inputs, started = begin(wait, shards, inputs)
             outs, done = place.finish(started, compute(full, others, inputs, fixed, started))
         return outs, (started, done, order)
 
     def forward(tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple:
         wait, order = tokens
-        with jax.named_scope(scope):
+        with jax.named_scope(scope(name)):
             full, inputs, started = begin(wait, shards, inputs)
             step = saving.checkpoint(compute)
             call = lambda full, others, inputs: step(full, others, inputs, fixed, started)
@@ -79,7 +77,7 @@ def sharded(
     def backward(residuals: tuple, cotangents: tuple) -> tuple:
         shards, kept, saved, pull = residuals
         gradients, (started, done, order) = cotangents
-        with jax.named_scope(f"{scope}/backward"):
+        with jax.named_scope(f"{scope(name)}/backward"):
             wait = None if started is None else started + done
             if saving.reshard is not False:
                 kept = [vary(x, axes) for x in kept]
@@ -109,7 +107,7 @@ def _full_again(reshard: bool | int, kept: list, placements: list[Placement], me
     if reshard is False:
         return kept
     if reshard is True:
-        return [all_gather(x, p, mesh) for x, p in zip(kept, placements, strict=True)]
+        return gather_unit(kept, placements, mesh)
     return [gather_pieces(x, p, reshard) for x, p in zip(kept, placements, strict=True)]
 
 

@@ -87,7 +87,7 @@ class _Stack:
         self, layers: Any, method: str, x: Any, xs: Any, args: tuple, kwargs: dict[str, Any], *, collect: bool
     ) -> None:
         self.is_list = not isinstance(layers, nnx.Module) or isinstance(layers, (nnx.List, nnx.Sequential))
-        found = layers.layers if isinstance(layers, nnx.Sequential) else layers
+        found: Any = layers.layers if isinstance(layers, nnx.Sequential) else layers
         self.modules = list(found) if self.is_list else [layers]
         if not self.modules:
             raise CallError(
@@ -134,8 +134,20 @@ class _Stack:
     def run(self, module: nnx.Module, x: Any, own: Any) -> tuple[Any, Any]:
         """One layer as it stands: its carry and its output."""
         own = () if self.xs is None else (own,)
-        out = getattr(module, self.call.method.__name__)(x, *own, *self.args, **self.kwargs)
-        return out if self.collect else (out, None)
+        return self.parts(getattr(module, self.call.method.__name__)(x, *own, *self.args, **self.kwargs))
+
+    def parts(self, out: Any) -> tuple[Any, Any]:
+        """The carry and the output in what a layer returned."""
+        if not self.collect:
+            return out, None
+        if isinstance(out, tuple) and len(out) == 2:
+            return out
+        raise CallError(
+            "A layer gives no output to collect.",
+            where=f"scan_layers: {self.call.where}",
+            why=f"with collect=True it returns (x, output), and not {type(out).__name__}.",
+            do="js.scan_layers(layers, x)",
+        )
 
     def write_back(self, changes: Kept) -> None:
         """Carries changed state, with a row per layer, over to the layers."""
@@ -161,7 +173,9 @@ def _plain_scan(stack: _Stack) -> Any:
         params, state, own = rows
         live = call.put_together(params, state, call.arrays)
         before = Before.of(live)
+        before_x = x
         x, output = stack.run(live.module, x, own)
+        _check_carry(stack, before_x, x)
         changed[:] = before.changes(live, call.where)
         return x, (output, [raw(v) for _, v in changed])
 
@@ -204,7 +218,13 @@ class _Scan:
         self.carry = self._as_results(self.carry)
         self.kinds = [is_float(x) for x in self.own], [is_float(x) for x in self.carry], [*map(is_float, self.shared)]
         run = pipelined(
-            self._layer, self.placements, self.region.mesh, schedule=schedule, saving=saving, place=place, name=self.name
+            self._layer,
+            self.placements,
+            self.region.mesh,
+            schedule=schedule,
+            saving=saving,
+            place=place,
+            name=self.name,
         )
         groups = [_apart(x, k) for x, k in zip((self.own, self.carry, self.shared), self.kinds, strict=True)]
         (carry, outs), tokens = run(place.tokens, self.shards, *groups)
@@ -218,7 +238,10 @@ class _Scan:
         groups = [_together(x, k) for x, k in zip((own, carry, shared), self.kinds, strict=True)]
         outs = self._apply(full, *groups)
         width = len(self.carry)
-        self._check_carry(outs[:width])
+        x = self.body.result(outs)[0]
+        _check_carry(
+            self.stack, jax.tree.unflatten(jax.tree.structure(self.stack.x), self.carry), self.stack.parts(x)[0]
+        )
         self.of_outs = [is_float(x) for x in outs[width:]]
         return _apart(self._vary(outs[:width]), self.kinds[1]), _apart(outs[width:], self.of_outs)
 
@@ -242,22 +265,6 @@ class _Scan:
             return carry
         return [x.astype(o.dtype) if is_float(x) and is_float(o) else x for x, o in zip(carry, outs, strict=True)]
 
-    def _check_carry(self, outs: list) -> None:
-        tree = jax.tree.structure(self.body.out_tree.unflatten(range(self.body.out_tree.num_leaves)))
-        wanted = jax.tree.structure((self.stack.x, None) if self.stack.collect else self.stack.x)
-        got = tree.children()[0] if self.stack.collect and len(tree.children()) == 2 else tree
-        wanted = wanted.children()[0] if self.stack.collect else wanted
-        told = lambda xs: ", ".join(f"{x.dtype}{list(x.shape)}" for x in xs)
-        if got != wanted or [(x.shape, x.dtype) for x in outs] != [(x.shape, x.dtype) for x in self.carry]:
-            raise CallError(
-                "A layer changes the type of what goes from layer to layer.",
-                where=f"scan_layers: {self.body.call.where}",
-                why=f"in: {told(self.carry)} in {wanted}; out: {told(outs)} in {got}; a scan needs them equal.",
-                do="return x in its own dtype and shape"
-                + ("" if self.stack.collect else "; layers that return (x, output) need collect=True")
-                + ".",
-            )
-
     def _vary(self, arrays: list) -> list:
         is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         return [x if is_key(x) else vary(jnp.asarray(x), self.region.axes) for x in arrays]
@@ -279,6 +286,20 @@ def _arrays(tree: Any) -> Any:
 
 def _row(rows: Any, i: int) -> Any:
     return jax.tree.map(lambda x: x[i], rows)
+
+
+def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
+    """Raises unless a layer returned what it was given: the same structure, shapes and dtypes."""
+    told = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    given, got = told(_arrays(before)), told(_arrays(after))
+    if given == got:
+        return
+    raise CallError(
+        "A layer changes the type of what goes from layer to layer.",
+        where=f"scan_layers: {stack.call.where}",
+        why=f"it was given {given} and returned {got}; a scan needs them equal.",
+        do="return x in its own dtype and shape; layers that return (x, output) need collect=True.",
+    )
 
 
 def _check_equal(calls: list[Call]) -> None:

@@ -59,9 +59,7 @@ def _run_plainly(body: Body, unit: Unit, shards: list, placements: list[Placemen
         return body.finish(compute(full, body.others, body.inputs, body.fixed, None))
 
 
-def _run_in_place(
-    body: Body, unit: Unit, shards: list, placements: list[Placement], reshard: bool | int
-) -> Any:
+def _run_in_place(body: Body, unit: Unit, shards: list, placements: list[Placement], reshard: bool | int) -> Any:
     """Runs a unit at its place in the order of units, and notes it there."""
     region, prefetch = body.region, unit.policy.prefetch
     gathered_bytes = sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)

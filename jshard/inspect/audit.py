@@ -180,7 +180,8 @@ def audit(
         ProgramError: the program holds communication that is not understood, or none at all.
 
     Example:
-        >>> print(js.audit(jax.jit(step).lower(state, batch), model=model))
+        >>> lowered = nnx.jit(nnx.value_and_grad(loss_fn)).lower(model, x).lowered
+        >>> print(js.audit(lowered, model=model))
     """
     if isinstance(program, jax.stages.Lowered):
         program = program.compile()

@@ -129,8 +129,8 @@ def _headline(plan: ShardPlan) -> str:
 
 
 def _units_table(plan: ShardPlan) -> Table:
-    caption = "dtypes: stored, gathered, reduced. kept: of the gathered copy, until backward. x<n>: figures of one."
-    columns = "unit", "kind", "parameters>", "per device>", "gathered>", "dtypes", "kept", "remat"
+    caption = "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
+    columns = "unit", "kind", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead", "remat"
     table = made_table("Units: what is gathered together", *columns, caption=caption)
     for name, count, unit in folded_units(plan):
         leaves = plan.unit_leaves(unit.name)
@@ -143,6 +143,7 @@ def _units_table(plan: ShardPlan) -> Table:
             human_bytes(unit_bytes(plan, unit.name)),
             _dtypes(leaves),
             _kept(unit.reshard_after_forward),
+            unit.prefetch,
             unit.remat,
         )
     return table
@@ -175,15 +176,15 @@ def _leaves_table(plan: ShardPlan) -> Table:
 
 
 def _memory_table(held: Memory) -> Table:
-    caption = "A unit is gathered when it is called; the compiler may begin earlier and hold two."
-    table = made_table("Memory of one device", "", "bytes>", "", caption=caption)
+    table = made_table("Memory of one device", "", "bytes>", "")
     add_row(table, "parameters", human_bytes(held.parameters_bytes), "plan")
     add_row(table, f"optimizer state ({held.optimizer})", human_bytes(held.optimizer_bytes), "plan")
     add_row(table, "held between steps", human_bytes(held.held_bytes), "plan", style="bold", end_section=True)
     add_row(table, "gradients", human_bytes(held.gradients_bytes), "plan")
     add_row(table, "gathered copies kept until backward", human_bytes(held.kept_bytes), "estimate")
     unit = f" ({held.largest_unit})" if held.largest_unit else ""
-    add_row(table, f"largest gathered unit{unit}", human_bytes(held.largest_unit_bytes), "estimate: one at a time")
+    add_row(table, f"largest gathered unit{unit}", human_bytes(held.largest_unit_bytes), "estimate: one computes")
+    add_row(table, "gathered ahead of its use", human_bytes(held.prefetched_bytes), "estimate: by prefetch")
     add_row(table, "largest gradient of a unit, not yet reduced", human_bytes(held.largest_gradient_bytes), "estimate")
     known = held.activations_bytes is not None
     amount = human_bytes(held.activations_bytes or 0) if known else "not estimated"

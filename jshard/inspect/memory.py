@@ -31,6 +31,8 @@ class Memory:
             do not reshard, or of which a part is kept.
         largest_unit: the unit with the largest gathered copy, of those that come and go.
         largest_unit_bytes: that copy.
+        prefetched_bytes: the most that is gathered ahead of its use meanwhile; without a bound on it, of the units
+            that leave the order to the compiler, nothing.
         largest_gradient_bytes: the largest gradient of one unit before it is reduced.
         activations_bytes: what autodiff saves for backward; None if it was not estimated.
     """
@@ -42,6 +44,7 @@ class Memory:
     kept_bytes: int
     largest_unit: str
     largest_unit_bytes: int
+    prefetched_bytes: int
     largest_gradient_bytes: int
     activations_bytes: int | None = None
 
@@ -53,7 +56,7 @@ class Memory:
     @property
     def step_bytes(self) -> int:
         """What a device holds at the height of a step, as far as it is estimated."""
-        passing = self.kept_bytes + self.largest_unit_bytes + self.largest_gradient_bytes
+        passing = self.kept_bytes + self.largest_unit_bytes + self.prefetched_bytes + self.largest_gradient_bytes
         return self.held_bytes + self.gradients_bytes + passing + (self.activations_bytes or 0)
 
 
@@ -84,9 +87,30 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None, activations_bytes: int 
         kept_bytes=kept,
         largest_unit=largest,
         largest_unit_bytes=passing[largest],
+        prefetched_bytes=_prefetched_bytes(plan, passing),
         largest_gradient_bytes=max(_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units),
         activations_bytes=activations_bytes,
     )
+
+
+def _prefetched_bytes(plan: ShardPlan, passing: dict[str, int]) -> int:
+    """The most that is gathered ahead: of each unit those after it, in the order of the tree, or its own layers."""
+    units = [unit for unit in plan.units if unit.name in passing]
+    most = 0
+    for at, unit in enumerate(units):
+        size = passing[unit.name]
+        layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
+        count, _, is_budget = unit.prefetch.partition(" ")
+        if unit.prefetch == "compiler":
+            continue
+        if is_budget:
+            most = max(most, min(int(count), sum(passing.values())))
+        elif layers > 1:
+            most = max(most, min(int(count), layers - 1) * size)
+        else:
+            before = units[max(0, at - int(count)) : at]
+            most = max(most, sum(passing[u.name] for u in before[1:]) + size if before else 0)
+    return most
 
 
 def copy_bytes(placement: Placement) -> int:

@@ -19,6 +19,7 @@ from jshard.checkpoint import Checkpointer
 from jshard.train import Loader, load_model_file, read_metrics
 from jshard.train.settings.overrides import override
 from jshard.train.state import restore
+from tests.compiling import XLA_FLAGS
 
 MODEL = Path(__file__).with_name("spied_model.py")
 STEPS = 12
@@ -36,7 +37,7 @@ class Command:
         # Every command compiles the same programs, and their speed does not matter.
         clean |= {"SPY_FOLDER": str(self.spy), "JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
         clean |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}
-        clean |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
+        clean |= {"XLA_FLAGS": XLA_FLAGS}
         settings = [f"--set={key}" for key in ("checkpoint_every=4", "eval_every=6", "model.dropout=0.1")]
         arguments = ["train", str(MODEL), "--out", str(self.out), "--steps", str(STEPS), "--track", *settings, *options]
         self.process = subprocess.Popen(

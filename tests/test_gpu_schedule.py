@@ -1,0 +1,150 @@
+"""What the GPU compiler makes of the schedules: every collective of a loop beside matrix products, memory as planned.
+
+The real compiler of XLA:GPU, for a cluster that is not there: it needs the extra `plan-gpu`, and no GPU.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
+
+import jshard as js
+from jshard._errors import MissingExtraError
+from jshard._mesh import batch_sharding
+from jshard._optimizer import abstract_optimizer
+from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
+from jshard.inspect.audit import Audit, audit
+from jshard.train.step import lower_step
+from tests.helpers import Config, Decoder
+
+
+def missing() -> str:
+    try:
+        require_compiler("gpu")
+    except MissingExtraError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing().replace("\n", " ") or "the compiler is here")
+
+
+class Scanning(Decoder):
+    """The decoder, with `scan_layers` in the place of its loop."""
+
+    prefetch: int | str = 1
+    delay: bool | None = None
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = js.scan_layers(self.blocks, self.embed(ids), prefetch=self.prefetch, delay_reduce=self.delay)
+        return self.head(self.norm(x))
+
+
+LARGE = Config(layers=6, width=2048, hidden=8192, heads=16, vocab=512, tied=False)
+LARGE_BYTES = 2**20
+UNIT_BYTES = 2 * (2048 * (4 * 2048 + 2 * 8192) + 8192 + 2048)  # of a block, in bfloat16, without what is replicated
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_stored_programs():
+    """A compiler without devices cannot load a program that the tests' cache has kept."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+@functools.cache
+def compiled(
+    *,
+    scan: bool = False,
+    ahead: int | str | None = 1,
+    delay: bool | None = None,
+    loop: bool = False,
+    profile: str | None = "fastest",
+) -> Audit:
+    """A training step on 64 GPUs, 8 in each host; one sequence of 1024 tokens on each."""
+    config = dataclasses.replace(LARGE, scanned=loop)
+    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
+    policy = js.MixedPrecision(param="bfloat16", reduce="float32", output="float32" if loop else None)
+
+    def build() -> Decoder:
+        model = (Scanning if scan else Decoder)(config, nnx.Rngs(0))
+        if scan:
+            model.prefetch, model.delay = ahead, delay
+        return model
+
+    def annotate(model: Decoder) -> None:
+        for unit in [model.blocks] if loop else model.blocks:
+            js.fully_shard(
+                unit, mesh=mesh, mixed_precision=policy, remat="full", prefetch=ahead, stacked=1 if loop else 0
+            )
+        js.fully_shard(model.head, mesh=mesh, mixed_precision=policy, reshard_after_forward=False)
+        js.fully_shard(model, mesh=mesh, mixed_precision=policy)
+
+    model = js.abstract_init(build, annotate)
+    shape = jax.ShapeDtypeStruct((64, 1024), jnp.int32, sharding=batch_sharding(mesh))
+    lowered = lower_step(loss_fn, model, abstract_optimizer(model, optax.adamw(1e-3)), (shape, shape))
+    return audit(lowered.compile(compiler_options=js.compiler_options(profile, platform="gpu")), model=model)
+
+
+def loss_fn(model: Decoder, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+    logits = model(batch[0]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch[1]).mean()
+
+
+def amounts(found: Audit) -> tuple[float, float, float]:
+    return tuple(found.amount(kind) for kind in ("all-gather", "reduce-scatter", "all-reduce"))
+
+
+def test_in_the_scan_every_large_collective_has_a_matrix_product_beside_it():
+    found = compiled(scan=True)
+    assert len([w for w in found.schedule.in_loops if w.full_bytes > LARGE_BYTES]) >= 2 * (4 + 4 + 1) - 4
+    assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
+    gathers, reduces, all_reduces = amounts(found)
+    assert gathers == pytest.approx(2.0, abs=0.02)
+    assert reduces == pytest.approx(1.0, abs=0.01)
+    assert all_reduces < 0.001
+    assert found.ok, found.differences
+
+
+def test_the_check_notices_collectives_that_lose_their_overlap():
+    assert compiled(scan=True, ahead=0).not_overlapped(at_least_bytes=LARGE_BYTES)
+    assert compiled(loop=True).not_overlapped(at_least_bytes=LARGE_BYTES)  # the model's own nnx.scan
+
+
+def bytes_of(window: Any) -> int:
+    return window.full_bytes * window.executions
+
+
+def overlapped(found: Audit) -> float:
+    """Part of the bytes of large collectives that have matrix products beside them."""
+    large = [w for w in found.schedule.windows if w.full_bytes > LARGE_BYTES]
+    return sum(bytes_of(w) for w in large if w.is_overlapped) / sum(map(bytes_of, large))
+
+
+def test_unrolled_the_chain_overlaps_and_bounds_memory():
+    chain, free = compiled(), compiled(ahead=None)
+    assert overlapped(chain) > 0.85
+    assert overlapped(free) < 0.5
+    gathers, reduces, _ = amounts(chain)
+    assert gathers == pytest.approx(2.0, abs=0.02)  # re-gathers are not merged with the gathers of forward
+    assert reduces == pytest.approx(1.0, abs=0.01)
+    scatters = [w for w in chain.schedule.windows if w.kind == "reduce-scatter" and w.full_bytes > LARGE_BYTES]
+    assert len(scatters) >= LARGE.layers  # one for each unit, and not one for all at the end
+    assert chain.memory.peak_bytes < free.memory.peak_bytes / 2
+
+
+@pytest.mark.parametrize("settings", [{"scan": True, "delay": False}, {}], ids=["scan", "chain"])
+def test_each_unit_ahead_adds_one_unit_at_most(settings):
+    peaks = [compiled(ahead=n, profile=None, **settings).memory.peak_bytes / UNIT_BYTES for n in (0, 1, 2)]
+    assert peaks[0] < peaks[1] < peaks[2]
+    assert max(peaks[1] - peaks[0], peaks[2] - peaks[1]) < 1.05
