@@ -129,7 +129,9 @@ def _headline(plan: ShardPlan) -> str:
 
 
 def _units_table(plan: ShardPlan) -> Table:
-    caption = "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
+    caption = (
+        "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
+    )
     columns = "unit", "kind", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead", "remat"
     table = made_table("Units: what is gathered together", *columns, caption=caption)
     for name, count, unit in folded_units(plan):
