@@ -96,6 +96,10 @@ def shard(module, **settings):
     return js.fully_shard(module, **{"mesh": js.mesh(), **settings})
 
 
+def scan_stacked(x=X, **settings):
+    return js.scan_layers(Stack(nnx.Rngs(0)).layers, x, **settings)
+
+
 def pair(**settings) -> Pair:
     return shard(Pair(nnx.Rngs(0)), **settings)
 
@@ -224,6 +228,14 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: no submodule": lambda: shard(linear(), units=nnx.Conv),
     "fully_shard: group that does not divide": lambda: shard(linear(), reshard_after_forward=3),
     "fully_shard: remat": lambda: shard(linear(), remat="all"),
+    "fully_shard: prefetch": lambda: shard(linear(), prefetch="some"),
+    "scan_layers: none": lambda: js.scan_layers([], X),
+    "scan_layers: not equal": lambda: js.scan_layers([linear(), nnx.Linear(64, 12, rngs=nnx.Rngs(0))], X),
+    "scan_layers: tied": lambda: js.scan_layers([linear()] * 2, X),
+    "scan_layers: rngs": lambda: js.scan_layers([linear(), linear()], X, nnx.Rngs(0)),
+    "scan_layers: rows": lambda: scan_stacked(xs=np.zeros((3, 2))),
+    "scan_layers: another type": lambda: scan_stacked(x=np.zeros((16, 64), np.int32)),
+    "scan_layers: no output": lambda: scan_stacked(collect=True),
     "fully_shard: outputs": lambda: shard(linear(), outputs="max"),
     "fully_shard: shard_dim": lambda: shard(nnx.Linear(64, 12, rngs=nnx.Rngs(0)), shard_dim=-1),
     "fully_shard: shard_dim of several": lambda: shard(linear(), shard_dim=lambda path, shape: 2),

@@ -66,6 +66,8 @@ def test_a_compiled_program_is_counted():
         ("[4,2]<=[2,4]T(1,0)", (0, 4)),
         ("mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
         ("mesh['a'=2,'b'=4] {'a'}", (0, 4)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}", (0, 1, 2, 3)),
+        ("mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}", (0, 4)),
     ],
 )
 def test_groups_in_every_notation(groups: str, group: tuple[int, ...]):

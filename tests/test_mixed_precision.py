@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import Config, builder, loss_fn, sharded, token_batch
+from tests.helpers import Config, abstract, builder, loss_fn, sharded, token_batch
 from tests.parity import Trained, flat
 
 CONFIG = Config()
@@ -169,7 +169,7 @@ def on_the_wire(model: nnx.Module) -> dict[str, dict[str, int]]:
 )
 @pytest.mark.parametrize("name", MESHES)
 def test_dtypes_of_the_collectives(name, precision, gathered, reduced):
-    model = sharded(CONFIG, js.mesh(**MESHES[name]), mixed_precision=precision)
+    model = abstract(CONFIG, js.mesh(**MESHES[name]), mixed_precision=precision)
     found = on_the_wire(model)
     assert found["all_gather"].keys() == {gathered}
     assert found["reduce_scatter"].keys() == {reduced}

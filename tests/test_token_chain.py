@@ -6,6 +6,7 @@ the dependencies are read after the same pruning.
 
 import collections
 import dataclasses
+import functools
 import re
 from typing import Any
 
@@ -209,19 +210,24 @@ class Nested(nnx.Module):
         return (x @ self.scale[...]) @ self.scale[...].T
 
 
+def mixed_loss(model: Mixed, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).mean()
+
+
+@functools.cache
+def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """A batch, and the gradients on one device."""
+    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
+    return x, flat(nnx.jit(nnx.grad(mixed_loss))(Mixed(nnx.Rngs(0)), x))
+
+
 @pytest.mark.parametrize("prefetch", [0, 1, 3, "5KB", None])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_gradients_of_units_of_all_kinds(prefetch, remat):
-    x = np.random.default_rng(0).normal(size=(16, 32)).astype(np.float32)
-    loss = lambda model, x: (model(x) ** 2).mean()
-    expected = flat(nnx.jit(nnx.grad(loss))(Mixed(nnx.Rngs(0)), x))
-    mesh = js.mesh(replica=2, fsdp=4)
-
-    def annotate(model: Mixed) -> None:
-        js.fully_shard(model, units=[nnx.Linear, Nested], mesh=mesh, prefetch=prefetch, remat=remat, min_size=1)
-
-    model = js.shard_init(lambda: Mixed(nnx.Rngs(0)), annotate)
-    found = flat(nnx.jit(nnx.grad(loss))(model, x))
+    x, expected = mixed_gradients()
+    model, mesh = Mixed(nnx.Rngs(0)), js.mesh(replica=2, fsdp=4)
+    js.fully_shard(model, units=[nnx.Linear, Nested], mesh=mesh, prefetch=prefetch, remat=remat, min_size=1)
+    found = flat(nnx.jit(nnx.grad(mixed_loss))(model, x))
     assert max(worst(found[k], expected[k]) for k in expected) <= GRADIENT_TOLERANCE
 
 

@@ -221,8 +221,14 @@ def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int
         shape, source, order = (_ints(g) for g in found.groups())
         ids = np.arange(math.prod(source)).reshape(source)
         return tuple(ids.transpose(order or None).reshape(shape)[0].tolist())
-    if found := re.search(r"replica_groups=mesh\[([^\]]*)\]\s*\{([^}]*)\}", rest):
-        return _mesh_group(instruction, *found.groups())
+    ids = r"(?:,\s*device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids}\s*\{{([^}}]*)\}}", rest):
+        sizes, source, order, axes = found.groups()
+        group = _mesh_group(instruction, sizes, axes)
+        if source is None:
+            return group
+        devices = np.arange(math.prod(_ints(source))).reshape(_ints(source)).transpose(_ints(order) or None)
+        return tuple(devices.reshape(-1)[list(group)].tolist())
     raise cannot(instruction.text, "its groups of devices are written in an unknown way.")
 
 
