@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-
 from jshard.cluster.assumptions import Assumptions
-from jshard.cluster.estimate import EstimateRange, estimate
+from jshard.cluster.estimate import EstimateRange, estimate_range
 from jshard.cluster.topology import Topology
 from jshard.inspect.schedule import Schedule
 
@@ -49,12 +46,7 @@ def estimate_on(schedule: Schedule, topology: Topology) -> EstimateRange:
     """
     base = assumptions_of(topology)
     name, rates = binding_link(topology)
-    stated = estimate(schedule, base)
-    corners = [
-        estimate(schedule, dataclasses.replace(base, **{name: rate}, matmul_efficiency=efficiency))
-        for rate, efficiency in itertools.product(rates, EFFICIENCY)
-    ]
-    return EstimateRange(stated, (stated, *corners))
+    return estimate_range(schedule, base, ranges={name: rates, "matmul_efficiency": EFFICIENCY})
 
 
 def binding_link(topology: Topology) -> tuple[str, tuple[float, float]]:
