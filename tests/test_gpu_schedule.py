@@ -107,6 +107,7 @@ def amounts(found: Audit) -> tuple[float, float, float]:
 
 def test_in_the_scan_every_large_collective_has_a_matrix_product_beside_it():
     found = compiled(scan=True)
+    # Four gathers in forward and four in backward, a reduction, each twice as loops are double-buffered, some merged.
     assert len([w for w in found.schedule.in_loops if w.full_bytes > LARGE_BYTES]) >= 2 * (4 + 4 + 1) - 4
     assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
     gathers, reduces, all_reduces = amounts(found)

@@ -188,7 +188,7 @@ class _Scan:
     """A stack of units inside the region: gathers ahead of their use."""
 
     def __init__(self, stack: _Stack, region: Region, unit: Unit, mine: dict[int, Member]) -> None:
-        self.stack, self.region, self.unit, self.mine = stack, region, unit, mine
+        self.stack, self.region, self.unit = stack, region, unit
         name = region.names.get(id(stack.first), plain_class(stack.first).__name__)
         self.name = name.rpartition("/")[0] + "/*" if stack.is_list and "/" in name else name
         inner = dataclasses.replace(region, unit=self.name)
@@ -197,9 +197,8 @@ class _Scan:
         params, state = stack.rows
         self.shards = [params[i] for i in mine]
         others = [x for i, x in enumerate(params) if i not in mine]
-        mine_of = stack.call.positions()
         is_own = lambda position: stack.xs is not None and position == 1
-        self.places = ["carry" if p == 0 else "own" if is_own(p) else "shared" for p in mine_of]
+        self.places = ["carry" if p == 0 else "own" if is_own(p) else "shared" for p in stack.call.positions()]
         pick = lambda group: [x for x, g in zip(stack.call.arrays, self.places, strict=True) if g == group]
         own, self.own_tree = jax.tree.flatten((others, state, jax.tree.leaves(stack.xs)))
         count = len(jax.tree.leaves(stack.xs))
