@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -25,12 +26,14 @@ from jshard._optimizer import abstract_optimizer
 from jshard.cluster.compile import ERROR, PROGRAM, RESULT, CompileError, CompileRequest, TooLargeError, as_json
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices
+from jshard.engine.context import plain_flax
 from jshard.inspect.audit import CompiledMemory
 from jshard.train.folder.as_json import versions
 from jshard.train.metrics.mfu import dense_flops
 from jshard.train.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
+from jshard.train.settings.units import with_units
 from jshard.train.state import batch_like
 from jshard.train.step import lower_step
 
@@ -54,14 +57,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _result(request: CompileRequest, folder: Path) -> dict[str, Any]:
-    model_file = load_model_file(request.model)
+    model_file = with_units(load_model_file(request.model), request.units)
     recipe = override(model_file.recipe(request.recipe)[1], request.settings)
     topology = parse_topology(request.topology)
     mesh = js.mesh(**request.mesh, devices=topology_devices(topology))
     assert isinstance(mesh, Mesh)  # it was given devices
     start_s = time.perf_counter()
     try:
-        model, lowered = lowered_step(model_file, recipe, mesh)
+        with plain_flax() if request.plain_flax else contextlib.nullcontext():
+            model, lowered = lowered_step(model_file, recipe, mesh, shard_replicated=request.shard_replicated)
     except FourPartError:
         raise
     except ValueError as error:
@@ -93,19 +97,22 @@ def _result(request: CompileRequest, folder: Path) -> dict[str, Any]:
     }
 
 
-def lowered_step(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, jax.stages.Lowered]:
+def lowered_step(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, *, shard_replicated: bool = False
+) -> tuple[nnx.Module, jax.stages.Lowered]:
     """The step of a recipe on a mesh, lowered, and its model. Both are without arrays.
 
     Args:
         model_file: the model, its annotation and its loss.
         recipe: what to train.
         mesh: the devices; they need not exist.
+        shard_replicated: as in `js.shard_optimizer`.
     """
     model = js.abstract_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
     )
-    optimizer = abstract_optimizer(model, recipe.optimizer())
+    optimizer = abstract_optimizer(model, recipe.optimizer(), shard_replicated=shard_replicated)
     if model_file.data is None:
         shape = (recipe.batch_size, recipe.sequence_length)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))

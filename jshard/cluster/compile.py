@@ -39,6 +39,9 @@ class CompileRequest:
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
         overrides: likewise.
+        units: other settings of the units than the annotation's, as `jshard._revise.revise` takes them.
+        shard_replicated: as in `js.shard_optimizer`.
+        plain_flax: the model in global view, where the compiler places the communication.
     """
 
     model: str
@@ -48,6 +51,9 @@ class CompileRequest:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     profile: str | None = None
     overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shard_replicated: bool = False
+    plain_flax: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

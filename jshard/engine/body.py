@@ -25,9 +25,10 @@ class Body:
         others: parameters of other units, and state, as far as they have gradients.
         inputs: the arguments that have gradients.
         fixed: what has none.
+        region: the sharded region it runs in; None in global view.
     """
 
-    def __init__(self, call: Call, mine: tuple[int, ...], precision: MixedPrecision, region: Region) -> None:
+    def __init__(self, call: Call, mine: tuple[int, ...], precision: MixedPrecision, region: Region | None) -> None:
         self.call, self.mine, self.precision, self.region = call, mine, precision, region
         params, state, arrays = call.values()
         others, self._others_tree = jax.tree.flatten(([x for i, x in enumerate(params) if i not in mine], state))
@@ -52,14 +53,14 @@ class Body:
         leaves = [next(other_it if f else fixed_it) for f in of_others]
         arrays = [next(input_it if f else fixed_it) for f in of_arrays]
         others, state = jax.tree.unflatten(self._others_tree, leaves)
-        return self.apply(full, others, state, arrays, chain or Chain(self.region.axes, started))
+        axes = () if self.region is None else self.region.axes
+        return self.apply(full, others, state, arrays, chain or Chain(axes, started))
 
     def apply(self, full: list, others: list, state: list, arrays: list, chain: Chain) -> list:
         """The same from the unit's own parameters, those of others, the state and the arguments."""
         live = self._live(full, others, state, arrays)
         before = Before.of(live)
-        region = dataclasses.replace(self.region, chain=chain, names=_names(live.module, self.region.unit))
-        with region_scope(region), _loops_explained(self.call.where):
+        with region_scope(self._inner_region(live, chain)), _loops_explained(self.call.where):
             out = self.call.method(live.module, *live.args, **live.kwargs)
         self.changes = before.changes(live, self.call.where)
         leaves, self.out_tree = jax.tree.flatten(out)
@@ -67,6 +68,12 @@ class Body:
         self._dynamic = [is_array(x) for x in leaves]
         values, self._state_tree = jax.tree.flatten([raw(v) for _, v in self.changes])
         return [*self._cast([x for x in leaves if is_array(x)], self.precision.output), *values]
+
+    def _inner_region(self, live: Live, chain: Chain) -> Region | None:
+        """The region as the units inside see it."""
+        if self.region is None:
+            return None
+        return dataclasses.replace(self.region, chain=chain, names=_names(live.module, self.region.unit))
 
     def result(self, outs: list) -> tuple[Any, Kept]:
         """What the method returned, and the state that it changed, from the arrays that `compute` returned."""

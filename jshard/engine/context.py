@@ -38,7 +38,7 @@ class Region:
 _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
 _copies: contextvars.ContextVar[Mapping[int, Any] | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
-_global_view = jax.make_user_context(default_value=False)
+_global_view = jax.make_user_context(default_value="")
 
 
 def current_region() -> Region | None:
@@ -91,6 +91,11 @@ def in_global_view() -> bool:
     return bool(_global_view.value)
 
 
+def in_plain_flax() -> bool:
+    """Whether annotated modules run as plain ones that follow their unit's dtypes and remat policy."""
+    return _global_view.value == "flax"
+
+
 @contextlib.contextmanager
 def global_view() -> Iterator[None]:
     """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
@@ -103,5 +108,16 @@ def global_view() -> Iterator[None]:
         >>> with js.global_view():
         ...     logits = model(x[:1])
     """
-    with _global_view(True):
+    with _global_view("plain"):
+        yield
+
+
+@contextlib.contextmanager
+def plain_flax() -> Iterator[None]:
+    """Global view as a Flax user would write the model; what jshard is compared with.
+
+    Parameters are cast to the dtype of computation, blocks run under `jax.checkpoint`, and the compiler places the
+    communication.
+    """
+    with _global_view("flax"):
         yield

@@ -8,15 +8,17 @@ from flax import nnx
 from jshard import _compat
 from jshard._errors import CallError
 from jshard._nnx import plain_class, unit_of
-from jshard.engine.context import current_region, in_global_view
+from jshard.engine.context import current_region, in_global_view, in_plain_flax
 from jshard.engine.island import open_region
-from jshard.engine.unit import run_unit
+from jshard.engine.unit import run_as_flax, run_unit
 
 
 def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Runs a method of a unit: as the region itself, as a unit inside it, or plainly in global view."""
     unit = unit_of(module)
     assert unit is not None
+    if in_plain_flax():
+        return run_as_flax(module, unit, method, args, kwargs)
     if in_global_view():
         return method(module, *args, **kwargs)
     region = current_region()

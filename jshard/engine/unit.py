@@ -40,28 +40,40 @@ def run_unit(
         raise _annotated_late(call)
     mine = {} if region.gathered else gathered_here(call, unit, outermost)
     name = dotted(()) if outermost else region.names.get(id(module), plain_class(module).__name__)
-    body = Body(call, tuple(mine), unit.policy.mixed_precision, dataclasses.replace(region, unit=name))
+    region = dataclasses.replace(region, unit=name)
+    body = Body(call, tuple(mine), unit.policy.mixed_precision, region)
     placements = [member.placement for member in mine.values()]
     shards = [raw(call.params[i][1]) for i in mine]
     is_sharded = any(p.dim is not None for p in placements)
     reshard = resharded(unit, is_root=outermost) if is_sharded else False
     if not is_sharded or (outermost and reshard is False):
-        return _run_plainly(body, unit, shards, placements)
-    return _run_in_place(body, unit, shards, placements, reshard)
+        return _run_plainly(body, region, unit, shards, placements)
+    return _run_in_place(body, region, unit, shards, placements, reshard)
 
 
-def _run_plainly(body: Body, unit: Unit, shards: list, placements: list[Placement]) -> Any:
+def run_as_flax(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict) -> Any:
+    """Calls a method of a unit's module in global view, as plain Flax would: cast, and under `jax.checkpoint`."""
+    call = Call(module, method, args, kwargs)
+    mine = gathered_here(call, unit, not unit.nested)
+    body = Body(call, tuple(mine), unit.policy.mixed_precision, None)
+    values = [raw(call.params[i][1]).astype(member.placement.gathered_dtype) for i, member in mine.items()]
+    compute = checkpointed(body.compute, unit, kept=True)
+    return body.finish(compute(values, body.others, body.inputs, body.fixed, None))
+
+
+def _run_plainly(body: Body, region: Region, unit: Unit, shards: list, placements: list[Placement]) -> Any:
     """Gathers at once and keeps the copies: the root, whose parameters are needed first and last."""
-    region = body.region
     with jax.named_scope(scope(region.unit)):
         full = [gather(x, p, region.mesh, region.unit) for x, p in zip(shards, placements, strict=True)]
         compute = checkpointed(functools.partial(body.compute, chain=region.chain), unit, kept=True)
         return body.finish(compute(full, body.others, body.inputs, body.fixed, None))
 
 
-def _run_in_place(body: Body, unit: Unit, shards: list, placements: list[Placement], reshard: bool | int) -> Any:
+def _run_in_place(
+    body: Body, region: Region, unit: Unit, shards: list, placements: list[Placement], reshard: bool | int
+) -> Any:
     """Runs a unit at its place in the order of units, and notes it there."""
-    region, prefetch = body.region, unit.policy.prefetch
+    prefetch = unit.policy.prefetch
     gathered_bytes = sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)
     place = Place(region.axes) if prefetch is None else region.chain.here().next(gathered_bytes, prefetch)
     saving = Saving(reshard, lambda compute: checkpointed(compute, unit, kept=reshard is False))

@@ -1,0 +1,85 @@
+"""Other settings for the units of an annotated model: ways to train it are tried without touching its file."""
+
+import collections
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from flax import nnx
+
+from jshard import _annotation_checks as checks
+from jshard._errors import AnnotationError
+from jshard._nnx import Unit, attach, nested_units, occurrences, plain_class, unit_of
+from jshard._plan import root_forgotten
+from jshard._policies import Prefetch, UnitPolicy, check_remat
+from jshard.engine.route import route
+
+SETTINGS = ("reshard_after_forward", "remat", "prefetch")
+"""What `revise` changes; each as in `js.fully_shard`."""
+
+
+def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
+    """Changes settings of an annotated model's units, in place. Where the parameters lie stays as it is.
+
+    `prefetch`, and a `reshard_after_forward` of False, go to every unit inside the root. Other values of
+    `reshard_after_forward`, and `remat`, go to the layers only: units that the model has several of, or stacks of
+    them; to all innermost units where nothing comes twice. A head or an encoder's wrapper keeps what it was given.
+
+    Args:
+        model: the root, annotated.
+        settings: new values, by name (`SETTINGS`).
+
+    Raises:
+        AnnotationError: there is no such setting, or not with such a value.
+    """
+    unknown = [name for name in settings if name not in SETTINGS]
+    if unknown:
+        raise AnnotationError(
+            "There is no such setting of a unit to change.",
+            where=[f"{name}={settings[name]!r}" for name in unknown],
+            why=f"the settings are {', '.join(SETTINGS)}.",
+            do='revise(model, {"remat": "full"})',
+        )
+    root = unit_of(model)
+    if root is None:
+        raise root_forgotten(model)
+    if "remat" in settings:
+        check_remat(settings["remat"])
+    if "reshard_after_forward" in settings:
+        checks.check_reshard(settings["reshard_after_forward"], root.mesh)
+    values = dict(settings)
+    if "prefetch" in values:
+        values["prefetch"] = Prefetch.parse(values["prefetch"])
+    layers = {id(module) for module in _layers(model)}
+    for path, module in nested_units(model):
+        unit = unit_of(module)
+        assert unit is not None
+        if path:
+            mine = {k: v for k, v in values.items() if id(module) in layers or _is_for_all(k, v)}
+            attach(module, _with(unit, mine), route)
+
+
+def _is_for_all(name: str, value: Any) -> bool:
+    return name == "prefetch" or (name == "reshard_after_forward" and value is False)
+
+
+def _with(unit: Unit, values: Mapping[str, Any]) -> Unit:
+    policy: UnitPolicy = dataclasses.replace(unit.policy, **values)
+    return dataclasses.replace(unit, policy=policy)
+
+
+def _layers(model: nnx.Module) -> list[nnx.Module]:
+    """The units that repeat: innermost ones of a class that comes several times, or stacked."""
+    inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
+    count = collections.Counter(map(plain_class, inner))
+    repeated = [module for module in inner if count[plain_class(module)] > 1 or _is_stacked(module)]
+    return repeated or inner
+
+
+def _is_innermost(module: nnx.Module) -> bool:
+    return all(not path for path, _ in nested_units(module)) and any(True for _ in occurrences(module))
+
+
+def _is_stacked(module: nnx.Module) -> bool:
+    unit = unit_of(module)
+    return unit is not None and any(member.placement.layers > 1 for member in unit.members)
