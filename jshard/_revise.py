@@ -50,7 +50,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     values = dict(settings)
     if "prefetch" in values:
         values["prefetch"] = Prefetch.parse(values["prefetch"])
-    layers = {id(module) for module in _layers(model)}
+    layers = set(map(id, repeated_layers(model)))
     for path, module in nested_units(model):
         unit = unit_of(module)
         assert unit is not None
@@ -68,18 +68,20 @@ def _with(unit: Unit, values: Mapping[str, Any]) -> Unit:
     return dataclasses.replace(unit, policy=policy)
 
 
-def _layers(model: nnx.Module) -> list[nnx.Module]:
-    """The units that repeat: innermost ones of a class that comes several times, or stacked."""
+def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
+    """The units that repeat, and how many layers each holds: innermost ones that come several times, or stacks."""
     inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
     count = collections.Counter(map(plain_class, inner))
-    repeated = [module for module in inner if count[plain_class(module)] > 1 or _is_stacked(module)]
-    return repeated or inner
+    repeated = [module for module in inner if count[plain_class(module)] > 1 or _depth(module) > 1]
+    return {module: _depth(module) for module in repeated or inner}
 
 
 def _is_innermost(module: nnx.Module) -> bool:
     return all(not path for path, _ in nested_units(module)) and any(True for _ in occurrences(module))
 
 
-def _is_stacked(module: nnx.Module) -> bool:
+def _depth(module: nnx.Module) -> int:
+    """Layers that are stacked in a unit's parameters."""
     unit = unit_of(module)
-    return unit is not None and any(member.placement.layers > 1 for member in unit.members)
+    assert unit is not None
+    return max((member.placement.layers for member in unit.members), default=1)

@@ -13,16 +13,19 @@ import tyro
 from jshard._errors import ShardingError
 from jshard.cli._config import config_json
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
+from jshard.cli._steps_option import parse_steps
 from jshard.train import launch
 from jshard.train.folder.run_folder import RunFolder
 from jshard.train.metrics.services import available
 from jshard.train.model_file import ModelFile, load_model_file
+from jshard.train.profile import check_profile
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.recipe_check import check_recipe
+from jshard.train.settings.units import parse_units, with_units
 
 _RUNS = Path("runs")
-_WHAT = ("recipe", "set", "steps", "seed", "data", "tokenizer")  # options that a resumed run takes over
+_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer")  # options that a resumed run takes over
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 
@@ -42,6 +45,9 @@ class TrainArgs:
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
     """Another value for the recipe, as often as needed: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
     shows the keys."""
+    unit: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another setting for the units than the annotation's: --unit remat=full --unit prefetch=2
+    --unit reshard_after_forward=false."""
     steps: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """Optimizer steps, instead of the recipe's."""
     seed: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
@@ -62,6 +68,9 @@ class TrainArgs:
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
     """Tokens that the model writes at the end; 0 for none."""
+    profile: Annotated[str, tyro.conf.arg(metavar="A:B")] = ""
+    """Profile the steps after step A, up to step B, into the run's folder: 10:15 for steps 11 to 15. Read it with
+    `jshard trace`."""
     processes: Annotated[int, tyro.conf.arg(metavar="N")] = 1
     """Run as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
     init_timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = launch.Deadlines.init_s
@@ -85,6 +94,7 @@ class Request:
     recipe: Recipe
     sizes: Mapping[str, int]
     out: Path | None  # None for a new folder of the usual name
+    profile: range | None = None  # steps to profile
 
     @property
     def track(self) -> tuple[str, ...]:
@@ -139,7 +149,11 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
     given = {key: getattr(args, option) for option, key in _KEYS.items()}
     recipe = override(recipe, [*args.set, *(f"{key}={value}" for key, value in given.items() if value is not None)])
     check_recipe(recipe)
-    return Request(args, argv, model_file, name, recipe, parse_mesh(args.mesh), out)
+    profile = parse_steps(args.profile, option="--profile") if args.profile else None
+    if profile is not None:
+        check_profile(profile, num_steps=recipe.num_steps)
+    model_file = with_units(model_file, parse_units(args.unit))
+    return Request(args, argv, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
 
 
 def _refuse_doubles(args: TrainArgs) -> None:
@@ -165,6 +179,7 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
         elif key in map(_key, args.set):
             taken.pop(option, None)
     as_given = {"data": lambda paths: tuple(map(Path, paths)), "tokenizer": lambda path: path and Path(path)}
+    as_given["unit"] = tuple
     taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
     return dataclasses.replace(args, **taken | {"set": (*settings, *args.set)})
 

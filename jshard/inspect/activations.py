@@ -1,5 +1,7 @@
 """What backward needs of forward, read off the traced program: an estimate, as the compiler has the last word."""
 
+import collections
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,22 +13,54 @@ from jax.extend import core as jex
 from jshard._mesh import data_degree
 from jshard._nnx import unit_of
 from jshard._plan import root_forgotten
+from jshard._revise import repeated_layers, revise
 from jshard.engine.context import shapes_only
 
 
-def saved_bytes(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> int:
-    """Bytes on one device that autodiff saves between forward and backward, besides the stored parameters.
+@dataclasses.dataclass(frozen=True)
+class Activations:
+    """Bytes on one device.
 
-    Gathered parameters that are kept for backward are among them. Nothing is compiled or run.
+    Args:
+        saved_bytes: what autodiff saves between forward and backward, besides the stored parameters. Gathered
+            parameters that are kept for backward are among them.
+        outside_bytes: the part of it that no layer saves: what the head and the loss need.
+        recomputed_bytes: what backward computes again of one layer, under its remat policy.
+    """
+
+    saved_bytes: int
+    outside_bytes: int
+    recomputed_bytes: int
+
+
+def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Activations:
+    """Traces the loss of a model, and looks at what is saved. Nothing is compiled or run.
 
     Args:
         model: the annotated model; its arrays and its mesh may be abstract.
         loss: called with the model and the batch, as in training.
         batch: the global batch, abstract or real; a tuple stands for several arguments.
     """
-    unit = unit_of(model)
-    if unit is None:
+    if unit_of(model) is None:
         raise root_forgotten(model)
+    layers = repeated_layers(model)
+    count = sum(layers.values())
+    saved = _saved(model, loss, batch)
+    total, recomputed = _total(saved), 0
+    if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
+        whole = nnx.merge(*nnx.split(model))
+        revise(whole, {"remat": "none"})
+        recomputed = max(0, _total(_saved(whole, loss, batch)) - total) // count
+    return Activations(
+        total, sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, count)), recomputed
+    )
+
+
+_Saved = collections.Counter
+"""How often an array of (shape and dtype, bytes on one device, first dim) is saved."""
+
+
+def _saved(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> _Saved:
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -36,14 +70,25 @@ def saved_bytes(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> int:
 
     with shapes_only():
         jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
-    inside, known = 0, set(map(id, jaxpr.invars))
+    found, known = _Saved(), set(map(id, jaxpr.invars))
     for eqn in jaxpr.eqns:
         regions = list(_regions(eqn))
-        inside += sum(_new_bytes(region) for region in regions)
+        for region in regions:
+            found.update(_kind(v.aval, 1) for v in _new(region.outvars, set(map(id, region.invars))))
         if regions:
             known.update(map(id, eqn.outvars))
-    outside = {id(v): v for v in jaxpr.outvars if not isinstance(v, jex.Literal) and id(v) not in known}
-    return inside + sum(_bytes(v.aval) for v in outside.values()) // data_degree(unit.mesh)
+    shards = data_degree(unit_of(model).mesh)  # type: ignore[union-attr]
+    found.update(_kind(v.aval, shards) for v in _new(jaxpr.outvars, known))
+    return found
+
+
+def _total(saved: _Saved) -> int:
+    return sum(n * size for (_, size, _), n in saved.items())
+
+
+def _of_layers(count: int, rows: int, layers: int) -> bool:
+    """Whether an array is saved by each of the layers: one for each, or one for all with a row for each."""
+    return layers > 1 and (count >= layers - 1 or rows in (layers, layers - 1))
 
 
 def _regions(eqn: Any) -> Iterator[Any]:
@@ -56,14 +101,13 @@ def _regions(eqn: Any) -> Iterator[Any]:
                 yield from _regions(nested)
 
 
-def _new_bytes(region: Any) -> int:
-    """Bytes of what a region hands out and was not given, each array once."""
-    given = set(map(id, region.invars))
-    out = {id(v): v for v in region.outvars if not isinstance(v, jex.Literal) and id(v) not in given}
-    return sum(_bytes(v.aval) for v in out.values())
+def _new(variables: Any, given: set[int]) -> list[Any]:
+    """What a program hands out and was not given, each array once."""
+    return list({id(v): v for v in variables if not isinstance(v, jex.Literal) and id(v) not in given}.values())
 
 
-def _bytes(aval: Any) -> int:
+def _kind(aval: Any, shards: int) -> tuple[str, int, int]:
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
-        return 0  # random keys
-    return math.prod(aval.shape) * aval.dtype.itemsize
+        return "key", 0, 0  # random keys
+    rows = aval.shape[0] if len(aval.shape) > 1 else 0
+    return f"{aval.dtype}{aval.shape}", math.prod(aval.shape) * aval.dtype.itemsize // shards, rows

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from jshard._plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._plan import plan as make_plan
-from jshard.inspect.activations import saved_bytes
+from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
 from jshard.inspect.tables import add_row, joined_name, made_table, name_pattern, printed
@@ -52,8 +52,7 @@ def explain(
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan)
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
-        saved = max(0, saved_bytes(model_or_plan, loss, batch) - held.kept_bytes)
-        held = dataclasses.replace(held, activations_bytes=saved)
+        held = held.with_activations(activations(model_or_plan, loss, batch))
     return Explanation(plan, held, traffic_of(plan), leaves)
 
 
@@ -191,8 +190,11 @@ def _memory_table(held: Memory) -> Table:
     known = held.activations_bytes is not None
     amount = human_bytes(held.activations_bytes or 0) if known else "not estimated"
     add_row(table, "activations", amount, "estimate: saved for backward" if known else "give loss= and batch=")
+    if held.recomputed_bytes:
+        add_row(table, "computed again of a layer", human_bytes(held.recomputed_bytes), "estimate: by remat")
     total = "in a step" if known else "in a step, without activations"
-    add_row(table, total, human_bytes(held.step_bytes), "estimate", style="bold")
+    where = "estimate: at the head or in a layer, whichever is more" if known else "estimate"
+    add_row(table, total, human_bytes(held.step_bytes), where, style="bold")
     return table
 
 
@@ -217,7 +219,7 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
     for leaf in plan.replicated:
         paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
         shape = list(leaf.placement.shape)
-        pattern = re.sub(r"(?<=/)\d+(?=/|$)", "*", leaf.path) + f" {shape}"
+        pattern = re.sub(r"(?<=[/_])\d+(?=/|$)", "*", leaf.path) + f" {shape}"
         paths[pattern] = paths.get(pattern, 0) + 1
     if not reasons:
         return []

@@ -11,7 +11,12 @@ from flax import nnx
 
 from jshard._optimizer import StatePlaces, key_texts
 from jshard._placement import Placement
-from jshard._plan import LeafPlan, ShardPlan
+from jshard._plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.inspect.activations import Activations
+
+# Of what the head and the loss save, the part that their gradients take while it is still there; and of what a layer
+# computes again, the part that is there at once. Both fitted to programs that XLA compiled for GPUs: docs/planning.md.
+_HEAD_GRADIENTS, _AT_ONCE = 0.45, 0.85
 
 _STEP = jax.ShapeDtypeStruct((), jnp.uint32)  # what nnx.Optimizer adds
 
@@ -34,7 +39,10 @@ class Memory:
         prefetched_bytes: the most that is gathered ahead of its use meanwhile; without a bound on it, of the units
             that leave the order to the compiler, nothing.
         largest_gradient_bytes: the largest gradient of one unit before it is reduced.
+        layer_gradient_bytes: likewise of those inside the root.
         activations_bytes: what autodiff saves for backward; None if it was not estimated.
+        outside_bytes: what no layer saves of that, but the head and the loss; with copies that they keep.
+        recomputed_bytes: what backward computes again of one layer, under its remat policy.
     """
 
     parameters_bytes: int
@@ -46,7 +54,19 @@ class Memory:
     largest_unit_bytes: int
     prefetched_bytes: int
     largest_gradient_bytes: int
+    layer_gradient_bytes: int
     activations_bytes: int | None = None
+    outside_bytes: int = 0
+    recomputed_bytes: int = 0
+
+    def with_activations(self, found: Activations) -> "Memory":
+        """The same with what a traced program saves; copies that are kept are counted as such already."""
+        return dataclasses.replace(
+            self,
+            activations_bytes=max(0, found.saved_bytes - self.kept_bytes),
+            outside_bytes=found.outside_bytes,
+            recomputed_bytes=found.recomputed_bytes,
+        )
 
     @property
     def held_bytes(self) -> int:
@@ -55,30 +75,34 @@ class Memory:
 
     @property
     def step_bytes(self) -> int:
-        """What a device holds at the height of a step, as far as it is estimated."""
-        passing = self.kept_bytes + self.largest_unit_bytes + self.prefetched_bytes + self.largest_gradient_bytes
-        return self.held_bytes + self.gradients_bytes + passing + (self.activations_bytes or 0)
+        """What a device holds at the height of a step, as far as it is estimated.
+
+        That is where backward begins, at the head; or where it works on a layer, whichever is more.
+        """
+        standing, gathered = self.held_bytes + self.gradients_bytes, self.largest_unit_bytes + self.prefetched_bytes
+        if self.activations_bytes is None:
+            return standing + self.kept_bytes + gathered + self.largest_gradient_bytes
+        saved = self.kept_bytes + self.activations_bytes
+        at_head = saved + int(_HEAD_GRADIENTS * self.outside_bytes)
+        in_layer = saved - self.outside_bytes + int(_AT_ONCE * self.recomputed_bytes) + gathered
+        return standing + max(at_head, in_layer + self.layer_gradient_bytes)
 
 
-def memory_of(plan: ShardPlan, *, optimizer: Any = None, activations_bytes: int | None = None) -> Memory:
+def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
     """Bytes on one device, from the plan.
 
     Args:
         plan: the plan.
         optimizer: an `nnx.Optimizer` or an Optax transformation; None assumes `optax.adamw`.
-        activations_bytes: what `activations` estimated, to take along.
     """
     state_bytes, name = optimizer_bytes(plan, optimizer)
     gathered = {unit.name: unit_bytes(plan, unit.name) for unit in plan.units}
-    kept, passing = 0, {"": 0}
+    kept, passing = sum(kept_bytes(plan, unit) for unit in plan.units), {"": 0}
     for unit in plan.units:
-        reshard = unit.reshard_after_forward
-        if reshard is not True:
-            whole = sum(copy_bytes(leaf.placement) for leaf in plan.unit_leaves(unit.name))
-            kept += whole if reshard is False else whole // int(reshard)
-        if reshard is not False:
+        if unit.reshard_after_forward is not False:
             passing[unit.name] = gathered[unit.name]
     largest = max(passing, key=lambda name: passing[name])
+    gradients = [_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
     return Memory(
         parameters_bytes=plan.bytes_per_device,
         gradients_bytes=plan.bytes_per_device,
@@ -88,8 +112,8 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None, activations_bytes: int 
         largest_unit=largest,
         largest_unit_bytes=passing[largest],
         prefetched_bytes=_prefetched_bytes(plan, passing),
-        largest_gradient_bytes=max(_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units),
-        activations_bytes=activations_bytes,
+        largest_gradient_bytes=max(gradients),
+        layer_gradient_bytes=max(gradients[1:], default=0),
     )
 
 
@@ -111,6 +135,15 @@ def _prefetched_bytes(plan: ShardPlan, passing: dict[str, int]) -> int:
             before = units[max(0, at - int(count)) : at]
             most = max(most, sum(passing[u.name] for u in before[1:]) + size if before else 0)
     return most
+
+
+def kept_bytes(plan: ShardPlan, unit: UnitPlan) -> int:
+    """Bytes of a unit's gathered parameters that stay from forward to backward."""
+    reshard = unit.reshard_after_forward
+    if reshard is True:
+        return 0
+    whole = sum(copy_bytes(leaf.placement) for leaf in plan.unit_leaves(unit.name))
+    return whole if reshard is False else whole // int(reshard)
 
 
 def copy_bytes(placement: Placement) -> int:
