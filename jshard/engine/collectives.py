@@ -32,8 +32,7 @@ def gather_unit(shards: list, placements: list[Placement], mesh: Mesh) -> list:
     Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
     for it early; behind a large one it is not.
     """
-    sizes = [p.gathered_bytes // p.layers for p in placements]
-    first = [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
+    first = small_ones(placements)
     full = {i: all_gather(shards[i], placements[i], mesh) for i in first}
     rest = [i for i in range(len(shards)) if i not in full]
     large = [shards[i] for i in rest]
@@ -42,6 +41,12 @@ def gather_unit(shards: list, placements: list[Placement], mesh: Mesh) -> list:
         full = dict(zip(first, small, strict=True))
     full |= {i: all_gather(x, placements[i], mesh) for i, x in zip(rest, large, strict=True)}
     return [full[i] for i in range(len(placements))]
+
+
+def small_ones(placements: list[Placement]) -> list[int]:
+    """Positions of the parameters that are gathered first."""
+    sizes = [p.gathered_bytes // p.layers for p in placements]
+    return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
 
 
 def scatter(full: jax.Array, placement: Placement) -> jax.Array:

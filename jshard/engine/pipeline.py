@@ -2,7 +2,8 @@
 
 Forward carries the gathered weights of the next layers, so that layer i+1 is gathered while i computes. Backward does
 the same in the other order, and carries the gradients of one layer: reduced while the layer below computes, their
-reduce-scatter has a whole layer to hide behind. Without that it waits for its own layer's last product.
+reduce-scatter has a whole layer to hide behind. Without that it waits for its own layer's last product. Over replicas
+the shards of the gradients are reduced yet another layer later, as the scattered ones are there only then.
 
 The first gathers come before the loop and the last layers after it, so that nothing is gathered in vain.
 """
@@ -17,10 +18,19 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jshard import _compat
-from jshard._mesh import data_axes
+from jshard._mesh import REPLICA, data_axes, degree
 from jshard._placement import Placement
 from jshard.engine.chain import Place, tie
-from jshard.engine.collectives import all_reduce, gather_pieces, gather_unit, keep_piece, scatter, scope, vary
+from jshard.engine.collectives import (
+    all_reduce,
+    gather_pieces,
+    gather_unit,
+    keep_piece,
+    scatter,
+    scope,
+    small_ones,
+    vary,
+)
 from jshard.engine.reshard import Saving
 
 Arrays = tuple[list, list]
@@ -100,6 +110,7 @@ class _Wires:
     def __init__(self, placements: list[Placement], mesh: Mesh, reshard: bool | int) -> None:
         self._placements, self._mesh, self._reshard = placements, mesh, reshard
         self.axes = data_axes(mesh)
+        self.has_replicas = degree(mesh, REPLICA) > 1
 
     def gather(self, shards: list) -> list:
         return gather_unit(self.varied(shards), self._placements, self._mesh)
@@ -122,6 +133,11 @@ class _Wires:
     @property
     def gathers_again(self) -> bool:
         return self._reshard is not False
+
+    def after_small(self, gathered: list, gradients: list) -> list:
+        """Gradients that are reduced no earlier than a layer's small parameters are there: see `gather_unit`."""
+        small = [gathered[i] for i in small_ones(self._placements)]
+        return lax.optimization_barrier((small, gradients))[1] if small else gradients
 
     def scatter(self, gradients: list) -> list:
         return [scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
@@ -238,36 +254,50 @@ class _Backward:
         of_shards, of_own = [_like(x) for x in self._shards], [_like(x) for x in self._own[0]]
 
         def compute(i: Any, state: tuple, full: list, order: Any) -> tuple[tuple, Any]:
-            floats, before, of_shards, of_own, sums = state
+            floats, before, waiting, of_shards, of_own, sums = state
+            if waiting is not None:
+                finished, waiting = wires.finish(waiting, self._shards), None
+                if before is not None:
+                    before = lax.optimization_barrier((wires.varied(finished), before))[1]
+                of_shards = _put(of_shards, i + 2, finished)
             if before is not None:
                 scattered, order = place.reduced(order, wires.scatter(before))
-                of_shards = _put(of_shards, i + 1, wires.finish(scattered, self._shards))
+                if wires.has_replicas:
+                    waiting = scattered
+                else:
+                    of_shards = _put(of_shards, i + 1, wires.finish(scattered, self._shards))
             saved, outs = _take(self._saved, i), _take(of_outs, i)
             of_full, of_mine, floats, more = self._one(full, _take(self._own, i), saved, floats, outs)
             if not delayed:
                 of_shards = _put(of_shards, i, wires.finish(wires.scatter(of_full), self._shards))
             sums = [a + b for a, b in zip(sums, more, strict=True)]
-            return (floats, of_full if delayed else None, of_shards, _put(of_own, i, of_mine), sums), order
+            return (floats, of_full if delayed else None, waiting, of_shards, _put(of_own, i, of_mine), sums), order
 
         def step(carry: tuple, i: Any) -> tuple[tuple, None]:
-            (floats, *state), ahead = carry
+            (floats, before, *state), ahead = carry
             later = _take(self._kept, i - depth)
             if wires.gathers_again:
                 ahead, floats, later = wires.once_there(ahead, floats, later)
             full, *ahead = [*ahead, wires.gather_again(later)]
-            return (compute(i, (floats, *state), full, None)[0], ahead), None
+            if before is not None and wires.gathers_again:
+                before = wires.after_small(ahead[-1] if ahead else full, before)
+            return (compute(i, (floats, before, *state), full, None)[0], ahead), None
 
-        carry = (floats, None, of_shards, of_own, sums), ahead
+        carry = (floats, None, None, of_shards, of_own, sums), ahead
         last = length - 1
         if delayed:  # the first layer of backward finds nothing to reduce
             carry, last = step(carry, last)[0], last - 1
+            if wires.has_replicas and last >= depth:  # and the second nothing to reduce over replicas
+                carry, last = step(carry, last)[0], last - 1
         (state, ahead), _ = lax.scan(step, carry, jnp.arange(last, depth - 1, -1))
         for i, full in zip(range(depth - 1, -1, -1), ahead, strict=True):
             if i == 0:
                 full, floats, wait = place.start(wait, full, state[0])
                 state = floats, *state[1:]
             state, order = compute(i, state, full, order)
-        floats, before, of_shards, of_own, sums = state
+        floats, before, waiting, of_shards, of_own, sums = state
+        if waiting is not None:
+            of_shards = _put(of_shards, 1, wires.finish(waiting, self._shards))
         if before is not None:
             before, floats, order = place.reduce_after(wait, order, before, floats)
             scattered, order = place.reduced(order, wires.scatter(before))
