@@ -32,10 +32,10 @@ from jshard.engine.outputs import batch_mean as batch_mean
 from jshard.engine.outputs import per_shard as per_shard
 from jshard.engine.scan import scan_layers as scan_layers
 from jshard.inspect.audit import audit as audit
-from jshard.inspect.check import CheckReport as CheckReport
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation
 from jshard.inspect.explain import explain as explain
+from jshard.inspect.profile.trace import trace as trace
 
 if TYPE_CHECKING:
     from jshard import train as train

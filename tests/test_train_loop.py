@@ -3,6 +3,7 @@
 A step is stood in for by a program that costs nothing; the real one is tested in test_train_step.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -252,3 +253,77 @@ def test_the_evaluation_is_the_mean_over_the_batches():
 
     losses = lambda leaves, batch: batch["x"].mean()
     assert loop_module.evaluate(Evaluated(), losses, batches(7)) == pytest.approx(4.0)
+
+
+class Profile:
+    """Stands in for a `StepProfile`: notes when it begins and ends, and which steps it marks."""
+
+    def __init__(self, log, steps):
+        self._log, self.steps, self.is_recording = log, steps, False
+
+    def begin(self):
+        self._log.append("profile begins")
+        self.is_recording = True
+
+    def mark(self, step):
+        return contextlib.nullcontext(self._log.append(f"mark {step}"))
+
+    def end(self):
+        if self.is_recording:
+            self._log.append("profile ends")
+        self.is_recording, self.steps = False, range(0)
+
+
+def profiled(number, steps, losses=None, **settings):
+    log = []
+
+    class Pausing(Meter):
+        def pause(self):
+            log.append("pause")
+
+    step = Step(log, losses)
+    step.model_leaves = []
+    fit(
+        step,
+        batches(number),
+        num_steps=number,
+        tracker=Recorder(log),
+        meter=Pausing(),
+        profile=Profile(log, steps),
+        **settings,
+    )
+    return log
+
+
+def test_profiled_steps_are_whole_and_what_the_profiler_takes_is_no_steps_time():
+    log = profiled(6, range(3, 5), evaluation=Every(steps=4, do=lambda step: 0.5))
+    begin, end = log.index("profile begins"), log.index("profile ends")
+    assert log[begin - 1 : begin + 4] == ["log 2 loss", "profile begins", "pause", "mark 3", "start 3"]
+    assert log[end - 1 : end + 2] == ["log 4 loss", "profile ends", "pause"]
+    assert [entry for entry in log if entry.startswith("mark")] == ["mark 3", "mark 4"]
+    assert end < log.index("log 4 val_loss")  # the evaluation is not in it
+
+
+def test_a_run_that_fails_among_the_profiled_steps_ends_the_profile():
+    log = []
+    step = Step(log, {4: np.nan})
+    step.model_leaves = []
+    with pytest.raises(RunError):
+        fit(step, batches(9), num_steps=9, profile=Profile(log, range(3, 8)))
+    assert log[-1] == "profile ends"
+
+
+def test_a_run_that_stops_among_the_profiled_steps_ends_the_profile():
+    class Stops(Profile):
+        def mark(self, step):
+            if step == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().mark(step)
+
+    log = []
+    step = Step(log)
+    step.model_leaves = []
+    with StopSignal() as stop:
+        fitted = fit(step, batches(9), num_steps=9, profile=Stops(log, range(3, 8)), stop=stop)
+    assert (fitted.stopped_by, fitted.step) == (signal.SIGTERM, 4)
+    assert log[-1] == "profile ends"

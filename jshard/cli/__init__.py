@@ -23,6 +23,7 @@ from jshard._errors import FourPartError, MissingExtraError, RunError, ShardingE
 COMMANDS = {
     "train": "train a recipe of a model file",
     "plan": "what a recipe needs, compiled for a cluster that you need not own",
+    "trace": "what a profile of a run says: computing, communicating, both, idle",
 }
 
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(

@@ -26,13 +26,14 @@ class ArgumentError(ShardingError):
     """Arguments that the command does not take."""
 
 
-def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
+def parse(cls: type[T], argv: Sequence[str], *, command: str, example: str = "models/gpt.py") -> T:
     """The arguments as an object of a dataclass; prints the help and ends the process where that is asked for.
 
     Args:
         cls: a field without a default is the file that the command is given, every other one an option.
         argv: the arguments after the command's name.
         command: the command, e.g. "jshard train".
+        example: of the file, for the error where none is given.
 
     Raises:
         ArgumentError: there is no such option, a value is missing or of another type, or an option is repeated of
@@ -50,7 +51,8 @@ def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
         if not stop.code:  # the help
             raise
         # The parser has judged; this only says it in our words, and where it has none in the parser's own.
-        problems = _problems(argv, options, command) or [(command, _plain(said.getvalue()), f"{command} --help")]
+        problems = _problems(argv, options, command, example)
+        problems = problems or [(command, _plain(said.getvalue()), f"{command} --help")]
         raise _error(problems) from stop
 
 
@@ -100,7 +102,7 @@ def _repeated(argv: Sequence[str], options: dict[str, _Option]) -> list[Problem]
     ]
 
 
-def _problems(argv: Sequence[str], options: dict[str, _Option], command: str) -> list[Problem]:
+def _problems(argv: Sequence[str], options: dict[str, _Option], command: str, example: str) -> list[Problem]:
     """What is wrong with the arguments, as far as it can be told."""
     files, problems, rest = [], list[Problem](), collections.deque(argv)
     while rest:
@@ -115,7 +117,7 @@ def _problems(argv: Sequence[str], options: dict[str, _Option], command: str) ->
             problems += _bad_values(_flag(name), options[_flag(name)], values)
     # Only then: what follows an unknown option may be its value, or the file.
     if not problems and not files:
-        problems.append((command, "no file is given.", f"name it first: {command} models/gpt.py"))
+        problems.append((command, "no file is given.", f"name it first: {command} {example}"))
     if not problems and len(files) > 1:
         why = f"there is one file, {files[0]}, and this is of no option."
         problems.append((shlex.join(files[1:]), why, "leave it away."))

@@ -78,6 +78,7 @@ def _train(request: Request) -> int:
         track=request.track,
         options=request.options,
         workers=args.workers,
+        profile=request.profile,
         sample_tokens=args.sample_tokens,
         say=say,
     )

@@ -38,8 +38,8 @@ def add_row(table: Table, *cells: str, style: str | None = None, end_section: bo
 
 
 def name_pattern(name: str) -> tuple[str, int | None]:
-    """`blocks/3/mlp` as `blocks/*/mlp` and 3: the last number in a path is what may differ."""
-    numbers = list(re.finditer(r"(?<=/)\d+(?=/|$)", name))
+    """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may differ."""
+    numbers = list(re.finditer(r"(?<=[/_])\d+(?=/|$)", name))
     if not numbers or "+" in name:
         return name, None
     last = numbers[-1]
@@ -49,6 +49,8 @@ def name_pattern(name: str) -> tuple[str, int | None]:
 def joined_name(pattern: str, indices: Iterable[int | None]) -> str:
     """`blocks/0..2,5` of `blocks/*` and 0, 1, 2, 5."""
     numbers = sorted(i for i in indices if i is not None)
+    if not numbers:  # `blocks/*` of a loop over stacked layers is a name as it is
+        return pattern
     runs: list[list[int]] = []
     for i in numbers:
         if runs and i == runs[-1][1] + 1:

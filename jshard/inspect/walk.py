@@ -168,7 +168,7 @@ class Walk:
         collective = role.collective
         assert collective is not None
         sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
-        units, phase = _unit(instruction.op_name or collective.op_name)
+        units, phase = unit_and_phase(instruction.op_name or collective.op_name)
         return Window(
             name=instruction.name,
             kind=role.kind,
@@ -285,7 +285,7 @@ class Walk:
             raise cannot(missed[0], f"it is one of {len(missed)} in a form that the walk through the schedule missed.")
 
 
-def _unit(op_name: str) -> tuple[tuple[str, ...], str | None]:
+def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
     """The units and the phase that a traced name tells: `.../jshard[blocks/3]/backward/...`."""
     found = [(name, _UNIT.findall(name)) for name in _joined_names(op_name)]
     told = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit

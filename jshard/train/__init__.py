@@ -7,6 +7,7 @@
     create, restore                            model and optimizer, born sharded, or from a checkpoint
     TrainStep, EvalStep                        one compiled program each
     fit, evaluate, Every, StopSignal, Meter    the loop
+    StepProfile                                a profile of some of its steps, for js.trace
     Jsonl, Progress, Trackers                  what is shown and recorded
     sample_text, plot_loss                     the end
 
@@ -44,6 +45,7 @@ from jshard.train.metrics import (
     read_metrics,
 )
 from jshard.train.model_file import Batch, ModelFile, ModelFileError, load_model_file, next_token_loss
+from jshard.train.profile import StepProfile
 from jshard.train.run import Finished, run_recipe
 from jshard.train.sample import sample_text
 from jshard.train.settings.recipe import Recipe
@@ -71,6 +73,7 @@ __all__ = [
     "Progress",
     "Recipe",
     "Source",
+    "StepProfile",
     "StopSignal",
     "TensorBoard",
     "Tokenizer",

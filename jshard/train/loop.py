@@ -26,6 +26,7 @@ from jax.sharding import Mesh
 from jshard._errors import RunError
 from jshard._mesh import shard_batch
 from jshard.train.metrics import Meter, Tracker
+from jshard.train.profile import StepProfile
 from jshard.train.step import EvalStep, Scalars, TrainStep
 from jshard.train.stop import Agreement, StopSignal
 
@@ -142,6 +143,7 @@ def fit(
     evaluation: Every | None = None,
     checkpoint: Every | None = None,
     stop: StopSignal | None = None,
+    profile: StepProfile | None = None,
 ) -> Fitted:
     """Trains until `num_steps` steps are done or somebody asks to stop.
 
@@ -157,6 +159,7 @@ def fit(
         checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
             fail.
         stop: asks to stop; in several processes the request of any one counts.
+        profile: records some of the steps; the devices are idle when it begins and ends.
 
     Returns:
         How the run ended.
@@ -164,7 +167,7 @@ def fit(
     Raises:
         RunError: the loss or the norm of the gradients is not a number.
     """
-    loop = _Loop(step, tracker, meter or Meter(), evaluation, checkpoint, stop or StopSignal())
+    loop = _Loop(step, tracker, meter or Meter(), evaluation, checkpoint, stop or StopSignal(), profile)
     return loop.run(batches, start_step, num_steps)
 
 
@@ -179,9 +182,10 @@ class _Loop:
         evaluation: Every | None,
         checkpoint: Every | None,
         stop: StopSignal,
+        profile: StepProfile | None,
     ) -> None:
         self._step, self._tracker, self._meter = step, tracker, meter
-        self._evaluation, self._checkpoint, self._stop = evaluation, checkpoint, stop
+        self._evaluation, self._checkpoint, self._stop, self._profile = evaluation, checkpoint, stop, profile
         self._agreement = Agreement(step.mesh)
         self._in_flight: collections.deque[tuple[int, tuple[Scalars, Any]]] = collections.deque()
         self._stopped_by: signal.Signals | None = None
@@ -190,7 +194,11 @@ class _Loop:
 
     def run(self, batches: Iterable[Any], start_step: int, num_steps: int) -> Fitted:
         with contextlib.closing(to_devices(batches, self._step.mesh)) as arriving:
-            return self._steps(arriving, start_step, num_steps)
+            try:
+                return self._steps(arriving, start_step, num_steps)
+            finally:
+                if self._profile is not None:  # the run has stopped among its steps
+                    self._profile.end()
 
     def _steps(self, arriving: Iterator[Any], start_step: int, num_steps: int) -> Fitted:
         done = self._saved = start_step
@@ -199,7 +207,7 @@ class _Loop:
             if batch is None:
                 break
             done += 1
-            scalars = self._step(batch)
+            scalars = self._do(batch, done)
             self._in_flight.append((done, (scalars, self._agreement.start(self._stop.received or 0))))
             self._wait(in_flight=1)
             self._between_steps(done, last=num_steps)
@@ -208,6 +216,23 @@ class _Loop:
             asked = int(self._agreement.start(self._stop.received or 0))
             self._stopped_by = signal.Signals(asked) if asked else None
         return Fitted(done, self._val_loss, self._stopped_by)
+
+    def _do(self, batch: Any, number: int) -> Scalars:
+        """Starts a step; in the profile if it is one of its steps."""
+        profile = self._profile
+        if profile is None or number not in profile.steps:
+            return self._step(batch)
+        if not profile.is_recording:
+            self._idle(then=profile.begin)
+        with profile.mark(number):
+            return self._step(batch)
+
+    def _idle(self, *, then: Callable[[], None]) -> None:
+        """Does something while the devices have nothing to do."""
+        self._wait(in_flight=0)
+        jax.block_until_ready(self._step.model_leaves)  # on every device: a loss is read from one
+        then()
+        self._meter.pause()
 
     def _next(self, arriving: Iterator[Any], done: int) -> Any:
         """The next batch; None after the last one."""
@@ -237,6 +262,8 @@ class _Loop:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""
         if self._agreement.alone and self._stop.received is not None:  # nobody else to wait for
             self._stopped_by = self._stop.received
+        if self._profile is not None and self._profile.is_recording and step == self._profile.steps[-1]:
+            self._idle(then=self._profile.end)
         evaluates = self._evaluation is not None and self._evaluation.is_due(step, last)
         saves = self._checkpoint is not None and self._checkpoint.is_due(step, last)
         if not (evaluates or saves or self._stopped_by):

@@ -40,6 +40,7 @@ from jshard.train.metrics import (
     plot_loss,
 )
 from jshard.train.model_file import ModelFile
+from jshard.train.profile import StepProfile, check_profile, left_to_profile
 from jshard.train.sample import sample_text
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.recipe_check import check_batch, check_recipe
@@ -82,6 +83,7 @@ def run_recipe(
     options: Mapping[str, Any] | None = None,
     workers: int = 0,
     sample_tokens: int = 256,
+    profile: range | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -102,6 +104,7 @@ def run_recipe(
         options: what the command line was given; a resumed run finds it in run.json.
         workers: processes that read the data; see `Loader`.
         sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
+        profile: numbers of steps to profile, such as range(11, 16); see `StepProfile`.
         say: prints a line.
 
     Returns:
@@ -115,6 +118,8 @@ def run_recipe(
     check_batch(recipe, mesh)
     check_names(track)
     _check_sample(sample_tokens)
+    if profile is not None:
+        check_profile(profile, num_steps=recipe.num_steps)
     _check_vocabulary(recipe, data)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
@@ -123,7 +128,7 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
-        job = _Job(model_file, recipe, mesh, data, folder, say)
+        job = _Job(model_file, recipe, mesh, data, folder, say, profile)
         return job.run(loader, eval_loader, track, sample_tokens)
 
 
@@ -138,9 +143,10 @@ class _Job:
         data: Data,
         folder: RunFolder,
         say: Callable[[str], object],
+        profile: range | None,
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
-        self._folder, self._say = folder, say
+        self._folder, self._say, self._to_profile = folder, say, profile
         self._checkpoints = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._is_begun = False  # a run that is refused leaves nothing to go on from
 
@@ -206,7 +212,8 @@ class _Job:
         recipe = self._recipe
         like = batch_like(self._data, eval_loader.batch_size, self._mesh)
         eval_step = EvalStep(self._model_file.loss_fn, step, like)
-        tracker = self._tracker(step, start_step, track)
+        tracker, note = self._tracker(step, start_step, track)
+        profile = self._profile(step, start_step, note)
         batches = loader.train(recipe.num_steps, start_step=start_step)
         try:
             return fit(
@@ -222,20 +229,32 @@ class _Job:
                 ),
                 checkpoint=Every(steps=recipe.checkpoint_every, do=lambda done: self._save(step, done)),
                 stop=stop,
+                profile=profile,
             )
         finally:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
                 batches.close()
             tracker.close()
 
-    def _tracker(self, step: TrainStep, start_step: int, track: Sequence[str]) -> Tracker:
+    def _tracker(
+        self, step: TrainStep, start_step: int, track: Sequence[str]
+    ) -> tuple[Tracker, Callable[[str], object]]:
+        """What records the run, and what prints a line while it does."""
         if not self._folder.is_primary:
-            return _Notes()
+            return _Notes(), self._say
         folder, resume_after = self._folder, start_step if self._folder.is_resumed else None
         optional = open_trackers(track, out=folder.path, config=folder.config, resume_after=resume_after)
         record = Jsonl(folder.metrics, resume_after=resume_after)
         progress = Progress(self._recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
-        return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note)
+        return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note), progress.note
+
+    def _profile(self, step: TrainStep, start_step: int, note: Callable[[str], object]) -> StepProfile | None:
+        if self._to_profile is None:
+            return None
+        left, said = left_to_profile(self._to_profile, start_step=start_step)
+        if said is not None:
+            note(said)
+        return StepProfile(self._folder.path, left, program=step.compiled.as_text, say=note) if left else None
 
     def _meter(self, step: TrainStep) -> Meter:
         tokens, recipe = self._data.tokens_per_sample, self._recipe

@@ -112,7 +112,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     one = Command(tmp_path, "one", "--mesh", "replica=2,fsdp=4")
     code, _, stderr = one.ends()
     assert code == 0, stderr
-    two = Command(tmp_path, "two", "--mesh", "replica=2,fsdp=4", "--processes", "2")
+    two = Command(tmp_path, "two", "--mesh", "replica=2,fsdp=4", "--processes", "2", "--profile", "7:9")
     code, stdout, stderr = two.ends()
     assert code == 0, stderr
     assert stdout.startswith("8 x cpu (simulated")
@@ -140,6 +140,11 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     for x, y in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-5)
     assert json.loads((two.out / "run.json").read_text())["starts"][0]["processes"] == 2
+
+    # Profiled, which changes no number, by each process for its devices.
+    trace = js.trace(two.out)
+    assert trace.devices == tuple(f"process {p} cpu:{d}" for p in range(2) for d in range(4))
+    assert ([s.number for s in trace.steps], trace.has_units) == ([8, 9], True)
 
     stopped_lost_and_resumed(tmp_path, record(two.out))
 

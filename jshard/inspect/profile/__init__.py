@@ -1,0 +1,1 @@
+"""The ruler: what devices did in a step, read from a profile of JAX."""

@@ -1,0 +1,173 @@
+"""What an operation of a profile is: computation, communication, or a loop around others."""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Set
+
+from jshard.inspect.forms import Forms, base_opcode
+from jshard.inspect.hlo import KINDS, OTHERS, group_of
+from jshard.inspect.module import Computation, Instruction, Module, parse_module
+from jshard.inspect.profile.planes import Event
+from jshard.inspect.walk import unit_and_phase
+
+_CONTAINERS = ("while", "conditional")  # others are known by what lies inside their time
+_NAMES = "|".join((*KINDS, *OTHERS, "all-reduce-scatter"))
+# Names as compilers give them, and as jax does after its own primitives: `all_gather.3`, `psum_invariant.7`.
+_COLLECTIVE = re.compile(rf"({_NAMES})(-start|-done)?(\.\d+)*(\.call-(start|done))?")
+_JAX_NAMES = {
+    "psum": "all-reduce",
+    "psum-invariant": "all-reduce",
+    "psum-scatter": "reduce-scatter",
+    "ppermute": "collective-permute",
+}
+_NCCL = re.compile(r"nccl\w*?_?(AllGather|ReduceScatter|AllReduce|SendRecv|Broadcast|Reduce)", re.IGNORECASE)
+_NCCL_KINDS = {
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "sendrecv": "send or recv",  # all-to-all and collective-permute are made of these
+    "broadcast": "collective-broadcast",
+    "reduce": "all-reduce",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Op:
+    """What an operation does.
+
+    Args:
+        name: that of its instruction; start and end of an asynchronous one have one name.
+        kind: of the collective, such as `all-gather`; empty for one that computes.
+        units: paths of the units that it gathers or reduces, if the program says so.
+        phase: `forward`, `backward` or `both`, likewise.
+        contains: it is a loop, a branch or a call: what it does is told by others.
+        place: in the order of the program's outermost instructions, which run once; None for others.
+    """
+
+    name: str
+    kind: str = ""
+    units: tuple[str, ...] = ()
+    phase: str | None = None
+    contains: bool = False
+    place: int | None = None
+
+
+class Ops:
+    """Tells operations apart: by the text of their program if there is one, else by their names.
+
+    Args:
+        text: of the compiled program; None if it is not known.
+
+    Raises:
+        ProgramError: it is not such a text, or it holds a collective that is not understood.
+    """
+
+    def __init__(self, text: str | None) -> None:
+        self._known: dict[str, Op] = {}
+        self._asked: dict[tuple[str, str, str, bool], Op] = {}
+        self.program: str | None = None
+        if text is not None:
+            named = re.match(r"\s*HloModule ([\w.\-]+)", text)
+            self.program = named[1] if named else None
+            self._known = _Table(parse_module(text)).ops
+
+    @property
+    def is_told(self) -> bool:
+        """Whether there is a text."""
+        return bool(self._known)
+
+    @functools.cached_property
+    def outermost(self) -> frozenset[str]:
+        """Names of the operations outside loops and branches, as far as a text tells them."""
+        return frozenset(op.name for op in self._known.values() if op.place is not None)
+
+    def of(self, event: Event) -> Op:
+        """What an event is about."""
+        key = event.op, event.label, event.module, event.computes
+        if key not in self._asked:
+            self._asked[key] = self._of(event)
+        return self._asked[key]
+
+    def _of(self, event: Event) -> Op:
+        ours = not event.module or self.program is None or event.module == self.program
+        known = (self._known.get(event.op) or self._known.get(_one_name(event.op))) if ours else None
+        kernel = _NCCL.match(event.label)
+        if kernel and not (known and known.kind):
+            return Op(_one_name(event.op), _NCCL_KINDS[kernel[1].lower()])
+        op = known or _by_name(event.op)
+        return dataclasses.replace(op, contains=True) if not (event.computes or op.kind) else op
+
+    def untold(self, events: Iterable[Event]) -> set[str]:
+        """Names of collectives that the program's text should tell, and does not."""
+        ours = {e.op for e in events if self.is_told and e.module == self.program and self.of(e).kind}
+        return {name for name in ours if not _NCCL.match(name) and _one_name(name) not in self._known}
+
+    def missing_at_an_end(self, seen: Set[str]) -> tuple[Op, ...]:
+        """Outermost collectives of the program that come before or after everything that was seen: it was cut off."""
+        places = {op: op.place for op in self._known.values() if op.place is not None}
+        found = [place for op, place in places.items() if op.name in seen]
+        if not found:
+            return ()
+        return tuple(op for op, place in places.items() if op.kind and not min(found) <= place <= max(found))
+
+
+class _Table:
+    """The operations of a program by the names of their instructions.
+
+    Args:
+        module: the program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module, self._forms = module, Forms(module)
+        self._begun: dict[str, Op] = {}  # by what the end of an asynchronous one names
+        self.ops: dict[str, Op] = {}
+        for computation in module.computations.values():
+            is_outermost = computation.name == module.entry
+            for place, instruction in enumerate(computation.instructions):
+                op = self._op(computation, instruction, place if is_outermost else None)
+                self.ops[instruction.name] = op
+        for op in [*self.ops.values()]:
+            self.ops.setdefault(op.name, op)
+
+    def _op(self, home: Computation, instruction: Instruction, place: int | None) -> Op:
+        name = _one_name(instruction.name)
+        base = base_opcode(instruction.opcode)
+        if instruction.opcode in _CONTAINERS:
+            return Op(name, contains=True, place=place)
+        if base in OTHERS:
+            return Op(name, base, *unit_and_phase(instruction.op_name), place=place)
+        role = self._forms.role(instruction)
+        if role is None:
+            return Op(name, place=place)
+        if role.collective is None:
+            source = home.source(home.operand(instruction, 0))
+            begun = self._begun.get(role.key or (source.name if source else ""))
+            return begun or dataclasses.replace(_by_name(instruction.name), place=place)
+        kind = "" if self._is_alone(role.collective) else role.kind
+        op = Op(name, kind, *unit_and_phase(instruction.op_name or role.collective.op_name), place=place)
+        self._begun[role.key or instruction.name] = op
+        return op
+
+    def _is_alone(self, collective: Instruction) -> bool:
+        """Whether its groups have one device: nothing is sent."""
+        kind, num_devices = base_opcode(collective.opcode), self._module.num_devices
+        return len(group_of(collective, kind, num_devices)) <= 1
+
+
+def _by_name(name: str) -> Op:
+    plain = name.replace("_", "-")
+    found = _COLLECTIVE.fullmatch(plain)
+    if found:
+        kind = "reduce-scatter" if found[1] == "all-reduce-scatter" else found[1]
+        return Op(_one_name(name), kind)
+    stem = re.sub(r"(\.\d+)+$", "", plain)
+    if stem in _JAX_NAMES:
+        return Op(name, _JAX_NAMES[stem])
+    return Op(_one_name(name), contains=stem in _CONTAINERS)
+
+
+def _one_name(name: str) -> str:
+    """The name that start and end of an asynchronous operation share."""
+    return re.sub(r"\.call-(start|done|update)$|-(start|done|update)(?=$|\.)", "", name)
