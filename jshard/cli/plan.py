@@ -7,20 +7,29 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from jshard._errors import ShardingError
+from jshard._mesh import AnyMesh
 from jshard.cli._arguments import parse
 from jshard.cli._mesh_option import num_devices, open_mesh
 from jshard.cli._train_request import Request, TrainArgs, request_of
 from jshard.cli.train import explained, own_data
+from jshard.cluster.choose import choose
+from jshard.cluster.compare import compare
 from jshard.cluster.compile import CompileRequest, compile_step, unused_flags
+from jshard.cluster.costs import Costs
+from jshard.cluster.machine import Cluster, parse_known
 from jshard.cluster.options import PROFILES
+from jshard.cluster.plan_report import PlanReport
 from jshard.cluster.report import ClusterPlan
+from jshard.cluster.suggest import suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
+from jshard.cluster.variants import COMPARED, Variant, compared
 from jshard.train.settings.recipe_check import check_batch
+from jshard.train.settings.units import parse_units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +48,8 @@ class PlanArgs:
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
     """Another value for the recipe, as often as needed: --set batch_size=512 --set model.n_layer=4."""
+    unit: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another setting for the units than the annotation's: --unit remat=full --unit prefetch=2."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=8,fsdp=64 (default: fsdp takes all devices; without --topology 8)."""
     topology: Annotated[str, tyro.conf.arg(metavar="DEVICE:SHAPE")] = ""
@@ -46,6 +57,16 @@ class PlanArgs:
     h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e. Needs the extra `plan-gpu` or `plan-tpu`."""
     options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
     """Options of the compiler, as of js.compiler_options: fastest, memory, or none."""
+    assume: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9 --assume matmul_efficiency=.7."""
+    compare: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = ""
+    """Strategies to compile beside it: replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is plain
+    Flax under jax.jit; or all, for replicate,zero2,zero3,hsdp,gspmd."""
+    auto: bool = False
+    """Search: how to split the devices, what to keep and what to compute again, in how many microbatches. The best by
+    the estimates are compiled, and the quickest that fits is chosen."""
+    batch_sizes: Annotated[str, tyro.conf.arg(metavar="N,...")] = ""
+    """With --auto: batches to choose among, by the time for a sequence; by default only the recipe's."""
     json: bool = False
     """Print JSON and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -58,14 +79,24 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard plan`."""
     args = parse(PlanArgs, argv, command="jshard plan")
     _check(args)
-    asked = TrainArgs(model=args.model, recipe=args.recipe, set=args.set, mesh=args.mesh, dry_run=True)
+    asked = TrainArgs(model=args.model, recipe=args.recipe, set=args.set, unit=args.unit, mesh=args.mesh, dry_run=True)
     request = request_of(asked, argv)
     if not args.topology:
         return _plan(args, request)
     topology = parse_topology(args.topology)
-    check_batch(request.recipe, open_mesh(request.sizes, devices=topology.num_devices))
+    mesh = open_mesh(request.sizes, devices=topology.num_devices)
+    check_batch(request.recipe, mesh)
+    known = parse_known(args.assume)
+    variants = _variants(args, request, mesh, topology)
+    batch_sizes = _batch_sizes(args)
     require_compiler(topology.device.platform)
-    return _plan_cluster(args, request, topology)
+    _say(f"compiling {args.model}, recipe {request.name}, for {topology.describe()}, in a process of its own ...")
+    job = _Job(args, request, Cluster(topology, known), dict(mesh.shape))
+    report = job.report(variants, batch_sizes)
+    if args.html is not None:
+        _write(args.html, report.to_html())
+    print(report.to_json() if args.json else report)
+    return 0 if report.fits else 1
 
 
 def _plan(args: PlanArgs, request: Request) -> int:
@@ -76,26 +107,65 @@ def _plan(args: PlanArgs, request: Request) -> int:
     return 0
 
 
-def _plan_cluster(args: PlanArgs, request: Request, topology: Topology) -> int:
-    _say(f"compiling {args.model}, recipe {request.name}, for {topology.describe()}, in a process of its own ...")
-    step = compile_step(
-        CompileRequest(
+class _Job:
+    """What is compiled for one command, and what is made of it."""
+
+    def __init__(self, args: PlanArgs, request: Request, cluster: Cluster, mesh: dict[str, int]) -> None:
+        self._args, self._request, self._cluster, self._mesh = args, request, cluster, mesh
+        self._asked = CompileRequest(
             model=str(args.model),
             recipe=args.recipe,
             settings=args.set,
-            mesh=request.sizes,
-            topology=topology.text,
+            mesh=mesh,
+            units=parse_units(args.unit),
+            topology=cluster.topology.text,
             profile=None if args.options == "none" else args.options,
-        ),
-        timeout_s=args.timeout,
+        )
+        self._costs = Costs(request.model_file, request.recipe, cluster.machine)
+
+    def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
+        """Compiles what was asked for, then what is told beside it."""
+        args = self._args
+        step = compile_step(self._asked, timeout_s=args.timeout)
+        plan = ClusterPlan.of(step, cluster=self._cluster, name=f"{args.model.stem}, recipe {self._request.name}")
+        flags = unused_flags(os.environ)
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *([flags] if flags else [])))
+        how: Any = {"cluster": self._cluster, "timeout_s": args.timeout, "say": _say}
+        comparison = compare(self._asked, variants, **how) if variants else None
+        tried = chosen = None
+        if args.auto:
+            chosen = choose(self._costs, self._asked, self._mesh, plan=plan, batch_sizes=batch_sizes, **how)
+        elif not plan.fits:
+            peak_bytes = step.memory.peak_bytes
+            tried = suggestions(self._costs, self._asked, self._mesh, peak_bytes=peak_bytes, **how)
+        return PlanReport(plan=plan, comparison=comparison, tried=tried, chosen=chosen)
+
+
+def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topology) -> tuple[Variant, ...]:
+    """The strategies to compare; replicas of the smallest groups of whole hosts that can hold the state."""
+    if not args.compare:
+        return ()
+    names = COMPARED if args.compare == "all" else tuple(name.strip() for name in args.compare.split(","))
+    costs = Costs(request.model_file, request.recipe, Cluster(topology).machine)
+    return compared(
+        names,
+        dict(mesh.shape),
+        near=topology.fast_group,
+        capacity_bytes=topology.device.hbm_bytes,
+        held_bytes=costs.held_bytes,
     )
-    flags = unused_flags(os.environ)
-    report = ClusterPlan.of(step, topology=topology, name=f"{args.model.stem}, recipe {request.name}")
-    report = dataclasses.replace(report, notes=(*report.notes, *([flags] if flags else [])))
-    if args.html is not None:
-        _write(args.html, report.to_html())
-    print(report.to_json() if args.json else report)
-    return 0 if report.fits else 1
+
+
+def _batch_sizes(args: PlanArgs) -> tuple[int, ...]:
+    sizes = [text.strip() for text in filter(None, args.batch_sizes.split(","))]
+    if (sizes and not args.auto) or not all(size.isdecimal() and int(size) for size in sizes):
+        raise ShardingError(
+            "There are no such batches to choose among.",
+            where=f"--batch-sizes {args.batch_sizes}",
+            why="they are whole numbers of sequences, and --auto chooses among them.",
+            do="--auto --batch-sizes 512,1024,2048",
+        )
+    return tuple(map(int, sizes))
 
 
 def _check(args: PlanArgs) -> None:
@@ -105,6 +175,14 @@ def _check(args: PlanArgs) -> None:
             where=f"--options {args.options}",
             why=f"the profiles are {', '.join(PROFILES)}, and none.",
             do="--options fastest",
+        )
+    needing = [name for name in ("compare", "auto", "assume") if getattr(args, name)]
+    if needing and not args.topology:
+        raise ShardingError(
+            "There is nothing to estimate without a cluster.",
+            where=", ".join(f"--{name}" for name in needing),
+            why="strategies are compared as they compile for a cluster; nothing is compiled without --topology.",
+            do="--topology h100:1x8",
         )
     if args.html is not None and not args.topology:
         raise ShardingError(

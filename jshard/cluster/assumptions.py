@@ -1,6 +1,7 @@
 """What an estimate takes for granted about a machine: a few numbers, by value, to be stated beside every result."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from jshard.inspect.hlo import ring_bytes
 from jshard.inspect.module import item_bytes
@@ -63,15 +64,24 @@ class Assumptions:
         return named[dtype] if dtype in named else self.flops_per_s * 2 / max(item_bytes(dtype), 0.5)
 
     def collective_s(self, window: Window) -> float:
-        """Time of one execution, alone on the links.
+        """Time of one execution of a compiled collective, alone on the links."""
+        return self.transfer_s(window.kind, window.full_bytes, window.group)
+
+    def transfer_s(self, kind: str, full_bytes: float, group: Sequence[int]) -> float:
+        """Time of a collective, alone on the links.
 
         Between hosts the slower of two rings counts: the one over all devices by the fast links, and the one over
         hosts, in which each device of the group carries its share by its own link.
+
+        Args:
+            kind: such as `all-gather`.
+            full_bytes: of the whole array.
+            group: positions of its devices in the mesh.
         """
-        sent = ring_bytes(window.kind, window.full_bytes, len(window.group))
-        hosts = len({position // self.fast_group for position in window.group})
+        sent = ring_bytes(kind, full_bytes, len(group))
+        hosts = len({position // self.fast_group for position in group})
         fast = sent / self.fast_bytes_per_s
         if hosts == 1:
             return fast + self.latency_s
-        links = len(window.group) / hosts if window.kind in _SHARED_LINKS else 1
+        links = len(group) / hosts if kind in _SHARED_LINKS else 1
         return max(fast, sent / (self.slow_bytes_per_s * links)) + self.latency_s

@@ -86,6 +86,7 @@ def _result(request: CompileRequest, folder: Path) -> dict[str, Any]:
         "memory": dataclasses.asdict(_memory(compiled, topology)),
         "plan": json.loads(js.plan(model).to_json()),
         "options": options,
+        "batch_size": recipe.batch_size,
         "accumulate": recipe.accumulate,
         "flops": flops,
         "flops_formula": formula,

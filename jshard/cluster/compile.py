@@ -65,6 +65,7 @@ class CompiledStep:
         memory: of one device.
         plan: of the annotation.
         options: that the compiler was given.
+        batch_size: sequences of a step.
         accumulate: microbatches of a step.
         flops: arithmetic of a step over all devices, as for the MFU.
         flops_formula: how that number comes about.
@@ -80,6 +81,7 @@ class CompiledStep:
     memory: CompiledMemory
     plan: ShardPlan = dataclasses.field(repr=False)
     options: Mapping[str, Any]
+    batch_size: int
     accumulate: int
     flops: float
     flops_formula: str

@@ -2,13 +2,72 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+
+import jax
+
+from jshard._errors import ShardingError
 from jshard.cluster.assumptions import Assumptions
+from jshard.cluster.devices import DEVICES, DeviceFacts
 from jshard.cluster.estimate import EstimateRange, estimate_range
 from jshard.cluster.topology import Topology
 from jshard.inspect.schedule import Schedule
 
+_CPU = Assumptions(  # a guess, to be corrected by measured steps
+    name="CPU",
+    flops_per_s=5e10,
+    memory_bytes_per_s=1e10,
+    fast_bytes_per_s=2e9,
+    fast_group=1024,
+    slow_bytes_per_s=1e9,
+    latency_s=1e-4,
+)
 EFFICIENCY = 0.60, 0.75  # of matrix products, by the peak of the data sheet
 _FP8 = "f8e4m3fn", "f8e5m2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Devices as an estimate sees them.
+
+    Args:
+        num_devices: how many.
+        capacity_bytes: memory of one of them; None where it is not known.
+        near: neighbouring devices that the fast links join.
+        assumptions: the rest.
+    """
+
+    num_devices: int
+    capacity_bytes: int | None
+    near: int
+    assumptions: Assumptions
+
+
+def machine_here(devices: Sequence[jax.Device]) -> Machine:  # pyright: ignore[reportInvalidTypeForm]
+    """The devices of this run. What is not known of their kind is taken from an H100, or for a CPU guessed.
+
+    Args:
+        devices: those of all processes.
+    """
+    first = devices[0]
+    near = min(len(devices), sum(d.process_index == first.process_index for d in devices))
+    if first.platform == "cpu":
+        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // near
+        return Machine(len(devices), share, near, _CPU)
+    name = _known(first.device_kind)
+    stats = first.memory_stats() or {}
+    capacity = stats.get("bytes_limit", DEVICES[name].hbm_bytes)
+    return Machine(len(devices), capacity, near, _assumed(DEVICES[name], near))
+
+
+def _known(kind: str) -> str:
+    """The device of the table that a kind of `jax.Device` is, or the nearest that is known."""
+    low = kind.lower()
+    names = {"gb200": "gb200", "b200": "b200", "h200": "h200", "h100": "h100", "a100": "a100-80"}
+    names |= {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e", "v5": "v5p"}
+    return next((name for part, name in names.items() if part in low), "h100")
 
 
 def assumptions_of(topology: Topology) -> Assumptions:
@@ -21,37 +80,88 @@ def assumptions_of(topology: Topology) -> Assumptions:
         >>> assumptions_of(parse_topology("h100:64x8")).slow_bytes_per_s
         42000000000.0
     """
-    device = topology.device
+    return _assumed(topology.device, topology.fast_group)
+
+
+def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
     peaks = {name: device.product_flops_per_s(name) for name in ("f32", *_FP8)}
     return Assumptions(
         name=device.title,
         flops_per_s=device.flops_per_s["bf16"],
         memory_bytes_per_s=device.hbm_bytes_per_s,
         fast_bytes_per_s=device.fast_bytes_per_s,
-        fast_group=topology.fast_group,
+        fast_group=fast_group,
         slow_bytes_per_s=device.slow_bytes_per_s,
         matmul_efficiency=EFFICIENCY[0],
         flops_per_s_of=tuple(peaks.items()),
     )
 
 
-def estimate_on(schedule: Schedule, topology: Topology) -> EstimateRange:
-    """Estimates of a step over the ranges of what is least known: the efficiency, and the links that bind it.
-
-    Where a cluster is larger than what fast links join, its adapters are what binds it; else the fast links are.
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """A cluster that is not here, and what is known of it beyond its data sheets.
 
     Args:
-        schedule: the compiled program.
-        topology: the cluster that it was compiled for.
+        topology: the cluster.
+        known: fields of `Assumptions` with values that are known: they are not varied.
     """
-    base = assumptions_of(topology)
-    name, rates = binding_link(topology)
-    return estimate_range(schedule, base, ranges={name: rates, "matmul_efficiency": EFFICIENCY})
+
+    topology: Topology
+    known: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+    @property
+    def assumptions(self) -> Assumptions:
+        """What an estimate takes for granted."""
+        return dataclasses.replace(assumptions_of(self.topology), **self.known)
+
+    @property
+    def machine(self) -> Machine:
+        """The cluster as a search sees it."""
+        topology = self.topology
+        return Machine(topology.num_devices, topology.device.hbm_bytes, topology.fast_group, self.assumptions)
+
+    @property
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """What is least known: how fast the links are that bind the cluster, and what matrix products reach.
+
+        Where a cluster is larger than what fast links join, its adapters bind it; else the fast links do.
+        """
+        device = self.topology.device
+        is_wide = self.topology.num_devices > self.topology.fast_group
+        link = ("slow_bytes_per_s", device.slow_range) if is_wide else ("fast_bytes_per_s", device.fast_range)
+        found = dict([link, ("matmul_efficiency", EFFICIENCY)])
+        return {name: ends for name, ends in found.items() if name not in self.known}
+
+    def estimate(self, schedule: Schedule) -> EstimateRange:
+        """Estimates of a compiled step, over the ranges of what is least known."""
+        return estimate_range(schedule, self.assumptions, ranges=self.ranges)
 
 
-def binding_link(topology: Topology) -> tuple[str, tuple[float, float]]:
-    """The rate of `Assumptions` that is varied, and its range."""
-    device = topology.device
-    if topology.num_devices > topology.fast_group:
-        return "slow_bytes_per_s", device.slow_range
-    return "fast_bytes_per_s", device.fast_range
+def parse_known(texts: Sequence[str]) -> dict[str, float]:
+    """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9`.
+
+    Raises:
+        ShardingError: it is no assumption, or no positive number.
+    """
+    names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int)]
+    found = {}
+    for text in texts:
+        name, _, value = (part.strip() for part in text.partition("="))
+        number = _number(value)
+        if name not in names or number is None:
+            raise ShardingError(
+                "There is no such assumption about a cluster.",
+                where=f"--assume {text}",
+                why=f"the assumptions are {', '.join(names)}, each a positive number.",
+                do="--assume slow_bytes_per_s=25e9",
+            )
+        found[name] = int(number) if name == "fast_group" else number
+    return found
+
+
+def _number(text: str) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < float("inf") else None

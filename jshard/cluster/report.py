@@ -14,7 +14,7 @@ from rich.text import Text
 
 from jshard.cluster.compile import CompiledStep
 from jshard.cluster.estimate import Estimate, EstimateRange
-from jshard.cluster.machine import assumptions_of, binding_link, estimate_on
+from jshard.cluster.machine import Cluster
 from jshard.cluster.timeline import timeline_svg
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
@@ -39,7 +39,7 @@ class ClusterPlan:
 
     Attributes:
         name: of what was compiled.
-        topology: the cluster.
+        cluster: the cluster.
         step: the compiled step.
         audit: its collectives and its memory, against the plan.
         estimates: of its times.
@@ -47,24 +47,29 @@ class ClusterPlan:
     """
 
     name: str
-    topology: Topology
+    cluster: Cluster
     step: CompiledStep
     audit: Audit
     estimates: EstimateRange
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, step: CompiledStep, *, topology: Topology, name: str) -> ClusterPlan:
+    def of(cls, step: CompiledStep, *, cluster: Cluster, name: str) -> ClusterPlan:
         """Reads a compiled step, and plays it under the assumptions about the cluster.
 
         Args:
             step: what `compile_step` gave.
-            topology: the cluster that it was compiled for.
+            cluster: the one that it was compiled for.
             name: of the model and its recipe.
         """
         found = audit(step.text, plan=step.plan, memory=step.memory, accumulate=step.accumulate)
-        estimates = estimate_on(found.schedule, topology)
-        return cls(name=name, topology=topology, step=step, audit=found, estimates=estimates, notes=step.notes)
+        estimates = cluster.estimate(found.schedule)
+        return cls(name=name, cluster=cluster, step=step, audit=found, estimates=estimates, notes=step.notes)
+
+    @property
+    def topology(self) -> Topology:
+        """Of the cluster."""
+        return self.cluster.topology
 
     @property
     def fits(self) -> bool:
@@ -94,8 +99,8 @@ class ClusterPlan:
 
     __repr__ = __str__
 
-    def to_json(self) -> str:
-        """Everything as JSON text, the compiled and the estimated apart."""
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, for JSON, the compiled and the estimated apart."""
         step, device = self.step, self.topology.device
         compiled = {
             "fits": self.fits,
@@ -106,7 +111,7 @@ class ClusterPlan:
             "compiler_rss_bytes": step.rss_bytes,
             "audit": json.loads(self.audit.to_json()),
         }
-        whole = {
+        return {
             "name": self.name,
             "topology": self.topology.text,
             "mesh": dict(step.plan.mesh),
@@ -115,16 +120,15 @@ class ClusterPlan:
             "sources": dict(device.sources),
             "notes": list(self.notes),
         }
-        return json.dumps(whole, indent=1)
 
-    def to_html(self) -> str:
-        """One page that needs nothing else: the report and the timeline of the step."""
+    def to_html(self, report: str) -> str:
+        """One page that needs nothing else: a report and the timeline of the step."""
         picture = timeline_svg(self.audit.schedule, self.estimates.stated.assumptions, title=self.name)
         return _PAGE.format(
             title=html.escape(f"{self.name} on {self.topology.text}"),
             subtitle=html.escape("The picture is an estimate under the assumptions in it; nothing was run."),
             picture=picture,
-            report=html.escape(str(self)),
+            report=html.escape(report),
         )
 
     def _estimates_json(self) -> dict[str, Any]:
@@ -159,12 +163,12 @@ class ClusterPlan:
         found, n = self.estimates, self.topology.num_devices
         table = made_table("", "", "from>", "to>", "stated>")
         rows: tuple[tuple[str, Callable[[Estimate], float], Callable[[float], str]], ...] = (
-            ("step", lambda e: e.step_s, _seconds),
-            ("communication not hidden", lambda e: e.exposed_s, _seconds),
-            ("communication hidden", lambda e: e.hidden, _percent),
-            ("communication in loops hidden", lambda e: e.hidden_in_loops, _percent),
+            ("step", lambda e: e.step_s, seconds),
+            ("communication not hidden", lambda e: e.exposed_s, seconds),
+            ("communication hidden", lambda e: e.hidden, percent),
+            ("communication in loops hidden", lambda e: e.hidden_in_loops, percent),
             ("TFLOP/s by device (the model's)", lambda e: self.step.flops / e.step_s / n / 1e12, "{:.0f}".format),
-            ("MFU, of dense bf16", self.mfu, _percent),
+            ("MFU, of dense bf16", self.mfu, percent),
         )
         for name, value, written in rows:
             if "loops" in name and not self.audit.schedule.in_loops:
@@ -174,19 +178,29 @@ class ClusterPlan:
         return table
 
     def _assumed(self) -> str:
-        name, (low, high) = binding_link(self.topology)
-        link = "adapters" if name == "slow_bytes_per_s" else "fast links"
+        words = {
+            "slow_bytes_per_s": "adapters at {} GB/s",
+            "fast_bytes_per_s": "fast links at {} GB/s",
+            "matmul_efficiency": "matrix products at {} % of their peak",
+        }
+        span = lambda ends, unit: f"{ends[0] / unit:g} to {ends[1] / unit:g}"
+        varied = [
+            words[name].format(span(ends, 0.01 if name == "matmul_efficiency" else 1e9))
+            for name, ends in self.cluster.ranges.items()
+        ]
         lines = (
-            f"stated: {assumptions_of(self.topology)}",
-            f"from, to: {link} at {low / 1e9:g} to {high / 1e9:g} GB/s, matrix products at 60 to 75 % of their peak",
+            f"stated: {self.cluster.assumptions}",
+            f"from, to: {', '.join(varied) or 'the same, as nothing is left to vary'}",
             f"flops of a step: {self.step.flops_formula}",
         )
         return "\n".join(lines)
 
 
-def _seconds(value: float) -> str:
+def seconds(value: float) -> str:
+    """A time as text."""
     return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
 
 
-def _percent(value: float) -> str:
+def percent(value: float) -> str:
+    """A part as text."""
     return f"{value:.1%}"

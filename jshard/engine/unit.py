@@ -7,14 +7,17 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import CallError
+from jshard._mesh import data_axes, data_degree
 from jshard._nnx import OUTER, OWN, Member, Unit, dotted, plain_class
 from jshard._placement import Placement
 from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
 from jshard.engine.body import Body
-from jshard.engine.call import Call, raw
+from jshard.engine.call import Call, is_array, is_nnx, raw
 from jshard.engine.chain import Place
 from jshard.engine.collectives import gather, scope
 from jshard.engine.context import Region
@@ -52,13 +55,32 @@ def run_unit(
 
 
 def run_as_flax(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict) -> Any:
-    """Calls a method of a unit's module in global view, as plain Flax would: cast, and under `jax.checkpoint`."""
+    """Calls a method of a unit's module in global view, as plain Flax would: cast, and under `jax.checkpoint`.
+
+    What goes in and out is held to be split along the batch, as models that leave sharding to the compiler do: without
+    it, it may split anything along anything.
+    """
+    args, kwargs = _split_along_batch((args, kwargs), unit)
     call = Call(module, method, args, kwargs)
     mine = gathered_here(call, unit, not unit.nested)
     body = Body(call, tuple(mine), unit.policy.mixed_precision, None)
     values = [raw(call.params[i][1]).astype(member.placement.gathered_dtype) for i, member in mine.items()]
     compute = checkpointed(body.compute, unit, kept=True)
-    return body.finish(compute(values, body.others, body.inputs, body.fixed, None))
+    return _split_along_batch(body.finish(compute(values, body.others, body.inputs, body.fixed, None)), unit)
+
+
+def _split_along_batch(tree: Any, unit: Unit) -> Any:
+    axes, shards = data_axes(unit.mesh), data_degree(unit.mesh)
+    dim = unit.policy.batch_dim
+
+    def split(x: Any) -> Any:
+        if not is_array(x) or x.ndim < dim + 2 or x.shape[dim] % shards or not isinstance(unit.mesh, Mesh):
+            return x
+        entries = [PartitionSpec.UNCONSTRAINED] * x.ndim
+        entries[dim] = axes
+        return lax.with_sharding_constraint(x, NamedSharding(unit.mesh, PartitionSpec(*entries)))
+
+    return jax.tree.map(split, tree, is_leaf=is_nnx)
 
 
 def _run_plainly(body: Body, region: Region, unit: Unit, shards: list, placements: list[Placement]) -> Any:

@@ -16,6 +16,9 @@ from jshard._plan import root_forgotten
 from jshard._revise import repeated_layers, revise
 from jshard.engine.context import shapes_only
 
+Saved = collections.Counter
+"""How often an array of (shape and dtype, bytes on one device, first dim) is saved."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
@@ -41,26 +44,31 @@ def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Acti
         loss: called with the model and the batch, as in training.
         batch: the global batch, abstract or real; a tuple stands for several arguments.
     """
+    saved = saved_arrays(model, loss, batch)
+    layers = repeated_layers(model)
+    if all(unit_of(module).policy.remat == "none" for module in layers):  # type: ignore[union-attr]
+        return summed(saved, saved, sum(layers.values()))
+    whole = nnx.merge(*nnx.split(model))
+    revise(whole, {"remat": "none"})
+    return summed(saved, saved_arrays(whole, loss, batch), sum(layers.values()))
+
+
+def summed(saved: Saved, whole: Saved, layers: int) -> Activations:
+    """The sums.
+
+    Args:
+        saved: what is saved.
+        whole: what would be saved if nothing were computed again.
+        layers: number of layers.
+    """
+    outside = sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, layers))
+    return Activations(_total(saved), outside, max(0, _total(whole) - _total(saved)) // layers)
+
+
+def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Saved:
+    """What is saved, from one trace; the arguments are those of `activations`."""
     if unit_of(model) is None:
         raise root_forgotten(model)
-    layers = repeated_layers(model)
-    count = sum(layers.values())
-    saved = _saved(model, loss, batch)
-    total, recomputed = _total(saved), 0
-    if any(unit_of(module).policy.remat != "none" for module in layers):  # type: ignore[union-attr]
-        whole = nnx.merge(*nnx.split(model))
-        revise(whole, {"remat": "none"})
-        recomputed = max(0, _total(_saved(whole, loss, batch)) - total) // count
-    return Activations(
-        total, sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, count)), recomputed
-    )
-
-
-_Saved = collections.Counter
-"""How often an array of (shape and dtype, bytes on one device, first dim) is saved."""
-
-
-def _saved(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> _Saved:
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -70,7 +78,7 @@ def _saved(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> _Saved:
 
     with shapes_only():
         jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
-    found, known = _Saved(), set(map(id, jaxpr.invars))
+    found, known = Saved(), set(map(id, jaxpr.invars))
     for eqn in jaxpr.eqns:
         regions = list(_regions(eqn))
         for region in regions:
@@ -82,7 +90,7 @@ def _saved(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> _Saved:
     return found
 
 
-def _total(saved: _Saved) -> int:
+def _total(saved: Saved) -> int:
     return sum(n * size for (_, size, _), n in saved.items())
 
 

@@ -1,0 +1,145 @@
+"""Several ways to train a recipe on one cluster, each compiled, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from jshard._errors import FourPartError
+from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
+from jshard.cluster.machine import Cluster
+from jshard.cluster.report import ClusterPlan, percent, seconds
+from jshard.cluster.variants import Variant
+from jshard.inspect.tables import add_row, made_table, printed
+
+_COLUMNS = "", "mesh", "GiB>", "fits", "AG>", "RS>", "AR>", "loops>", "est. step>", "hidden>", "MFU>"
+_CAPTION = (
+    "Compiled: GiB at the peak; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces by the number of"
+    " parameters; loops: collectives in loops with matrix products beside them. Estimated: step, hidden, MFU, as stated"
+    " and below it the range of the assumptions above; nothing is estimated of what does not fit, as the compiler then"
+    " saves memory instead of time."
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compared:
+    """One way, and what came of it.
+
+    Attributes:
+        variant: the way.
+        plan: as compiled; None where it was not.
+        error: then why.
+    """
+
+    variant: Variant
+    plan: ClusterPlan | None = None
+    error: FourPartError | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it compiles into the memory of a device."""
+        return self.plan is not None and self.plan.fits
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its figures, the compiled and the estimated apart."""
+        given = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "options": self.variant.command}
+        if self.plan is None:
+            return given | {"error": str(self.error)}
+        return given | self.plan.to_dict()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison:
+    """Ways side by side.
+
+    Attributes:
+        rows: the ways.
+    """
+
+    rows: tuple[Compared, ...]
+
+    def __rich__(self) -> Group:
+        table = made_table("Side by side", *_COLUMNS, caption=_CAPTION)
+        for row in self.rows:
+            _add(table, row)
+        failed = [f"{row.variant.name}: {row.error}" for row in self.rows if row.error is not None]
+        return Group(table, *map(Text, failed))
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    __repr__ = __str__
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows, for JSON."""
+        return [row.to_dict() for row in self.rows]
+
+
+def compare(
+    asked: CompileRequest,
+    variants: Iterable[Variant],
+    *,
+    cluster: Cluster,
+    timeout_s: float = 3600,
+    say: Callable[[str], object] = lambda line: None,
+) -> Comparison:
+    """Compiles ways to train a recipe, one after another.
+
+    Args:
+        asked: what the ways differ from.
+        variants: the ways. One that cannot be compiled says so in its row.
+        cluster: the cluster.
+        timeout_s: seconds for each.
+        say: is told what is at work.
+    """
+    return Comparison(rows=tuple(compile_variant(asked, v, cluster, timeout_s, say) for v in variants))
+
+
+def compile_variant(
+    asked: CompileRequest, variant: Variant, cluster: Cluster, timeout_s: float, say: Callable[[str], object]
+) -> Compared:
+    """Compiles one way."""
+    say(f"compiling {variant.name}: {variant.command} ...")
+    try:
+        step: CompiledStep = compile_step(variant.of(asked), timeout_s=timeout_s)
+        return Compared(variant=variant, plan=ClusterPlan.of(step, cluster=cluster, name=variant.name))
+    except FourPartError as error:
+        return Compared(variant=variant, error=error)
+
+
+def _add(table: Table, row: Compared) -> None:
+    mesh = "\n".join(f"{axis}={n}" for axis, n in row.variant.mesh.items() if n > 1)
+    if row.plan is None:
+        add_row(table, row.variant.name, mesh, *["-"] * (len(_COLUMNS) - 2))
+        return
+    plan, audit = row.plan, row.plan.audit
+    loops = audit.schedule.in_loops
+    amounts = [f"{audit.amount(kind):.2f}" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
+    add_row(
+        table,
+        row.variant.name,
+        mesh,
+        f"{plan.step.memory.peak_bytes / 2**30:.1f}",
+        "yes" if plan.fits else "no",
+        *amounts,
+        f"{len(loops) - len(audit.not_overlapped())}/{len(loops)}" if loops else "-",
+        *(_estimates(plan) if plan.fits else "---"),
+    )
+
+
+def _estimates(plan: ClusterPlan) -> tuple[str, str, str]:
+    found = plan.estimates
+    return (
+        f"{_span(found.stated.step_s, found.step_s, seconds)}",
+        f"{_span(found.stated.hidden, found.hidden, percent)}",
+        percent(plan.mfu(found.stated)),
+    )
+
+
+def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]) -> str:
+    return f"{text(stated)}\n{text(ends[0])} to {text(ends[1])}"

@@ -1,0 +1,72 @@
+"""What to try when a step does not fit: ways that hold less, each compiled before it is named."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jshard._mesh import FSDP, REPLICA
+from jshard.cluster.compare import Compared, compile_variant
+from jshard.cluster.compile import CompileRequest
+from jshard.cluster.costs import Cost, Costs
+from jshard.cluster.machine import Cluster
+from jshard.cluster.variants import Variant
+
+_TRIES = 4  # compiled at most
+_MARGIN = 0.95  # of the memory, by the estimate
+_REMATS = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
+
+
+def suggestions(
+    costs: Costs,
+    asked: CompileRequest,
+    mesh: Mapping[str, int],
+    *,
+    cluster: Cluster,
+    peak_bytes: int,
+    timeout_s: float,
+    say: Callable[[str], object],
+) -> tuple[Compared, ...]:
+    """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.
+
+    Compiles until one fits, and returns what it tried. The batch of a step stays as it is.
+
+    Args:
+        costs: estimates for the recipe.
+        asked: what does not fit.
+        mesh: its mesh.
+        cluster: the cluster.
+        peak_bytes: what it needs, as compiled: the estimates are corrected by it.
+        timeout_s: seconds for each.
+        say: is told what is at work.
+    """
+    now = costs.of(Variant(name="asked", mesh=mesh))
+    wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low
+    room = _MARGIN * cluster.topology.device.hbm_bytes / wrong
+    found = sorted(_less(costs, mesh), key=lambda cost: cost.step_s)
+    tried: list[Compared] = []
+    for cost in (c for c in found if c.memory.step_bytes <= room):
+        tried.append(compile_variant(asked, cost.variant, cluster, timeout_s, say))
+        if tried[-1].fits or len(tried) == _TRIES:
+            break
+    return tuple(tried)
+
+
+def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
+    """The ways that can hold less: layers computed again, microbatches, parameters spread wider and let go."""
+    devices, recipe = mesh[REPLICA] * mesh[FSDP], costs.recipe
+    rows = recipe.batch_size // recipe.accumulate // devices
+    microbatches = [n for n in range(1, rows + 1) if rows % n == 0]
+    remats = (None, *_REMATS.get(costs.remat, ("full",)))
+    meshes = [dict(mesh)] + ([dict(mesh) | {REPLICA: 1, FSDP: devices}] if mesh[REPLICA] > 1 else [])
+    for remat, n, wide, again in itertools.product(remats, microbatches, meshes, (False, True)):
+        units: dict[str, Any] = {} if remat is None else {"remat": remat}
+        units |= {"reshard_after_forward": True} if again else {}
+        variant = Variant(
+            name="suggestion",
+            mesh=wide,
+            accumulate=None if n == 1 else recipe.accumulate * n,
+            units=units,
+        )
+        yield costs.of(variant)
