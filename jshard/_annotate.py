@@ -3,16 +3,20 @@
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import flax.linen as nn
 import jax
 from flax import nnx
 from jax.sharding import NamedSharding
 
 from jshard import _annotation_checks as checks
 from jshard import _compat
+from jshard._auto import check_strategy, settings_of
+from jshard._choices import UnitChoice, chosen
 from jshard._errors import AnnotationError
+from jshard._linen import annotated
 from jshard._mesh import AnyMesh, check_mesh, is_concrete
 from jshard._nnx import (
     NESTED,
@@ -32,10 +36,12 @@ from jshard._nnx import (
 from jshard._placement import Placement, PlacementRule, ShardDim, place
 from jshard._plan import owner_of
 from jshard._policies import MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
+from jshard._revise import revise
+from jshard._strategies import Strategy
+from jshard.engine.linen import call_annotated
 from jshard.engine.route import route
 
-M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module])
-UnitChoice = type | str | Callable[[str, nnx.Module], bool]
+M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
 _groups = itertools.count()
 
@@ -44,11 +50,12 @@ def fully_shard(
     module: M,
     *,
     mesh: AnyMesh,
-    units: UnitChoice | Sequence[UnitChoice] | None = None,
+    units: UnitChoice | Sequence[UnitChoice] | Mapping[UnitChoice, Mapping[str, Any]] | None = None,
     reshard_after_forward: bool | int | None = None,
     mixed_precision: MixedPrecision | None = None,
     remat: Remat = "none",
     prefetch: int | str | None = 1,
+    strategy: str | Strategy | None = None,
     shard_dim: ShardDim = None,
     stacked: int = 0,
     ignored: Any = None,
@@ -74,10 +81,11 @@ def fully_shard(
 
     Args:
         module: the module; or a list of modules that form one unit together, such as a norm and a head: one row in
-            the plan; each gathers its part when it is called.
+            the plan; each gathers its part when it is called. Or a whole Linen model.
         mesh: from `js.mesh`. Parameters are sharded over `fsdp` and repeated over `replica`.
         units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
-            function of (path, module), or a list of these. The same settings go to all and to the root.
+            function of (path, module), or a list of these. The same settings go to all and to the root. For a
+            Linen model also a dict of such choices with settings of their own: `{Block: {"remat": "full"}}`.
         reshard_after_forward: True: let the gathered parameters go after forward and gather again in
             backward (ZeRO-3). False: keep them until backward (ZeRO-2). A number k: keep 1/k of them on each
             device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
@@ -88,6 +96,11 @@ def fully_shard(
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
             the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
+        strategy: a way to treat the layers, in place of what they were annotated with; give it to the root. A name of
+            `js.strategies`, or one of its values: whether gathered parameters are kept. `"auto"`: what `jshard train
+            --auto` has measured to be the quickest for this model on these devices; where nothing was measured,
+            gathered parameters are kept if all that is known before a step takes less than half of a device's
+            memory. `js.explain` shows what was chosen, and why.
         shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
             that returns a number, or None to choose as usual.
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
@@ -106,7 +119,7 @@ def fully_shard(
         sync_batch_norm: BatchNorm statistics are those of the whole batch, not of one data shard.
 
     Returns:
-        The same object, annotated in place.
+        The same object, annotated in place; of a Linen model an annotated copy.
 
     Raises:
         AnnotationError: an argument does not fit the model; all bad parameters in one message.
@@ -119,8 +132,10 @@ def fully_shard(
     """
     check_mesh(mesh)
     check_remat(remat)
+    check_strategy(strategy)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
-    checks.check_modules(modules)
+    if not isinstance(module, nn.Module):
+        checks.check_modules(modules)
     checks.check_reshard(reshard_after_forward, mesh)
     checks.check_choice("outputs", outputs, (None, "mean", "sum"))
     checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
@@ -142,7 +157,13 @@ def fully_shard(
         tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size
     )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
+    if isinstance(module, nn.Module):
+        return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
+    if strategy is not None:
+        for root in modules:
+            settings, why = settings_of(strategy, root, mesh)
+            revise(root, settings, strategy=why)
     return module
 
 
@@ -268,16 +289,23 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
     """The submodules that the one-call form names, inner ones first."""
     if units is None:
         return []
+    if isinstance(units, Mapping):
+        raise AnnotationError(
+            "Settings for each choice of units are for Linen modules.",
+            where=f"fully_shard({type(modules[0]).__name__}, units={{...}})",
+            why="the submodules of an nnx model are there, and are annotated one by one.",
+            do='js.fully_shard(model.blocks[0], mesh=mesh, remat="full")  # then the root',
+        )
     choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
-    chosen, kinds = [], {}
+    found, kinds = [], {}
     for root in modules:
         for path, node in nnx.iter_graph(root):
             if not path or not isinstance(node, nnx.Module) or isinstance(node, nnx.List):
                 continue
             kinds.setdefault(type(node).__name__, dotted(path))
-            if any(_chosen(choice, dotted(path), node) for choice in choices):
-                chosen.append(node)
-    if not chosen:
+            if any(chosen(choice, dotted(path), node) for choice in choices):
+                found.append(node)
+    if not found:
         raise AnnotationError(
             "No submodule is chosen as a unit.",
             where=f"fully_shard({type(modules[0]).__name__}, units={units!r})",
@@ -286,15 +314,7 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
             + ".",
             do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
         )
-    return chosen
-
-
-def _chosen(choice: UnitChoice, path: str, module: nnx.Module) -> bool:
-    if isinstance(choice, type):
-        return isinstance(module, choice)
-    if isinstance(choice, str):
-        return path.count("/") == choice.count("/") and fnmatch.fnmatch(path, choice)
-    return bool(choice(path, module))
+    return found
 
 
 def _as_filter(ignored: Any) -> Any:

@@ -15,7 +15,7 @@ def check_modules(modules: list[Any]) -> None:
     wrong = dict.fromkeys(type(m).__name__ for m in modules if not isinstance(m, nnx.Module))
     if wrong or not modules:
         raise AnnotationError(
-            "fully_shard needs an nnx module, or a list of them.",
+            "fully_shard needs an nnx module, a list of them, or one Linen module.",
             where=f"fully_shard({', '.join(wrong) or '[]'})",
             why="only an nnx.Module holds parameters and is called.",
             do="js.fully_shard(model.blocks[0], mesh=mesh)",
@@ -94,9 +94,13 @@ def check_call(module: nnx.Module) -> None:
 
 
 def check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:
-    """Raises for a text pattern in `ignored` that no parameter matches."""
+    """Raises for a text pattern in `ignored` that no parameter of the modules matches."""
+    check_patterns_used(ignored, {dotted(p) for m in modules for _, u in nested_units(m) for _, p, _ in occurrences(u)})
+
+
+def check_patterns_used(ignored: Any, paths: set[str]) -> None:
+    """Raises for a text pattern in `ignored` that none of the paths matches."""
     choices = ignored if isinstance(ignored, (list, tuple, set)) else [ignored]
-    paths = {dotted(p) for m in modules for _, u in nested_units(m) for _, p, _ in occurrences(u)}
     unused = [c for c in choices if isinstance(c, str) and not any(fnmatch.fnmatch(p, c) for p in paths)]
     if unused:
         raise AnnotationError(

@@ -12,6 +12,9 @@ import jax
 from flax.nnx import graphlib
 from jax import core
 
+LINEN_CALL = "_call_wrapped_method"
+"""The method of a Linen module through which every call of its methods goes: `(self, function, args, kwargs)`."""
+
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
 
 

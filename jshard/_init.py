@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -10,20 +11,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import AnnotationError, MeshError
+from jshard._linen_init import linen_arrays, linen_mesh, linen_shapes
 from jshard._mesh import AnyMesh
 from jshard._nnx import dotted, plain_class, unit_of
 from jshard._plan import root_forgotten
 from jshard._replicated import check_replicated
 
-M = TypeVar("M", bound=nnx.Module)
+M = TypeVar("M")
 
 
-def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any]) -> M:
+def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module) -> M:
     """The annotated model without arrays: shapes, dtypes and shardings, for a plan of any size.
 
     Args:
-        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`.
-        annotate: calls `fully_shard` on its submodules and on the root.
+        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; of a Linen model, its variables or a
+            `TrainState`.
+        annotate: calls `fully_shard` on its submodules and on the root; or the annotated Linen model.
 
     Raises:
         AnnotationError: the root is not annotated, or a large parameter would be replicated.
@@ -31,23 +34,25 @@ def abstract_init(build: Callable[[], M], annotate: Callable[[M], Any]) -> M:
     Example:
         >>> plan = js.plan(js.abstract_init(lambda: MLP(nnx.Rngs(0)), annotate))
     """
+    if isinstance(annotate, nn.Module):
+        return linen_shapes(build, annotate)
     return _annotated(nnx.merge(*_shapes(build)), annotate)
 
 
-def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: AnyMesh | None = None) -> M:
+def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module, *, mesh: AnyMesh | None = None) -> M:
     """Builds a model with every parameter born sharded.
 
     The model is traced abstractly, annotated, and then initialised by one compiled program whose outputs have
     the plan's shardings: no device and no host ever holds the whole model. Values are bitwise those of `build()`.
 
     Args:
-        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`. It is traced: it must not
-            depend on values.
-        annotate: calls `fully_shard` on its submodules and on the root.
+        build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; of a Linen model, its variables or a
+            `TrainState`: optimizer state lies as its parameters do. It is traced: it must not depend on values.
+        annotate: calls `fully_shard` on its submodules and on the root; or the annotated Linen model.
         mesh: checked against the mesh of the annotation, if given.
 
     Returns:
-        The annotated model, its arrays on the mesh.
+        What `build` returns, annotated, its arrays on the mesh.
 
     Raises:
         AnnotationError: the root is not annotated, or a large parameter would be replicated.
@@ -56,20 +61,13 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: An
     Example:
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
+    if isinstance(annotate, nn.Module):
+        return linen_arrays(build, annotate, _mesh_of_devices(linen_mesh(annotate), mesh, type(annotate).__name__))
     graphdef, shapes = _shapes(build)
-    abstract = _annotated(nnx.merge(graphdef, shapes), annotate)
+    abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
     unit = unit_of(abstract)
     assert unit is not None
-    used = unit.mesh
-    if not isinstance(used, Mesh) or (mesh is not None and mesh != used):
-        raise MeshError(
-            "The model cannot be placed on this mesh.",
-            where=f"shard_init({plain_class(abstract).__name__})",
-            why="the annotation used an abstract mesh."
-            if not isinstance(used, Mesh)
-            else "the annotation used another.",
-            do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
-        )
+    used = _mesh_of_devices(unit.mesh, mesh, plain_class(abstract).__name__)
     planned = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
     replicated = NamedSharding(used, PartitionSpec())
     leaves = [(path, planned[path].sharding if path in planned else replicated) for path, _ in _flat(shapes)]
@@ -81,7 +79,19 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any], *, mesh: An
     return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
 
 
-def _annotated(model: M, annotate: Callable[[M], Any]) -> M:
+def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, name: str) -> Mesh:
+    """The mesh of the annotation, which must have devices and be the one that was asked for."""
+    if isinstance(used, Mesh) and (asked is None or asked == used):
+        return used
+    raise MeshError(
+        "The model cannot be placed on this mesh.",
+        where=f"shard_init({name})",
+        why="the annotation used an abstract mesh." if not isinstance(used, Mesh) else "the annotation used another.",
+        do="give js.fully_shard and js.shard_init the same mesh = js.mesh(fsdp=-1).",
+    )
+
+
+def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
     annotate(model)
     unit = unit_of(model)
     if unit is None:
@@ -95,6 +105,13 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     eager = nnx.using_eager_sharding()
     with nnx.use_eager_sharding(False):
         model = build()
+    if isinstance(model, nn.Module):
+        raise AnnotationError(
+            "A Linen module holds no parameters to initialise.",
+            where=f"build() returned {type(model).__name__}",
+            why="init makes them: build returns what init returned, or a TrainState.",
+            do="model = js.fully_shard(model, mesh=mesh); js.shard_init(lambda: model.init(key, x), model)",
+        )
     for _, variable in nnx.iter_graph(model):  # they note the setting; it is to be that of a plain model
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(eager_sharding=eager)

@@ -41,6 +41,7 @@ class UnitPlan:
         remat: the activation checkpointing policy.
         mixed_precision: the dtypes asked for, as text.
         prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
+        strategy: of the root: what was chosen for the layers, and why; empty if nothing was.
     """
 
     name: str
@@ -49,6 +50,7 @@ class UnitPlan:
     remat: str
     mixed_precision: str
     prefetch: str = "1"
+    strategy: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,19 +113,24 @@ class ShardPlan:
         )
 
 
-def plan(model: nnx.Module) -> ShardPlan:
+def plan(model: Any) -> ShardPlan:
     """Reads the plan off an annotated model, concrete or abstract.
 
     Args:
-        model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size.
+        model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. Of a
+            Linen module, the plan is that of the parameters that `init` or `apply` saw last.
 
     Raises:
-        AnnotationError: the root is not annotated, or parameters were added after the annotation.
+        AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
+            module are not known yet.
 
     Example:
         >>> js.plan(model).num_parameters
         8704
     """
+    linen = getattr(type(model), "_jshard_linen", None)  # an Annotation: jshard._linen, which imports this file
+    if linen is not None:
+        return linen.layout.plan
     root = unit_of(model)
     if root is None:
         raise root_forgotten(model)
@@ -158,7 +165,9 @@ def _leaves(model: nnx.Module, root: Unit, names: dict[int, str]) -> tuple[LeafP
 
 
 def root_forgotten(model: Any) -> AnnotationError:
-    """The error for a model whose root is not a unit."""
+    """The error for a model whose root is not a unit, or that is no nnx model."""
+    if not isinstance(model, nnx.Module):
+        return _not_nnx(model)
     inner = [dotted(p) for p, _ in nested_units(model)]
     units = (
         f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"
@@ -170,6 +179,22 @@ def root_forgotten(model: Any) -> AnnotationError:
         where=f"{type(model).__name__}: {units}",
         why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
         do="js.fully_shard(model, mesh=mesh)  # after its submodules",
+    )
+
+
+def _not_nnx(model: Any) -> AnnotationError:
+    if getattr(type(model), "_jshard_linen", None) is None:
+        return AnnotationError(
+            "This is not an annotated model.",
+            where=type(model).__name__,
+            why="fully_shard annotates an nnx module in place; of a Linen module it returns a copy.",
+            do="model = js.fully_shard(model, mesh=mesh)",
+        )
+    return AnnotationError(
+        "This is for nnx models only.",
+        where=type(model).__name__,
+        why="optimizer state and microbatches of a Linen model are those of its TrainState and of Optax.",
+        do="state = js.shard_init(create_train_state, model)  # accumulate: optax.MultiSteps(tx, every_k_schedule=4)",
     )
 
 
@@ -202,15 +227,21 @@ def _unit_names(model: nnx.Module) -> dict[int, str]:
 def _unit_plan(name: str, path: Path, module: nnx.Module) -> UnitPlan:
     unit = unit_of(module)
     assert unit is not None
+    return made_unit_plan(name, plain_class(module).__name__, unit, is_root=not path)
+
+
+def made_unit_plan(name: str, kind: str, unit: Unit, *, is_root: bool) -> UnitPlan:
+    """The row of one unit, from its record."""
     remat = unit.policy.remat
     precision = unit.policy.mixed_precision
     return UnitPlan(
         name=name,
-        kind=plain_class(module).__name__,
-        reshard_after_forward=resharded(unit, is_root=not path),
+        kind=kind,
+        reshard_after_forward=resharded(unit, is_root=is_root),
         remat=remat if isinstance(remat, str) else getattr(remat, "__name__", repr(remat)),
         mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}",
         prefetch="compiler" if unit.policy.prefetch is None else str(unit.policy.prefetch),
+        strategy=unit.policy.strategy,
     )
 
 

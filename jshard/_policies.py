@@ -100,13 +100,15 @@ _BYTES = {"B": 1} | {
 class UnitPolicy:
     """What `fully_shard` was told about one unit.
 
-    `group` is shared by modules that were given in one list; None for a module on its own.
+    `strategy` is of the root: what was chosen for its layers, and why. `group` is shared by modules that were given in
+    one list; None for a module on its own.
     """
 
     reshard_after_forward: bool | int | None = None
     mixed_precision: MixedPrecision = MixedPrecision()
     remat: Remat = "none"
     prefetch: Prefetch | None = Prefetch(units=1)
+    strategy: str = ""
     group: int | None = None
     batch_dim: int = 0
     batch_args: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ SETTINGS = ("reshard_after_forward", "remat", "prefetch")
 """What `revise` changes; each as in `js.fully_shard`."""
 
 
-def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
+def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = "") -> None:
     """Changes settings of an annotated model's units, in place. Where the parameters lie stays as it is.
 
     `prefetch`, and a `reshard_after_forward` of False, go to every unit inside the root. Other values of
@@ -28,6 +28,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     Args:
         model: the root, annotated.
         settings: new values, by name (`SETTINGS`).
+        strategy: why these, for `js.explain`.
 
     Raises:
         AnnotationError: there is no such setting, or not with such a value.
@@ -54,6 +55,8 @@ def revise(model: nnx.Module, settings: Mapping[str, Any]) -> None:
     for path, module in nested_units(model):
         unit = unit_of(module)
         assert unit is not None
+        if not path and strategy:
+            attach(module, _with(unit, {"strategy": strategy}), route)
         if path:
             mine = {k: v for k, v in values.items() if id(module) in layers or _is_for_all(k, v)}
             attach(module, _with(unit, mine), route)

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from tests.linen_errors import ERRORS as LINEN_ERRORS
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
 PACKAGE = pathlib.Path(js.__file__).parent
@@ -291,6 +292,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "check: root forgotten": lambda: js.check(linear(), X),
     "check: disagreement": check_a_mean_over_the_batch,
     "check: random numbers": lambda: js.check(pair(), X, X),
+    **LINEN_ERRORS,
 }
 
 WARNINGS: dict[str, Callable[[], object]] = {

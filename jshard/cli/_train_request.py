@@ -14,6 +14,7 @@ from jshard._errors import ShardingError
 from jshard.cli._config import config_json
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.cli._steps_option import parse_steps
+from jshard.cluster.variants import Variant, as_text
 from jshard.train import launch
 from jshard.train.folder.run_folder import RunFolder
 from jshard.train.metrics.services import available
@@ -54,6 +55,9 @@ class TrainArgs:
     """Seed of parameters, dropout and sample order, instead of the recipe's."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=2,fsdp=4 (default: fsdp takes all devices; on a CPU 8 are simulated)."""
+    auto: bool = False
+    """Choose: how the devices are split, what is kept and computed again, in how many microbatches. Estimates are
+    corrected by the measured steps of a few ways, and the choice is remembered."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
     """Text files, or folders of them; by default the sources of Python's standard library."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -114,6 +118,25 @@ class Request:
     def folder(self) -> Path:
         """The folder of the run, as it is now."""
         return self.out or RunFolder.free_name(_RUNS, _stem(self.args, self.name))
+
+    def with_variant(self, variant: Variant) -> Request:
+        """The request that asks for a way to train by its own options, and not to choose one."""
+        texts = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
+        changed = {text.partition("=")[0] for text in texts}
+        kept = tuple(text for text in self.args.unit if _key(text) not in changed)
+        args = dataclasses.replace(
+            self.args,
+            mesh=variant.mesh_text,
+            unit=(*kept, *texts),
+            set=(*self.args.set, *variant.settings),
+            auto=False,
+        )
+        argv = [*_without(self.argv, "--auto", "--mesh"), *shlex.split(variant.command)]
+        model_file = with_units(self.model_file, variant.units)
+        recipe = override(self.recipe, variant.settings)
+        return dataclasses.replace(
+            self, args=args, argv=argv, model_file=model_file, recipe=recipe, sizes=dict(variant.mesh)
+        )
 
     def again(self, out: Path) -> str:
         """The command line that goes on with the run in a folder."""
@@ -182,6 +205,17 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     as_given["unit"] = tuple
     taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
     return dataclasses.replace(args, **taken | {"set": (*settings, *args.set)})
+
+
+def _without(argv: Sequence[str], flag: str, option: str) -> list[str]:
+    """A command line without a flag, and without an option and its value."""
+    found, words = [], iter(argv)
+    for word in words:
+        if word == option:
+            next(words, None)
+        elif word != flag and not word.startswith(f"{option}="):
+            found.append(word)
+    return found
 
 
 def _key(setting: str) -> str:

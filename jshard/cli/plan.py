@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from jshard._errors import ShardingError
-from jshard._mesh import AnyMesh
+from jshard._mesh import AnyMesh, data_degree
 from jshard.cli._arguments import parse
 from jshard.cli._mesh_option import num_devices, open_mesh
 from jshard.cli._train_request import Request, TrainArgs, request_of
@@ -89,6 +90,7 @@ def run(argv: Sequence[str]) -> int:
     known = parse_known(args.assume)
     variants = _variants(args, request, mesh, topology)
     batch_sizes = _batch_sizes(args)
+    _check_batches(batch_sizes, mesh)
     require_compiler(topology.device.platform)
     _say(f"compiling {args.model}, recipe {request.name}, for {topology.describe()}, in a process of its own ...")
     job = _Job(args, request, Cluster(topology, known), dict(mesh.shape))
@@ -168,6 +170,19 @@ def _batch_sizes(args: PlanArgs) -> tuple[int, ...]:
     return tuple(map(int, sizes))
 
 
+def _check_batches(batch_sizes: tuple[int, ...], mesh: AnyMesh) -> None:
+    shards = data_degree(mesh)
+    bad = [size for size in batch_sizes if size % shards]
+    if bad:
+        rounded = dict.fromkeys(math.ceil(size / shards) * shards for size in batch_sizes)
+        raise ShardingError(
+            "Batches to choose among do not split over the data axes of the mesh.",
+            where=f"--batch-sizes {','.join(map(str, batch_sizes))}",
+            why=f"{', '.join(map(str, bad))} sequences over {shards} data shards.",
+            do=f"--batch-sizes {','.join(map(str, rounded))}",
+        )
+
+
 def _check(args: PlanArgs) -> None:
     if args.options not in (*PROFILES, "none"):
         raise ShardingError(
@@ -184,6 +199,7 @@ def _check(args: PlanArgs) -> None:
             why="strategies are compared as they compile for a cluster; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )
+    _batch_sizes(args)
     if args.html is not None and not args.topology:
         raise ShardingError(
             "There is no timeline without a cluster.",

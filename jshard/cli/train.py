@@ -22,6 +22,7 @@ from jshard.cli._config import print_config
 from jshard.cli._mesh_option import describe_devices, num_devices, open_mesh, parse_mesh, simulate_devices
 from jshard.cli._train_request import Request, TrainArgs, again, request_of
 from jshard.train import launch
+from jshard.train.auto import chosen_variant
 from jshard.train.data import Data
 from jshard.train.data.text import load_text
 from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
@@ -63,6 +64,12 @@ def _train(request: Request) -> int:
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = print if jax.process_index() == 0 else (lambda *text: None)
     say(describe_devices())
+    if args.auto and request.args.resume:
+        say("--auto: the run goes on as it was begun")
+    elif args.auto:
+        request = request.with_variant(chosen_variant(request.model_file, request.recipe, mesh, data, say=say))
+        mesh = open_mesh(request.sizes)
+        assert isinstance(mesh, Mesh)
     say(explained(request, mesh, data))
     say(data.description)
     out = Path(gather_texts(str(request.folder()))[0])

@@ -15,11 +15,11 @@ from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.machine import Cluster
 from jshard.cluster.report import ClusterPlan, seconds
 from jshard.cluster.search import Search, search, why_lost
-from jshard.cluster.variants import Variant
+from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import add_row, made_table, printed
 
 _FINALISTS, _MORE = 3, 3  # ways that are compiled; and again so many while none of them fits
-_SHOWN = 12
+_SHOWN, _LARGE = 12, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -42,7 +42,8 @@ class Chosen:
         return self.best is not None
 
     def __rich__(self) -> Group:
-        parts: list[Any] = [_ranking(self.search), Text(), Comparison(rows=self.compiled), Text()]
+        refused = [f"--mesh {mesh} cannot be annotated: {why}" for mesh, why in self.search.refused.items()]
+        parts: list[Any] = [_ranking(self.search), *map(Text, refused), Text(), Comparison(rows=self.compiled), Text()]
         return Group(*parts, Text(self._verdict(), style="bold"))
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Chosen:
     def _verdict(self) -> str:
         if self.best is None:
             return "None of the compiled ways fits: it needs more devices, or a smaller batch."
-        lines = [f"chosen: {self.best.variant.name}: {self.best.variant.command}"]
+        lines = [f"chosen: {self.best.variant.name}: {self.best.command}"]
         default = self.compiled[0]
         if not default.fits:
             lines.append("what was asked for does not fit.")
@@ -66,11 +67,12 @@ class Chosen:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        ways = [*self.search.ranked, *self.search.too_large]
+        found, first = self.search, self.search.ranked[:1]
+        ways = [_way(cost) | {"fits": True, "lost": why_lost(cost, *first)} for cost in found.ranked]
         return {
-            "best": None if self.best is None else self.best.variant.command,
+            "best": None if self.best is None else self.best.command,
             "compiled": [row.to_dict() for row in self.compiled],
-            "considered": [_way(cost, self.search) for cost in ways],
+            "considered": ways + [_way(cost) | {"fits": False} for cost in found.too_large],
             "refused": dict(self.search.refused),
         }
 
@@ -104,10 +106,11 @@ def choose(
         timeout_s: seconds for each compilation.
         say: is told what is at work.
     """
-    found = search(costs, mesh, batch_sizes=batch_sizes)
+    found, line = search(costs, mesh, batch_sizes=batch_sizes), command_line(asked, known=cluster.known)
     say(f"{len(found.ranked)} of {len(found.ranked) + len(found.too_large)} ways fit by the estimate")
-    compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), plan=plan)]
-    for i, cost in enumerate(found.finalists(_FINALISTS + _MORE)):
+    compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=line, plan=plan)]
+    others = [cost for cost in found.finalists(_FINALISTS + _MORE) if cost is not found.default]
+    for i, cost in enumerate(others):
         if i >= _FINALISTS and any(row.fits for row in compiled):
             break
         compiled.append(compile_variant(asked, cost.variant, cluster, timeout_s, say))
@@ -124,13 +127,12 @@ def _ranking(found: Search) -> Any:
     )
     table = made_table("Ways, by the estimate", *columns, caption=caption)
     best = found.ranked[0] if found.ranked else None
-    shown = [found.default, *found.finalists(_SHOWN)]
-    for cost in shown:
-        lost = "" if cost is best or best is None else why_lost(cost, best)
-        add_row(table, *_cells(cost), lost)
-    for cost in found.too_large[:3]:
-        add_row(table, *_cells(cost), "does not fit")
-    all_ways = len(found.ranked) + len(found.too_large)
+    asked = found.default
+    others = [cost for cost in (*found.finalists(_SHOWN), *found.too_large[:_LARGE]) if cost is not asked]
+    for cost in (asked, *others):
+        is_large = best is None or any(cost is one for one in found.too_large)
+        add_row(table, *_cells(cost), "does not fit" if is_large else why_lost(cost, best))
+    all_ways = len({id(cost) for cost in (asked, *found.ranked, *found.too_large)})
     table.caption = f"{caption} {all_ways} ways were looked at, of which {len(found.too_large)} do not fit."
     return table
 
@@ -141,16 +143,13 @@ def _cells(cost: Cost) -> list[str]:
     return [cost.variant.name, mesh, f"{cost.memory.step_bytes / 2**30:.1f}", *map(seconds, times)]
 
 
-def _way(cost: Cost, found: Search) -> dict[str, Any]:
-    fits = cost in found.ranked
+def _way(cost: Cost) -> dict[str, Any]:
     return {
         "name": cost.variant.name,
         "options": cost.variant.command,
         "memory_bytes": cost.memory.step_bytes,
-        "fits": fits,
         "step_s": cost.step_s,
         "compute_s": cost.compute_s,
         "exposed_s": cost.exposed_s,
         "batch_size": cost.batch_size,
-        "lost": why_lost(cost, found.ranked[0]) if fits and cost is not found.ranked[0] else "",
     }

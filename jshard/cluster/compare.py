@@ -14,7 +14,7 @@ from jshard._errors import FourPartError
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.machine import Cluster
 from jshard.cluster.report import ClusterPlan, percent, seconds
-from jshard.cluster.variants import Variant
+from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import add_row, made_table, printed
 
 _COLUMNS = "", "mesh", "GiB>", "fits", "AG>", "RS>", "AR>", "loops>", "est. step>", "hidden>", "MFU>"
@@ -32,11 +32,13 @@ class Compared:
 
     Attributes:
         variant: the way.
+        command: the command line that asks for it, if one does.
         plan: as compiled; None where it was not.
         error: then why.
     """
 
     variant: Variant
+    command: str
     plan: ClusterPlan | None = None
     error: FourPartError | None = None
 
@@ -47,7 +49,7 @@ class Compared:
 
     def to_dict(self) -> dict[str, Any]:
         """Its figures, the compiled and the estimated apart."""
-        given = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "options": self.variant.command}
+        given = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "command": self.command or None}
         if self.plan is None:
             return given | {"error": str(self.error)}
         return given | self.plan.to_dict()
@@ -105,11 +107,13 @@ def compile_variant(
 ) -> Compared:
     """Compiles one way."""
     say(f"compiling {variant.name}: {variant.command} ...")
+    request = variant.of(asked)
+    found = Compared(variant=variant, command=command_line(request, known=cluster.known))
     try:
-        step: CompiledStep = compile_step(variant.of(asked), timeout_s=timeout_s)
-        return Compared(variant=variant, plan=ClusterPlan.of(step, cluster=cluster, name=variant.name))
+        step: CompiledStep = compile_step(request, timeout_s=timeout_s)
+        return dataclasses.replace(found, plan=ClusterPlan.of(step, cluster=cluster, name=variant.name))
     except FourPartError as error:
-        return Compared(variant=variant, error=error)
+        return dataclasses.replace(found, error=error)
 
 
 def _add(table: Table, row: Compared) -> None:

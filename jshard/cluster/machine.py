@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
+import sys
 from collections.abc import Mapping, Sequence
 
-import jax
+from jax.sharding import Mesh
 
+from jshard._auto import device_bytes
 from jshard._errors import ShardingError
 from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.devices import DEVICES, DeviceFacts
@@ -45,21 +46,14 @@ class Machine:
     assumptions: Assumptions
 
 
-def machine_here(devices: Sequence[jax.Device]) -> Machine:  # pyright: ignore[reportInvalidTypeForm]
-    """The devices of this run. What is not known of their kind is taken from an H100, or for a CPU guessed.
-
-    Args:
-        devices: those of all processes.
-    """
-    first = devices[0]
-    near = min(len(devices), sum(d.process_index == first.process_index for d in devices))
+def machine_here(mesh: Mesh) -> Machine:
+    """The devices of a run. What is not known of their kind is taken from an H100, or for a CPU guessed."""
+    first = mesh.local_devices[0]
+    near = len(mesh.local_devices)
     if first.platform == "cpu":
-        share = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // near
-        return Machine(len(devices), share, near, _CPU)
-    name = _known(first.device_kind)
-    stats = first.memory_stats() or {}
-    capacity = stats.get("bytes_limit", DEVICES[name].hbm_bytes)
-    return Machine(len(devices), capacity, near, _assumed(DEVICES[name], near))
+        return Machine(len(mesh.devices.flat), device_bytes(mesh), near, _CPU)
+    facts = DEVICES[_known(first.device_kind)]
+    return Machine(len(mesh.devices.flat), device_bytes(mesh) or facts.hbm_bytes, near, _assumed(facts, near))
 
 
 def _known(kind: str) -> str:
@@ -141,27 +135,30 @@ def parse_known(texts: Sequence[str]) -> dict[str, float]:
     """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9`.
 
     Raises:
-        ShardingError: it is no assumption, or no positive number.
+        ShardingError: it is no assumption, has no such value, or is given twice.
     """
     names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int)]
     found = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
-        number = _number(value)
-        if name not in names or number is None:
+        number = _number(name, value)
+        if name not in names or number is None or name in found:
             raise ShardingError(
-                "There is no such assumption about a cluster.",
+                "An assumption is given twice." if name in found else "There is no such assumption about a cluster.",
                 where=f"--assume {text}",
-                why=f"the assumptions are {', '.join(names)}, each a positive number.",
+                why=f"the assumptions are {', '.join(names)}, each a positive number and given once; an efficiency is"
+                " at most 1, and fast_group whole.",
                 do="--assume slow_bytes_per_s=25e9",
             )
-        found[name] = int(number) if name == "fast_group" else number
+        found[name] = number
     return found
 
 
-def _number(text: str) -> float | None:
+def _number(name: str, text: str) -> float | None:
+    """The value of an assumption; None if it cannot have that one."""
     try:
-        number = float(text)
+        number = int(text) if name == "fast_group" else float(text)
     except ValueError:
         return None
-    return number if 0 < number < float("inf") else None
+    most = 1.0 if name.endswith("_efficiency") else sys.float_info.max
+    return number if 0 < number <= most else None

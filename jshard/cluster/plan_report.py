@@ -70,8 +70,7 @@ class PlanReport:
         if found:
             row = found[-1]
             assert row.plan is not None
-            return f"try: {row.variant.command}\n     compiled: {row.plan.verdict}"
-        return (
-            f"{len(self.tried)} ways that hold less were compiled, and none fits: it needs more devices, or a smaller"
-            " --set batch_size=N."
-        )
+            return f"try: {row.command}\n     compiled: {row.plan.verdict}"
+        ways = f"{len(self.tried)} ways that hold less were compiled, and none fits"
+        ways = ways if self.tried else "no way to compute or to keep less would fit, by the estimate"
+        return f"{ways}: it needs more devices, or a smaller --set batch_size=N."

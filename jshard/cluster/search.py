@@ -6,9 +6,10 @@ what backward computes again, in microbatches, and in the batch where that is le
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard._errors import AnnotationError
@@ -29,8 +30,8 @@ class Search:
     """Every way that was looked at.
 
     Attributes:
-        default: the way that was asked for.
-        ranked: the ways that fit by the estimate, the quickest first.
+        default: the way that was asked for; one of the others, if its batch may be chosen.
+        ranked: the ways that fit by the estimate, the quickest first; of equal times the one that holds least.
         too_large: those that do not, the smallest first.
         refused: ways that cannot be annotated, with the reason.
     """
@@ -41,10 +42,10 @@ class Search:
     refused: Mapping[str, str]
 
     def finalists(self, count: int) -> tuple[Cost, ...]:
-        """The first of the ranking that differ in more than a hair: of equal times the one that holds least."""
+        """The first of the ranking whose times differ."""
         found: list[Cost] = []
         for cost in self.ranked:
-            if all(abs(cost.sequence_s / other.sequence_s - 1) > _HAIR for other in found):
+            if not found or not _is_equal(cost, found[-1]):
                 found.append(cost)
             if len(found) == count:
                 break
@@ -59,23 +60,46 @@ def search(costs: Costs, mesh: Mapping[str, int], *, batch_sizes: Sequence[int] 
         mesh: the mesh asked for; degrees beside `replica` and `fsdp` stay.
         batch_sizes: batches to choose among; by default the recipe's alone.
     """
-    default = costs.of(Variant(name="default", mesh=mesh))
-    found, refused = [], {}
-    for variant in _ways(costs, mesh, batch_sizes or (costs.recipe.batch_size,)):
+    default = costs.of(Variant(name="as asked", mesh=mesh))
+    sizes = batch_sizes or (default.batch_size,)
+    found, refused = [default] if default.batch_size in sizes else [], {}
+    for variant in _ways(costs, mesh, sizes):
         if variant.mesh_text in refused:
             continue
         try:
-            found.append(costs.of(variant))
+            cost = costs.of(variant)
         except AnnotationError as error:
             refused[variant.mesh_text] = error.what
+        else:
+            found += [] if is_same(cost, default) else [cost]
     capacity = costs.machine.capacity_bytes
     fits = lambda cost: capacity is None or cost.memory.step_bytes <= ROOM * capacity
     return Search(
         default=default,
-        ranked=tuple(sorted(filter(fits, found), key=lambda c: (round(c.sequence_s, 12), c.memory.step_bytes))),
+        ranked=tuple(_ranked(filter(fits, found))),
         too_large=tuple(sorted((c for c in found if not fits(c)), key=lambda c: c.memory.step_bytes)),
         refused=refused,
     )
+
+
+def _ranked(found: Iterable[Cost]) -> Iterator[Cost]:
+    """The quickest first; those that take as long as the first of them are sorted by what they hold."""
+    rest = collections.deque(sorted(found, key=lambda cost: cost.sequence_s))
+    while rest:
+        equal = [rest.popleft()]
+        while rest and rest[0].sequence_s <= (1 + _HAIR) * equal[0].sequence_s:
+            equal.append(rest.popleft())
+        yield from sorted(equal, key=lambda cost: cost.memory.step_bytes)
+
+
+def is_same(cost: Cost, other: Cost) -> bool:
+    """Whether two ways are one, however their settings are written."""
+    what = lambda c: (c.variant.mesh, c.batch_size, c.memory, c.step_s)
+    return what(cost) == what(other)
+
+
+def _is_equal(cost: Cost, other: Cost) -> bool:
+    return abs(cost.sequence_s / other.sequence_s - 1) <= _HAIR
 
 
 def _ways(costs: Costs, mesh: Mapping[str, int], batch_sizes: Sequence[int]) -> Iterator[Variant]:
@@ -111,18 +135,19 @@ def _splits(devices: int) -> list[int]:
 
 
 def _microbatches(batch_size: int, devices: int) -> list[int]:
-    """Numbers of microbatches that divide evenly over the devices: powers of two and what leaves one sequence."""
+    """Numbers of microbatches that divide evenly over the devices; of many powers of two and what leaves a sequence."""
     rows = batch_size // devices
     if rows * devices != batch_size:
         return []
-    return [n for n in range(1, rows + 1) if rows % n == 0 and (n & (n - 1) == 0 or n == rows)]
+    divisors = [n for n in range(1, rows + 1) if rows % n == 0]
+    return divisors if len(divisors) <= _MOST_SPLITS else [n for n in divisors if n & (n - 1) == 0 or n == rows]
 
 
 def why_lost(cost: Cost, best: Cost) -> str:
-    """Why a way that fits was not chosen, in words."""
+    """Why a way that fits was not chosen, in words; "" for one that is no other."""
     slower = cost.sequence_s / best.sequence_s - 1
     computes = cost.compute_s / cost.batch_size - best.compute_s / best.batch_size
     waits = cost.exposed_s / cost.batch_size - best.exposed_s / best.batch_size
-    if slower <= _HAIR:
-        return "holds more"
+    if _is_equal(cost, best):
+        return "holds more" if cost.memory.step_bytes > best.memory.step_bytes else ""
     return f"+{slower:.1%}: {'computes' if computes > waits else 'waits'} more"

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, REPLICA
 from jshard.cluster.compare import Compared, compile_variant
 from jshard.cluster.compile import CompileRequest
@@ -44,12 +46,13 @@ def suggestions(
     now = costs.of(Variant(name="asked", mesh=mesh))
     wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low
     room = _MARGIN * cluster.topology.device.hbm_bytes / wrong
-    found = sorted(_less(costs, mesh), key=lambda cost: cost.step_s)
     tried: list[Compared] = []
-    for cost in (c for c in found if c.memory.step_bytes <= room):
-        tried.append(compile_variant(asked, cost.variant, cluster, timeout_s, say))
-        if tried[-1].fits or len(tried) == _TRIES:
-            break
+    for cost in sorted(_less(costs, mesh), key=lambda cost: cost.step_s):
+        if cost.memory.step_bytes <= room:
+            room = cost.memory.step_bytes - 1  # if it does not fit, only what holds less is worth another try
+            tried.append(compile_variant(asked, cost.variant, cluster, timeout_s, say))
+            if tried[-1].fits or len(tried) == _TRIES:
+                break
     return tuple(tried)
 
 
@@ -60,7 +63,7 @@ def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
     microbatches = [n for n in range(1, rows + 1) if rows % n == 0]
     remats = (None, *_REMATS.get(costs.remat, ("full",)))
     meshes = [dict(mesh)] + ([dict(mesh) | {REPLICA: 1, FSDP: devices}] if mesh[REPLICA] > 1 else [])
-    for remat, n, wide, again in itertools.product(remats, microbatches, meshes, (False, True)):
+    for wide, remat, n, again in itertools.product(meshes, remats, microbatches, (False, True)):
         units: dict[str, Any] = {} if remat is None else {"remat": remat}
         units |= {"reshard_after_forward": True} if again else {}
         variant = Variant(
@@ -69,4 +72,5 @@ def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
             accumulate=None if n == 1 else recipe.accumulate * n,
             units=units,
         )
-        yield costs.of(variant)
+        with contextlib.suppress(AnnotationError):  # on the wider mesh a large parameter may not divide
+            yield costs.of(variant)

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jshard._errors import ShardingError
+from jshard._errors import AnnotationError, ShardingError
 from jshard._mesh import FSDP, REPLICA
 from jshard._strategies import strategies
 from jshard.cluster.compile import CompileRequest
@@ -50,10 +50,11 @@ class Variant:
 
     def of(self, asked: CompileRequest) -> CompileRequest:
         """What to compile, given what was asked for."""
+        changed = set(map(_key, self.settings))
         return dataclasses.replace(
             asked,
             mesh=dict(self.mesh),
-            settings=(*asked.settings, *self.settings),
+            settings=(*(text for text in asked.settings if _key(text) not in changed), *self.settings),
             units={**asked.units, **self.units},
             shard_replicated=self.shard_replicated,
             plain_flax=self.plain_flax,
@@ -74,6 +75,30 @@ class Variant:
         return shlex.join(given)
 
 
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def command_line(request: CompileRequest, *, known: Mapping[str, float]) -> str:
+    """The command line that asks for what is compiled; "" for what only `--compare` asks for.
+
+    Args:
+        request: what is compiled.
+        known: of the cluster, as `--assume` takes it.
+    """
+    if request.plain_flax or request.shard_replicated:
+        return ""
+    words = ["jshard", "plan", request.model]
+    words += [] if request.recipe is None else ["--recipe", request.recipe]
+    words += ["--topology", request.topology]
+    words += ["--mesh", ",".join(f"{axis}={degree}" for axis, degree in request.mesh.items())]
+    words += [word for text in request.settings for word in ("--set", text)]
+    words += [word for name, value in request.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
+    words += [] if request.profile == "fastest" else ["--options", request.profile or "none"]
+    words += [word for name, value in known.items() for word in ("--assume", f"{name}={value:g}")]
+    return shlex.join(words)
+
+
 def as_text(value: Any) -> str:
     """A setting's value as `--unit` takes it."""
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
@@ -92,7 +117,8 @@ def compared(
     Args:
         names: of `js.strategies`, or `gspmd`.
         mesh: the mesh asked for; it decides the groups of the strategies with replicas if it has replicas itself.
-        near: else the devices in each group, or a multiple of them that can hold the state; and the neighbours of hpz.
+        near: else the devices in each group, or a multiple of them that can hold the state, if there are more than
+            those; and the neighbours of hpz.
         capacity_bytes: memory of a device.
         held_bytes: what a device of a mesh holds at least.
 
@@ -108,12 +134,24 @@ def compared(
             do=f"--compare {','.join(COMPARED)}",
         )
     devices = mesh.get(REPLICA, 1) * mesh[FSDP]
-    group = mesh[FSDP] if mesh.get(REPLICA, 1) > 1 else min(near, devices)
-    if mesh.get(REPLICA, 1) == 1 and any(strategies["zero3" if n == GSPMD else n].replica > 1 for n in names):
-        wider = (g for g in range(group, devices) if g % near == 0 and devices % g == 0)
-        fits = lambda g: held_bytes(dict(mesh) | {REPLICA: devices // g, FSDP: g}) <= capacity_bytes / 2
-        group = next(filter(fits, wider), devices)
+    group = mesh[FSDP]
+    if mesh.get(REPLICA, 1) == 1 and any(n in strategies and strategies[n].replica > 1 for n in names):
+
+        def fits(size: int) -> bool:
+            try:
+                return held_bytes(dict(mesh) | {REPLICA: devices // size, FSDP: size}) <= capacity_bytes / 2
+            except AnnotationError:  # a large parameter does not divide
+                return False
+
+        group = _group(devices, near, fits)
     return tuple(_compared(name, dict(mesh), devices, group, near) for name in dict.fromkeys(names))
+
+
+def _group(devices: int, near: int, fits: Callable[[int], bool]) -> int:
+    """The smallest groups of whole hosts that can hold the state, or the largest there are; within a host its half."""
+    fewer = [n for n in range(1, devices) if devices % n == 0] or [1]
+    whole = [n for n in fewer if n % near == 0] or fewer[-1:]
+    return next(filter(fits, whole), whole[-1])
 
 
 def _compared(name: str, mesh: dict[str, int], devices: int, group: int, near: int) -> Variant:

@@ -66,6 +66,11 @@ def hold_shard(variable: nnx.Variable, placement: Placement, mesh: Mesh) -> None
     object.__setattr__(variable, "__class__", _gathered_class(type(variable)))
 
 
+def stored_in(variable: nnx.Variable) -> Stored | None:
+    """How the shard in a variable becomes the parameter; None if it holds no shard."""
+    return variable.get_metadata(_KEY, None)
+
+
 def hold_full(variable: nnx.Variable) -> None:
     """From now on the variable holds the whole parameter; a read is a plain read."""
     base = getattr(type(variable), "_jshard_base", None)

@@ -17,7 +17,7 @@ _MIXING = frozenset(
     "argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max reduce_min reduce_or"
     " reduce_prod reduce_sum reduce_xor reduce rev sort top_k".split()
 )
-_BATCH_NORM = "nnx/nn/normalization.py"
+_BATCH_NORM = "nnx/nn/normalization.py", "flax/linen/normalization.py"
 
 
 def warn_of_batch_reductions(call: Call, split: BatchSplit, policy: UnitPolicy, traced: GlobalTrace) -> None:
@@ -64,7 +64,8 @@ def _mixing(small: Any, large: Any, live_outputs: list[bool], batch_norm_is_righ
             flags = [v in live for v in a.outvars]
             flags = flags if len(flags) == len(one.outvars) else [True] * len(one.outvars)
             yield from _mixing(one, two, flags, batch_norm_is_right)
-        if _combines(a, b, counted) and not (batch_norm_is_right and _BATCH_NORM in _compat.frame_files(a)):
+        is_norm = batch_norm_is_right and any(file in _compat.frame_files(a) for file in _BATCH_NORM)
+        if _combines(a, b, counted) and not is_norm:
             yield f"{a.primitive.name} at {_compat.user_frame(a)}"
 
 

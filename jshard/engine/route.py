@@ -7,6 +7,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard._errors import CallError
+from jshard._mesh import AnyMesh
 from jshard._nnx import plain_class, unit_of
 from jshard.engine.context import current_region, in_global_view, in_plain_flax
 from jshard.engine.island import open_region
@@ -24,11 +25,16 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     region = current_region()
     if region is not None:
         return run_unit(module, unit, region, method, args, kwargs, outermost=False)
-    if manual := _compat.manual_axes() & set(unit.mesh.axis_names):
+    refuse_manual(unit.mesh, f"{plain_class(module).__name__}.{method.__name__}")
+    return open_region(module, unit, method, args, kwargs)
+
+
+def refuse_manual(mesh: AnyMesh, where: str) -> None:
+    """Raises if a region cannot be opened here, because a `shard_map` of the user's has the axes of the mesh."""
+    if manual := _compat.manual_axes() & set(mesh.axis_names):
         raise CallError(
             "An annotated module was called inside a shard_map that is not jshard's.",
-            where=f"{plain_class(module).__name__}.{method.__name__}, manual axes {sorted(manual)}",
+            where=f"{where}, manual axes {sorted(manual)}",
             why="the call opens a sharded region over the data axes, which are manual already.",
             do="call it outside the shard_map, or leave the data axes out of its axis_names.",
         )
-    return open_region(module, unit, method, args, kwargs)

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -86,6 +87,7 @@ class _Stack:
     def __init__(
         self, layers: Any, method: str, x: Any, xs: Any, args: tuple, kwargs: dict[str, Any], *, collect: bool
     ) -> None:
+        _refuse_linen(layers)
         self.is_list = not isinstance(layers, nnx.Module) or isinstance(layers, (nnx.List, nnx.Sequential))
         found: Any = layers.layers if isinstance(layers, nnx.Sequential) else layers
         self.modules = list(found) if self.is_list else [layers]
@@ -315,6 +317,17 @@ def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
         why=f"it was given {given} and returned {got}; a scan needs them equal.",
         do="return x in its own dtype and shape; layers that return (x, output) need collect=True.",
     )
+
+
+def _refuse_linen(layers: Any) -> None:
+    first = next(iter(layers), None) if isinstance(layers, (list, tuple)) else layers
+    if isinstance(first, nn.Module):
+        raise CallError(
+            "scan_layers is for nnx modules.",
+            where=f"scan_layers({type(first).__name__})",
+            why="layers of a Linen model are bound to their scopes, and Flax's own scan stacks them.",
+            do='nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)',
+        )
 
 
 def _check_equal(calls: list[Call]) -> None:

@@ -62,7 +62,7 @@ def summed(saved: Saved, whole: Saved, layers: int) -> Activations:
         layers: number of layers.
     """
     outside = sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, layers))
-    return Activations(_total(saved), outside, max(0, _total(whole) - _total(saved)) // layers)
+    return Activations(_total(saved), outside, max(0, _total(whole) - _total(saved)) // max(1, layers))
 
 
 def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Saved:

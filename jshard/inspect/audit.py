@@ -7,6 +7,7 @@ import dataclasses
 import json
 from typing import Any
 
+import flax.linen as nn
 import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
@@ -157,7 +158,7 @@ class Audit:
 def audit(
     program: Any,
     *,
-    model: nnx.Module | None = None,
+    model: nnx.Module | nn.Module | None = None,
     plan: ShardPlan | None = None,
     memory: CompiledMemory | None = None,
     accumulate: int = 1,

@@ -1,7 +1,7 @@
 """Is the sharded region right for this model? Run a call both ways and compare."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -10,7 +10,9 @@ import numpy as np
 from flax import nnx
 
 from jshard._errors import CallError
+from jshard._linen import annotation_of
 from jshard._nnx import dotted, plain_class, unit_of
+from jshard._optimizer import key_texts
 from jshard._plan import root_forgotten
 from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view
@@ -48,7 +50,7 @@ class CheckReport:
 
 
 def check(
-    model: nnx.Module,
+    model: Any,
     *args: Any,
     loss_fn: Callable[..., Any] | None = None,
     tolerance: float = 1e-4,
@@ -60,10 +62,12 @@ def check(
     is not changed.
 
     Args:
-        model: the annotated model.
-        *args: arguments of the call, or of `loss_fn` after the model.
+        model: the annotated model, nnx or Linen.
+        *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables come first:
+            `js.check(model, variables, x)` is about `model.apply(variables, x)`.
         loss_fn: `loss_fn(model, *args, **kwargs)`; the model's own `__call__` by default. If it returns a
-            scalar, gradients are those of it; else of a fixed weighted sum of the outputs.
+            scalar, gradients are those of it; else of a fixed weighted sum of the outputs. For a Linen model:
+            `loss_fn(variables, ...)`.
         tolerance: largest difference allowed, relative to the largest element of an array.
         **kwargs: keyword arguments of the call.
 
@@ -77,33 +81,85 @@ def check(
     Example:
         >>> report = js.check(model, x)
     """
+    if annotation_of(model) is not None:
+        return _check_linen(model, args, kwargs, loss_fn, tolerance)
     if unit_of(model) is None:
         raise root_forgotten(model)
     call = loss_fn or (lambda model, *args, **kwargs: model(*args, **kwargs))
     where = f"{plain_class(model).__name__}: {getattr(loss_fn, '__name__', '__call__')}"
     graphdef, params, state = nnx.split(model, nnx.Param, ...)
-    static = {k: v for k, v in kwargs.items() if not is_array(v)}
-    arrays = {k: v for k, v in kwargs.items() if is_array(v)}
+    static, arrays = _parted(kwargs)
 
-    def run(params: Any, state: Any, args: tuple, arrays: dict) -> tuple[Any, Any, Any]:
-        def scalar(params: Any) -> tuple[jax.Array, tuple]:
-            live = nnx.merge(graphdef, params, state, copy=True)
-            out = call(live, *args, **arrays, **static)
-            found = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
-            return _weighted_sum(found), (found, nnx.state(live, nnx.RngCount))
+    def run(params: Any, inputs: tuple) -> tuple[Any, Any]:
+        state, args, arrays = inputs
+        live = nnx.merge(graphdef, params, state, copy=True)
+        return call(live, *args, **arrays, **static), nnx.state(live, nnx.RngCount)
 
-        (_, (found, counts)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
-        return found, grads, counts
-
-    found, grads, counts = jax.jit(run)(params, state, args, arrays)
+    program, inputs = _program(run), (state, args, arrays)
+    found, grads, counts = program(params, inputs)
     _refuse_random(counts, nnx.state(model, nnx.RngCount), where)
     with global_view():
-        wanted, wanted_grads, _ = jax.jit(run)(params, state, args, arrays)
-    report = CheckReport(
-        _differences({name or "output": (x, wanted[name]) for name, x in found.items()}),
-        _differences({dotted(p): (v, w) for (p, v), (_, w) in zip(*map(_flat, (grads, wanted_grads)), strict=True)}),
-        tolerance,
-    )
+        wanted, wanted_grads, _ = program(params, inputs)
+    gradients = {dotted(p): (v, w) for (p, v), (_, w) in zip(*map(_flat, (grads, wanted_grads)), strict=True)}
+    return _report(found, wanted, gradients, tolerance, where)
+
+
+def _check_linen(
+    model: Any, args: tuple, kwargs: dict[str, Any], loss_fn: Callable[..., Any] | None, tolerance: float
+) -> CheckReport:
+    """The same for a Linen model, whose variables come first among the arguments."""
+    where = f"{type(model).__name__}: {getattr(loss_fn, '__name__', 'apply')}"
+    if not args or not isinstance(args[0], Mapping) or "params" not in args[0]:
+        raise CallError(
+            "The variables of the Linen model are missing.",
+            where=f"check({type(model).__name__}, ...)",
+            why="a Linen module holds no parameters; they are its first argument, with 'params' in them.",
+            do="js.check(model, variables, x)",
+        )
+    if kwargs.get("rngs"):
+        raise _drew_random([f"{where}: rngs={', '.join(kwargs['rngs'])}"], "js.check(model, variables, x, train=False)")
+    variables, *rest = args
+    call = loss_fn or model.apply
+    static, arrays = _parted(kwargs)
+
+    def run(params: Any, inputs: tuple) -> tuple[Any, Any]:
+        state, rest, arrays = inputs
+        return call({**state, "params": params}, *rest, **arrays, **static), None
+
+    program = _program(run)
+    inputs = {k: v for k, v in variables.items() if k != "params"}, rest, arrays
+    found, grads, _ = program(variables["params"], inputs)
+    with global_view():
+        wanted, wanted_grads, _ = program(variables["params"], inputs)
+    pairs = zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted_grads), strict=True)
+    return _report(found, wanted, {"/".join(key_texts(p)): (v, w) for (p, v), w in pairs}, tolerance, where)
+
+
+def _parted(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Keyword arguments that are not arrays, and those that are."""
+    static = {k: v for k, v in kwargs.items() if not is_array(v)}
+    return static, {k: v for k, v in kwargs.items() if is_array(v)}
+
+
+def _program(run: Callable[[Any, tuple], tuple[Any, Any]]) -> Callable[..., Any]:
+    """From `run(params, inputs) -> (outputs, more)`: a program that gives outputs, gradients, and more."""
+
+    def program(params: Any, inputs: tuple) -> tuple[Any, Any, Any]:
+        def scalar(params: Any) -> tuple[jax.Array, tuple]:
+            out, more = run(params, inputs)
+            found = {jax.tree_util.keystr(p): x for p, x in jax.tree.leaves_with_path(out) if is_array(x)}
+            return _weighted_sum(found), (found, more)
+
+        (_, (found, more)), grads = jax.value_and_grad(scalar, has_aux=True)(params)
+        return found, grads, more
+
+    return jax.jit(program)
+
+
+def _report(found: Any, wanted: Any, gradients: dict, tolerance: float, where: str) -> CheckReport:
+    """The differences; raises if one is too large."""
+    outputs = {name or "output": (x, wanted[name]) for name, x in found.items()}
+    report = CheckReport(_differences(outputs), _differences(gradients), tolerance)
     _raise_if_apart(report, where)
     return report
 
@@ -132,12 +188,16 @@ def _differences(pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
 def _refuse_random(after: Any, before: Any, where: str) -> None:
     drawn = [dotted(p) for (p, a), (_, b) in zip(_flat(after), _flat(before), strict=True) if (a != b).any()]
     if drawn:
-        raise CallError(
-            "The call drew random numbers, so its results cannot be compared.",
-            where=[f"{where}: {path}" for path in drawn],
-            why="every data shard draws its own; a plain run would draw others.",
-            do="compare without dropout: model.eval(); js.check(model, x).",
-        )
+        raise _drew_random([f"{where}: {path}" for path in drawn], "model.eval(); js.check(model, x).")
+
+
+def _drew_random(where: list[str], instead: str) -> CallError:
+    return CallError(
+        "The call drew random numbers, so its results cannot be compared.",
+        where=where,
+        why="every data shard draws its own; a plain run would draw others.",
+        do=f"compare without dropout: {instead}",
+    )
 
 
 def _raise_if_apart(report: CheckReport, where: str) -> None:

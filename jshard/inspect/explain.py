@@ -7,11 +7,14 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 from flax import nnx
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from jshard._errors import AnnotationError
+from jshard._linen import annotation_of
 from jshard._plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._plan import plan as make_plan
 from jshard.inspect.activations import activations
@@ -21,7 +24,7 @@ from jshard.inspect.tables import add_row, joined_name, made_table, name_pattern
 
 
 def explain(
-    model_or_plan: nnx.Module | ShardPlan,
+    model_or_plan: nnx.Module | nn.Module | ShardPlan,
     *,
     optimizer: Any = None,
     loss: Callable[..., Any] | None = None,
@@ -50,6 +53,13 @@ def explain(
         >>> print(js.explain(model, optimizer=optax.adamw(3e-4)))
     """
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan)
+    if loss is not None and annotation_of(model_or_plan) is not None:
+        raise AnnotationError(
+            "The activations of a Linen model are not estimated.",
+            where=f"explain({type(model_or_plan).__name__}, loss=...)",
+            why="the estimate calls the loss with an nnx model.",
+            do="print(js.audit(jax.jit(step).lower(state, batch).compile(), model=model))  # the compiler's figures",
+        )
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch))
@@ -82,7 +92,8 @@ class Explanation:
         if self.leaves:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
-        notes = [*_replicated_notes(self.plan), *_tied_notes(self.plan)]
+        chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
+        notes = [*chosen, *_replicated_notes(self.plan), *_tied_notes(self.plan)]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 

@@ -1,0 +1,82 @@
+"""`fully_shard(strategy=...)`: settings of the layers by the name of a strategy, or chosen for model and mesh."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard._errors import AnnotationError
+from jshard._mesh import FSDP, AnyMesh, degree
+from jshard._plan import ShardPlan, plan
+from jshard._remembered import key_of, recall
+from jshard._strategies import Strategy, strategies
+
+AUTO = "auto"
+_STATES = 4  # parameters, gradients and two moments, each of the parameters' size
+_ROOM = 0.5  # of the memory of a device: what activations take is not known here
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises unless it is a strategy, its name, "auto" or None."""
+    if strategy is None or isinstance(strategy, Strategy) or strategy in (AUTO, *strategies):
+        return
+    raise AnnotationError(
+        "There is no such strategy.",
+        where=f"fully_shard(strategy={strategy!r})",
+        why=f'it is "auto", one of {", ".join(strategies)}, or a value of js.strategies.',
+        do='js.fully_shard(model, mesh=mesh, strategy="auto")',
+    )
+
+
+def settings_of(strategy: str | Strategy, model: nnx.Module, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+    """The settings of the layers, as `jshard._revise.revise` takes them, and why these.
+
+    Args:
+        strategy: a strategy, its name, or "auto".
+        model: the root, annotated.
+        mesh: its mesh.
+    """
+    if strategy == AUTO:
+        return _chosen(model, mesh)
+    found = strategies[strategy] if isinstance(strategy, str) else strategy
+    reshard = found.reshard_after_forward
+    return {"reshard_after_forward": True if reshard is None else reshard}, found.name
+
+
+def _chosen(model: nnx.Module, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+    if isinstance(mesh, Mesh):
+        known = recall(key_of(model, list(mesh.devices.flat)))
+        if known is not None and dict(known.mesh) == dict(mesh.shape):
+            return dict(known.units), f"auto: {known.told}"
+    if degree(mesh, FSDP) == 1:
+        return {}, "auto: nothing is sharded"
+    found, capacity = plan(model), device_bytes(mesh)
+    if capacity is None:
+        return {"reshard_after_forward": True}, "auto: zero3, as the memory of a device is not known"
+    needed = _STATES * found.bytes_per_device + _gathered_bytes(found)
+    fits = needed <= _ROOM * capacity
+    told = f"{needed / 2**30:.2f} GiB with every gathered copy, {'within' if fits else 'over'} half of a device's"
+    return {"reshard_after_forward": not fits}, f"auto: {'zero2' if fits else 'zero3'}, {told} {capacity / 2**30:.1f}"
+
+
+def _gathered_bytes(found: ShardPlan) -> int:
+    return sum(leaf.placement.gathered_bytes for leaf in found.leaves if leaf.placement.dim is not None)
+
+
+def device_bytes(mesh: AnyMesh) -> int | None:
+    """Memory of one device of a mesh; of simulated ones their share of the host's. None where it is not known."""
+    if not isinstance(mesh, Mesh):
+        return None
+    local: list[Any] = list(mesh.local_devices)
+    if not local:
+        return None
+    if local[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    try:
+        return (local[0].memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # devices of a cluster that is not there
+        return None

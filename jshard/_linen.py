@@ -1,0 +1,216 @@
+"""Annotating a Linen module: a copy of it whose calls go through jshard.
+
+A Linen module is a frozen dataclass that is made before its parameters. The annotation is therefore a set of settings
+and choices; the layout follows when `init` or `apply` is traced, and is kept with the annotation.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import flax.linen as nn
+
+from jshard import _annotation_checks as checks
+from jshard._choices import UnitChoice, chosen
+from jshard._compat import LINEN_CALL
+from jshard._errors import AnnotationError
+from jshard._linen_layout import Layout, Leaf, Seen
+from jshard._nnx import Path, Unit, dotted
+from jshard._placement import PlacementRule
+from jshard._policies import MixedPrecision, Prefetch, check_remat
+
+L = TypeVar("L", bound=nn.Module)
+
+_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "shard_dim", "min_size")
+
+
+@dataclasses.dataclass(eq=False)
+class Annotation:
+    """What `fully_shard` was told of a Linen module, and the layouts found since.
+
+    Args:
+        base: the class that the user wrote.
+        root: the record of the root, without parameters.
+        choices: which submodules are units, each with the record of its units.
+        ignored: as it was given, to tell of patterns that match nothing.
+        layouts: what `init` has shown, by the shapes of the parameters.
+        latest: the layout that was made or used last.
+    """
+
+    base: type[nn.Module]
+    root: Unit
+    choices: tuple[tuple[UnitChoice, Unit], ...]
+    ignored: Any = None
+    layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    latest: Layout | None = None
+
+    def match(self, path: Path, module: nn.Module) -> int | None:
+        """Which choice makes a submodule a unit: the first that it matches."""
+        found = (i for i, (choice, _) in enumerate(self.choices) if chosen(choice, dotted(path), module))
+        return next(found, None) if path else None
+
+    def layout_of(self, leaves: Mapping[Path, Leaf], survey: Callable[[], Seen], *, keep: bool = False) -> Layout:
+        """The layout of these parameters: the one that `init` has shown, or else the one that a survey shows.
+
+        `init` reaches every submodule that has parameters. What another call shows is for that call only: another
+        method may reach other units.
+        """
+        key = frozenset(leaves.items())
+        found = None if keep else self.layouts.get(key)
+        if found is None:
+            found = Layout.make(self.base.__name__, self.root, survey(), leaves)
+        if keep:
+            self.layouts[key] = found
+        self.latest = found
+        return found
+
+    @property
+    def layout(self) -> Layout:
+        """The latest layout.
+
+        Raises:
+            AnnotationError: the parameters are not known yet.
+        """
+        if self.latest is None:
+            raise AnnotationError(
+                "The parameters of a Linen module are not known yet.",
+                where=self.base.__name__,
+                why="they are made by init, from its inputs; it has not been called since fully_shard.",
+                do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
+            )
+        return self.latest
+
+
+def annotation_of(model: Any) -> Annotation | None:
+    """The annotation of a Linen module; None for any other object."""
+    return getattr(type(model), "_jshard_linen", None)
+
+
+def annotated(module: L, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
+    """A copy of the module whose calls go through `call(module, plain_call)`."""
+    _check(module, record)
+    annotation = Annotation(type(module), record, tuple(_choices(units, record)), ignored)
+    return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
+
+
+def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[nn.Module]:
+    base = annotation.base
+
+    @nn.nowrap
+    def routed(self: nn.Module, *args: Any) -> Any:
+        return call(self, lambda: getattr(base, LINEN_CALL)(self, *args))
+
+    body: dict[str, Any] = {
+        "_jshard_linen": annotation,
+        LINEN_CALL: routed,
+        "__init__": base.__init__,
+        "__reduce__": nn.nowrap(lambda self: (_annotated_again, (_plain(self, base), annotation, call))),
+        "__hash__": base.__hash__,
+        "__annotations__": {},
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    return type(base.__name__, (base,), body)
+
+
+def _annotated_again(plain: nn.Module, annotation: Annotation, call: Callable[..., Any]) -> nn.Module:
+    """What pickle calls; the class of an annotated module is made at run time."""
+    object.__setattr__(plain, "__class__", _annotated_class(annotation, call))
+    return plain
+
+
+def _plain(module: nn.Module, base: type[nn.Module]) -> nn.Module:
+    fields = {f.name: getattr(module, f.name) for f in dataclasses.fields(module) if f.init}
+    return base(**(fields | {"parent": None}))
+
+
+def _check(module: nn.Module, record: Unit) -> None:
+    found = [name for name, child in _modules(module) if annotation_of(child) is not None]
+    if found:
+        raise AnnotationError(
+            "A module is annotated twice.",
+            where=f"{type(module).__name__}: {', '.join(found)}",
+            why="it is annotated already; the settings of a Linen model are those of one fully_shard.",
+            do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}, "head": {}})',
+        )
+    if module.scope is not None:
+        raise AnnotationError(
+            "A bound module cannot be annotated.",
+            where=type(module).__name__,
+            why="it holds variables already, of a call that is under way.",
+            do="annotate the model before init and apply: model = js.fully_shard(Model(), mesh=mesh)",
+        )
+    if record.rule.stacked:
+        raise AnnotationError(
+            "stacked is not for Linen modules.",
+            where=f"fully_shard({type(module).__name__}, stacked={record.rule.stacked})",
+            why="how many dims of layers nn.scan adds is found when the model is initialised.",
+            do="js.fully_shard(model, mesh=mesh, units=Block)",
+        )
+
+
+def _modules(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The module, and those in its fields."""
+    yield "(root)", module
+    for field in dataclasses.fields(module):
+        value = getattr(module, field.name, None) if field.name not in ("parent", "name") else None
+        for one in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(one, nn.Module):
+                yield field.name, one
+
+
+def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
+    """The choices with the record of the units that each names."""
+    if isinstance(units, Mapping):
+        yield from ((choice, _with_settings(record, choice, settings)) for choice, settings in units.items())
+    elif units is not None:
+        every: Any = units if isinstance(units, Sequence) and not isinstance(units, str) else [units]
+        yield from ((choice, record) for choice in every)
+
+
+def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
+    """The record with what one choice sets otherwise."""
+    unknown = [name for name in settings if name not in _OWN_SETTINGS]
+    if unknown:
+        raise AnnotationError(
+            "A unit has no such setting of its own.",
+            where=f"fully_shard(units={{{_text(choice)}: {dict(settings)!r}}})",
+            why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(_OWN_SETTINGS)}.",
+            do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
+        )
+    policy, rule = dict(settings), record.rule
+    checks.check_types(policy.get("mixed_precision"), policy.get("shard_dim"), 0, 0, policy.get("min_size", 0))
+    placing = {name: policy.pop(name) for name in ("shard_dim", "min_size") if name in policy}
+    if "remat" in policy:
+        check_remat(policy["remat"])
+    if "reshard_after_forward" in policy:
+        checks.check_reshard(policy["reshard_after_forward"], record.mesh)
+    if "prefetch" in policy:
+        policy["prefetch"] = Prefetch.parse(policy["prefetch"])
+    if "mixed_precision" in policy:
+        policy["mixed_precision"] = placing["mixed_precision"] = policy["mixed_precision"] or MixedPrecision()
+    made: PlacementRule = dataclasses.replace(rule, **placing)
+    return dataclasses.replace(record, policy=dataclasses.replace(record.policy, **policy), rule=made)
+
+
+def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf]) -> None:
+    """Raises for a choice of units, or a pattern in `ignored`, that nothing in the initialised model matches."""
+    used = {unit.choice for unit in seen.units.values()}
+    unused = [choice for i, (choice, _) in enumerate(annotation.choices) if i not in used]
+    if unused:
+        raise AnnotationError(
+            "No submodule is chosen as a unit.",
+            where=f"fully_shard({annotation.base.__name__}, units={', '.join(map(_text, unused))})",
+            why="none of its submodules matches; there are "
+            + (", ".join(f"{k} ({p})" for k, p in seen.kinds.items()) or "none")
+            + ".",
+            do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="block_*".',
+        )
+    units = [(), *seen.units]
+    names = {dotted(p[len(u) :]) for p in leaves for u in units if p[: len(u)] == u}
+    checks.check_patterns_used(annotation.ignored, names)
+
+
+def _text(choice: UnitChoice) -> str:
+    return choice.__name__ if isinstance(choice, type) else repr(choice)

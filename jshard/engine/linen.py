@@ -1,0 +1,266 @@
+"""Where a call into an annotated Linen module goes: the region, a unit in it, or plain Flax.
+
+One interceptor of Flax sees every method call inside an annotated module. The outermost call becomes the region; in
+it, calls of the chosen submodules become units; everything else runs as it stands.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+from flax.linen.transforms import get_module_scopes
+
+from jshard._errors import AnnotationError, CallError
+from jshard._linen import Annotation, annotation_of, check_found
+from jshard._linen_layout import Layout, Seen, SeenUnit
+from jshard._mesh import data_axes
+from jshard._nnx import Path, attach, dotted
+from jshard.engine.call import Call
+from jshard.engine.context import current_region, global_view, in_global_view
+from jshard.engine.inputs import BatchSplit, trace_globally
+from jshard.engine.island import open_region
+from jshard.engine.linen_call import Lifted, View, lifted_call
+from jshard.engine.linen_fields import Fields
+from jshard.engine.linen_values import described, flat
+from jshard.engine.route import refuse_manual, route
+from jshard.engine.unit import run_unit
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inside:
+    """Where we are in an annotated Linen model: its layout, and the unit that runs."""
+
+    annotation: Annotation
+    layout: Layout
+    prefix: Path
+    unit: Path = ()
+
+    def path(self, module: nn.Module) -> Path:
+        """Path of a module from the annotated one."""
+        return module.path[len(self.prefix) :]
+
+
+@dataclasses.dataclass
+class _Survey:
+    """Collects the units that a trace of a model calls.
+
+    Args:
+        annotation: of the model.
+        prefix: path of the model.
+        seen: what was found so far.
+    """
+
+    annotation: Annotation
+    prefix: Path
+    seen: Seen = dataclasses.field(default_factory=Seen)
+
+    def note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Notes a call that has just run: an inner call of the same module, in a loop or a checkpoint, came before."""
+        path = module.path[len(self.prefix) :]
+        self.seen.called.add(path)
+        self.seen.kinds.setdefault(type(module).__name__, dotted(path))
+        choice = self.annotation.match(path, module)
+        if choice is None:
+            return
+        _refuse_mapped(self.annotation, module, path)
+        unit = self.seen.units.get(path)
+        if unit is None:
+            unit = SeenUnit(type(module).__name__, choice, self.annotation.choices[choice][1])
+            self.seen.units[path] = unit
+        for inner, leaf in flat(module.variables.get("params", {})):
+            unit.shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
+        scopes = {tuple(s.path)[len(self.prefix) :] for s in get_module_scopes(module, args, kwargs)[0]}
+        unit.borrowed |= {p for p in scopes if p[: len(path)] != path}
+
+
+_inside: contextvars.ContextVar[_Inside | None] = contextvars.ContextVar("inside", default=None)
+_survey: contextvars.ContextVar[_Survey | None] = contextvars.ContextVar("survey", default=None)
+_intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepting", default=False)
+
+
+def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
+    """Runs a method call of an annotated module with the interceptor in place."""
+    with _interception():
+        return plain()
+
+
+@contextlib.contextmanager
+def _interception() -> Iterator[None]:
+    """Inside, Flax asks `_intercept` about every method call; once is enough."""
+    if _intercepting.get():
+        yield
+        return
+    with _set(_intercepting, True), nn.intercept_methods(_intercept):
+        yield
+
+
+@contextlib.contextmanager
+def _set(variable: contextvars.ContextVar, value: Any) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context: nn.module.InterceptorContext) -> Any:
+    """One method call of any module in or around an annotated one."""
+    module, arguments, survey, inside = context.module, dict(kwargs), _survey.get(), _inside.get()
+    is_call = _is_call(module, context.method_name)
+    function = context.orig_method.func  # type: ignore[attr-defined]  (a partial of the plain method)
+    run = lambda: plain(*args, **arguments)
+    if survey is not None:
+        out = run()
+        if is_call:
+            survey.note(module, args, arguments)
+        return out
+    if in_global_view():
+        return run()
+    if inside is None:
+        annotation = annotation_of(module) if is_call else None
+        if annotation is None:
+            return run()
+        if module.is_initializing():
+            return _initialise(annotation, module, run)
+        return _open(annotation, module, function, args, arguments)
+    if is_call:
+        _refuse_other(inside, module)
+        if _is_unit(inside, module):
+            return _run_unit(inside, module, function, args, arguments)
+    return _synchronised(inside, module, run)
+
+
+def _is_call(module: nn.Module, name: str) -> bool:
+    """Whether a method runs the model, as `__call__` and the public ones that Flax's base class lacks."""
+    public = not name.startswith("_") and hasattr(type(module), name) and not hasattr(nn.Module, name)
+    return module.scope is not None and (public or name == "__call__")
+
+
+def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Lets the model make its variables, and plans for the parameters that it made."""
+    survey = _Survey(annotation, tuple(module.path))
+    with _set(_survey, survey):
+        out = run()
+    leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
+    check_found(annotation, survey.seen, leaves)
+    annotation.layout_of(leaves, lambda: survey.seen, keep=True)
+    return out
+
+
+def _open(annotation: Annotation, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The outermost call into the model as one sharded region."""
+    prefix = tuple(module.path)
+    refuse_manual(annotation.root.mesh, f"{annotation.base.__name__}.{function.__name__}")
+
+    def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
+        view = lifted.view(annotation.base)
+        survey = lambda: _surveyed(annotation, prefix, lifted, view, args, kwargs)
+        layout = annotation.layout_of(lifted.leaves, survey)
+        unit = layout.record((), lifted.params)
+        attach(view, unit, route)
+        method = _method(lifted, function, _Inside(annotation, layout, prefix))
+        return open_region(view, unit, method, args, kwargs), view
+
+    return lifted_call(module, function, args, kwargs, prefix=prefix, run=run)
+
+
+def _surveyed(
+    annotation: Annotation, prefix: Path, lifted: Lifted, view: View, args: tuple, kwargs: dict[str, Any]
+) -> Seen:
+    """The units that a call reaches, from a trace of shapes; for parameters that no `init` has shown."""
+    survey = _Survey(annotation, prefix)
+
+    def method(view: View, *args: Any, **kwargs: Any) -> Any:
+        with _interception(), _set(_survey, survey):
+            return lifted.run(view, args, kwargs)
+
+    call = Call(view, method, args, kwargs)
+    whole = BatchSplit(0, 1, (False,) * len(call.arrays), (False,) * len(call.state))
+    with global_view():
+        trace_globally(call, whole, 0)
+    return survey.seen
+
+
+def _is_unit(inside: _Inside, module: nn.Module) -> bool:
+    """Whether a call is that of a unit; not if the unit runs already, or if all layers of a loop are still there."""
+    path = inside.path(module)
+    if path == inside.unit or path not in inside.layout.units:
+        return False
+    layers = inside.layout.layers[path]
+    for inner, leaf in flat(module.variables.get("params", {})) if layers else ():
+        placed = inside.layout.leaves.get(dotted((*path, *inner)))
+        if placed is not None:
+            return len(described(leaf, inner).shape) == len(placed.placement.shape) - layers
+    return True
+
+
+def _run_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A call of a unit inside the region."""
+    path, fields = inside.path(module), Fields(module)
+
+    def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
+        region = current_region()
+        assert region is not None, "inside is set within a region only"
+        view = lifted.view(type(module))
+        unit = inside.layout.record(path, lifted.params)
+        attach(view, unit, route)
+        plain = _method(lifted, function, dataclasses.replace(inside, unit=path))
+
+        def method(view: View, arrays: list, *args: Any, **kwargs: Any) -> Any:
+            with fields.hold(arrays):
+                return plain(view, *args, **kwargs)
+
+        method.__name__ = function.__name__
+        named = dataclasses.replace(region, names={id(view): dotted(path)})
+        return run_unit(view, unit, named, method, (fields.arrays, *args), kwargs, outermost=False), view
+
+    return lifted_call(module, function, args, kwargs, prefix=inside.prefix, run=run)
+
+
+def _method(lifted: Lifted, function: Callable, inside: _Inside) -> Callable[..., Any]:
+    """The lifted call as a method of its view; backward traces it again, later, so it brings its own surroundings."""
+
+    def method(view: View, *args: Any, **kwargs: Any) -> Any:
+        with _interception(), _set(_inside, inside):
+            return lifted.run(view, args, kwargs)
+
+    method.__name__ = function.__name__
+    method.__wrapped__ = function  # type: ignore[attr-defined]  (its parameter names)
+    return method
+
+
+def _synchronised(inside: _Inside, module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Runs a call that is no unit's; that of a BatchNorm with statistics of the whole batch."""
+    policy = inside.layout.root.policy
+    if not isinstance(module, nn.BatchNorm) or module.axis_name is not None or not policy.sync_batch_norm:
+        return run()
+    object.__setattr__(module, "axis_name", data_axes(inside.layout.root.mesh))
+    try:
+        return run()
+    finally:
+        object.__setattr__(module, "axis_name", None)
+
+
+def _refuse_mapped(annotation: Annotation, module: nn.Module, path: Path) -> None:
+    assert module.scope is not None, "a call that runs the model"
+    if any("map_variables(" in part for part in module.scope.debug_path):  # Flax's own note of it
+        raise AnnotationError(
+            "A unit lies inside nn.map_variables.",
+            where=f"{annotation.base.__name__}: {type(module).__name__} {dotted(path)}",
+            why="it maps the unit's parameters before the unit gathers them: shards.",
+            do="make the module around it the unit: js.fully_shard(model, mesh=mesh, units=Around)",
+        )
+
+
+def _refuse_other(inside: _Inside, module: nn.Module) -> None:
+    other = annotation_of(module)
+    if other is not None and other is not inside.annotation:
+        raise CallError(
+            "An annotated Linen module was called inside another one.",
+            where=f"{inside.annotation.base.__name__}: {other.base.__name__} {dotted(inside.path(module))}",
+            why="the settings of a Linen model are those of one fully_shard, of the outermost module.",
+            do='js.fully_shard(model, mesh=mesh, units={Inner: {"remat": "full"}})',
+        )

@@ -1,0 +1,89 @@
+"""The values of Linen variables: arrays, boxed by Flax or, inside the region, by jshard."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import nnx, struct
+from flax.core import meta
+from flax.linen.spmd import logical_to_mesh_axes
+
+from jshard._errors import AnnotationError
+from jshard._linen_layout import Leaf
+from jshard._nnx import Path, dotted
+from jshard.engine.collectives import gather
+from jshard.engine.context import current_region
+from jshard.engine.reads import Stored, stored_in
+
+
+@struct.dataclass
+class Shard(meta.AxisMetadata[Any]):
+    """A parameter in a scope inside the region that another unit gathers: reading it gathers it here."""
+
+    value: Any
+    stored: Stored = struct.field(pytree_node=False)
+
+    def unbox(self) -> Any:
+        """The whole parameter."""
+        region = current_region()
+        return gather(self.value, self.stored.placement, self.stored.mesh, region.unit if region else "")
+
+    def replace_boxed(self, val: Any) -> Any:
+        """The value that is written instead."""
+        return val
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> "Shard":
+        """The same: the sharded dim is counted from the end, and layers come first."""
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Shard":
+        """The same."""
+        return self
+
+
+def flat(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The variables in a collection, by path."""
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for key, child in tree.items():
+        yield from flat(child, (*path, key))
+
+
+def described(leaf: Any, path: Path) -> Leaf:
+    """What a layout needs to know of a parameter."""
+    raw, spec = raw_of(leaf), ()
+    if not hasattr(raw, "shape"):
+        raise AnnotationError(
+            "A parameter of a Linen module is not an array.",
+            where=f"{dotted(path)}: a {type(raw).__name__}",
+            why="each parameter is sharded as one array.",
+            do='make several: self.param("scale", ...), self.param("bias", ...)',
+        )
+    if isinstance(leaf, nn.LogicallyPartitioned):
+        spec = tuple(logical_to_mesh_axes(leaf.names, leaf.rules) or ())
+    elif isinstance(leaf, nn.Partitioned):
+        spec = tuple(leaf.get_partition_spec())
+    return Leaf(tuple(raw.shape), jnp.dtype(raw.dtype).name, spec)
+
+
+def raw_of(leaf: Any) -> Any:
+    """The array in a box; a leaf without one is its own value."""
+    if not isinstance(leaf, meta.AxisMetadata):
+        return leaf
+    (raw,) = jax.tree.leaves(leaf)
+    return raw
+
+
+def as_arrays(raw: Any) -> Any:
+    """The value of a variable, with arrays for numbers."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
+
+
+def held_in(variable: nnx.Variable) -> Any:
+    """The value of a variable, boxed if it is a shard."""
+    stored = stored_in(variable)
+    raw = variable.get_raw_value()
+    return raw if stored is None else Shard(raw, stored)

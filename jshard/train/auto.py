@@ -1,0 +1,144 @@
+"""`jshard train --auto`: the quickest way on these devices, by estimates that measured steps correct."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard._errors import ShardingError
+from jshard._init import abstract_init
+from jshard._mesh import mesh as make_mesh
+from jshard._mesh import shard_batch
+from jshard._processes import gather_texts
+from jshard._remembered import Choice, key_of, recall, remember
+from jshard.cluster.costs import Cost, Costs
+from jshard.cluster.feedback import Feedback, with_feedback
+from jshard.cluster.machine import machine_here
+from jshard.cluster.report import seconds
+from jshard.cluster.search import Search, search
+from jshard.cluster.variants import Variant
+from jshard.inspect.tables import add_row, made_table, printed
+from jshard.train.data import Data, Loader, local_rows
+from jshard.train.model_file import ModelFile
+from jshard.train.settings.overrides import override
+from jshard.train.settings.recipe import Recipe
+from jshard.train.settings.units import with_units
+from jshard.train.state import batch_like, create
+from jshard.train.step import TrainStep
+
+_STEPS = 3  # timed, after one that is not
+
+
+def chosen_variant(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, *, say: Callable[[str], object] = print
+) -> Variant:
+    """Chooses how the devices are split, what is kept and computed again, and the microbatches; the batch stays.
+
+    What was chosen before for this model, batch and devices is taken again. Otherwise the ways are estimated, a few
+    are run for some steps, and the estimates are corrected by what was measured. The choice is remembered in the
+    user's cache folder. In several processes all call it, and the first decides.
+
+    Args:
+        model_file: the model, its annotation and its loss.
+        recipe: what to train.
+        mesh: the devices, and how they would be split otherwise.
+        data: what to learn from.
+        say: prints a line.
+
+    Raises:
+        ShardingError: no way fits, by the estimate.
+    """
+    model = abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+    )
+    key, sample = key_of(model, list(mesh.devices.flat)), str(batch_like(data, 1))
+    known = recall(key)
+    if known is not None and (known.batch_size, known.sample) == (recipe.batch_size, sample):
+        say(f"--auto: as {known.told}")
+        return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
+    found = search(Costs(model_file, recipe, machine_here(mesh)), dict(mesh.shape))
+    if not found.ranked:
+        raise _nothing_fits(found)
+    feedback = with_feedback(found, lambda cost: _measured_s(model_file, recipe, mesh, data, cost, say))
+    say(told(feedback))
+    best = feedback.best
+    if best is None:
+        raise _nothing_fits(found)
+    variant = best.cost.variant
+    choice = Choice(
+        mesh=dict(variant.mesh),
+        units=dict(variant.units),
+        batch_size=recipe.batch_size,
+        accumulate=override(recipe, variant.settings).accumulate,
+        sample=sample,
+        step_s=best.step_s,
+    )
+    if jax.process_index() == 0:
+        path = remember(key, choice)
+        say(f"remembered in {path}" if path is not None else "not remembered: the cache folder cannot be written")
+    return variant
+
+
+def _measured_s(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, cost: Cost, say: Callable[[str], object]
+) -> float:
+    """Seconds of a step, the least of some; infinite where there is not enough memory."""
+    variant = cost.variant
+    say(f"--auto: trying {variant.command}")
+    split = make_mesh(**variant.mesh, devices=list(mesh.devices.flat))
+    assert isinstance(split, Mesh)  # it was given devices
+    took_s = math.inf
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; what else fails will fail in the run
+        took_s = min(_steps_s(with_units(model_file, variant.units), override(recipe, variant.settings), split, data))
+    return max(map(float, gather_texts(repr(took_s))))
+
+
+def _steps_s(model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data) -> list[float]:
+    state = create(model_file, recipe, mesh)
+    like = batch_like(data, recipe.batch_size, mesh)
+    step = TrainStep(model_file.loss_fn, *state, like, accumulate=recipe.accumulate)
+    del state
+    rows = local_rows(recipe.batch_size, mesh)
+    batches = Loader(data=data, batch_size=recipe.batch_size, seed=recipe.seed, rows=rows).train(1)
+    with contextlib.closing(batches):
+        batch = shard_batch(next(iter(batches)), mesh)
+    found = []
+    for _ in range(1 + _STEPS):
+        start_s = time.perf_counter()
+        jax.block_until_ready(step(batch))
+        found.append(time.perf_counter() - start_s)
+    return found[1:]
+
+
+def told(feedback: Feedback) -> str:
+    """The ways that were tried, as a table."""
+    factors = feedback.factors
+    caption = (
+        f"Measured: the least of {_STEPS} steps. The estimates, corrected by it: what computes x {factors.compute:.3g},"
+        f" what waits x {factors.wait:.3g}."
+    )
+    table = made_table("Ways that were tried", "way", "mesh", "estimated>", "measured>", "", caption=caption)
+    for one in feedback.tried:
+        mesh = " ".join(f"{axis}={n}" for axis, n in one.cost.variant.mesh.items() if n > 1)
+        measured = seconds(one.step_s) if math.isfinite(one.step_s) else "does not run"
+        add_row(
+            table, one.cost.variant.name, mesh, seconds(one.cost.step_s), measured, "chosen" * (one is feedback.best)
+        )
+    return printed(table)
+
+
+def _nothing_fits(found: Search) -> ShardingError:
+    least = min((*found.ranked, *found.too_large), key=lambda cost: cost.memory.step_bytes)
+    return ShardingError(
+        "No way to train this recipe fits the devices.",
+        where=least.variant.command,
+        why=f"it holds least, and needs {least.memory.step_bytes / 2**30:.1f} GiB of a device, by the estimate.",
+        do="a smaller --set batch_size=N, or more devices.",
+    )

@@ -1,0 +1,115 @@
+"""What a user of Linen models can do wrong, for the golden texts: each function raises."""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jshard as js
+
+X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
+KEY = jax.random.key(0)
+
+
+class Model(nn.Module):
+    inner: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(64, name="first")(x)
+        return (self.inner or nn.Dense(64, name="second"))(x)
+
+
+class Pair(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        scale, bias = self.param("both", lambda key: (jnp.ones(64), jnp.zeros(64)))
+        return x * scale[None] + bias[None]
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return nn.Dense(64)(x), None
+
+
+class LastDim(nn.Module):
+    """Layers stacked along the last dim."""
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(Layer, variable_axes={"params": -1}, split_rngs={"params": True}, length=3)
+        return scanned(name="layers")(x, None)[0]
+
+
+class Normed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.WeightNorm(nn.Dense(64, name="inside"))(x)
+
+
+def shard(model: nn.Module | None = None, **settings: Any) -> Any:
+    return js.fully_shard(model or Model(), **{"mesh": js.mesh(), **settings})
+
+
+def init(**settings: Any) -> Any:
+    return shard(**settings).init(KEY, X)
+
+
+def variables() -> Any:
+    return Model().init(KEY, X)
+
+
+def annotated_inside() -> None:
+    class Around(nn.Module):
+        def setup(self):
+            self.inner = shard(nn.Dense(64))
+
+        def __call__(self, x):
+            return self.inner(x)
+
+    shard(Around()).apply(Around().init(KEY, X), X)
+
+
+def call_in_a_shard_map() -> None:
+    made, model = variables(), shard()
+    run = lambda x: model.apply(made, x)
+    jax.shard_map(run, mesh=js.mesh(), in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"))(X)
+
+
+def explain_with_a_loss() -> None:
+    model = shard()
+    jax.eval_shape(model.init, KEY, X)
+    js.explain(model, loss=lambda params, x: 0.0, batch=X)
+
+
+ERRORS: dict[str, Callable[[], Any]] = {
+    "linen: annotated twice": lambda: shard(shard()),
+    "linen: annotated inside": annotated_inside,
+    "linen: bound": lambda: shard(Model().bind(variables())),
+    "linen: stacked": lambda: shard(stacked=1),
+    "linen: a unit's settings": lambda: shard(units={nn.Dense: {"batch_dim": 1}}),
+    "linen: settings by unit of an nnx model": lambda: js.fully_shard(
+        nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), units={nnx.Linear: {}}
+    ),
+    "linen: scan_layers": lambda: js.scan_layers([nn.Dense(64)], X),
+    "linen: no unit": lambda: init(units=["first", "block_*"]),
+    "linen: pattern unused": lambda: init(ignored="*/biass"),
+    "linen: not known yet": lambda: js.plan(shard()),
+    "linen: plain model": lambda: js.plan(Model()),
+    "linen: init without annotation": lambda: js.shard_init(variables, Model()),
+    "linen: build returns the module": lambda: js.shard_init(Model, lambda model: None),
+    "linen: optimizer": lambda: js.shard_optimizer(shard(), optax.adam(1e-3)),
+    "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
+    "linen: inside map_variables": lambda: shard(Normed(), units=nn.Dense).init(KEY, X),
+    "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),
+    "linen: in a shard_map": call_in_a_shard_map,
+    "linen: explain": explain_with_a_loss,
+    "linen: check without variables": lambda: js.check(shard(), X),
+    "linen: check with dropout": lambda: js.check(shard(), variables(), X, rngs={"dropout": KEY}),
+}

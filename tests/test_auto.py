@@ -1,0 +1,248 @@
+"""What is chosen for a model: by estimates that measured steps correct, remembered, and taken up by an annotation."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import cli
+from jshard._errors import AnnotationError
+from jshard._remembered import Choice, key_of, recall, remember
+from jshard.cli._train_request import TrainArgs, request_of
+from jshard.cluster.costs import Cost
+from jshard.cluster.feedback import Factors, fitted, with_feedback
+from jshard.cluster.search import Search
+from jshard.cluster.variants import Variant
+from jshard.inspect.memory import memory_of
+from jshard.train import auto
+from tests.helpers import Block, Config, abstract, annotator, builder
+from tests.test_cli_plan import MODEL
+
+MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
+MEMORY = memory_of(js.plan(abstract(Config(), js.mesh())))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jshard" / "choices.json"
+
+
+# ---- measured steps correct the estimates -----------------------------------------------------------------------
+
+
+def way(name: str, compute_s: float, exposed_s: float) -> Cost:
+    held = dataclasses.replace(MEMORY, parameters_bytes=len(name))  # ways differ in what they hold
+    return Cost(Variant(name=name, mesh=MESH), held, compute_s, exposed_s, exposed_s, batch_size=8)
+
+
+def searched(*ways: Cost, default: Cost) -> Search:
+    ranked = tuple(sorted(ways, key=lambda cost: cost.step_s))
+    return Search(default=default, ranked=ranked, too_large=(), refused={})
+
+
+KEEPS, AGAIN, WAITS = way("keeps", 1.0, 0.9), way("again", 1.3, 0.5), way("waits", 0.95, 1.2)
+FOUND = searched(KEEPS, AGAIN, WAITS, default=WAITS)
+
+
+def machine(compute: float, wait: float):
+    """Devices on which each part of an estimate is off by a factor."""
+    return lambda cost: compute * cost.compute_s + wait * cost.exposed_s
+
+
+def test_a_wrong_first_choice_is_corrected_by_what_was_measured():
+    """The devices compute four times as slowly as was thought: to compute again does not pay."""
+    assert [cost.variant.name for cost in FOUND.ranked] == ["again", "keeps", "waits"]
+    found = with_feedback(FOUND, machine(4.0, 1.0))
+    assert [one.cost.variant.name for one in found.tried] == ["again", "waits", "keeps"]
+    assert found.best is not None and found.best.cost.variant.name == "keeps"
+    slow_links = with_feedback(FOUND, machine(1.0, 4.0))
+    assert slow_links.best is not None and slow_links.best.cost.variant.name == "again"
+
+
+def test_the_factors_are_those_of_the_machine():
+    tried = with_feedback(FOUND, machine(4.0, 0.5), tries=3).tried
+    found = fitted(tried)
+    assert (found.compute, found.wait) == pytest.approx((4.0, 0.5), rel=0.15)
+    assert fitted(()) == Factors()
+    alone = fitted(tried[:1])  # one measurement says how much slower the machine is, and not by what
+    assert alone.compute == pytest.approx(alone.wait, rel=0.1)
+
+
+def test_no_more_is_tried_than_could_win_or_than_was_allowed():
+    exact = with_feedback(FOUND, machine(1.0, 1.0))
+    assert [one.cost.variant.name for one in exact.tried] == ["again", "waits"]  # the best, and what was asked for
+    assert len(with_feedback(FOUND, machine(4.0, 1.0), tries=1).tried) == 1
+    odd = {"again": 5.0, "waits": 6.0, "keeps": 1.0}  # as no factor could say
+    found = with_feedback(FOUND, lambda cost: odd[cost.variant.name])
+    assert found.best is not None and len(found.tried) <= 3
+
+
+def test_what_does_not_run_is_not_chosen():
+    found = with_feedback(FOUND, lambda cost: math.inf if cost is AGAIN else 2.0)
+    assert found.best is not None and found.best.cost is not AGAIN
+    assert "does not run" in auto.told(found) and auto.told(found).count("chosen") == 1
+    assert with_feedback(FOUND, lambda cost: math.inf).best is None
+
+
+# ---- what was chosen is remembered ------------------------------------------------------------------------------
+
+CHOICE = Choice(mesh=MESH, units={"remat": "dots"}, batch_size=16, accumulate=1, sample="x", step_s=0.25)
+
+
+def test_a_choice_comes_back(cache):
+    assert recall("a") is None
+    assert remember("a", CHOICE) == cache and remember("b", CHOICE) == cache
+    assert recall("a") == CHOICE and set(json.loads(cache.read_text())) == {"a", "b"}
+    assert "0.25 s a step of 16" in CHOICE.told
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"mesh": {}, "colour": "red"}}'])
+def test_a_file_that_is_none_of_ours_is_no_reason_to_stop(cache, text):
+    cache.parent.mkdir(parents=True)
+    cache.write_text(text)
+    assert recall("a") is None
+    assert remember("a", CHOICE) is not None and recall("a") == CHOICE
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert remember("a", CHOICE) is None and recall("a") is None
+
+
+def test_the_key_is_the_models_and_the_devices():
+    devices = jax.devices()
+    key = lambda config, n=8: key_of(builder(config)(), devices[:n])
+    assert key(Config()) == key(Config())
+    assert len({key(Config()), key(Config(), 4), key(Config(layers=3)), key(Config(width=128))}) == 4
+
+
+# ---- an annotation takes it up ----------------------------------------------------------------------------------
+
+
+def annotated(strategy, mesh=None, **settings):
+    mesh = mesh or js.mesh()
+    annotate = lambda model: js.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, **settings)
+    return js.abstract_init(builder(Config()), annotate)
+
+
+def layers(model):
+    return {(unit.reshard_after_forward, unit.remat) for unit in js.plan(model).units[1:]}
+
+
+def test_a_strategy_by_name_or_value():
+    assert layers(annotated("zero2")) == {(False, "none")}
+    assert layers(annotated("zero3", reshard_after_forward=False)) == {(True, "none")}
+    two = dataclasses.replace(js.strategies["hpz"], reshard_after_forward=2)
+    model = annotated(two, remat="full")
+    assert layers(model) == {(2, "full")}
+    assert "Strategy: hpz" in str(js.explain(model))
+    with pytest.raises(AnnotationError, match="There is no such strategy"):
+        annotated("zero4")
+
+
+def test_auto_without_anything_remembered_goes_by_memory(monkeypatch):
+    kept = annotated("auto")
+    assert layers(kept) == {(False, "none")}
+    assert "Strategy: auto: zero2, 0.00 GiB with every gathered copy, within half of a device's" in str(
+        js.explain(kept)
+    )
+    monkeypatch.setattr("jshard._auto.device_bytes", lambda mesh: 100_000)
+    assert layers(annotated("auto")) == {(True, "none")}
+    assert layers(annotated("auto", js.mesh(devices=8))) == {(True, "none")}  # without devices
+    replicated = annotated("auto", js.mesh(replica=8, fsdp=1))
+    assert "Strategy: auto: nothing is sharded" in str(js.explain(replicated))
+
+
+def test_auto_takes_up_what_was_measured_on_this_mesh():
+    key = key_of(builder(Config())(), jax.devices())
+    remember(key, dataclasses.replace(CHOICE, mesh=dict(js.mesh().shape), units={"remat": "dots", "prefetch": 2}))
+    model = annotated("auto")
+    assert layers(model) == {(True, "dots")}
+    assert {unit.prefetch for unit in js.plan(model).units[1:]} == {"2"}
+    assert "Strategy: auto: measured on " in str(js.explain(model))
+    assert layers(annotated("auto", js.mesh(replica=2))) == {(False, "none")}  # measured on another
+
+
+def test_a_model_with_a_strategy_trains():
+    mesh = js.mesh()
+
+    def annotate(model):
+        annotator(mesh)(model)
+
+    plain = js.shard_init(builder(Config()), annotate)
+    chosen = js.shard_init(
+        builder(Config()), lambda model: js.fully_shard(model, units=Block, mesh=mesh, strategy="auto")
+    )
+    x = jax.numpy.ones((8, 4), int)
+    assert jax.numpy.allclose(plain(x), chosen(x), atol=1e-5)
+
+
+# ---- `jshard train --auto` --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a model file, and a machine that computes slowly."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    tried = []
+
+    def steps_s(model_file, recipe, mesh, data):
+        model = js.abstract_init(
+            lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
+        )
+        unit = js.plan(model).units[1]
+        tried.append((mesh.shape["fsdp"], unit.reshard_after_forward, unit.remat, recipe.accumulate))
+        return [1.0 if mesh.shape["fsdp"] == 4 and unit.remat == "none" else 5.0 + len(tried)]
+
+    monkeypatch.setattr(auto, "_steps_s", steps_s)
+    return tmp_path, tried
+
+
+def train(*arguments):
+    return cli.main(["train", "my_model.py", "--data", "text.txt", "--sample-tokens", "0", "--track", *arguments])
+
+
+def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
+    path, tried = folder
+    assert train("--auto", "--steps", "2", "--out", "run", "--set", "eval_sequences=16") == 0
+    said = capsys.readouterr().out
+    assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
+    assert "Ways that were tried" in said and f"remembered in {cache}" in said
+    best = min(range(len(tried)), key=lambda i: (tried[i][0] != 4 or tried[i][2] != "none", i))
+    fsdp, reshard, remat, _ = tried[best]
+    stored = json.loads((path / "run" / "run.json").read_text())["options"]
+    assert f"remat={remat}" in stored["unit"] and f"reshard_after_forward={str(reshard).lower()}" in stored["unit"]
+    assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
+
+    tried.clear()
+    assert train("--auto", "--steps", "2", "--out", "again", "--set", "eval_sequences=16") == 0
+    assert not tried and "--auto: as measured on " in capsys.readouterr().out
+
+    split = f"replica={8 // fsdp},fsdp={fsdp}"
+    assert train("--auto", "--resume", "--steps", "3", "--out", "run", "--mesh", split) == 0
+    said = capsys.readouterr().out
+    assert not tried and "--auto: the run goes on as it was begun" in said and "resumed from" in said
+    assert json.loads((path / "run" / "run.json").read_text())["options"]["unit"] == stored["unit"]
+
+
+def test_the_line_that_goes_on_names_what_was_chosen(folder):
+    asked = TrainArgs(model=Path("my_model.py"), auto=True, mesh="fsdp=8")
+    request = request_of(asked, ["my_model.py", "--auto", "--mesh", "fsdp=8"])
+    variant = Variant(name="x", mesh={"replica": 2, "fsdp": 4}, units={"remat": "full"}, accumulate=2)
+    found = request.with_variant(variant)
+    assert found.again(Path("run")) == (
+        "jshard train my_model.py --mesh replica=2,fsdp=4 --set accumulate=2 --unit remat=full --out run --resume"
+    )
+    assert found.recipe.accumulate == 2 and dict(found.sizes) == {"replica": 2, "fsdp": 4}

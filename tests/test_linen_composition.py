@@ -1,0 +1,360 @@
+"""Linen models that keep state, draw random numbers, share modules, or use Flax's lifted transformations."""
+
+import pickle
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jshard as js
+from tests.linen_models import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Decoder,
+    SetupBlock,
+    SetupDecoder,
+    X,
+    assert_equal,
+    cross_entropy,
+    differences,
+)
+
+
+def equal(found: Any, wanted: Any) -> bool:
+    return max(differences(found, wanted).values()) <= 2e-6
+
+
+def test_batch_norm_has_the_statistics_of_the_whole_batch():
+    plain = Decoder(depth=2, norm=True)
+    model = assert_equal(plain, units=Block)
+    assert_equal(Decoder(depth=1, norm=True), units=[Block, nn.BatchNorm])
+    apart = js.fully_shard(plain, mesh=js.mesh(), units=Block, sync_batch_norm=False)
+    variables = plain.init(jax.random.key(0), X)
+    with pytest.warns(UserWarning, match="combines examples of the batch"):
+        _, alone = apart.apply(variables, X, mutable=["batch_stats"])
+    _, together = model.apply(variables, X, mutable=["batch_stats"])
+    assert max(differences(alone, together).values()) > 1e-2
+
+
+@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+def test_dropout_differs_between_shards_and_repeats(key):
+    plain, ids = Decoder(depth=2, rate=0.3), np.repeat(X[:1], 16, 0)
+    variables = plain.init(jax.random.key(0), X, train=False)
+    gradients = []
+    for remat in ("none", "full"):
+        model = js.fully_shard(plain, mesh=js.mesh(), units=Block, remat=remat)
+        run = lambda v, model=model: model.apply(v, ids, rngs={"dropout": key(1)})
+        loss = jax.jit(jax.value_and_grad(lambda v, run=run: cross_entropy(run(v))))
+        gradients += [loss(variables), loss(variables)]
+    assert len(np.unique(np.asarray(jax.jit(run)(variables)).round(5), axis=0)) == 16
+    assert all(equal(other, gradients[0]) for other in gradients[1:])  # backward draws the masks of forward again
+
+
+class Draws(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        kernel = self.param("kernel", nn.initializers.normal(), (64, 64))
+        return nn.Dropout(0.5, deterministic=False)(x) + 0 * (x @ kernel)
+
+
+class DrawsTwice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        unit, other = Draws(name="unit"), Draws(name="other")
+        return unit(x), unit(x), other(x)
+
+
+def test_every_call_draws_its_own_numbers_and_one_shard_those_of_plain_flax():
+    ones, keys = np.ones((16, 64), np.float32), {"dropout": jax.random.key(1)}
+    variables = DrawsTwice().init({"params": jax.random.key(0), **keys}, ones)
+    run = lambda model: jax.jit(lambda v: model.apply(v, ones, rngs=keys))(variables)
+    first, second, other = run(js.fully_shard(DrawsTwice(), mesh=js.mesh(), units=Draws))
+    assert (first != second).any() and (first != other).any() and (second != other).any()
+    single = js.fully_shard(DrawsTwice(), mesh=js.mesh(devices=jax.devices()[:1]), units=Draws)
+    for found, wanted in zip(run(single), run(DrawsTwice()), strict=True):
+        np.testing.assert_array_equal(found, wanted)
+
+
+class Counts(nn.Module):
+    """Sows an array with a batch dim and a mean, counts its calls, and keeps a number."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(WIDTH)(x)
+        self.sow("intermediates", "hidden", h)
+        self.sow("losses", "size", js.batch_mean(jnp.square(h).mean()))
+        calls = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
+        calls.value = calls.value + 1
+        self.variable("counts", "number", lambda: 1).value = 2
+        return h
+
+
+class CountsTwice(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        unit = Counts(name="unit")
+        x = unit(unit(nn.Embed(VOCAB, WIDTH, name="table")(ids)))
+        self.sow("intermediates", "last", x)
+        return nn.Dense(VOCAB, name="head")(Counts(name="other")(x))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"mutable": ["intermediates", "losses", "counts"]},
+        {"mutable": ["counts"], "capture_intermediates": True},
+        {"mutable": True},
+        {"mutable": ["counts"], "capture_intermediates": lambda module, name: isinstance(module, nn.Dense)},
+    ],
+    ids=["sown", "captured", "all", "filtered"],
+)
+def test_state_and_what_is_sown_are_those_of_plain_flax(settings):
+    variables = CountsTwice().init(jax.random.key(0), X)
+    variables = {"params": variables["params"], "counts": variables["counts"]}
+    model = js.fully_shard(CountsTwice(), mesh=js.mesh(), units=Counts)
+    run = lambda model: jax.jit(lambda v: model.apply(v, X, **settings))(variables)
+    found, wanted = run(model), run(CountsTwice())
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    assert equal(found, wanted)
+
+
+class Attends(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
+        mask = None if self.decode else nn.make_causal_mask(ids)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, decode=self.decode, name="attention")(x, mask=mask)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
+def test_a_decoding_cache_stays_split_along_the_batch():
+    plain = Attends(decode=True)
+    variables = plain.init(jax.random.key(0), X)
+    caches = {}
+    for model in (plain, js.fully_shard(plain, mesh=js.mesh(), units="attention")):
+        step = jax.jit(lambda v, ids, model=model: model.apply(v, ids, mutable=["cache"]))
+        made, outs = dict(variables), []
+        for i in range(2):
+            out, changed = step(made, X[:, i : i + 1])
+            made, outs = made | changed, [*outs, out]
+        caches[model is plain] = outs, made["cache"]
+    assert equal(*caches.values())
+    assert caches[False][1]["attention"]["cached_key"].sharding.spec == jax.P("fsdp")
+
+
+def test_attention_and_a_table_read_by_hand():
+    assert_equal(Attends(), units="attention")
+    by_hand = lambda model, variables, mutable: model.apply(variables, X, method="tied", mutable=mutable)
+    assert_equal(SetupDecoder(), by_hand, units=[SetupBlock, "table"])
+
+
+class Head(nn.Module):
+    table: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return self.table.attend(nn.Dense(WIDTH, name="mix")(x))
+
+
+class Shares(nn.Module):
+    """One table, used by the root and, as a field, by a unit."""
+
+    def setup(self):
+        self.table = nn.Embed(VOCAB, WIDTH)
+        self.block, self.head = Block(), Head(self.table)
+
+    def __call__(self, ids):
+        return self.head(self.block(self.table(ids)))
+
+
+class Given(nn.Module):
+    @nn.compact
+    def __call__(self, x, table):
+        return table.attend(nn.Dense(WIDTH)(x))
+
+
+class Gives(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        table = nn.Embed(VOCAB, WIDTH, name="table")
+        return Given(name="given")(table(ids), table)
+
+
+@pytest.mark.parametrize(
+    ("model", "units"), [(Shares(), [Block, Head]), (Shares(), [Block, Head, "table"]), (Gives(), Given)], ids=str
+)
+def test_a_shared_module_is_gathered_by_the_root(model, units):
+    plan = js.plan(assert_equal(model, units=units))
+    assert plan.leaf("table/embedding").unit == "(root)"
+
+
+@pytest.mark.parametrize("units", [[Block, nn.Dense], {Block: {"remat": "full"}, "block_*/Dense_0": {}}], ids=str)
+def test_units_inside_units(units):
+    plan = js.plan(assert_equal(Decoder(depth=2), units=units))
+    assert plan.leaf("block_1/Dense_0/kernel").unit == "block_1/Dense_0"
+    assert plan.leaf("block_1/LayerNorm_0/scale").unit == "block_1"
+
+
+@pytest.mark.parametrize("lift", [nn.remat, nn.jit], ids=["remat", "jit"])
+def test_blocks_under_a_transformation_of_the_models_own(lift):
+    plan = js.plan(assert_equal(Decoder(depth=2, block=lift(Block)), units=Block))
+    assert [unit.kind for unit in plan.units] == ["Decoder", "Block", "Block"]
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block(norm=True)(x), None
+
+
+class Scans(nn.Module):
+    """A scan over layers, their statistics stacked too; and copies by vmap."""
+
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
+        axes: Any = {"params": 0, "batch_stats": 0}
+        scan = nn.scan(nn.remat(Layer, prevent_cse=False), axes, split_rngs={"params": True}, length=3)
+        x, _ = scan(name="layers")(x, None)
+        copies = nn.vmap(
+            SetupBlock, in_axes=None, out_axes=0, axis_size=2, variable_axes={"params": 0}, split_rngs={"params": True}
+        )
+        return nn.Dense(VOCAB, name="head")(copies(name="copies")(x).mean(0))
+
+
+@pytest.mark.parametrize("units", [Layer, Block, SetupBlock], ids=str)
+def test_layers_that_a_scan_or_a_vmap_stacks(units):
+    model = assert_equal(Scans(), units=units)
+    layers = [leaf.placement.layers for leaf in js.plan(model).leaves if leaf.unit != "(root)"]
+    assert set(layers) == {2 if units is SetupBlock else 3}
+
+
+class Crosses(nn.Module):
+    """Adds an array that it was given as a field."""
+
+    other: jax.Array
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x + self.other)
+
+
+class Mixture(nn.Module):
+    """An array of the model as a field of a unit, a loop over time, and a choice between units."""
+
+    def setup(self):
+        self.table, self.head = nn.Embed(VOCAB, WIDTH), nn.Dense(VOCAB)
+        self.first, self.second, self.cell = Block(), Block(), nn.RNN(nn.SimpleCell(WIDTH))
+
+    @nn.compact
+    def __call__(self, ids):
+        x = self.table(ids)
+        x = Crosses(2 * x, name="crosses")(x)
+        x = self.cell(x, initial_carry=js.per_shard(jnp.zeros((x.shape[0], WIDTH))))
+        branches = [lambda model, x: model.first(x), lambda model, x: model.second(x)]
+        if self.is_initializing():
+            x = branches[0](self, branches[1](self, x))
+        return self.head(nn.switch(jnp.int32(1), branches, self, x))
+
+
+def test_fields_that_are_arrays_loops_over_time_and_branches():
+    assert_equal(Mixture(), units=[Crosses, nn.RNN, Block])
+
+
+def regions(function: Any, *args: Any) -> int:
+    return str(jax.make_jaxpr(function)(*args)).count("shard_map")
+
+
+def test_every_way_into_the_model_is_one_region():
+    plain = SetupDecoder()
+    variables = plain.init(jax.random.key(0), X)
+    model = js.fully_shard(plain, mesh=js.mesh(), units=SetupBlock)
+    assert isinstance(model, SetupDecoder) and repr(model) == repr(plain)
+    ways = [
+        lambda v: model.apply(v, X, method="encode"),
+        lambda v: model.apply(v, X, method=SetupDecoder.encode),
+        lambda v: model.apply(v, X, method=model.encode),
+        lambda v: model.apply(v, X, method=lambda module, x: module.encode(x)),
+        lambda v: model.bind(v).encode(X),
+        lambda v: nn.apply(lambda module, x: module.encode(x), model)(v, X),
+    ]
+    wanted = plain.apply(variables, X, method="encode")
+    for way in ways:
+        assert regions(way, variables) == 1
+        assert equal(jax.jit(way)(variables), wanted)
+    assert equal(model.apply(variables, X), plain.apply(variables, X))  # not in a jit
+    with js.global_view():
+        assert regions(lambda v: model.apply(v, X[:3]), variables) == 0
+
+
+class Outer(nn.Module):
+    inner: nn.Module
+
+    @nn.compact
+    def __call__(self, ids):
+        return nn.Dense(8)(self.inner(ids))
+
+
+def test_an_annotated_model_inside_a_plain_one():
+    model = js.fully_shard(SetupDecoder(), mesh=js.mesh(), units=SetupBlock)
+    variables = Outer(model).init(jax.random.key(0), X)
+    assert js.plan(model).unit_leaves("blocks_0")[0].path == "blocks_0/down/bias"
+    assert regions(lambda v: Outer(model).apply(v, X), variables) == 1
+    found = jax.jit(lambda v: Outer(model).apply(v, X))(variables)
+    assert equal(found, Outer(SetupDecoder()).apply(variables, X))
+
+
+def test_a_gradient_of_a_jitted_loss():
+    variables = Decoder(depth=2).init(jax.random.key(0), X)
+    model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block, remat="full")
+    grads = lambda model: jax.grad(jax.jit(lambda v: cross_entropy(model.apply(v, X))))(variables)
+    assert equal(grads(model), grads(Decoder(depth=2)))
+
+
+class Tensor(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        along = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
+        x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
+        x = nn.gelu(nn.Dense(4 * WIDTH, kernel_init=along(None, "tensor"), name="up")(x))
+        return nn.Dense(VOCAB, kernel_init=along("tensor", None), name="down")(x)
+
+
+def test_a_tensor_axis_of_the_models_own_is_kept():
+    model = assert_equal(Tensor(), mesh=js.mesh(fsdp=4, tensor=2), units=["up", "down"])
+    made = js.shard_init(lambda: model.init(jax.random.key(0), X), model)["params"]
+    assert made["up"]["kernel"].value.sharding.spec == jax.P("fsdp", "tensor")
+    assert made["up"]["kernel"].names == (None, "tensor")
+    assert js.plan(model).leaf("down/kernel").placement.spec == ("tensor", "fsdp")
+
+
+def test_logical_axes_follow_the_rules_of_the_model():
+    logical = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+    model = js.fully_shard(nn.Dense(64, kernel_init=logical), mesh=js.mesh(fsdp=4, tensor=2))
+    with nn.logical_axis_rules((("mlp", "tensor"), ("embed", None))):
+        jax.eval_shape(model.init, jax.random.key(0), np.zeros((16, 64), np.float32))
+    assert js.plan(model).leaf("kernel").placement.spec == ("fsdp", "tensor")
+
+
+def test_check_compares_with_global_view():
+    plain = Decoder(depth=1, norm=True)
+    variables = plain.init(jax.random.key(0), X)
+    model = js.fully_shard(plain, mesh=js.mesh(), units=Block)
+    report = js.check(model, variables, X, train=False)
+    assert report.worst < 1e-5 and "block_0/Dense_0/kernel" in report.gradients
+    report = js.check(model, variables, X, loss_fn=lambda v, x: model.apply(v, x, train=False)[:, :1].mean())
+    assert report.worst < 1e-5 and list(report.outputs) == ["output"]
+
+
+def test_an_annotated_model_is_pickled():
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block)
+    variables = model.init(jax.random.key(0), X)
+    again = pickle.loads(pickle.dumps(model))
+    assert js.plan(again) == js.plan(model)
+    np.testing.assert_array_equal(again.apply(variables, X), model.apply(variables, X))
