@@ -158,6 +158,7 @@ def fully_shard(
     )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
     if isinstance(module, nn.Module):
+        checks.check_no_strategy(strategy)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
     if strategy is not None:

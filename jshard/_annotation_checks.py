@@ -22,6 +22,17 @@ def check_modules(modules: list[Any]) -> None:
         )
 
 
+def check_no_strategy(strategy: Any) -> None:
+    """Raises if a strategy was named for a Linen model, whose units are only known when it is called."""
+    if strategy is not None:
+        raise AnnotationError(
+            "A strategy is for nnx models only.",
+            where=f"fully_shard(strategy={strategy!r})",
+            why="the layers of a Linen model are not known before it is called.",
+            do="js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)  # zero2",
+        )
+
+
 def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: Any, min_size: Any) -> None:
     """Raises for settings of another type than the annotation takes."""
     checks = (

@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from jshard._revise import revise
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
@@ -221,6 +223,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "shard_batch: many leaves": lambda: js.shard_batch([np.zeros(9)] * 12, js.mesh()),
     "fully_shard: not a mesh": lambda: shard(linear(), mesh={"fsdp": 8}),
     "fully_shard: mesh without fsdp": lambda: shard(linear(), mesh=Mesh(np.array(jax.devices()), ("data",))),
+    "fully_shard: no such strategy": lambda: shard(linear(), mesh=js.mesh(), strategy="zero4"),
+    "fully_shard: a strategy for Linen": lambda: shard(nn.Dense(8), mesh=js.mesh(), strategy="zero2"),
+    "revise: no such setting": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full", "depth": 2}),
     "fully_shard: explicit axes": lambda: shard(linear(), mesh=jax.make_mesh((8,), ("fsdp",))),
     "fully_shard: not a module": lambda: shard([linear(), linear().kernel[...], 3]),
     "fully_shard: no module": lambda: shard([]),
