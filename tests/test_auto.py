@@ -198,7 +198,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     tried = []
 
-    def steps_s(model_file, recipe, mesh, data):
+    def steps_s(model_file, recipe, mesh, data, compiler_options):
         model = js.abstract_init(
             lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
         )

@@ -14,6 +14,7 @@ from jshard._errors import ShardingError
 from jshard.cli._config import config_json
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.cli._steps_option import parse_steps
+from jshard.cluster.options import PROFILES
 from jshard.cluster.variants import Variant, as_text
 from jshard.train import launch
 from jshard.train.folder.run_folder import RunFolder
@@ -58,6 +59,8 @@ class TrainArgs:
     auto: bool = False
     """Choose: how the devices are split, what is kept and computed again, in how many microbatches. Estimates are
     corrected by the measured steps of a few ways, and the choice is remembered."""
+    options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
+    """Options of the compiler, as of js.compiler_options: fastest, memory, or none. On a CPU all are none."""
     data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
     """Text files, or folders of them; by default the sources of Python's standard library."""
     tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -158,6 +161,7 @@ class Request:
 
 def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
     """Reads the model file, and of a run that is resumed its record."""
+    check_profile_name(args.options)
     _refuse_doubles(args)
     model_file = load_model_file(args.model)
     out = args.out
@@ -177,6 +181,17 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
         check_profile(profile, num_steps=recipe.num_steps)
     model_file = with_units(model_file, parse_units(args.unit))
     return Request(args, argv, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
+
+
+def check_profile_name(name: str) -> None:
+    """Raises unless it names options of the compiler."""
+    if name not in (*PROFILES, "none"):
+        raise ShardingError(
+            f"There is no profile {name!r}.",
+            where=f"--options {name}",
+            why=f"the profiles are {', '.join(PROFILES)}, and none.",
+            do="--options fastest",
+        )
 
 
 def _refuse_doubles(args: TrainArgs) -> None:

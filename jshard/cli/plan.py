@@ -16,14 +16,13 @@ from jshard._errors import ShardingError
 from jshard._mesh import AnyMesh, data_degree
 from jshard.cli._arguments import parse
 from jshard.cli._mesh_option import num_devices, open_mesh
-from jshard.cli._train_request import Request, TrainArgs, request_of
+from jshard.cli._train_request import Request, TrainArgs, check_profile_name, request_of
 from jshard.cli.train import explained, own_data
 from jshard.cluster.choose import choose
 from jshard.cluster.compare import compare
 from jshard.cluster.compile import CompileRequest, compile_step, unused_flags
 from jshard.cluster.costs import Costs
 from jshard.cluster.machine import Cluster, parse_known
-from jshard.cluster.options import PROFILES
 from jshard.cluster.plan_report import PlanReport
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.suggest import suggestions
@@ -184,13 +183,7 @@ def _check_batches(batch_sizes: tuple[int, ...], mesh: AnyMesh) -> None:
 
 
 def _check(args: PlanArgs) -> None:
-    if args.options not in (*PROFILES, "none"):
-        raise ShardingError(
-            f"There is no profile {args.options!r}.",
-            where=f"--options {args.options}",
-            why=f"the profiles are {', '.join(PROFILES)}, and none.",
-            do="--options fastest",
-        )
+    check_profile_name(args.options)
     needing = [name for name in ("compare", "auto", "assume") if getattr(args, name)]
     if needing and not args.topology:
         raise ShardingError(

@@ -64,10 +64,12 @@ def _train(request: Request) -> int:
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = print if jax.process_index() == 0 else (lambda *text: None)
     say(describe_devices())
+    compiler_options = js.compiler_options(None if args.options == "none" else args.options)
     if args.auto and request.args.resume:
         say("--auto: the run goes on as it was begun")
     elif args.auto:
-        request = request.with_variant(chosen_variant(request.model_file, request.recipe, mesh, data, say=say))
+        asked = request.model_file, request.recipe, mesh, data
+        request = request.with_variant(chosen_variant(*asked, compiler_options=compiler_options, say=say))
         mesh = open_mesh(request.sizes)
         assert isinstance(mesh, Mesh)
     say(explained(request, mesh, data))
@@ -87,6 +89,7 @@ def _train(request: Request) -> int:
         workers=args.workers,
         profile=request.profile,
         sample_tokens=args.sample_tokens,
+        compiler_options=compiler_options,
         say=say,
     )
     if finished.stopped_by is not None:

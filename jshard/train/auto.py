@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
@@ -36,7 +37,13 @@ _STEPS = 3  # timed, after one that is not
 
 
 def chosen_variant(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, *, say: Callable[[str], object] = print
+    model_file: ModelFile,
+    recipe: Recipe,
+    mesh: Mesh,
+    data: Data,
+    *,
+    compiler_options: Mapping[str, Any] | None = None,
+    say: Callable[[str], object] = print,
 ) -> Variant:
     """Chooses how the devices are split, what is kept and computed again, and the microbatches; the batch stays.
 
@@ -49,6 +56,7 @@ def chosen_variant(
         recipe: what to train.
         mesh: the devices, and how they would be split otherwise.
         data: what to learn from.
+        compiler_options: for the steps, as in `run_recipe`.
         say: prints a line.
 
     Raises:
@@ -66,7 +74,12 @@ def chosen_variant(
     found = search(Costs(model_file, recipe, machine_here(mesh)), dict(mesh.shape))
     if not found.ranked:
         raise _nothing_fits(found)
-    feedback = with_feedback(found, lambda cost: _measured_s(model_file, recipe, mesh, data, cost, say))
+
+    def measure(cost: Cost) -> float:
+        say(f"--auto: trying {cost.variant.command}")
+        return _measured_s(model_file, recipe, mesh, data, cost.variant, compiler_options)
+
+    feedback = with_feedback(found, measure)
     say(told(feedback))
     best = feedback.best
     if best is None:
@@ -87,23 +100,30 @@ def chosen_variant(
 
 
 def _measured_s(
-    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, cost: Cost, say: Callable[[str], object]
+    model_file: ModelFile,
+    recipe: Recipe,
+    mesh: Mesh,
+    data: Data,
+    variant: Variant,
+    compiler_options: Mapping[str, Any] | None,
 ) -> float:
     """Seconds of a step, the least of some; infinite where there is not enough memory."""
-    variant = cost.variant
-    say(f"--auto: trying {variant.command}")
     split = make_mesh(**variant.mesh, devices=list(mesh.devices.flat))
     assert isinstance(split, Mesh)  # it was given devices
     took_s = math.inf
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; what else fails will fail in the run
-        took_s = min(_steps_s(with_units(model_file, variant.units), override(recipe, variant.settings), split, data))
+        changed = override(recipe, variant.settings)
+        took_s = min(_steps_s(with_units(model_file, variant.units), changed, split, data, compiler_options))
     return max(map(float, gather_texts(repr(took_s))))
 
 
-def _steps_s(model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data) -> list[float]:
+def _steps_s(
+    model_file: ModelFile, recipe: Recipe, mesh: Mesh, data: Data, compiler_options: Mapping[str, Any] | None
+) -> list[float]:
     state = create(model_file, recipe, mesh)
     like = batch_like(data, recipe.batch_size, mesh)
-    step = TrainStep(model_file.loss_fn, *state, like, accumulate=recipe.accumulate)
+    how = {"accumulate": recipe.accumulate, "compiler_options": compiler_options}
+    step = TrainStep(model_file.loss_fn, *state, like, **how)
     del state
     rows = local_rows(recipe.batch_size, mesh)
     batches = Loader(data=data, batch_size=recipe.batch_size, seed=recipe.seed, rows=rows).train(1)

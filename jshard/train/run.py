@@ -84,6 +84,7 @@ def run_recipe(
     workers: int = 0,
     sample_tokens: int = 256,
     profile: range | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -105,6 +106,7 @@ def run_recipe(
         workers: processes that read the data; see `Loader`.
         sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
         profile: numbers of steps to profile, such as range(11, 16); see `StepProfile`.
+        compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         say: prints a line.
 
     Returns:
@@ -128,7 +130,7 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
-        job = _Job(model_file, recipe, mesh, data, folder, say, profile)
+        job = _Job(model_file, recipe, mesh, data, folder, say, profile, compiler_options)
         return job.run(loader, eval_loader, track, sample_tokens)
 
 
@@ -144,7 +146,9 @@ class _Job:
         folder: RunFolder,
         say: Callable[[str], object],
         profile: range | None,
+        compiler_options: Mapping[str, Any] | None,
     ) -> None:
+        self._compiler_options = compiler_options
         self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
         self._folder, self._say, self._to_profile = folder, say, profile
         self._checkpoints = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
@@ -194,7 +198,8 @@ class _Job:
         self._folder.started(step=start_step, mesh=self._mesh)
         self._is_begun = True
         like = batch_like(self._data, recipe.batch_size, self._mesh)
-        return TrainStep(loss_fn, model, optimizer, like, accumulate=recipe.accumulate)
+        options, accumulate = self._compiler_options, recipe.accumulate
+        return TrainStep(loss_fn, model, optimizer, like, accumulate=accumulate, compiler_options=options)
 
     def _nothing_to_do(self, done: int) -> str:
         asked = f"{self._recipe.num_steps} were asked for"

@@ -7,7 +7,7 @@ flat list of donated arrays, and is put back into the objects only when somebody
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -38,6 +38,7 @@ class TrainStep:
         optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state lies on the mesh.
         batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
         accumulate: microbatches that a batch is cut into.
+        compiler_options: of the compiler, as `js.compiler_options()` gives them; none by default.
 
     Raises:
         AnnotationError: the model is not annotated, or arrays of the state do not lie on its mesh.
@@ -49,7 +50,14 @@ class TrainStep:
     """
 
     def __init__(
-        self, loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+        self,
+        loss_fn: LossFn,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Any,
+        *,
+        accumulate: int = 1,
+        compiler_options: Mapping[str, Any] | None = None,
     ) -> None:
         self._objects = (model, optimizer)
         self._mesh = _mesh(model)
@@ -58,7 +66,7 @@ class TrainStep:
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
         self._program = _lowered(
             loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate
-        ).compile()
+        ).compile(compiler_options=dict(compiler_options or {}))
 
     def __call__(self, batch: Any) -> Scalars:
         """Starts a step and returns without waiting for it.
