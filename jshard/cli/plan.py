@@ -20,8 +20,9 @@ from jshard.cli._train_request import Request, TrainArgs, check_profile_name, re
 from jshard.cli.train import explained, own_data
 from jshard.cluster.choose import choose
 from jshard.cluster.compare import compare
-from jshard.cluster.compile import CompileRequest, compile_step, unused_flags
+from jshard.cluster.compile import CompileRequest, compile_step, flags_of, unused_flags
 from jshard.cluster.costs import Costs
+from jshard.cluster.latencies import latency_flag
 from jshard.cluster.machine import Cluster, parse_known
 from jshard.cluster.plan_report import PlanReport
 from jshard.cluster.report import ClusterPlan
@@ -30,6 +31,8 @@ from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.cluster.variants import COMPARED, Variant, compared
 from jshard.train.settings.recipe_check import check_batch
 from jshard.train.settings.units import parse_units
+
+_WELL_HIDDEN = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,9 @@ class PlanArgs:
     """Options of the compiler, as of js.compiler_options: fastest, memory, or none."""
     assume: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
     """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9 --assume matmul_efficiency=.7."""
+    xla_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
+    """What a run would have in XLA_FLAGS, for what no option of one program can say; auto tells the scheduler how
+    long collectives take on this cluster and mesh."""
     compare: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = ""
     """Strategies to compile beside it: replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is plain
     Flax under jax.jit; or all, for replicate,zero2,zero3,hsdp,gspmd."""
@@ -121,6 +127,7 @@ class _Job:
             units=parse_units(args.unit),
             topology=cluster.topology.text,
             profile=None if args.options == "none" else args.options,
+            xla_flags=args.xla_flags,
         )
         self._costs = Costs(request.model_file, request.recipe, cluster.machine)
 
@@ -129,8 +136,8 @@ class _Job:
         args = self._args
         step = compile_step(self._asked, timeout_s=args.timeout)
         plan = ClusterPlan.of(step, cluster=self._cluster, name=f"{args.model.stem}, recipe {self._request.name}")
-        flags = unused_flags(os.environ)
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *([flags] if flags else [])))
+        told = [unused_flags(os.environ), *_on_latencies(plan, self._asked)]
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told)))
         how: Any = {"cluster": self._cluster, "timeout_s": args.timeout, "say": _say}
         comparison = compare(self._asked, variants, **how) if variants else None
         tried = chosen = None
@@ -140,6 +147,16 @@ class _Job:
             peak_bytes = step.memory.peak_bytes
             tried = suggestions(self._costs, self._asked, self._mesh, peak_bytes=peak_bytes, **how)
         return PlanReport(plan=plan, comparison=comparison, tried=tried, chosen=chosen)
+
+
+def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> list[str]:
+    """What to say of the flags of the process."""
+    flags = flags_of(asked)
+    if flags:
+        return [f"compiled with XLA_FLAGS='{flags}', which a run needs in its environment, too."]
+    if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh) is None:
+        return []
+    return ["more may be hidden if the compiler knew how long collectives take on this mesh: --xla-flags auto"]
 
 
 def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topology) -> tuple[Variant, ...]:
@@ -184,11 +201,11 @@ def _check_batches(batch_sizes: tuple[int, ...], mesh: AnyMesh) -> None:
 
 def _check(args: PlanArgs) -> None:
     check_profile_name(args.options)
-    needing = [name for name in ("compare", "auto", "assume") if getattr(args, name)]
+    needing = [name for name in ("compare", "auto", "assume", "xla_flags") if getattr(args, name)]
     if needing and not args.topology:
         raise ShardingError(
             "There is nothing to estimate without a cluster.",
-            where=", ".join(f"--{name}" for name in needing),
+            where=", ".join(f"--{name.replace('_', '-')}" for name in needing),
             why="strategies are compared as they compile for a cluster; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )

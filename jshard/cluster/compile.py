@@ -19,6 +19,8 @@ from typing import Any
 
 from jshard._errors import FourPartError, RunError, ShardingError
 from jshard._plan import ShardPlan
+from jshard.cluster.latencies import latency_flag
+from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory
 
 RESULT, PROGRAM, ERROR = "result.json", "step.hlo", "error.json"  # what the child leaves
@@ -42,6 +44,8 @@ class CompileRequest:
         units: other settings of the units than the annotation's, as `jshard._revise.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
+        xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for those of
+            `jshard.cluster.latencies`, given all degrees of the mesh.
     """
 
     model: str
@@ -54,6 +58,7 @@ class CompileRequest:
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
+    xla_flags: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,7 +138,7 @@ def _run_child(request: CompileRequest, asked: str, folder: Path, timeout_s: flo
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=child_environment(os.environ),
+                env=child_environment(os.environ, flags_of(request)),
                 timeout=timeout_s,
                 check=False,
             )
@@ -147,10 +152,18 @@ def _run_child(request: CompileRequest, asked: str, folder: Path, timeout_s: flo
     return done.returncode
 
 
-def child_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of the child: no accelerator is touched, and the program's options are its only flags."""
+def flags_of(request: CompileRequest) -> str:
+    """The flags that the process gets."""
+    if request.xla_flags != "auto":
+        return request.xla_flags
+    return latency_flag(parse_topology(request.topology), request.mesh) or ""
+
+
+def child_environment(environ: Mapping[str, str], xla_flags: str = "") -> dict[str, str]:
+    """The environment of the child: no accelerator is touched, and XLA gets no other flags than those asked for."""
     dropped = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
     kept = {name: value for name, value in environ.items() if name not in dropped}
+    kept |= {"XLA_FLAGS": xla_flags} if xla_flags else {}
     return kept | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_LOG": "0"}
 
 

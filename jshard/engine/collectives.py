@@ -32,7 +32,7 @@ def gather_unit(shards: list, placements: list[Placement], mesh: Mesh) -> list:
     Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
     for it early; behind a large one it is not.
     """
-    first = small_ones(placements)
+    first = small_ones(placements, mesh)
     full = {i: all_gather(shards[i], placements[i], mesh) for i in first}
     rest = [i for i in range(len(shards)) if i not in full]
     large = [shards[i] for i in rest]
@@ -43,8 +43,10 @@ def gather_unit(shards: list, placements: list[Placement], mesh: Mesh) -> list:
     return [full[i] for i in range(len(placements))]
 
 
-def small_ones(placements: list[Placement]) -> list[int]:
-    """Positions of the parameters that are gathered first."""
+def small_ones(placements: list[Placement], mesh: Mesh) -> list[int]:
+    """Positions of the parameters that are gathered first. On a TPU there are none: it fuses gathers into products."""
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu":
+        return []
     sizes = [p.gathered_bytes // p.layers for p in placements]
     return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
 

@@ -136,7 +136,7 @@ class _Wires:
 
     def after_small(self, gathered: list, gradients: list) -> list:
         """Gradients that are reduced no earlier than a layer's small parameters are there: see `gather_unit`."""
-        small = [gathered[i] for i in small_ones(self._placements)]
+        small = [gathered[i] for i in small_ones(self._placements, self._mesh)]
         return lax.optimization_barrier((small, gradients))[1] if small else gradients
 
     def scatter(self, gradients: list) -> list:
@@ -289,7 +289,9 @@ class _Backward:
             carry, last = step(carry, last)[0], last - 1
             if wires.has_replicas and last >= depth:  # and the second nothing to reduce over replicas
                 carry, last = step(carry, last)[0], last - 1
-        (state, ahead), _ = lax.scan(step, carry, jnp.arange(last, depth - 1, -1))
+        state, ahead = carry
+        if last >= depth:
+            (state, ahead), _ = lax.scan(step, carry, jnp.arange(last, depth - 1, -1))
         for i, full in zip(range(depth - 1, -1, -1), ahead, strict=True):
             if i == 0:
                 full, floats, wait = place.start(wait, full, state[0])
