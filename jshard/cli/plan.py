@@ -119,6 +119,7 @@ class _Job:
 
     def __init__(self, args: PlanArgs, request: Request, cluster: Cluster, mesh: dict[str, int]) -> None:
         self._args, self._request, self._cluster, self._mesh = args, request, cluster, mesh
+        self._costs = Costs(request.model_file, request.recipe, cluster.machine)
         self._asked = CompileRequest(
             model=str(args.model),
             recipe=args.recipe,
@@ -128,8 +129,8 @@ class _Job:
             topology=cluster.topology.text,
             profile=None if args.options == "none" else args.options,
             xla_flags=args.xla_flags,
+            unit_bytes=self._costs.unit_bytes(mesh) if args.xla_flags == "auto" else 0,
         )
-        self._costs = Costs(request.model_file, request.recipe, cluster.machine)
 
     def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
         """Compiles what was asked for, then what is told beside it."""
@@ -154,7 +155,7 @@ def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> list[str]:
     flags = flags_of(asked)
     if flags:
         return [f"compiled with XLA_FLAGS='{flags}', which a run needs in its environment, too."]
-    if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh) is None:
+    if plan.estimates.stated.hidden >= _WELL_HIDDEN or latency_flag(plan.topology, asked.mesh, 0) is None:
         return []
     return ["more may be hidden if the compiler knew how long collectives take on this mesh: --xla-flags auto"]
 

@@ -45,7 +45,8 @@ class CompileRequest:
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
         xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for those of
-            `jshard.cluster.latencies`, given all degrees of the mesh.
+            `jshard.cluster.latencies`, which need all degrees of the mesh.
+        unit_bytes: gathered bytes of the largest unit, for the same.
     """
 
     model: str
@@ -59,6 +60,7 @@ class CompileRequest:
     shard_replicated: bool = False
     plain_flax: bool = False
     xla_flags: str = ""
+    unit_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,7 +158,7 @@ def flags_of(request: CompileRequest) -> str:
     """The flags that the process gets."""
     if request.xla_flags != "auto":
         return request.xla_flags
-    return latency_flag(parse_topology(request.topology), request.mesh) or ""
+    return latency_flag(parse_topology(request.topology), request.mesh, request.unit_bytes) or ""
 
 
 def child_environment(environ: Mapping[str, str], xla_flags: str = "") -> dict[str, str]:

@@ -16,23 +16,24 @@ from jshard._mesh import REPLICA
 from jshard.cluster.topology import Topology
 
 FLAG = "--xla_gpu_analytical_latency_estimator_options"
-_QUEUE_US = 3000  # of waiting for others, which the estimate does not know
+_QUEUE = 0.28  # of the time that a unit takes on the wires: what one of its gathers waits for others
 
 
-def latency_flag(topology: Topology, mesh: Mapping[str, int]) -> str | None:
+def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -> str | None:
     """The flag that tells the scheduler of a cluster; None where there are no adapters to wait for, as on a TPU.
 
     Args:
         topology: the cluster.
         mesh: degrees of the mesh axes.
+        unit_bytes: gathered bytes of the largest unit.
     """
     if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
         return None
-    told = {"nccl_op_launch_us": _QUEUE_US}
+    host_bytes_per_s = topology.device.slow_bytes_per_s * topology.fast_group
+    told = {"nccl_op_launch_us": max(100, round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6))}
     groups = math.prod(degree for axis, degree in mesh.items() if axis == REPLICA)
     if groups > 1:
         # The estimate divides the GPUs of a host by the number of groups: with as many of them as groups, each
         # group has one, and its rate is that of all adapters of a host.
-        rate = topology.device.slow_bytes_per_s * topology.fast_group / 1e9
-        told |= {"gpus_per_node": groups, "nic_speed_gbps": round(rate), "rtt_us": 1}
+        told |= {"gpus_per_node": groups, "nic_speed_gbps": round(host_bytes_per_s / 1e9), "rtt_us": 1}
     return f"{FLAG}={','.join(f'{key}={value}' for key, value in told.items())}"
