@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import Any
 
@@ -10,8 +11,10 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard._errors import AnnotationError
-from jshard._mesh import FSDP, AnyMesh, degree
+from jshard._mesh import FSDP, REPLICA, AnyMesh, degree
+from jshard._nnx import nested_units
 from jshard._plan import ShardPlan, plan
+from jshard._processes import gather_texts
 from jshard._remembered import key_of, recall
 from jshard._strategies import Strategy, strategies
 
@@ -39,22 +42,40 @@ def settings_of(strategy: str | Strategy, model: nnx.Module, mesh: AnyMesh) -> t
         strategy: a strategy, its name, or "auto".
         model: the root, annotated.
         mesh: its mesh.
+
+    Raises:
+        AnnotationError: a strategy of replicas on a mesh without, or one without shards on a mesh that shards.
     """
     if strategy == AUTO:
         return _chosen(model, mesh)
     found = strategies[strategy] if isinstance(strategy, str) else strategy
+    if (found.fsdp == 1 and degree(mesh, FSDP) > 1) or (found.replica > 1 and degree(mesh, REPLICA) == 1):
+        raise _other_mesh(found, mesh)
     reshard = found.reshard_after_forward
     return {"reshard_after_forward": True if reshard is None else reshard}, found.name
 
 
+def _other_mesh(strategy: Strategy, mesh: AnyMesh) -> AnnotationError:
+    wanted = ", ".join(f"{axis}={size}" for axis, size in strategy.mesh.items())
+    given = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in strategy.mesh)
+    return AnnotationError(
+        "The strategy is for another mesh.",
+        where=f"fully_shard(strategy={strategy.name!r}), mesh {given}",
+        why=f"{strategy.summary}: where the parameters lie is the mesh's, and a strategy does not change it.",
+        do=f"mesh=js.mesh({wanted})",
+    )
+
+
 def _chosen(model: nnx.Module, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+    if not any(path for path, _ in nested_units(model)):
+        return {}, "auto: nothing to choose, as there are no units inside the root"
     if isinstance(mesh, Mesh):
         known = recall(key_of(model, list(mesh.devices.flat)))
         if known is not None and dict(known.mesh) == dict(mesh.shape):
             return dict(known.units), f"auto: {known.told}"
     if degree(mesh, FSDP) == 1:
         return {}, "auto: nothing is sharded"
-    found, capacity = plan(model), device_bytes(mesh)
+    found, capacity = plan(model), _least_bytes(mesh)
     if capacity is None:
         return {"reshard_after_forward": True}, "auto: zero3, as the memory of a device is not known"
     needed = _STATES * found.bytes_per_device + _gathered_bytes(found)
@@ -65,6 +86,15 @@ def _chosen(model: nnx.Module, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
 
 def _gathered_bytes(found: ShardPlan) -> int:
     return sum(leaf.placement.gathered_bytes for leaf in found.leaves if leaf.placement.dim is not None)
+
+
+def _least_bytes(mesh: AnyMesh) -> int | None:
+    """Memory of the smallest device: all processes have to choose the same."""
+    if not isinstance(mesh, Mesh):
+        return None
+    with jax.ensure_compile_time_eval():
+        seen = [json.loads(text) for text in gather_texts(json.dumps(device_bytes(mesh)))]
+    return None if None in seen else min(seen)
 
 
 def device_bytes(mesh: AnyMesh) -> int | None:

@@ -34,6 +34,7 @@ class Annotation:
         choices: which submodules are units, each with the record of its units.
         ignored: as it was given, to tell of patterns that match nothing.
         layouts: what `init` has shown, by the shapes of the parameters.
+        specs: the mesh axes that the model names for its parameters, as `init` has shown them.
         latest: the layout that was made or used last.
     """
 
@@ -42,6 +43,7 @@ class Annotation:
     choices: tuple[tuple[UnitChoice, Unit], ...]
     ignored: Any = None
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
+    specs: dict[tuple[Path, tuple[int, ...]], tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     latest: Layout | None = None
 
     def match(self, path: Path, module: nn.Module) -> int | None:
@@ -53,8 +55,12 @@ class Annotation:
         """The layout of these parameters: the one that `init` has shown, or else the one that a survey shows.
 
         `init` reaches every submodule that has parameters. What another call shows is for that call only: another
-        method may reach other units.
+        method may reach other units. Parameters that come without the boxes of `init` lie as they did in them.
         """
+        if keep:
+            self.specs |= {(path, leaf.shape): leaf.spec for path, leaf in leaves.items()}
+        else:
+            leaves = {path: self._boxed(path, leaf) for path, leaf in leaves.items()}
         key = frozenset(leaves.items())
         found = None if keep else self.layouts.get(key)
         if found is None:
@@ -63,6 +69,9 @@ class Annotation:
             self.layouts[key] = found
         self.latest = found
         return found
+
+    def _boxed(self, path: Path, leaf: Leaf) -> Leaf:
+        return leaf if any(leaf.spec) else dataclasses.replace(leaf, spec=self.specs.get((path, leaf.shape), leaf.spec))
 
     @property
     def layout(self) -> Layout:

@@ -135,9 +135,10 @@ class StatePlaces:
 
 
 def key_texts(path: tuple) -> tuple[str, ...]:
-    """The keys of a path of `jax.tree_util` as text, without the one that leads into a variable."""
-    keys = tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
-    return keys[:-1] if keys and keys[-1] == "value" else keys
+    """The keys of a path of `jax.tree_util` as text, without the one that leads into a variable or a box of Flax."""
+    if path and getattr(path[-1], "name", None) == "value":  # a parameter of that name has a `key`
+        path = path[:-1]
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:

@@ -48,6 +48,13 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
         check_remat(settings["remat"])
     if "reshard_after_forward" in settings:
         checks.check_reshard(settings["reshard_after_forward"], root.mesh)
+    if settings and not has_inner_units(model):
+        raise AnnotationError(
+            "The model has no units whose settings could be changed.",
+            where=", ".join(f"{name}={value!r}" for name, value in settings.items()),
+            why="its root is the only unit, and is gathered as a whole.",
+            do="js.fully_shard(model, units=Block, mesh=mesh)",
+        )
     values = dict(settings)
     if "prefetch" in values:
         values["prefetch"] = Prefetch.parse(values["prefetch"])
@@ -60,6 +67,11 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
         if path:
             mine = {k: v for k, v in values.items() if id(module) in layers or _is_for_all(k, v)}
             attach(module, _with(unit, mine), route)
+
+
+def has_inner_units(model: nnx.Module) -> bool:
+    """Whether there are units inside the root."""
+    return any(path for path, _ in nested_units(model))
 
 
 def _is_for_all(name: str, value: Any) -> bool:

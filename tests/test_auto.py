@@ -17,6 +17,7 @@ from jshard._remembered import Choice, key_of, recall, remember
 from jshard.cli._train_request import TrainArgs, request_of
 from jshard.cluster.costs import Cost
 from jshard.cluster.feedback import Factors, fitted, with_feedback
+from jshard.cluster.machine import machine_here
 from jshard.cluster.search import Search
 from jshard.cluster.variants import Variant
 from jshard.inspect.memory import memory_of
@@ -162,6 +163,13 @@ def test_auto_without_anything_remembered_goes_by_memory(monkeypatch):
     assert "Strategy: auto: nothing is sharded" in str(js.explain(replicated))
 
 
+def test_a_root_alone_leaves_nothing_to_choose():
+    alone = js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="auto")
+    assert "nothing to choose, as there are no units inside the root" in str(js.explain(alone))
+    with pytest.raises(AnnotationError, match="no units whose settings could be changed"):
+        js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="zero2")
+
+
 def test_auto_takes_up_what_was_measured_on_this_mesh():
     key = key_of(builder(Config())(), jax.devices())
     remember(key, dataclasses.replace(CHOICE, mesh=dict(js.mesh().shape), units={"remat": "dots", "prefetch": 2}))
@@ -221,7 +229,7 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
     assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
     assert "Ways that were tried" in said and f"remembered in {cache}" in said
     best = min(range(len(tried)), key=lambda i: (tried[i][0] != 4 or tried[i][2] != "none", i))
-    fsdp, reshard, remat, _ = tried[best]
+    fsdp, reshard, remat, accumulate = tried[best]
     stored = json.loads((path / "run" / "run.json").read_text())["options"]
     assert f"remat={remat}" in stored["unit"] and f"reshard_after_forward={str(reshard).lower()}" in stored["unit"]
     assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
@@ -230,11 +238,14 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
     assert train("--auto", "--steps", "2", "--out", "again", "--set", "eval_sequences=16") == 0
     assert not tried and "--auto: as measured on " in capsys.readouterr().out
 
-    split = f"replica={8 // fsdp},fsdp={fsdp}"
-    assert train("--auto", "--resume", "--steps", "3", "--out", "run", "--mesh", split) == 0
+    again = "--auto", "--resume", "--out", "run", "--unit", "prefetch=2", "--set", "accumulate=2"
+    assert train(*again, "--steps", "3") == 0  # what was chosen stays, whatever it was chosen in place of
     said = capsys.readouterr().out
     assert not tried and "--auto: the run goes on as it was begun" in said and "resumed from" in said
-    assert json.loads((path / "run" / "run.json").read_text())["options"]["unit"] == stored["unit"]
+    record = json.loads((path / "run" / "run.json").read_text())
+    assert record["options"]["unit"] == stored["unit"]
+    assert record["starts"][0]["mesh"] == record["starts"][1]["mesh"]
+    assert record["recipe"]["accumulate"] == accumulate
 
 
 def test_the_line_that_goes_on_names_what_was_chosen(folder):
@@ -246,3 +257,38 @@ def test_the_line_that_goes_on_names_what_was_chosen(folder):
         "jshard train my_model.py --mesh replica=2,fsdp=4 --set accumulate=2 --unit remat=full --out run --resume"
     )
     assert found.recipe.accumulate == 2 and dict(found.sizes) == {"replica": 2, "fsdp": 4}
+
+
+def test_what_was_chosen_takes_the_place_of_what_was_asked_for(folder):
+    argv = "my_model.py --auto --unit remat=dots --unit=prefetch=2 --set accumulate=4 --set=seed=1".split()
+    unit, settings = ("remat=dots", "prefetch=2"), ("accumulate=4", "seed=1")
+    request = request_of(TrainArgs(model=Path("my_model.py"), auto=True, unit=unit, set=settings), argv)
+    found = request.with_variant(Variant(name="x", mesh={"fsdp": 8}, units={"remat": "full"}, accumulate=2))
+    assert found.again(Path("run")) == (
+        "jshard train my_model.py --unit=prefetch=2 --set=seed=1 --mesh fsdp=8 --set accumulate=2 --unit remat=full"
+        " --out run --resume"
+    )
+    assert found.options["set"] == ("seed=1", "accumulate=2") and found.options["unit"] == ("prefetch=2", "remat=full")
+
+
+def test_a_choice_is_for_its_batch_and_what_the_mesh_has_beside():
+    recipe, mesh = dataclasses.make_dataclass("Recipe", [("batch_size", int, 16)])(), js.mesh()
+    is_for = lambda choice, mesh=mesh: auto._is_for(choice, recipe, "x", mesh)
+    assert is_for(CHOICE) and is_for(dataclasses.replace(CHOICE, mesh={"replica": 2, "fsdp": 4}))
+    assert not is_for(dataclasses.replace(CHOICE, batch_size=8)) and not is_for(dataclasses.replace(CHOICE, sample="y"))
+    assert not is_for(CHOICE, js.mesh(fsdp=4, tensor=2))
+
+
+def test_processes_see_one_machine(monkeypatch):
+    mine = machine_here(js.mesh())
+    assert auto._agreed(mine) == mine
+    others = [json.dumps([4, 100]), json.dumps([8, 50])]
+    monkeypatch.setattr(auto, "gather_texts", lambda text: others)
+    assert auto._agreed(mine) == dataclasses.replace(mine, near=4, capacity_bytes=50)
+    others.append(json.dumps([8, None]))
+    assert auto._agreed(mine).capacity_bytes is None
+
+
+def test_nothing_is_chosen_where_nothing_runs(folder, capsys):
+    assert train("--auto", "--dry-run") == 2
+    assert "--auto measures steps, and --dry-run does none" in capsys.readouterr().err

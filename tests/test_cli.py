@@ -9,8 +9,11 @@ import sys
 
 import jax
 import pytest
+from flax import nnx
 
-from jshard import cli
+import jshard as js
+from jshard import cli, train
+from jshard.cli import train as cli_train
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.train.metrics import read_metrics
 from tests.compiling import XLA_FLAGS
@@ -152,6 +155,32 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys,
     # And once more, with the settings of the second time.
     assert cli.main(["train", "my_model.py", "--resume", *how]) == 0
     assert "nothing is left to train: 3 steps are done, and 3 were asked for" in capsys.readouterr().out
+
+
+def test_units_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, monkeypatch):
+    found = []
+
+    def run_recipe(model_file, recipe, *, mesh, **rest):
+        found.append(units_of(model_file, recipe, mesh))
+        return train.run_recipe(model_file, recipe, mesh=mesh, **rest)
+
+    monkeypatch.setattr(cli_train, "run_recipe", run_recipe)
+    units = ["--unit", "remat=full", "--unit", "reshard_after_forward=false"]
+    run = ["train", "my_model.py", "--out", "mine", "--track", "--sample-tokens", "0"]
+    assert cli.main([*run, "--data", "text.txt", "--steps", "1", *SMALL, *units]) == 0
+    assert json.loads((folder / "mine" / "run.json").read_text())["options"]["unit"] == units[1::2]
+    assert cli.main([*run, "--resume"]) == 0
+    assert cli.main([*run, "--resume", "--unit", "remat=dots"]) == 0
+    assert found == [("full", False), ("full", False), ("dots", True)]
+
+
+def units_of(model_file, recipe, mesh):
+    """What is said of the block."""
+    model = js.abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
+    )
+    (block,) = [unit for unit in js.plan(model).units if unit.name == "blocks/0"]
+    return block.remat, block.reshard_after_forward
 
 
 def test_resume_where_there_is_nothing_begins_a_run(folder, capsys):

@@ -146,6 +146,51 @@ def test_a_plan_from_a_call_is_that_of_init():
     assert [unit.name for unit in plan.units][-2:] == ["block_9", "block_10"]
 
 
+def test_choices_that_nothing_matches_are_told_without_init():
+    variables = Decoder(depth=1).init(jax.random.key(0), X)
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=[Block, "blok_*"])
+    with pytest.raises(js.AnnotationError, match=r"units='blok_\*'"):
+        jax.eval_shape(model.apply, variables, X)
+
+
+def test_annotations_of_one_jitted_class_do_not_share_traces():
+    jitted = nn.jit(Block)
+    variables = jax.eval_shape(Decoder(depth=2).init, jax.random.key(0), X)
+    for dtype in ("float32", "bfloat16"):
+        dtypes = js.MixedPrecision(param=dtype)
+        model = js.fully_shard(Decoder(depth=2, block=jitted), mesh=js.mesh(), units=Block, mixed_precision=dtypes)
+        text = str(jax.make_jaxpr(lambda v, model=model: model.apply(v, X))(variables))
+        assert [unit.name for unit in js.plan(model).units] == ["(root)", "block_0", "block_1"]
+        assert bool(re.search(r"bf16\[32,128\]\S* = all_gather", text)) == (dtype == "bfloat16")
+
+
+class Named(nn.Module):
+    """Logical axes, one of which is the batch, and a parameter with the name that boxes have."""
+
+    @nn.compact
+    def __call__(self, x):
+        logical = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        x = x @ self.param("value", nn.initializers.normal(), (64, 64))
+        return nn.with_logical_constraint(nn.Dense(64, kernel_init=logical)(self.perturb("x", x)), ("batch", "mlp"))
+
+
+@pytest.mark.parametrize("unbox", [False, True])
+def test_parameters_lie_as_init_has_shown_whatever_their_boxes(unbox):
+    model = js.fully_shard(Named(), mesh=js.mesh(fsdp=4, tensor=2), units=nn.Dense)
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    init = lambda: (nn.unbox if unbox else lambda tree: tree)(model.init(jax.random.key(0), x))
+    run = lambda model, v: jax.jit(jax.grad(lambda v: (model.apply(v, x) ** 2).mean()))(v)
+    with nn.logical_axis_rules([("batch", ("replica", "fsdp")), ("mlp", "tensor"), ("embed", None)]):
+        made = js.shard_init(init, model)
+        found = nn.unbox(run(model, made))
+    plan, params = js.plan(model), nn.unbox(made)["params"]
+    assert plan.leaf("Dense_0/kernel").placement.spec == ("fsdp", "tensor")
+    assert params["Dense_0"]["kernel"].sharding.spec == found["params"]["Dense_0"]["kernel"].sharding.spec
+    assert params["value"].sharding.spec == plan.leaf("value").placement.partition_spec == jax.P("fsdp", None)
+    wanted = nn.unbox(run(Named(), jax.device_get(made)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+
+
 def lowered(model: nn.Module, plain: nn.Module) -> jax.stages.Lowered:
     params = jax.eval_shape(plain.init, jax.random.key(0), X)["params"]
     loss = lambda params: cross_entropy(model.apply({"params": params}, X))

@@ -86,6 +86,7 @@ LIST, STACKED = False, True
         (LIST, {"prefetch": 0, "delay_reduce": True}, {}, {"replica": 2}),
         (LIST, {"prefetch": 1, "delay_reduce": False}, {"reshard_after_forward": 2}, {}),
         (LIST, {"prefetch": 40}, {}, {}),
+        (LIST, {"prefetch": 40}, {}, {"replica": 2}),
         (LIST, {"prefetch": "600KiB"}, {"remat": "full"}, {}),
         (LIST, {"prefetch": 2, "delay_reduce": False}, {"remat": "dots"}, {"replica": 2}),
         (LIST, {"prefetch": 2}, {"reshard_after_forward": False}, {}),

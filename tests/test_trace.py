@@ -217,6 +217,15 @@ def test_cpus_by_operations_of_threads(tmp_path):
     assert "CPU devices are threads" in str(found)
 
 
+def test_an_operation_has_ended_when_its_thread_begins_the_next_ones(tmp_path):
+    """A CPU's thread says that an operation ended only after what comes next, here a collective that waits."""
+    pool = [thunk("dot.1", 0, 1000, run=5, _p=99), event("ThunkExecutor::Execute", 2000, 9000)]
+    pool += [thunk("all_gather.1", 2000, 8999, run=5), event("end: dot.1", 9001, 9001, _c=99)]
+    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", {"worker/1": pool})))
+    shares = found.steps[0].shares
+    assert shares.both_s == 0.0 and shares.computing_s == pytest.approx(shares.step_s * 2 / 9, rel=1e-3)
+
+
 def test_what_other_programs_do_in_a_step_counts_and_bounds_nothing(tmp_path):
     lines = {"worker/1": [*cpu_run(0, 5), thunk("copy.7", 50, 90, run=6, module="other")]}
     lines["worker/1"] += [*cpu_run(200, 7), thunk("copy.7", 245, 250, run=8, module="other")]

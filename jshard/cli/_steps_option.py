@@ -27,10 +27,12 @@ def parse_steps(text: str, *, option: str) -> range:
         )
     after, last = int(found[1]), int(found[2])
     if last <= after:
+        one = max(1, last)
+        meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}, for step {one}"
         raise ShardingError(
             "There is no step between the two.",
             where=f"{option} {text}",
             why=f"A:B is the steps after step A, up to step B, and {last} is not after {after}.",
-            do=f"{option} {last}:{after}" if last < after else f"{option} {max(0, after - 1)}:{last}, for step {last}",
+            do=f"{option} {meant}",
         )
     return range(after + 1, last + 1)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -122,19 +123,23 @@ class Request:
         """The folder of the run, as it is now."""
         return self.out or RunFolder.free_name(_RUNS, _stem(self.args, self.name))
 
+    def as_begun(self, devices: int) -> Request:
+        """The request on the mesh that the run was last started on, if that has as many devices."""
+        sizes = {} if self.out is None else RunFolder.last_mesh(self.out)
+        return dataclasses.replace(self, sizes=sizes) if math.prod(sizes.values()) == devices else self
+
     def with_variant(self, variant: Variant) -> Request:
         """The request that asks for a way to train by its own options, and not to choose one."""
         texts = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
-        changed = {text.partition("=")[0] for text in texts}
-        kept = tuple(text for text in self.args.unit if _key(text) not in changed)
+        changed = {"--unit": {*map(_key, texts)}, "--set": {*map(_key, variant.settings)}}
         args = dataclasses.replace(
             self.args,
             mesh=variant.mesh_text,
-            unit=(*kept, *texts),
-            set=(*self.args.set, *variant.settings),
+            unit=(*(text for text in self.args.unit if _key(text) not in changed["--unit"]), *texts),
+            set=(*(text for text in self.args.set if _key(text) not in changed["--set"]), *variant.settings),
             auto=False,
         )
-        argv = [*_without(self.argv, "--auto", "--mesh"), *shlex.split(variant.command)]
+        argv = [*_without(self.argv, changed), *shlex.split(variant.command)]
         model_file = with_units(self.model_file, variant.units)
         recipe = override(self.recipe, variant.settings)
         return dataclasses.replace(
@@ -163,6 +168,7 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
     """Reads the model file, and of a run that is resumed its record."""
     check_profile_name(args.options)
     _refuse_doubles(args)
+    _check_auto(args)
     model_file = load_model_file(args.model)
     out = args.out
     if args.resume:
@@ -207,8 +213,21 @@ def _refuse_doubles(args: TrainArgs) -> None:
             )
 
 
+def _check_auto(args: TrainArgs) -> None:
+    given = [f"--{name.replace('_', '-')}" for name in ("dry_run", "print_config") if getattr(args, name)]
+    if args.auto and given:
+        raise ShardingError(
+            "Nothing can be chosen without devices.",
+            where=f"--auto {' '.join(given)}",
+            why=f"--auto measures steps, and {given[0]} does none.",
+            do=f"jshard plan {args.model} --auto --topology h100:1x8, which estimates; or leave out --auto.",
+        )
+
+
 def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
-    """The arguments, and where they say nothing what the run was begun with."""
+    """The arguments, and where they say nothing what the run was begun with; what was chosen for it stays."""
+    if args.auto and stored:
+        args = dataclasses.replace(args, unit=(), set=tuple(s for s in args.set if _key(s) != "accumulate"))
     taken = {key: value for key, value in stored.items() if key in _WHAT and getattr(args, key) in (None, ())}
     settings = [setting for setting in stored.get("set", ()) if _key(setting) not in map(_key, args.set)]
     for option, key in _KEYS.items():  # which of the two gave it before, and which does now
@@ -222,14 +241,16 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     return dataclasses.replace(args, **taken | {"set": (*settings, *args.set)})
 
 
-def _without(argv: Sequence[str], flag: str, option: str) -> list[str]:
-    """A command line without a flag, and without an option and its value."""
+def _without(argv: Sequence[str], changed: Mapping[str, Collection[str]]) -> list[str]:
+    """A command line without --auto, without --mesh, and of some options without some keys."""
     found, words = [], iter(argv)
     for word in words:
-        if word == option:
-            next(words, None)
-        elif word != flag and not word.startswith(f"{option}="):
-            found.append(word)
+        (option, equals, value), given = word.partition("="), [word]
+        if not equals and (option == "--mesh" or option in changed):
+            value = next(words, "")
+            given.append(value)
+        if option not in ("--auto", "--mesh") and _key(value) not in changed.get(option, ()):
+            found += given
     return found
 
 

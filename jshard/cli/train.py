@@ -58,6 +58,8 @@ def _train(request: Request) -> int:
     simulate_devices(request.sizes, processes=1 if cluster is None else cluster.num_processes)
     if launch.is_worker():
         launch.start_worker()
+    if args.auto and args.resume:
+        request = request.as_begun(len(jax.devices()))
     mesh = open_mesh(request.sizes)
     assert isinstance(mesh, Mesh)  # devices were not given as a number
     check_batch(request.recipe, mesh)
@@ -65,7 +67,7 @@ def _train(request: Request) -> int:
     say = print if jax.process_index() == 0 else (lambda *text: None)
     say(describe_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
-    if args.auto and request.args.resume:
+    if args.auto and args.resume:
         say("--auto: the run goes on as it was begun")
     elif args.auto:
         asked = request.model_file, request.recipe, mesh, data

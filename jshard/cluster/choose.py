@@ -16,7 +16,7 @@ from jshard.cluster.machine import Cluster
 from jshard.cluster.report import ClusterPlan, seconds
 from jshard.cluster.search import Search, search, why_lost
 from jshard.cluster.variants import Variant, command_line
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, broken_line, made_table, printed
 
 _FINALISTS, _MORE = 3, 3  # ways that are compiled; and again so many while none of them fits
 _SHOWN, _LARGE = 12, 3
@@ -54,7 +54,7 @@ class Chosen:
     def _verdict(self) -> str:
         if self.best is None:
             return "None of the compiled ways fits: it needs more devices, or a smaller batch."
-        lines = [f"chosen: {self.best.variant.name}: {self.best.command}"]
+        lines = [f"chosen: {self.best.variant.name}", broken_line(self.best.command)]
         default = self.compiled[0]
         if not default.fits:
             lines.append("what was asked for does not fit.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -146,4 +147,6 @@ def _estimates(plan: ClusterPlan) -> tuple[str, str, str]:
 
 
 def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]) -> str:
-    return f"{text(stated)}\n{text(ends[0])} to {text(ends[1])}"
+    low, high = map(text, ends)
+    number, unit = re.fullmatch(r"([\d.-]+)(.*)", low).groups()  # type: ignore[union-attr]
+    return f"{text(stated)}\n{number if high.endswith(unit) else low} to {high}"

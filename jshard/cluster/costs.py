@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from flax import nnx
 import jshard as js
 from jshard._mesh import FSDP, REPLICA, TENSOR
 from jshard._plan import ShardPlan, UnitPlan
-from jshard._revise import repeated_layers, revise
+from jshard._revise import has_inner_units, repeated_layers, revise
 from jshard.cluster.machine import Machine
 from jshard.cluster.variants import Variant
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
@@ -134,6 +135,10 @@ class Costs:
         held = self._way(tuple(mesh.items()), ()).held
         return held.held_bytes + held.gradients_bytes
 
+    def unit_bytes(self, mesh: Mapping[str, int]) -> int:
+        """Gathered bytes of the largest unit."""
+        return self._way(tuple(mesh.items()), ()).held.largest_unit_bytes
+
     # ---- what is traced ------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -164,21 +169,36 @@ class Costs:
 
     def _revised(self, mesh: tuple[tuple[str, int], ...], units: Mapping[str, Any]) -> nnx.Module:
         model = nnx.merge(*nnx.split(self._model(mesh)))
-        revise(model, units)
+        if has_inner_units(model):  # else nothing can be varied but the mesh
+            revise(model, units)
         return model
 
     def _saved(self, rows: int, remat: str, tensor: int) -> Activations:
-        """What a device saves for so many sequences: a straight line through one and two of them."""
-        one, two = (self._traced(n, remat, tensor) for n in (1, 2))
-        at = lambda name: max(0, getattr(one, name) + (rows - 1) * (getattr(two, name) - getattr(one, name)))
+        """What a device saves for so many sequences: a straight line through two numbers of them."""
+        low, high = self._numbers
+        few, more = (self._traced(n, remat, tensor) for n in (low, high))
+        growth = lambda name: (getattr(more, name) - getattr(few, name)) // (high - low)
+        at = lambda name: max(0, getattr(few, name) + (rows - low) * growth(name))
         return Activations(**{field.name: at(field.name) for field in dataclasses.fields(Activations)})
 
     @functools.cache  # noqa: B019
     def _traced(self, rows: int, remat: str, tensor: int) -> Activations:
-        is_same = remat in ("", self.remat)
-        saved = self._arrays(rows, "" if is_same else remat, tensor)
-        whole = saved if (self.remat if is_same else remat) == "none" else self._arrays(rows, "none", tensor)
-        return summed(saved, whole, sum(repeated_layers(self._model(_TRACED)).values()))
+        saved, whole = (
+            self._arrays(rows, "" if policy == self.remat else policy, tensor)
+            for policy in (remat or self.remat, "none")
+        )
+        return summed(saved, whole, self._depths)
+
+    @functools.cached_property
+    def _depths(self) -> Collection[int]:
+        return repeated_layers(self._model(_TRACED)).values()
+
+    @functools.cached_property
+    def _numbers(self) -> tuple[int, int]:
+        """Sequences on a device that are traced: such that no array of them looks like a stack of the layers."""
+        taken = {n for depth in self._depths if depth > 1 for n in (depth, depth - 1)}
+        low = next(n for n in itertools.count(1) if not taken & {n, n + 1, 2 * n, 2 * n + 2})
+        return low, low + 1
 
     @functools.cache  # noqa: B019
     def _arrays(self, rows: int, remat: str, tensor: int) -> Saved:

@@ -89,6 +89,7 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
         cost = queue.pop(0)
         tried.append(Measured(cost, measure(cost)))
         factors = fitted(tried)
+        left = [other for other in left if not _same(other, cost)]  # the same program under another name
         left.sort(key=factors.sequence_s)
         if not queue and left and factors.sequence_s(left[0]) < min(one.sequence_s for one in tried):
             queue.append(left.pop(0))

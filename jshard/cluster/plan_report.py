@@ -12,7 +12,7 @@ from rich.text import Text
 from jshard.cluster.choose import Chosen
 from jshard.cluster.compare import Compared, Comparison
 from jshard.cluster.report import ClusterPlan
-from jshard.inspect.tables import printed
+from jshard.inspect.tables import broken_line, printed
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -70,7 +70,7 @@ class PlanReport:
         if found:
             row = found[-1]
             assert row.plan is not None
-            return f"try: {row.command}\n     compiled: {row.plan.verdict}"
+            return f"try, as it compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
         ways = f"{len(self.tried)} ways that hold less were compiled, and none fits"
         ways = ways if self.tried else "no way to compute or to keep less would fit, by the estimate"
         return f"{ways}: it needs more devices, or a smaller --set batch_size=N."

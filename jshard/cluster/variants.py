@@ -95,6 +95,7 @@ def command_line(request: CompileRequest, *, known: Mapping[str, float]) -> str:
     words += [word for text in request.settings for word in ("--set", text)]
     words += [word for name, value in request.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
     words += [] if request.profile == "fastest" else ["--options", request.profile or "none"]
+    words += [f"--xla-flags={request.xla_flags}"] if request.xla_flags else []
     words += [word for name, value in known.items() for word in ("--assume", f"{name}={value:g}")]
     return shlex.join(words)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
+import jax
 from flax.linen.transforms import get_module_scopes
 
 from jshard._errors import AnnotationError, CallError
@@ -24,7 +25,7 @@ from jshard.engine.inputs import BatchSplit, trace_globally
 from jshard.engine.island import open_region
 from jshard.engine.linen_call import Lifted, View, lifted_call
 from jshard.engine.linen_fields import Fields
-from jshard.engine.linen_values import described, flat
+from jshard.engine.linen_values import described, flat, rules_without
 from jshard.engine.route import refuse_manual, route
 from jshard.engine.unit import run_unit
 
@@ -43,7 +44,7 @@ class _Inside:
         return module.path[len(self.prefix) :]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class _Survey:
     """Collects the units that a trace of a model calls.
 
@@ -79,6 +80,9 @@ class _Survey:
 _inside: contextvars.ContextVar[_Inside | None] = contextvars.ContextVar("inside", default=None)
 _survey: contextvars.ContextVar[_Survey | None] = contextvars.ContextVar("survey", default=None)
 _intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepting", default=False)
+# The survey or the layout, as part of jit's cache key: a trace that nn.jit has kept would hide its units from another
+# survey, and run them as another annotation says.
+_tracing = jax.make_user_context(default_value=None)
 
 
 def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
@@ -142,7 +146,7 @@ def _is_call(module: nn.Module, name: str) -> bool:
 def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any]) -> Any:
     """Lets the model make its variables, and plans for the parameters that it made."""
     survey = _Survey(annotation, tuple(module.path))
-    with _set(_survey, survey):
+    with _set(_survey, survey), _tracing(survey):
         out = run()
     leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
     check_found(annotation, survey.seen, leaves)
@@ -157,7 +161,7 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
 
     def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
         view = lifted.view(annotation.base)
-        survey = lambda: _surveyed(annotation, prefix, lifted, view, args, kwargs)
+        survey = lambda: _surveyed(annotation, prefix, lifted, view, function.__name__, args, kwargs)
         layout = annotation.layout_of(lifted.leaves, survey)
         unit = layout.record((), lifted.params)
         attach(view, unit, route)
@@ -168,19 +172,24 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
 
 
 def _surveyed(
-    annotation: Annotation, prefix: Path, lifted: Lifted, view: View, args: tuple, kwargs: dict[str, Any]
+    annotation: Annotation, prefix: Path, lifted: Lifted, view: View, name: str, args: tuple, kwargs: dict[str, Any]
 ) -> Seen:
-    """The units that a call reaches, from a trace of shapes; for parameters that no `init` has shown."""
+    """The units that a call reaches, from a trace of shapes; for parameters that no `init` has shown.
+
+    A method other than `__call__` need not reach them all.
+    """
     survey = _Survey(annotation, prefix)
 
     def method(view: View, *args: Any, **kwargs: Any) -> Any:
-        with _interception(), _set(_survey, survey):
+        with _interception(), _set(_survey, survey), _tracing(survey):
             return lifted.run(view, args, kwargs)
 
     call = Call(view, method, args, kwargs)
     whole = BatchSplit(0, 1, (False,) * len(call.arrays), (False,) * len(call.state))
     with global_view():
         trace_globally(call, whole, 0)
+    if name == "__call__":
+        check_found(annotation, survey.seen, lifted.leaves)
     return survey.seen
 
 
@@ -222,9 +231,10 @@ def _run_unit(inside: _Inside, module: nn.Module, function: Callable, args: tupl
 
 def _method(lifted: Lifted, function: Callable, inside: _Inside) -> Callable[..., Any]:
     """The lifted call as a method of its view; backward traces it again, later, so it brings its own surroundings."""
+    rules = rules_without(data_axes(inside.layout.root.mesh))
 
     def method(view: View, *args: Any, **kwargs: Any) -> Any:
-        with _interception(), _set(_inside, inside):
+        with _interception(), _set(_inside, inside), _tracing(inside.layout), nn.logical_axis_rules(rules):
             return lifted.run(view, args, kwargs)
 
     method.__name__ = function.__name__

@@ -29,6 +29,7 @@ _KINDS: dict[str, type[nnx.Variable]] = {
     "batch_stats": nnx.BatchStat,
     "cache": nnx.Cache,
     "intermediates": nnx.Intermediate,
+    "perturbations": nnx.Cache,  # split along the batch too
 }
 
 

@@ -69,6 +69,15 @@ def described(leaf: Any, path: Path) -> Leaf:
     return Leaf(tuple(raw.shape), jnp.dtype(raw.dtype).name, spec)
 
 
+def rules_without(axes: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """The rules for logical axes without these mesh axes: inside the region an array is one shard along them."""
+    found = []
+    for name, entry in nn.get_logical_axis_rules():
+        kept = tuple(a for a in (entry if isinstance(entry, (tuple, list)) else (entry,)) if a not in (None, *axes))
+        found.append((name, kept if len(kept) > 1 else kept[0] if kept else None))
+    return found
+
+
 def raw_of(leaf: Any) -> Any:
     """The array in a box; a leaf without one is its own value."""
     if not isinstance(leaf, meta.AxisMetadata):

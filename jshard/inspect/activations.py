@@ -3,7 +3,7 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -47,22 +47,22 @@ def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Acti
     saved = saved_arrays(model, loss, batch)
     layers = repeated_layers(model)
     if all(unit_of(module).policy.remat == "none" for module in layers):  # type: ignore[union-attr]
-        return summed(saved, saved, sum(layers.values()))
+        return summed(saved, saved, layers.values())
     whole = nnx.merge(*nnx.split(model))
     revise(whole, {"remat": "none"})
-    return summed(saved, saved_arrays(whole, loss, batch), sum(layers.values()))
+    return summed(saved, saved_arrays(whole, loss, batch), layers.values())
 
 
-def summed(saved: Saved, whole: Saved, layers: int) -> Activations:
+def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
     """The sums.
 
     Args:
         saved: what is saved.
         whole: what would be saved if nothing were computed again.
-        layers: number of layers.
+        depths: of the units that repeat, how many layers each holds.
     """
-    outside = sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, layers))
-    return Activations(_total(saved), outside, max(0, _total(whole) - _total(saved)) // max(1, layers))
+    outside = sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, depths))
+    return Activations(_total(saved), outside, max(0, _total(whole) - _total(saved)) // max(1, sum(depths)))
 
 
 def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Saved:
@@ -94,9 +94,11 @@ def _total(saved: Saved) -> int:
     return sum(n * size for (_, size, _), n in saved.items())
 
 
-def _of_layers(count: int, rows: int, layers: int) -> bool:
-    """Whether an array is saved by each of the layers: one for each, or one for all with a row for each."""
-    return layers > 1 and (count >= layers - 1 or rows in (layers, layers - 1))
+def _of_layers(count: int, rows: int, depths: Collection[int]) -> bool:
+    """Whether an array is saved by each of the layers: one for each, or one for all of a stack with a row for each."""
+    layers = sum(depths)
+    is_stack = any(rows in (depth, depth - 1) for depth in depths if depth > 1)
+    return layers > 1 and (is_stack or count >= max(2, layers - 1))
 
 
 def _regions(eqn: Any) -> Iterator[Any]:

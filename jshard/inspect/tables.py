@@ -2,6 +2,7 @@
 
 import io
 import re
+import shlex
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,6 +19,18 @@ def printed(renderable: Any) -> str:
     console = Console(file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False)
     console.print(renderable)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def broken_line(command: str) -> str:
+    """A long command line in several, broken before options, such that it can be pasted as it is printed."""
+    lines = [""]
+    for word in shlex.split(command):
+        part = shlex.quote(word)
+        if word.startswith("--") and len(lines[-1]) > _WIDTH / 2:
+            lines[-1] += "\\"
+            lines.append("    ")
+        lines[-1] += f"{part} "
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -14,13 +16,13 @@ from jax.sharding import Mesh
 
 from jshard._errors import ShardingError
 from jshard._init import abstract_init
+from jshard._mesh import FSDP, REPLICA, shard_batch
 from jshard._mesh import mesh as make_mesh
-from jshard._mesh import shard_batch
 from jshard._processes import gather_texts
 from jshard._remembered import Choice, key_of, recall, remember
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.feedback import Feedback, with_feedback
-from jshard.cluster.machine import machine_here
+from jshard.cluster.machine import Machine, machine_here
 from jshard.cluster.report import seconds
 from jshard.cluster.search import Search, search
 from jshard.cluster.variants import Variant
@@ -68,10 +70,10 @@ def chosen_variant(
     )
     key, sample = key_of(model, list(mesh.devices.flat)), str(batch_like(data, 1))
     known = recall(key)
-    if known is not None and (known.batch_size, known.sample) == (recipe.batch_size, sample):
+    if known is not None and _is_for(known, recipe, sample, mesh):
         say(f"--auto: as {known.told}")
         return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
-    found = search(Costs(model_file, recipe, machine_here(mesh)), dict(mesh.shape))
+    found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
     if not found.ranked:
         raise _nothing_fits(found)
 
@@ -97,6 +99,21 @@ def chosen_variant(
         path = remember(key, choice)
         say(f"remembered in {path}" if path is not None else "not remembered: the cache folder cannot be written")
     return variant
+
+
+def _is_for(known: Choice, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
+    """Whether a choice is one for this batch; of a mesh only replicas and shards are chosen."""
+    beside = lambda degrees: {k: n for k, n in degrees.items() if k not in (REPLICA, FSDP) and n > 1}
+    is_same_batch = (known.batch_size, known.sample) == (recipe.batch_size, sample)
+    return is_same_batch and beside(known.mesh) == beside(mesh.shape)
+
+
+def _agreed(machine: Machine) -> Machine:
+    """The devices as the first process sees them, with the least memory: all processes have to try the same ways."""
+    seen = [json.loads(text) for text in gather_texts(json.dumps([machine.near, machine.capacity_bytes]))]
+    capacities = [capacity for _, capacity in seen]
+    least = None if None in capacities else min(capacities)
+    return dataclasses.replace(machine, near=seen[0][0], capacity_bytes=least)
 
 
 def _measured_s(

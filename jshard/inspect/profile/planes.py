@@ -7,6 +7,7 @@ GPU  a plane `/device:GPU:0` with a line per stream (`Stream #14(Compute)`); ker
 TPU  a plane `/device:TPU:0` with `XLA Modules` (the runs), `XLA Ops` and `Async XLA Ops` (from start to done)
 """
 
+import bisect
 import collections
 import dataclasses
 import re
@@ -22,6 +23,8 @@ _HOST_COPY = re.compile(r"^Memcpy\s?(H2D|D2H|HtoD|DtoH)\b", re.IGNORECASE)
 _PROGRAM_ID = re.compile(r"\(\d+\)$")  # as in `jit_step(123)`
 _UNTOLD = ("Threadpool", "Wait", "Rendezvous", "$")  # most of what a CPU's threads tell; $ are frames of Python
 _END = "end: "
+_NEXT = "ThunkExecutor::Execute"  # the thread that ends an operation begins the next ones before it says so
+_AT_ONCE = 10**8  # picoseconds from the end of that to the word of it
 _POOL = "tf_"  # threads of XLA's
 _TICKS = 1000  # picoseconds of a nanosecond
 
@@ -112,25 +115,37 @@ def _device(plane: Any, match: re.Match[str]) -> DeviceEvents:
 def _cpu_devices(plane: Any) -> Iterator[DeviceEvents]:
     by_ordinal: dict[int, list[Event]] = collections.defaultdict(list)
     flows: dict[tuple[int, str, int], int] = {}  # of an event, by its device, operation and begin
-    ends: dict[int, int] = {}  # by flow: an operation may be done in other threads, and end after its event
+    ends: dict[int, list[int]] = {}  # by flow: an operation may be done in other threads, and end after its event
     for line in plane.lines:
         of_line: dict[int, list[Event]] = collections.defaultdict(list)
+        said, nexts = dict[int, int](), list[Event]()
         for raw in line.events:
             if raw.name.startswith(_UNTOLD):
                 continue
             details = _details(raw)
             if raw.name.startswith(_END) and "_c" in details:
-                ends[details["_c"]] = round(raw.start_ns * _TICKS)
+                said[details["_c"]] = round(raw.start_ns * _TICKS)
+            elif raw.name == _NEXT:
+                nexts.append(_event(raw, details))
             elif "hlo_op" in details and "device_ordinal" in details:
                 event, ordinal = _event(raw, details), int(details["device_ordinal"])
                 of_line[ordinal].append(event)
                 flows[ordinal, event.op, event.begin_ps] = details.get("_p", -1)
+        nexts.sort(key=_end)
+        for flow, at in said.items():
+            first, last = bisect.bisect_left(nexts, at - _AT_ONCE, key=_end), bisect.bisect_right(nexts, at, key=_end)
+            ends[flow] = [at, *(e.begin_ps for e in nexts[first:last])]
         for ordinal, events in of_line.items():
             by_ordinal[ordinal] += _nested(events)
     for place, ordinal in enumerate(sorted(by_ordinal)):  # ordinals of later processes do not begin at 0
-        done = ((e, ends.get(flows[ordinal, e.op, e.begin_ps], 0)) for e in by_ordinal[ordinal])
-        events = [dataclasses.replace(e, end_ps=end) if end > e.end_ps else e for e, end in done]
+        done = ((e, ends.get(flows[ordinal, e.op, e.begin_ps], ())) for e in by_ordinal[ordinal])
+        ended = ((e, min((end for end in found if end >= e.begin_ps), default=0)) for e, found in done)
+        events = [dataclasses.replace(e, end_ps=end) if end > e.end_ps else e for e, end in ended]
         yield DeviceEvents(f"cpu:{place}", "cpu", _by_begin(events))
+
+
+def _end(event: Event) -> int:
+    return event.end_ps
 
 
 def _marks(plane: Any) -> Iterator[int]:

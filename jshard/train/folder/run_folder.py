@@ -162,6 +162,16 @@ class RunFolder:
         return _read(Path(path))["options"]
 
     @staticmethod
+    def last_mesh(path: str | Path) -> dict[str, int]:
+        """The degrees of the mesh that the run in a folder was last started on; none if it was never.
+
+        Raises:
+            ShardingError: there is no run in it, or its record cannot be read.
+        """
+        starts = _read(Path(path))["starts"]
+        return dict(starts[-1]["mesh"]) if starts else {}
+
+    @staticmethod
     def holds_run(path: str | Path) -> bool:
         """Whether a run was begun in a folder."""
         return os.path.lexists(Path(path) / _RECORD)
