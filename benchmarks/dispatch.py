@@ -40,6 +40,7 @@ from jshard.train.metrics.mfu import Peak, peak_bytes
 from jshard.train.metrics.services import available, open_trackers
 
 TITLE = "Host work per step"
+MEASURES_TIME = True
 COLUMNS = ("nnx_jit_ms", "cached_partial_ms", "train_step_ms", "launch_ms", "fit_ms", "around_ms")
 
 _MODEL = Path(__file__).parents[1] / "models" / "gpt.py"  # and the text to learn: a loader does not care

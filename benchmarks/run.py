@@ -17,13 +17,17 @@ import json
 import os
 import platform
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 
-CASES = {"dispatch": "host work per step, beside nnx.jit and nnx.cached_partial"}
+CASES = {
+    "dispatch": "host work per step, beside nnx.jit and nnx.cached_partial",
+    "memory": "memory of a step, estimated and compiled for GPU clusters; needs the extra plan-gpu, and no GPU",
+}
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "tensorboardX")
 _QUIET_LOAD = 0.25  # per core
 
@@ -61,7 +65,7 @@ def measure(case: str, *, quick: bool) -> dict[str, Any]:
         "load_per_core_before": before,
         "versions": _versions(),
         **result,
-        "lines": [f"# {module.TITLE}", "", *_remarks(quick, before), "", *module.table(result)],
+        "lines": [f"# {module.TITLE}", "", *_remarks(module, quick, before), "", *module.table(result)],
     }
 
 
@@ -86,10 +90,12 @@ def markdown(report: dict[str, Any]) -> str:
     return "\n".join([*report["lines"], "", *facts]) + "\n"
 
 
-def _remarks(quick: bool, load: float) -> list[str]:
+def _remarks(module: ModuleType, quick: bool, load: float) -> list[str]:
     remarks = []
     if quick:
         remarks.append("**Quick run: shows that the benchmark works, its figures mean nothing.**")
+    if not module.MEASURES_TIME:
+        return [*remarks, "Compiled and estimated; nothing was run, and no time is measured."]
     if load > _QUIET_LOAD:
         remarks.append("**Measured under load: other programs had the cores too, so all figures are too large.**")
     return remarks or ["Measured on a quiet machine."]

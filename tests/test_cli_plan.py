@@ -109,8 +109,54 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
             "  why:   16 sequences over 32 data shards.\n"
             "  do:    --set batch_size=32, or a smaller mesh: --mesh fsdp=16\n",
         ),
+        (
+            ["--auto", "--assume", "latency_s=1e-5"],
+            "ShardingError: There is nothing to estimate without a cluster.\n"
+            "  where: --auto, --assume\n"
+            "  why:   strategies are compared as they compile for a cluster; nothing is compiled without --topology.\n"
+            "  do:    --topology h100:1x8\n",
+        ),
+        (
+            ["--topology", "h100:1x8", "--compare", "zero3,ddp"],
+            "ShardingError: There is no strategy 'ddp'.\n"
+            "  where: --compare zero3,ddp\n"
+            "  why:   the strategies are replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd: plain Flax"
+            " under jax.jit.\n"
+            "  do:    --compare replicate,zero2,zero3,hsdp,gspmd\n",
+        ),
+        (
+            ["--topology", "h100:1x8", "--assume", "matmul_efficiency=70"],
+            "ShardingError: There is no such assumption about a cluster.\n"
+            "  where: --assume matmul_efficiency=70\n"
+            "  why:   the assumptions are flops_per_s, memory_bytes_per_s, fast_bytes_per_s, fast_group,"
+            " slow_bytes_per_s, latency_s, matmul_efficiency, memory_efficiency, each a positive number and given"
+            " once; an efficiency is at most 1, and fast_group whole.\n"
+            "  do:    --assume slow_bytes_per_s=25e9\n",
+        ),
+        (
+            ["--batch-sizes", "16,32"],
+            "ShardingError: There are no such batches to choose among.\n"
+            "  where: --batch-sizes 16,32\n"
+            "  why:   they are whole numbers of sequences, and --auto chooses among them.\n"
+            "  do:    --auto --batch-sizes 512,1024,2048\n",
+        ),
+        (
+            ["--topology", "h100:1x8", "--auto", "--batch-sizes", "12,32"],
+            "ShardingError: Batches to choose among do not split over the data axes of the mesh.\n"
+            "  where: --batch-sizes 12,32\n"
+            "  why:   12 sequences over 8 data shards.\n"
+            "  do:    --batch-sizes 16,32\n",
+        ),
+        (
+            ["--unit", "remat=full", "--unit", "remat=dots"],
+            "ShardingError: A setting is given twice.\n"
+            "  where: --unit remat=dots\n"
+            "  why:   the settings are reshard_after_forward, remat, prefetch, each as in js.fully_shard, and given"
+            " once.\n"
+            "  do:    --unit remat=full --unit prefetch=2 --unit reshard_after_forward=false\n",
+        ),
     ],
-    ids=["profile", "html", "device", "mesh", "batch"],
+    ids=["profile", "html", "device", "mesh", "batch", "cluster", "strategy", "assumption", "batches", "split", "unit"],
 )
 def test_a_wrong_request_ends_with_2_before_anything_is_compiled(folder, capsys, arguments, text):
     assert plan(*arguments) == 2

@@ -130,8 +130,8 @@ def _ranking(found: Search) -> Any:
     asked = found.default
     others = [cost for cost in (*found.finalists(_SHOWN), *found.too_large[:_LARGE]) if cost is not asked]
     for cost in (asked, *others):
-        is_large = best is None or any(cost is one for one in found.too_large)
-        add_row(table, *_cells(cost), "does not fit" if is_large else why_lost(cost, best))
+        is_large = any(cost is one for one in found.too_large)
+        add_row(table, *_cells(cost), "does not fit" if best is None or is_large else why_lost(cost, best))
     all_ways = len({id(cost) for cost in (asked, *found.ranked, *found.too_large)})
     table.caption = f"{caption} {all_ways} ways were looked at, of which {len(found.too_large)} do not fit."
     return table

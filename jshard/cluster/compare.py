@@ -53,7 +53,7 @@ class Compared:
         given = {"name": self.variant.name, "mesh": dict(self.variant.mesh), "command": self.command or None}
         if self.plan is None:
             return given | {"error": str(self.error)}
-        return given | self.plan.to_dict()
+        return self.plan.to_dict() | given
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -149,4 +149,4 @@ def _estimates(plan: ClusterPlan) -> tuple[str, str, str]:
 def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]) -> str:
     low, high = map(text, ends)
     number, unit = re.fullmatch(r"([\d.-]+)(.*)", low).groups()  # type: ignore[union-attr]
-    return f"{text(stated)}\n{number if high.endswith(unit) else low} to {high}"
+    return f"{text(stated)}\n{number if high.endswith(unit) else low}-{high}"
