@@ -137,3 +137,8 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
 def plugin_versions(cuda: str) -> tuple[str, str]:
     """The versions of jaxlib and of its plugin for a CUDA version, such as "cuda12": a compiler needs them equal."""
     return importlib.metadata.version("jaxlib"), importlib.metadata.version(f"jax-{cuda}-plugin")
+
+
+def jax_version() -> str:
+    """The version of jax, for what was measured under it."""
+    return jax.__version__

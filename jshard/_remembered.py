@@ -20,6 +20,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from jshard import _compat
 from jshard._nnx import dotted, occurrences
 from jshard._processes import gather_texts
 
@@ -37,7 +38,7 @@ class Choice:
         accumulate: microbatches.
         sample: shapes of the data, as text: another choice may suit others.
         step_s: measured seconds of a step.
-        jax: version.
+        jax: version; another one compiles other programs, and has to be measured anew.
         measured_on: date.
     """
 
@@ -47,7 +48,7 @@ class Choice:
     accumulate: int
     sample: str
     step_s: float
-    jax: str = dataclasses.field(default_factory=lambda: jax.__version__)
+    jax: str = dataclasses.field(default_factory=_compat.jax_version)
     measured_on: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
 
     @property
@@ -71,8 +72,9 @@ def recall(key: str) -> Choice | None:
         found = json.loads(gather_texts(json.dumps(_read().get(key)))[0])
     if not isinstance(found, dict):
         return None
-    with contextlib.suppress(TypeError):  # of another version
-        return Choice(**found)
+    with contextlib.suppress(TypeError):  # of another version of this file
+        choice = Choice(**found)
+        return choice if choice.jax == _compat.jax_version() else None
     return None
 
 

@@ -103,6 +103,8 @@ def test_a_choice_comes_back(cache):
     assert remember("a", CHOICE) == cache and remember("b", CHOICE) == cache
     assert recall("a") == CHOICE and set(json.loads(cache.read_text())) == {"a", "b"}
     assert "0.25 s a step of 16" in CHOICE.told
+    remember("a", dataclasses.replace(CHOICE, jax="0.1"))
+    assert recall("a") is None  # measured on another version
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"mesh": {}, "colour": "red"}}'])
@@ -224,7 +226,8 @@ def train(*arguments):
 
 def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
     path, tried = folder
-    assert train("--auto", "--steps", "2", "--out", "run", "--set", "eval_sequences=16") == 0
+    small = "--set", "eval_sequences=16", "--set", "model.n_layer=1"
+    assert train("--auto", "--steps", "2", "--out", "run", *small) == 0
     said = capsys.readouterr().out
     assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
     assert "Ways that were tried" in said and f"remembered in {cache}" in said
@@ -235,7 +238,7 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
     assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
 
     tried.clear()
-    assert train("--auto", "--steps", "2", "--out", "again", "--set", "eval_sequences=16") == 0
+    assert train("--auto", "--steps", "2", "--out", "again", *small) == 0
     assert not tried and "--auto: as measured on " in capsys.readouterr().out
 
     again = "--auto", "--resume", "--out", "run", "--unit", "prefetch=2", "--set", "accumulate=2"

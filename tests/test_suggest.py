@@ -112,6 +112,7 @@ def test_parameters_may_be_let_go_and_spread_wider(monkeypatch):
     assert costs(*settings, reshard_after_forward=False).of(Variant(name="", mesh=mesh)).memory.held_bytes > CAPACITY
 
 
+@pytest.mark.slow
 def test_a_wider_mesh_that_cannot_be_annotated_is_left_out(monkeypatch):
     """Over 8 shards no large parameter would divide, over 4 they do."""
     width = [f"model.{name}=20" for name in ("d_model", "d_ff", "vocab_size")]

@@ -150,7 +150,7 @@ class Costs:
     def _is_layer(self, name: str) -> bool:
         return any(part in self._layer_names for part in name.split("+"))
 
-    @functools.cache  # noqa: B019  (lives as long as the search)
+    @functools.cache  # noqa: B019  (one is made by a command)
     def _model(self, mesh: tuple[tuple[str, int], ...]) -> nnx.Module:
         degrees = dict(mesh)
         abstract = js.mesh(**degrees, devices=math.prod(degrees.values()))

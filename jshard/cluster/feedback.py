@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jshard.cluster.costs import Cost
-from jshard.cluster.search import Search
+from jshard.cluster.search import Search, is_same
 
 _PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured to estimated
 
@@ -80,7 +80,7 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     """
     left = list(found.ranked)
     queue = [left.pop(0)]
-    asked = next((cost for cost in left if _same(cost, found.default)), None)
+    asked = next((cost for cost in left if is_same(cost, found.default)), None)
     if asked is not None:
         left.remove(asked)
         queue.append(asked)
@@ -89,7 +89,7 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
         cost = queue.pop(0)
         tried.append(Measured(cost, measure(cost)))
         factors = fitted(tried)
-        left = [other for other in left if not _same(other, cost)]  # the same program under another name
+        left = [other for other in left if not is_same(other, cost)]  # the same program under another name
         left.sort(key=factors.sequence_s)
         if not queue and left and factors.sequence_s(left[0]) < min(one.sequence_s for one in tried):
             queue.append(left.pop(0))
@@ -107,9 +107,3 @@ def fitted(tried: Sequence[Measured]) -> Factors:
     wanted = [1.0] * len(rows) + [_PRIOR, _PRIOR]
     compute, wait = np.linalg.lstsq(np.array(rows + held), np.array(wanted), rcond=None)[0]
     return Factors(max(float(compute), 0.01 * mean), max(float(wait), 0.01 * mean))
-
-
-def _same(a: Cost, b: Cost) -> bool:
-    """Whether two ways hold and take the same, as what was asked for is one of the ways under another name."""
-    figures = [(dict(c.variant.mesh), c.compute_s, c.exposed_s, c.memory.step_bytes) for c in (a, b)]
-    return figures[0] == figures[1]

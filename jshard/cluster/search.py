@@ -16,6 +16,7 @@ from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, REPLICA
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.variants import Variant
+from jshard.train.settings.overrides import SettingError
 
 ROOM = 0.92
 """Part of a device's memory that a way may take, by the estimate."""
@@ -68,6 +69,8 @@ def search(costs: Costs, mesh: Mapping[str, int], *, batch_sizes: Sequence[int] 
             continue
         try:
             cost = costs.of(variant)
+        except SettingError:  # a recipe that refuses so many microbatches
+            continue
         except AnnotationError as error:
             refused[variant.mesh_text] = error.what
         else:
