@@ -14,7 +14,7 @@ train: $(VENV)/stamp-$(EXTRAS)
 	$(BIN)/jshard train models/gpt.py
 
 test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4
 
 check: $(VENV)/stamp-dev
 	$(BIN)/ruff format --check .
