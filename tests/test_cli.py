@@ -17,6 +17,7 @@ from jshard.cli import train as cli_train
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.train.metrics import read_metrics
 from tests.compiling import XLA_FLAGS
+from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS
 
 # As a user's file: the model of tests/micro_gpt.py, which can also write.
@@ -45,16 +46,8 @@ def folder(tmp_path, monkeypatch):
 @pytest.fixture
 def kept_programs(tmp_path):
     """The runs of a test compile the same programs; kept on disk they are compiled once."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path / "programs"),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with programs_kept_in(tmp_path / "programs"):
+        yield
 
 
 def start(*arguments, cwd, env=None, **streams):

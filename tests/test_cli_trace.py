@@ -7,7 +7,6 @@ import sys
 import warnings
 from pathlib import Path
 
-import jax
 import pytest
 
 import jshard as js
@@ -15,6 +14,7 @@ from jshard import cli
 from jshard.cli.trace import TraceArgs
 from jshard.train import read_metrics
 from jshard.train.profile import StepProfile
+from tests.helpers import programs_kept_in
 from tests.made_up_profiles import event, plane, thunk, write
 from tests.micro_gpt import MODELS
 
@@ -37,16 +37,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def kept_programs(tmp_path_factory):
     """The runs of this file compile the same programs; kept on disk they are compiled once."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with programs_kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -196,7 +196,8 @@ def test_a_child_that_outlives_a_killed_run_does_not_hold_its_lock(tmp_path):
         process.kill()
         process.wait()
         os.kill(child, 0)  # it lives
-        RunFolder.open(tmp_path, RECORD, resume=True).close()
+        with RunFolder.open(tmp_path, RECORD, resume=True) as folder:
+            assert folder.is_resumed
     finally:
         os.kill(child, signal.SIGKILL)
         process.communicate()

@@ -168,7 +168,9 @@ def test_what_is_written_reads_back(value):
 
 @pytest.mark.parametrize("kind", [int, float, bool, str, int | None, Literal["a"], Color, tuple[int, float], list[int]])
 def test_an_example_can_be_pasted(kind):
-    read_value(example(kind, None) or "no example", kind)
+    text = example(kind, None) or "no example"
+    value = read_value(text, kind)
+    assert read_value(written(value) or text, kind) == value
 
 
 def test_unknown_key_names_the_nearest_and_all():

@@ -233,13 +233,15 @@ def test_a_closed_stream_does_not_end_the_run(clock):
         progress.note("saved")
         progress.close()
         Progress(3, stream=stream, clock=clock).log(3, {"loss": 1.0})
+        assert stream.closed
 
 
-def test_no_standard_output_at_all(monkeypatch):
+def test_no_standard_output_at_all(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     progress = Progress(3)
     progress.log(3, {"loss": 1.0})
     progress.close()
+    assert capsys.readouterr() == ("", "")
 
 
 def test_a_reader_that_is_gone_does_not_end_the_run():

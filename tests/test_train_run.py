@@ -15,6 +15,7 @@ from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import Checkpointer
 from jshard.train import load_model_file, load_text, read_metrics, run_recipe
 from jshard.train.state import restore
+from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, micro
 
 MODEL_FILE = dataclasses.replace(
@@ -30,16 +31,8 @@ RECIPE = dataclasses.replace(
 @pytest.fixture(scope="module", autouse=True)
 def kept_programs(tmp_path_factory):
     """The runs of this file compile the same programs; kept on disk they are compiled once."""
-    settings = {
-        "jax_compilation_cache_dir": str(tmp_path_factory.mktemp("programs")),
-        "jax_persistent_cache_min_compile_time_secs": 0.0,
-    }
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
+    with programs_kept_in(tmp_path_factory.mktemp("programs")):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -167,7 +167,9 @@ def test_workers_leave_signals_to_the_run_from_their_first_moment():
 def test_closing_early_ends_a_worker_in_the_middle_of_a_sample():
     batches = deadly_in_step(1, wait_for_ever).train(10)
     next(batches)
-    batches.close()  # the fixture sees that nothing is left
+    assert len(multiprocessing.active_children()) == 1
+    batches.close()
+    assert not multiprocessing.active_children()
 
 
 def test_source_that_cannot_be_sent_is_an_error():

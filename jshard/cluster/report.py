@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
 from collections.abc import Callable
 from typing import Any
@@ -18,19 +17,11 @@ from jshard.cluster.machine import Cluster
 from jshard.cluster.timeline import timeline_svg
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
+from jshard.inspect.drawing import page
 from jshard.inspect.tables import add_row, made_table, printed
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
 _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start unless it is told otherwise
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; }}</style></head>
-<body><h1>{title}</h1>
-<p>{subtitle}</p>
-{picture}
-<pre>{report}</pre>
-</body></html>
-"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -124,12 +115,8 @@ class ClusterPlan:
     def to_html(self, report: str) -> str:
         """One page that needs nothing else: a report and the timeline of the step."""
         picture = timeline_svg(self.audit.schedule, self.estimates.stated.assumptions, title=self.name)
-        return _PAGE.format(
-            title=html.escape(f"{self.name} on {self.topology.text}"),
-            subtitle=html.escape("The picture is an estimate under the assumptions in it; nothing was run."),
-            picture=picture,
-            report=html.escape(report),
-        )
+        subtitle = "The picture is an estimate under the assumptions in it; nothing was run."
+        return page(f"{self.name} on {self.topology.text}", subtitle, picture, report)
 
     def _estimates_json(self) -> dict[str, Any]:
         found = self.estimates

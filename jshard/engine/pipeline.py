@@ -9,15 +9,15 @@ The first gathers come before the loop and the last layers after it, so that not
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jshard import _compat
 from jshard._mesh import REPLICA, data_axes, degree
 from jshard._placement import Placement
 from jshard.engine.chain import Place, tie
@@ -32,6 +32,7 @@ from jshard.engine.collectives import (
     vary,
 )
 from jshard.engine.reshard import Saving
+from jshard.engine.rows import Pull, empty, like, put, take
 
 Arrays = tuple[list, list]
 """Arrays that have gradients, and those that have none."""
@@ -171,7 +172,7 @@ class _Forward:
         self._layer = checkpoint(layer) if save else layer
         # Traced once for the loop and for the layers after it; `pull` is what the trace leaves behind.
         self._one = jax.jit(self._compute, inline=True)
-        self.pull: _Pull | None = None
+        self.pull: Pull | None = None
 
     def __call__(self, tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
         wires, (length, depth) = self.wires, (self.schedule.length, self.schedule.depth)
@@ -181,12 +182,12 @@ class _Forward:
         rows = self._rows(shards, own, carry, shared)
 
         def compute(i: Any, carry: Arrays, full: list, rows: list) -> tuple[Arrays, list]:
-            carry, outs, saved = self._one(full, _take(own, i), carry, shared)
-            return carry, _put(rows, i, [outs, saved, wires.kept(full) if self._save else []])
+            carry, outs, saved = self._one(full, take(own, i), carry, shared)
+            return carry, put(rows, i, [outs, saved, wires.kept(full) if self._save else []])
 
         def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             carry, ahead, rows = state
-            ahead, floats, later = wires.once_there(ahead, carry[0], _take(shards, i + depth))
+            ahead, floats, later = wires.once_there(ahead, carry[0], take(shards, i + depth))
             full, *ahead = [*ahead, wires.gather(later)]
             carry, rows = compute(i, (floats, carry[1]), full, rows)
             return (carry, ahead, rows), None
@@ -212,7 +213,7 @@ class _Forward:
             return (carry_out[0], outs[0]), (carry_out[1], outs[1])
 
         (floats, out_floats), pull, (rest, out_rest) = jax.vjp(call, full, own[0], carry[0], shared[0], has_aux=True)
-        self.pull, saved = _Pull.apart(pull, (full, own, shared))
+        self.pull, saved = Pull.apart(pull, (full, own, shared))
         return (floats, rest), (out_floats, out_rest), saved
 
     def _rows(self, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> list:
@@ -223,10 +224,30 @@ class _Forward:
             _, outs, saved = self._one(full, own, carry, shared)
             return [outs, saved, self.wires.kept(full) if self._save else []]
 
-        first = _take(shards, 0), _take(own, 0)
+        first = take(shards, 0), take(own, 0)
         jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(*first, carry, shared)
-        empty = [_empty(aval, self.schedule.length) for aval in jaxpr.out_avals]
-        return jax.tree.unflatten(jax.tree.structure(shapes), empty)
+        rows = [empty(aval, self.schedule.length) for aval in jaxpr.out_avals]
+        return jax.tree.unflatten(jax.tree.structure(shapes), rows)
+
+
+class _State(NamedTuple):
+    """What goes from layer to layer of backward.
+
+    Args:
+        floats: gradient of the layer's output, then of its input.
+        before: full gradients of the layer above, not yet reduced.
+        waiting: scattered ones of the layer above that, not yet reduced over replicas.
+        of_shards: gradients of the shards, a row per layer.
+        of_own: of the layers' own inputs, likewise.
+        sums: of the shared inputs.
+    """
+
+    floats: list
+    before: list | None
+    waiting: list | None
+    of_shards: list
+    of_own: list
+    sums: list
 
 
 class _Backward:
@@ -238,129 +259,99 @@ class _Backward:
         self._shards, self._own, self._shared = shards, own, shared
         self._saved, kept = rows
         self._kept = kept or shards
+        self._depth = self._schedule.depth if self._wires.gathers_again else 0
         self._one = jax.jit(self._compute, inline=True)
 
     def __call__(self, of_out: tuple, of_tokens: tuple) -> tuple:
         ((floats, _), (of_outs, _)), (started, done, order) = of_out, of_tokens
-        wires, place, length, delayed = self._wires, self._place, self._schedule.length, self._schedule.delayed
-        depth = self._schedule.depth if wires.gathers_again else 0
+        wires, place, length, depth = self._wires, self._place, self._schedule.length, self._depth
         wait = None if started is None else started + done
         first = wires.varied([x[length - 1 - i] for i in range(depth) for x in self._kept])
         if wires.gathers_again:
             first, floats, wait = place.gather_again_after(wait, first, floats)
         width = len(self._kept)
         ahead = [wires.gather_again(first[i * width : (i + 1) * width]) for i in range(depth)]
-        sums = [_like(x) for x in self._shared[0]]
-        of_shards, of_own = [_like(x) for x in self._shards], [_like(x) for x in self._own[0]]
-
-        def compute(i: Any, state: tuple, full: list, order: Any) -> tuple[tuple, Any]:
-            floats, before, waiting, of_shards, of_own, sums = state
-            if waiting is not None:
-                finished, waiting = wires.finish(waiting, self._shards), None
-                if before is not None:
-                    before = lax.optimization_barrier((wires.varied(finished), before))[1]
-                of_shards = _put(of_shards, i + 2, finished)
-            if before is not None:
-                scattered, order = place.reduced(order, wires.scatter(before))
-                if wires.has_replicas:
-                    waiting = scattered
-                else:
-                    of_shards = _put(of_shards, i + 1, wires.finish(scattered, self._shards))
-            saved, outs = _take(self._saved, i), _take(of_outs, i)
-            of_full, of_mine, floats, more = self._one(full, _take(self._own, i), saved, floats, outs)
-            if not delayed:
-                of_shards = _put(of_shards, i, wires.finish(wires.scatter(of_full), self._shards))
-            sums = [a + b for a, b in zip(sums, more, strict=True)]
-            return (floats, of_full if delayed else None, waiting, of_shards, _put(of_own, i, of_mine), sums), order
-
-        def step(carry: tuple, i: Any) -> tuple[tuple, None]:
-            (floats, before, *state), ahead = carry
-            later = _take(self._kept, i - depth)
-            if wires.gathers_again:
-                ahead, floats, later = wires.once_there(ahead, floats, later)
-            full, *ahead = [*ahead, wires.gather_again(later)]
-            if before is not None and wires.gathers_again:
-                before = wires.after_small(ahead[-1] if ahead else full, before)
-            return (compute(i, (floats, before, *state), full, None)[0], ahead), None
-
-        carry = (floats, None, None, of_shards, of_own, sums), ahead
-        last = length - 1
-        if delayed:  # the first layer of backward finds nothing to reduce
-            carry, last = step(carry, last)[0], last - 1
-            if wires.has_replicas and last >= depth:  # and the second nothing to reduce over replicas
-                carry, last = step(carry, last)[0], last - 1
-        state, ahead = carry
-        if last >= depth:
-            (state, ahead), _ = lax.scan(step, carry, jnp.arange(last, depth - 1, -1))
+        state, ahead = self._rounds((self._begin(floats), ahead), of_outs)
         for i, full in zip(range(depth - 1, -1, -1), ahead, strict=True):
             if i == 0:
-                full, floats, wait = place.start(wait, full, state[0])
-                state = floats, *state[1:]
-            state, order = compute(i, state, full, order)
+                full, floats, wait = place.start(wait, full, state.floats)
+                state = state._replace(floats=floats)
+            state, order = self._layer(i, state, full, of_outs, order)
+        state, order = self._end(state, wait, order)
+        tokens = place.released(wait if depth else order, order), order
+        return tokens, state.of_shards, state.of_own, state.floats, state.sums
+
+    def _begin(self, floats: list) -> _State:
+        of_shards, of_own = [like(x) for x in self._shards], [like(x) for x in self._own[0]]
+        return _State(floats, None, None, of_shards, of_own, [like(x) for x in self._shared[0]])
+
+    def _rounds(self, carry: tuple, of_outs: list) -> tuple:
+        """All layers but those that are gathered after the last round."""
+        step = functools.partial(self._round, of_outs=of_outs)
+        last, depth = self._schedule.length - 1, self._depth
+        if self._schedule.delayed:  # the first layer of backward finds nothing to reduce
+            carry, last = step(carry, last)[0], last - 1
+            if self._wires.has_replicas and last >= depth:  # and the second nothing to reduce over replicas
+                carry, last = step(carry, last)[0], last - 1
+        if last >= depth:
+            carry, _ = lax.scan(step, carry, jnp.arange(last, depth - 1, -1))
+        return carry
+
+    def _round(self, carry: tuple, i: Any, *, of_outs: list) -> tuple[tuple, None]:
+        """One layer of backward, while one further down is gathered."""
+        (state, ahead), wires = carry, self._wires
+        later = take(self._kept, i - self._depth)
+        if wires.gathers_again:
+            ahead, floats, later = wires.once_there(ahead, state.floats, later)
+            state = state._replace(floats=floats)
+        full, *ahead = [*ahead, wires.gather_again(later)]
+        if state.before is not None and wires.gathers_again:
+            state = state._replace(before=wires.after_small(ahead[-1] if ahead else full, state.before))
+        return (self._layer(i, state, full, of_outs, None)[0], ahead), None
+
+    def _layer(self, i: Any, state: _State, full: list, of_outs: list, order: Any) -> tuple[_State, Any]:
+        """Reduces what is left of the layers above, and computes the gradients of layer i."""
+        state, order = self._reduced(i, state, order)
         floats, before, waiting, of_shards, of_own, sums = state
+        saved, outs = take(self._saved, i), take(of_outs, i)
+        of_full, of_mine, floats, more = self._one(full, take(self._own, i), saved, floats, outs)
+        if self._schedule.delayed:
+            before = of_full
+        else:
+            of_shards = put(of_shards, i, self._wires.finish(self._wires.scatter(of_full), self._shards))
+        sums = [a + b for a, b in zip(sums, more, strict=True)]
+        return _State(floats, before, waiting, of_shards, put(of_own, i, of_mine), sums), order
+
+    def _reduced(self, i: Any, state: _State, order: Any) -> tuple[_State, Any]:
+        """Over replicas what layer i+2 has left, then over shards what i+1 has."""
+        wires, (floats, before, waiting, of_shards, of_own, sums) = self._wires, state
         if waiting is not None:
-            of_shards = _put(of_shards, 1, wires.finish(waiting, self._shards))
+            finished, waiting = wires.finish(waiting, self._shards), None
+            if before is not None:
+                before = lax.optimization_barrier((wires.varied(finished), before))[1]
+            of_shards = put(of_shards, i + 2, finished)
+        if before is not None:
+            scattered, order = self._place.reduced(order, wires.scatter(before))
+            if wires.has_replicas:
+                waiting = scattered
+            else:
+                of_shards = put(of_shards, i + 1, wires.finish(scattered, self._shards))
+        return _State(floats, None, waiting, of_shards, of_own, sums), order
+
+    def _end(self, state: _State, wait: Any, order: Any) -> tuple[_State, Any]:
+        """Reduces what the first layers have left."""
+        wires, place, (floats, before, waiting, of_shards, of_own, sums) = self._wires, self._place, state
+        if waiting is not None:
+            of_shards = put(of_shards, 1, wires.finish(waiting, self._shards))
         if before is not None:
             before, floats, order = place.reduce_after(wait, order, before, floats)
             scattered, order = place.reduced(order, wires.scatter(before))
-            of_shards = _put(of_shards, 0, wires.finish(scattered, self._shards))
+            of_shards = put(of_shards, 0, wires.finish(scattered, self._shards))
         else:
             floats, order = place.end(wait, order, floats)
-        return (place.released(wait if depth else order, order), order), of_shards, of_own, floats, sums
+        return _State(floats, None, None, of_shards, of_own, sums), order
 
     def _compute(self, full: list, own: Arrays, saved: list, floats: list, of_outs: list) -> tuple:
         assert self._forward.pull is not None, "forward was traced"
         pull = self._forward.pull.together((full, own, self._shared), saved)
         return pull((floats, of_outs))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pull:
-    """A layer's backward function without the arrays that it has in common with the inputs of forward.
-
-    Args:
-        tree: its structure.
-        slots: for each array in it, the position among those inputs; None if it is saved.
-        keys: which of the saved are random keys, by their implementation.
-    """
-
-    tree: Any
-    slots: tuple[int | None, ...]
-    keys: tuple[Any, ...]
-
-    @classmethod
-    def apart(cls, pull: Callable, known: Any) -> "tuple[_Pull, list]":
-        residuals, tree = jax.tree.flatten(pull)
-        inputs = jax.tree.leaves(known)
-        slots = tuple(next((i for i, x in enumerate(inputs) if r is x), None) for r in residuals)
-        saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]
-        keys = tuple(jax.random.key_impl(r) if _is_key(r) else None for r in saved)
-        return cls(tree, slots, keys), [jax.random.key_data(r) if _is_key(r) else r for r in saved]
-
-    def together(self, known: Any, saved: list) -> Callable:
-        found = (jax.random.wrap_key_data(r, impl=k) if k else r for r, k in zip(saved, self.keys, strict=True))
-        inputs = jax.tree.leaves(known)
-        return jax.tree.unflatten(self.tree, [next(found) if s is None else inputs[s] for s in self.slots])
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _take(rows: Any, i: Any) -> Any:
-    """Row i of every array."""
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), rows)
-
-
-def _put(rows: Any, i: Any, values: Any) -> Any:
-    """The rows with row i written, the last one if i is beyond it."""
-    return jax.tree.map(lambda x, v: lax.dynamic_update_index_in_dim(x, v.astype(x.dtype), i, 0), rows, values)
-
-
-def _like(x: jax.Array) -> jax.Array:
-    return vary(jnp.zeros(x.shape, x.dtype), tuple(_compat.varying_axes(x)))
-
-
-def _empty(aval: Any, length: int) -> jax.Array:
-    """Zeros: rows of a type."""
-    return vary(jnp.zeros((length, *aval.shape), aval.dtype), tuple(aval.manual_axis_type.varying))

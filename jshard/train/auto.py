@@ -21,7 +21,7 @@ from jshard._mesh import mesh as make_mesh
 from jshard._processes import gather_texts
 from jshard._remembered import Choice, key_of, recall, remember
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.feedback import Feedback, with_feedback
+from jshard.cluster.feedback import Feedback, Measured, with_feedback
 from jshard.cluster.machine import Machine, machine_here
 from jshard.cluster.report import seconds
 from jshard.cluster.search import Search, search
@@ -73,21 +73,32 @@ def chosen_variant(
     if known is not None and _is_for(known, recipe, sample, mesh):
         say(f"--auto: as {known.told}")
         return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
-    found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
-    if not found.ranked:
-        raise _nothing_fits(found)
 
     def measure(cost: Cost) -> float:
         say(f"--auto: trying {cost.variant.command}")
         return _measured_s(model_file, recipe, mesh, data, cost.variant, compiler_options)
 
+    best = _quickest(search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape)), measure, say)
+    if jax.process_index() == 0:
+        path = remember(key, _choice(best, recipe, sample))
+        say(f"remembered in {path}" if path is not None else "not remembered: the cache folder cannot be written")
+    return best.cost.variant
+
+
+def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[str], object]) -> Measured:
+    """The quickest of the ways that were tried."""
+    if not found.ranked:
+        raise _nothing_fits(found)
     feedback = with_feedback(found, measure)
     say(told(feedback))
-    best = feedback.best
-    if best is None:
+    if feedback.best is None:
         raise _nothing_fits(found)
+    return feedback.best
+
+
+def _choice(best: Measured, recipe: Recipe, sample: str) -> Choice:
     variant = best.cost.variant
-    choice = Choice(
+    return Choice(
         mesh=dict(variant.mesh),
         units=dict(variant.units),
         batch_size=recipe.batch_size,
@@ -95,10 +106,6 @@ def chosen_variant(
         sample=sample,
         step_s=best.step_s,
     )
-    if jax.process_index() == 0:
-        path = remember(key, choice)
-        say(f"remembered in {path}" if path is not None else "not remembered: the cache folder cannot be written")
-    return variant
 
 
 def _is_for(known: Choice, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
