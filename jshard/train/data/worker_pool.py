@@ -13,10 +13,11 @@ import multiprocessing
 import pickle
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from jshard._errors import RunError, ShardingError
@@ -25,7 +26,7 @@ from jshard.train.model_file import MODULE_PREFIX
 
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
-_WATCH_S = 1.0  # a dead worker is noticed within this time
+_DYING_S = 1.0  # from the end of its pipe to the end of a worker
 
 
 class WorkerPool:
@@ -62,7 +63,7 @@ class WorkerPool:
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
-            worker.process.join()
+            worker.joined()
 
     def batch(self, step: int) -> Sample:
         """The batch of a step; to be called once per step, in order.
@@ -97,6 +98,7 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self._name = f"data worker {number + 1} of {of}"
         self._pipe, theirs = context.Pipe()
+        self._joining = threading.Lock()
         self.process = context.Process(target=_work, args=(theirs, self._name), name=self._name, daemon=True)
         resource_tracker.ensure_running()  # it would let the signals through when it starts
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # the worker is born with it
@@ -115,16 +117,21 @@ class _Worker:
     def receive(self, task: str) -> Any:
         try:
             # The pipe alone would do, but a child of the worker may hold its other end open.
-            while not self._pipe.poll(_WATCH_S):
-                if self.process.exitcode is not None:
-                    raise EOFError
+            if self._pipe not in wait([self._pipe, self.process.sentinel]):
+                raise EOFError
             return pickle.loads(self._pipe.recv_bytes())
         except (EOFError, OSError) as error:
             raise self._died(task) from error
 
+    def joined(self, timeout_s: float | None = None) -> int | None:
+        """The exit code, or None when it has not ended in time."""
+        # The thread that reads and the one that closes: of two that wait at once, one would return too early.
+        with self._joining:
+            self.process.join(timeout_s)
+            return self.process.exitcode
+
     def _died(self, task: str) -> RunError:
-        self.process.join(_WATCH_S)
-        code = self.process.exitcode
+        code = self.joined(_DYING_S)
         why = f"it ended with exit code {code}; its own messages are above."
         if code is not None and code < 0:
             why = f"it was killed by {signal.Signals(-code).name}."
