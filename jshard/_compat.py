@@ -134,6 +134,19 @@ def _environment(environ: Mapping[str, str]) -> Iterator[None]:
         os.environ.update(saved)
 
 
+def coordinator() -> Any:
+    """The client of the service that the processes of a run share: keys, values and waits with a time limit.
+
+    None in a single process, or where the private module has changed. `jax.distributed` has no public name for it.
+    """
+    try:
+        from jax._src.distributed import global_state
+
+        return global_state.client
+    except (ImportError, AttributeError):
+        return None
+
+
 def plugin_versions(cuda: str) -> tuple[str, str]:
     """The versions of jaxlib and of its plugin for a CUDA version, such as "cuda12": a compiler needs them equal."""
     return importlib.metadata.version("jaxlib"), importlib.metadata.version(f"jax-{cuda}-plugin")

@@ -1,4 +1,4 @@
-"""Checkpoints: a thin shell round Orbax that saves and restores sharded state.
+"""Checkpoints: a layer over Orbax that saves sharded state and restores it onto any mesh.
 
 Example:
     js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
@@ -8,7 +8,10 @@ Example:
     checkpoints.save(100, {"model": model, "optimizer": optimizer, "step": 100})
 """
 
-from jshard.checkpoint.checkpointer import CheckpointError as CheckpointError
 from jshard.checkpoint.checkpointer import restore as restore
 from jshard.checkpoint.checkpointer import save as save
+from jshard.checkpoint.checkpointer import save_async as save_async
+from jshard.checkpoint.errors import CheckpointError as CheckpointError
+from jshard.checkpoint.errors import CheckpointWarning as CheckpointWarning
+from jshard.checkpoint.pending import Pending as Pending
 from jshard.checkpoint.series import Checkpointer as Checkpointer

@@ -1,21 +1,29 @@
-"""A series of checkpoints by step, of which the newest are kept."""
+"""A series of checkpoints by step, of which some are kept."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import shutil
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jshard._errors import RunError
-from jshard._processes import gather_texts, is_primary
-from jshard.checkpoint.checkpointer import UNCOMMITTED_SUFFIX, CheckpointError, is_committed, restore, save
+from jshard._processes import exchange, is_primary
+from jshard.checkpoint import history as _history
+from jshard.checkpoint import seal as _seal
+from jshard.checkpoint.checkpointer import TIMEOUT_S
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.failures import reason
+from jshard.checkpoint.keep import Keep
+from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.pending import Pending
+from jshard.checkpoint.restoring import Extra, Missing, Restoring
+from jshard.checkpoint.saving import Saving, discard_unnamed, unnamed
+from jshard.checkpoint.shared_folder import check_shared
+from jshard.checkpoint.storage import is_committed
 
 _LEDGER = "series.json"
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
@@ -27,7 +35,7 @@ class Checkpointer:
     A checkpoint counts from the moment it is complete and on the disk, and only then are older ones deleted. So a
     crash at any time leaves the last good one. Only what this series wrote is ever deleted, as noted in
     `series.json`: a folder of somebody else's stays, and so does a checkpoint that was copied in by hand, which
-    counts like the others.
+    counts like the others. In several processes all of them make it and call its methods, in the same order.
 
     `orbax.checkpoint.v1.training.Checkpointer` was tried and is not used (0.12.8): it counts any folder named by a
     number, refuses to save lower steps with no word, deletes such folders and every one whose name ends like its own
@@ -35,26 +43,56 @@ class Checkpointer:
 
     Args:
         folder: made with the first save.
-        keep: how many stay.
+        keep: how many of the newest stay, or a `Keep`.
+        every: the interval of `should_save`, in steps; None where the caller decides alone.
+        on_failure: what becomes of a save that failed while training went on: "raise" at the next call, or "warn".
+        timeout_s: how long any wait for other processes, or for a save at work, may take.
 
     Raises:
-        CheckpointError: `keep` is less than one.
+        CheckpointError: `keep` is less than one, or the processes do not see the same folder.
 
     Example:
-        >>> checkpoints = js.checkpoint.Checkpointer("run/checkpoints", keep=3)
-        >>> checkpoints.save(100, {"model": model, "optimizer": optimizer, "step": 100})
+        >>> with js.checkpoint.Checkpointer("run/checkpoints", keep=3, every=100) as checkpoints:
+        ...     if checkpoints.should_save(step):
+        ...         checkpoints.save_async(step, {"model": model, "optimizer": optimizer, "step": step})
+        ...     checkpoints.check()  # raises what went wrong in the background
         >>> state = checkpoints.restore(like={"model": model, "optimizer": optimizer, "step": 0})
     """
 
-    def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
-        if keep < 1:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        keep: int | Keep = 3,
+        every: int | None = None,
+        on_failure: Literal["raise", "warn"] = "raise",
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.folder = Path(folder).absolute()
+        self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
+        self.every, self.timeout_s = every, timeout_s
+        if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
             raise CheckpointError(
-                f"{keep} checkpoints cannot be kept.",
-                where=str(folder),
-                why="the last good checkpoint always stays.",
-                do="keep=1, or more.",
+                "The series cannot be kept like this.",
+                where=f"every={every}, on_failure={on_failure!r}",
+                why='every counts steps, from 1; on_failure is "raise" or "warn".',
+                do='every=1000, on_failure="raise"',
             )
-        self.folder, self.keep = Path(folder), keep
+        self._on_failure = on_failure
+        self._pending: Pending | None = None
+        check_shared(self.folder, timeout_s=min(timeout_s, _SHOWN_S))
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.wait()
+        elif self._pending is not None:  # an error is on its way already; the save may still be good
+            try:
+                self.wait()
+            except RunError as error:
+                _warn(str(error))
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, or would lie."""
@@ -67,8 +105,17 @@ class Checkpointer:
         return sorted(step for step in steps if is_committed(self.path(step)))
 
     def latest(self) -> int | None:
-        """The newest step with a complete checkpoint."""
-        return max(self.steps(), default=None)
+        """The newest step whose checkpoint is complete and whose files are all there; one warning names others."""
+        unreadable = []
+        latest = None
+        for step in reversed(self.steps()):
+            if (why := self._unreadable(step)) is None:
+                latest = step
+                break
+            unreadable.append(f"{self.path(step)}: {why}")
+        if unreadable:
+            _warn("these checkpoints are damaged and do not count:\n  " + "\n  ".join(unreadable))
+        return latest
 
     def agreed_latest(self) -> int | None:
         """The newest step that the first process sees; every process calls it, and all get the same answer.
@@ -76,75 +123,145 @@ class Checkpointer:
         A network file system may show the others an older state of the folder: they wait until they see that step,
         up to a minute.
         """
-        latest = json.loads(gather_texts(json.dumps(self.latest()))[0])
+        seen = json.dumps(self.latest()) if is_primary() else ""
+        latest = json.loads(self._exchange("latest", seen)[0])
         until = time.monotonic() + _SHOWN_S
         while latest is not None and latest not in self.steps() and time.monotonic() < until:
             time.sleep(0.1)
         return latest
 
-    def save(self, step: int, state: Mapping[str, Any]) -> Path:
+    def should_save(self, step: int) -> bool:
+        """Whether the interval says so, and the step was not saved yet."""
+        return self.every is not None and step % self.every == 0 and step not in self.steps()
+
+    def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
 
         Args:
             step: number of steps that are done.
             state: what `jshard.checkpoint.save` takes.
+            metrics: what it is worth, for `Keep(best=...)` and for people.
 
         Returns:
             Where it lies.
 
         Raises:
             CheckpointError: there is something at that path already.
-            RunError: writing failed; the step does not count, and older checkpoints are as they were.
+            RunError: writing failed; the step does not count, and older checkpoints are as they were. Or a save
+                before failed in the background.
         """
+        self.save_async(step, state, metrics=metrics)
+        self.wait()
+        return self.path(step)
+
+    def save_async(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> None:
+        """`save` that returns when the devices' values are copied; one is at work at a time.
+
+        What goes wrong later is raised by the next call of `check`, `save`, `save_async` or `wait`. A save that is
+        still at work is waited for: memory holds one copy of the state, not more.
+
+        Args:
+            step: number of steps that are done.
+            state: what `jshard.checkpoint.save` takes; it may be overwritten as soon as this returns.
+            metrics: what it is worth, for `Keep(best=...)` and for people.
+
+        Raises:
+            CheckpointError: there is something at that path already.
+            RunError: the values could not be copied; or a save before failed.
+        """
+        self.wait()
         path = self.path(step)
         try:
-            self._by_primary(lambda: self._begin(step))
-            save(path, state)
-            self._by_primary(lambda: self._keep_on_disk(path))
-        except (OSError, RunError) as error:
-            if is_primary() and step in self._begun():
-                self._discard(step)  # at once: the disk may be full
+            saving = Saving(
+                path, state, step=step, metrics=metrics, timeout_s=self.timeout_s, prepare=lambda: self._begin(step)
+            )
+        except RunError as error:
+            self._failed(step, error)
             raise self._not_written(path, error) from error
-        self._by_primary(lambda: self._delete_old(step))
-        return path
+        self._pending = Pending(str(path), lambda: self._finish(saving, step))
 
-    def restore(self, like: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
+    def check(self) -> None:
+        """Raises what went wrong with a save in the background; without that, it costs nothing.
+
+        Raises:
+            RunError: the save failed; older checkpoints are as they were.
+        """
+        if self._pending is not None and self._pending.is_done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Waits until no save is at work.
+
+        Raises:
+            RunError: it failed, or did not end in time; older checkpoints are as they were.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.wait(2 * self.timeout_s)
+        except RunError as error:
+            if self._on_failure == "raise":
+                raise
+            _warn(f"training goes on without a checkpoint.\n{error}")
+
+    def restore(
+        self,
+        like: Any,
+        step: int | None = None,
+        *,
+        fall_back: bool = False,
+        only: str | None = None,
+        rename: Mapping[str, str] | None = None,
+        missing: Missing = "error",
+        extra: Extra = "error",
+        verify: bool = True,
+    ) -> Any:
         """Reads a checkpoint into the shardings of `like`; every process calls it.
 
         Args:
             like: what `jshard.checkpoint.restore` takes; abstract objects will do.
             step: which one; the newest by default.
+            fall_back: whether to go on with the next older one where one is damaged; a warning says so.
+            only: see `jshard.checkpoint.restore`, as for those below.
+            rename: beginnings of paths, and what they stand for.
+            missing: "error" or "init".
+            extra: "error" or "ignore".
+            verify: whether sums are checked.
 
         Returns:
-            A dict with the names of `like`, holding new objects.
+            New objects of the kinds in `like`.
 
         Raises:
             CheckpointError: there is no such checkpoint, or it does not fit `like`.
             RunError: it is damaged. The others are named.
         """
-        steps = self.steps()
-        if not steps or step not in (None, *steps):
-            wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-            raise CheckpointError(
-                f"There is no {wanted} to restore.",
-                where=str(self.folder),
-                why=f"complete checkpoints there: {', '.join(map(str, steps)) or 'none'}.",
-                do="start the run anew, in another folder." if not steps else f"restore step {steps[-1]}.",
-            )
-        step = steps[-1] if step is None else step
-        try:
-            return restore(self.path(step), like)
-        except RunError as error:
-            raise self._not_read(step, error) from error
+        self.wait()
+        steps = [old for old in self.steps() if step is None or old <= step]
+        if not steps or step not in (None, steps[-1]):
+            raise self._no_such_step(step)
+        while True:
+            step = steps.pop()
+            try:
+                opened = OrbaxCheckpoint(self.path(step), verify=verify)
+                restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
+                restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
+            except RunError as error:
+                if not (fall_back and steps):
+                    raise self._not_read(step, error) from error
+                _warn(f"checkpoint {self.path(step)} is damaged; going back to step {steps[-1]}.\n{error}")
+            else:
+                self._note({"kind": "restore", "step": step, **restoring.record})
+                return restored
 
     def _begin(self, step: int) -> None:
         """Removes what interrupted saves left, and notes that this step is ours before it is there."""
         self.folder.mkdir(parents=True, exist_ok=True)
         begun = self._begun()
         for old in begun:
-            self._discard(old)
+            discard_unnamed(self.path(old))
         if self.path(step).exists():
-            return  # save() refuses, and this one is not ours
+            return  # the save refuses, and this one is not ours
         ours = [old for old in begun if old != step and self.path(old).exists()]
         draft = self.folder / f"{_LEDGER}.tmp"
         with draft.open("w") as file:
@@ -160,64 +277,82 @@ class Checkpointer:
         except (OSError, ValueError, KeyError, TypeError):
             return []
 
-    def _keep_on_disk(self, path: Path) -> None:
-        """Waits until a complete checkpoint would survive a power cut; if it would not, it does not count."""
+    def _finish(self, saving: Saving, step: int) -> None:
+        """The part of a save that happens while training goes on."""
         try:
-            for folder, _, names in os.walk(path, topdown=False):
-                for name in names:
-                    _flush(os.path.join(folder, name))
-                _flush(folder)
-            _flush(str(self.folder))
-        except OSError:
-            path.rename(self._uncommitted(path))
-            raise
+            saving.finish()
+        except RunError as error:
+            self._failed(step, error)
+            raise self._not_written(self.path(step), error) from error
+        self._note({"kind": "save", "step": step, **saving.record})
+        if is_primary():
+            self._delete_old(step)
+
+    def _failed(self, step: int, error: RunError) -> None:
+        if is_primary() and step in self._begun():
+            discard_unnamed(self.path(step))  # at once: the disk may be full
+        self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
+
+    def _note(self, record: Mapping[str, Any]) -> None:
+        if is_primary():
+            _history.append(self.folder, record)
 
     def _delete_old(self, step: int) -> None:
         begun = self._begun()
-        others = [old for old in self.steps() if old in begun and old != step]
-        for old in others[: max(0, len(others) - self.keep + 1)]:
+        ours = {step, *(old for old in self.steps() if old in begun)}
+        stay = self.keep.stay(ours, self._metrics(ours) if self.keep.best else {}, written=step)
+        for old in ours - stay:
             try:
                 # The new name makes it one step: a checkpoint is never there by half.
-                self.path(old).rename(self._uncommitted(self.path(old)))
+                self.path(old).rename(unnamed(self.path(old)))
             except OSError as error:
-                message = f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}"
-                warnings.warn(message, RuntimeWarning, stacklevel=4)
-            self._discard(old)
+                _warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
+            discard_unnamed(self.path(old))
 
-    def _discard(self, step: int) -> None:
-        shutil.rmtree(self._uncommitted(self.path(step)), ignore_errors=True)
-
-    def _uncommitted(self, path: Path) -> Path:
-        return path.with_name(path.name + UNCOMMITTED_SUFFIX)
-
-    def _by_primary(self, work: Callable[[], None]) -> None:
-        """Work on the folder by the first process; the others wait for its end, and fail if it fails."""
-        error = None
-        if is_primary():
+    def _metrics(self, steps: set[int]) -> dict[int, Mapping[str, float]]:
+        found = {}
+        for step in steps:
             try:
-                work()
-            except OSError as caught:
-                error = caught
-        told = gather_texts("" if error is None else reason(error))[0]
-        if error is not None:
-            raise error
-        if told:
-            raise RunError(
-                "The first process could not write the checkpoint.",
-                where=str(self.folder),
-                why=told,
-                do="see its report.",
-            )
+                seal = _seal.read(self.path(step))
+            except (RunError, CheckpointError):
+                continue
+            if seal is not None:
+                found[step] = seal.metrics
+        return found
 
-    def _not_written(self, path: Path, error: OSError | RunError) -> RunError:
-        last = self.latest()
-        good = "there is no earlier checkpoint." if last is None else f"the last good checkpoint is {self.path(last)}."
+    def _unreadable(self, step: int) -> str | None:
+        """What is wrong with the files of a checkpoint, in short."""
+        try:
+            seal = OrbaxCheckpoint(self.path(step)).seal
+        except RunError as error:
+            return error.why
+        except CheckpointError:
+            return None  # of a newer jshard: whoever restores it is told
+        found = [] if seal is None else _seal.damage(self.path(step), seal)
+        return None if not found else found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+
+    def _exchange(self, topic: str, text: str) -> list[str]:
+        return exchange(f"{topic} {self.folder.name}", text, timeout_s=self.timeout_s)
+
+    def _no_such_step(self, step: int | None) -> CheckpointError:
+        steps = self.steps()
+        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+        return CheckpointError(
+            f"There is no {wanted} to restore.",
+            where=str(self.folder),
+            why=f"complete checkpoints there: {', '.join(map(str, steps)) or 'none'}.",
+            do="start the run anew, in another folder." if not steps else f"restore step {steps[-1]}.",
+        )
+
+    def _not_written(self, path: Path, error: RunError) -> RunError:
+        steps = self.steps()
+        good = f"the last good checkpoint is {self.path(steps[-1])}." if steps else "there is no earlier checkpoint."
         return RunError(
             f"The checkpoint of step {path.name} could not be written.",
             where=str(path),
-            why=f"{error.why if isinstance(error, RunError) else reason(error)}\n{good}",
+            why=f"{error.why}\n{good}",
             do="make room or mend the disk, then continue the run with --resume."
-            if last is not None
+            if steps
             else "make room or mend the disk, then start the run anew.",
         )
 
@@ -226,7 +361,7 @@ class Checkpointer:
         others = [other for other in reversed(self.steps()) if other != step]
         return RunError(
             f"The checkpoint of step {step} cannot be read.",
-            where=str(path),
+            where=error.where,
             why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
             do=f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
             if others
@@ -234,12 +369,5 @@ class Checkpointer:
         )
 
 
-def _flush(path: str) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems have nothing to flush for a folder
-            raise
-    finally:
-        os.close(number)
+def _warn(message: str) -> None:
+    warnings.warn(message, CheckpointWarning, stacklevel=3)

@@ -1,0 +1,364 @@
+"""A restore: match, check, read, verify, and bring every leaf into the form in which it is wanted."""
+
+from __future__ import annotations
+
+import collections
+import concurrent.futures
+import functools
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+
+from jshard._errors import RunError
+from jshard._processes import exchange
+from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint import seal as _seal
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.history import mesh_layout
+from jshard.checkpoint.matching import Pick, match, renamed
+from jshard.checkpoint.opened import Opened, unreadable
+from jshard.checkpoint.phases import Phases
+from jshard.checkpoint.saving import give_memory_back
+from jshard.checkpoint.sums import LeafSums, Sums, add, word_bits
+
+_SUMMING_THREADS = 2
+
+Missing = Literal["error", "init"]
+Extra = Literal["error", "ignore"]
+
+
+class Restoring:
+    """A restore that was matched and not begun.
+
+    Args:
+        opened: the checkpoint.
+        like: what `restore` takes.
+        only: "params", or the beginning of the paths to be read.
+        rename: see `restore`.
+        missing: see `restore`.
+        extra: see `restore`.
+
+    Raises:
+        CheckpointError: it does not fit; every leaf that is wrong is named.
+    """
+
+    def __init__(
+        self,
+        opened: Opened,
+        like: Any,
+        *,
+        only: str | None = None,
+        rename: Mapping[str, str] | None = None,
+        missing: Missing = "error",
+        extra: Extra = "error",
+    ) -> None:
+        self.opened, self._like = opened, like
+        self.phases = Phases()
+        with self.phases("plan"):
+            _check_policies(missing, extra)
+            self._live = {_leaves.text(path): (path, leaf) for path, leaf in _leaves.flatten(like).items()}
+            asked = _asked(like, self._live, only)
+            by_path = _leaves.abstract(dict(self._live.values()))
+            self._wanted = {key: by_path[self._live[key][0]] for key in asked}
+            stored_kinds = _leaves.storable(
+                {self._live[key][0]: leaf for key, leaf in self._wanted.items()}, abstract=True
+            )
+            described = {key: _seal.describe(leaf) for key, leaf in stored_kinds.items()}
+            names = [str(name) for name in like] if isinstance(like, Mapping) else []
+            self.match = match(
+                opened.leaves, described, names=names if only is None else asked, rename=dict(rename or {})
+            )
+            _check_fits(self, rename or {}, missing, extra)
+        self.record: dict[str, Any] = {
+            "began_at": self.phases.began_at,
+            "error": None,
+            "mesh": mesh_layout(self._wanted),
+        }
+
+    @property
+    def reads(self) -> dict[str, Any]:
+        """What is read, by stored path, with shardings."""
+        found: dict[str, Any] = {}
+        for key, pick in self.match.picks.items():
+            for path in pick.stored:
+                found.setdefault(path, _to_read(self.opened.leaves[path], pick, self._wanted[key]))
+        return found
+
+    def shape_wanted(self, key: str) -> tuple[int, ...]:
+        """The shape of a wanted leaf."""
+        return tuple(getattr(self._wanted[key], "shape", ()))
+
+    def is_abstract(self, key: str) -> bool:
+        """Whether `like` has no values for a leaf."""
+        return isinstance(self._live[key][1], jax.ShapeDtypeStruct)
+
+    def run(self, *, verify: bool, timeout_s: float) -> Any:
+        """Reads, and returns new objects of the kinds in `like`.
+
+        Args:
+            verify: whether the sums of what was read are compared with those of the seal.
+            timeout_s: how long to wait for other processes.
+
+        Raises:
+            RunError: some of it is damaged; the leaves are named.
+        """
+        self._warn(verify)
+        found, sums, error = {}, {}, None
+        try:
+            found, sums = self._read(verify)
+        except RunError as caught:
+            error = caught
+        told = json.dumps({"error": error and error.why, "sums": sums, "report": self._report()})
+        heard = [json.loads(text) for text in exchange(f"read {self.opened.path.name}", told, timeout_s=timeout_s)]
+        if error is not None:
+            raise error
+        if failed := [f"process {number}: {other['error']}" for number, other in enumerate(heard) if other["error"]]:
+            raise unreadable(self.opened.path, "\n".join(failed))
+        if sums and self.opened.seal is not None:
+            _check_sums(self.opened.path, self.opened.seal, [other["sums"] for other in heard])
+        with self.phases("finish"):
+            restored = self._filled(found)
+        give_memory_back()
+        self.record["processes"] = [other["report"] for other in heard]
+        return restored
+
+    def _read(self, verify: bool) -> tuple[dict[str, Any], dict[str, Sums]]:
+        """The stored leaves, and the sums over what this process holds of them."""
+        seal = self.opened.seal
+        if verify and seal is not None:
+            with self.phases("plan"):
+                _check_files(self.opened.path, seal)
+        with self.phases("read"):
+            found = self.opened.read(self.reads)
+            jax.block_until_ready(found)
+        if not verify or seal is None:
+            return found, {}
+        with self.phases("verify"):
+            summed = [key for key in found if key in seal.leaves and seal.leaves[key].sums]
+            with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
+                return found, dict(zip(summed, pool.map(lambda key: LeafSums(found[key]).total(), summed), strict=True))
+
+    def _report(self) -> dict[str, Any]:
+        return self.phases.report(num_bytes=sum(map(_bytes_here, self.reads.values())))
+
+    def _filled(self, found: dict[str, Any]) -> Any:
+        """New objects of the kinds in `like`, made of what was read."""
+        filled = dict(self._live.values())
+        for key, leaf in self._finished(found).items():
+            path, like = self._live[key]
+            filled[path] = _leaves.restored(leaf, like)
+        return _leaves.unflatten_like(self._like, filled)
+
+    def _finished(self, found: dict[str, Any]) -> dict[str, Any]:
+        """Every wanted leaf, made of what was read; each stored leaf is let go after its last use."""
+        left = collections.Counter(path for pick in self.match.picks.values() for path in pick.stored)
+        finished = {}
+        # Leaf by leaf of what is stored, so that no more than one stack is there twice.
+        for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
+            finished[key] = _finish(pick, [found[path] for path in pick.stored], self._wanted[key])
+            for path in pick.stored:
+                left[path] -= 1
+                if not left[path]:
+                    del found[path]
+        return finished
+
+    def _warn(self, verify: bool) -> None:
+        """One warning with all that was done and may not be expected."""
+        told = []
+        if self.match.casts:
+            told.append(_list(f"{len(self.match.casts)} leaves change their dtype", self.match.casts))
+        if self.match.missing:
+            told.append(_list(f"{len(self.match.missing)} leaves stay as `like` has them", self.match.missing))
+        if self.match.extra:
+            told.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
+        if verify and self.opened.seal is None:
+            told.append("it has no sums to be checked by: jshard did not write it.")
+        if told:
+            message = f"{self.opened.path} is restored; " + "\n".join(told)
+            warnings.warn(message, CheckpointWarning, stacklevel=4)
+
+
+def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
+    """The paths of `like` that are to be read."""
+    if only is None:
+        return list(live)
+    below = {key for key in live if key == only or key.startswith(f"{only}/")}
+    found = _params(like) if only == "params" else below
+    if not found:
+        raise CheckpointError(
+            "There is nothing to restore.",
+            where=f"only={only!r}",
+            why="`like` has no parameters of Flax in a module."
+            if only == "params"
+            else f"no path begins so; paths of `like` begin with {', '.join(sorted({k.split('/')[0] for k in live}))}.",
+            do='only="params", or the beginning of a path, such as only="model/blocks".',
+        )
+    return [key for key in live if key in found]
+
+
+def _params(like: Any) -> set[str]:
+    """The paths of the parameters of the modules in a state; an optimizer's are moments, and not among them."""
+    parts = like.items() if isinstance(like, Mapping) else [("", like)]
+    found = set()
+    for name, value in parts:
+        if isinstance(value, nnx.Module):
+            for path, _ in nnx.to_flat_state(nnx.state(value, nnx.Param)):
+                found.add(_leaves.text((*((str(name),) if name != "" else ()), *map(str, path))))
+    return found
+
+
+def _check_policies(missing: str, extra: str) -> None:
+    for name, value, known in (("missing", missing, ("error", "init")), ("extra", extra, ("error", "ignore"))):
+        if value not in known:
+            raise CheckpointError(
+                "The restore cannot be understood.",
+                where=f"{name}={value!r}",
+                why=f"it is none of {', '.join(known)}.",
+                do=f'{name}="{known[0]}"',
+            )
+
+
+def _check_fits(restoring: Restoring, rename: Mapping[str, str], missing: Missing, extra: Extra) -> None:
+    """Raises for everything that does not fit, in one message."""
+    found, opened = restoring.match, restoring.opened
+    bad = list(found.problems)
+    if missing == "error":
+        bad += [f"{key}  stored nothing  wanted {restoring.shape_wanted(key)}" for key in found.missing]
+    else:
+        bad += [f"{key}  is abstract, and stored nowhere" for key in found.missing if restoring.is_abstract(key)]
+    if extra == "error":
+        bad += [f"{key}  stored {opened.leaves[key].shape}  wanted nothing" for key in found.extra]
+    if bad:
+        raise CheckpointError(
+            f"The checkpoint does not fit: {len(bad)} leaves differ.",
+            where=[str(opened.path), *sorted(bad)],
+            why="it was saved from another model, or from another optimizer.",
+            do=_advice(restoring, rename),
+        )
+
+
+def _advice(restoring: Restoring, rename: Mapping[str, str]) -> str:
+    stored, found = restoring.opened.leaves, restoring.match
+    for name in sorted({path.split("/")[0] for path in stored}):
+        if found.missing and all(f"{name}/{renamed(key, rename)}" in stored for key in found.missing):
+            return f'the leaves lie under "{name}": restore(path, like={{"{name}": ...}}).'
+    only = not found.problems
+    advice = "build `like` with the settings of the saved run; a training run keeps them in run.json."
+    if only and found.missing:
+        advice += '\nmissing="init" leaves what is not stored as `like` has it.'
+    if only and found.extra:
+        advice += '\nextra="ignore" leaves out what is stored and not wanted.'
+    return advice
+
+
+def _to_read(stored: _seal.StoredLeaf, pick: Pick, wanted: Any) -> Any:
+    """What to ask the storage for: the stored shape and dtype, with a sharding made of the wanted one."""
+    if not stored.is_array:
+        return {"int": 0, "float": 0.0, "str": ""}[stored.dtype]
+    if not isinstance(wanted, jax.ShapeDtypeStruct):
+        return np.empty(stored.shape, stored.dtype)
+    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
+    shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
+    shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
+    sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+
+def _as_stored(sharding: Sharding, pick: Pick, ndim: int) -> Sharding:
+    if not isinstance(sharding, NamedSharding) or pick.form == "same":
+        return sharding
+    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
+    return NamedSharding(sharding.mesh, PartitionSpec(*((None, *spec) if pick.form == "layer" else spec[1:])))
+
+
+def _finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
+    """A leaf in the form, dtype and sharding in which it is wanted."""
+    if not isinstance(wanted, jax.ShapeDtypeStruct):
+        return _on_host(pick, found, wanted)
+    leaf = found[0]
+    if not isinstance(leaf, jax.Array):  # a value of Python for an array
+        return jax.device_put(jnp.asarray(leaf, wanted.dtype), wanted.sharding)
+    if pick.form == "stack":
+        return _stacked(wanted.dtype, wanted.sharding)(found)
+    if pick.form == "layer":
+        return _layer(wanted.dtype, wanted.sharding)(leaf, pick.layer)
+    if leaf.dtype != wanted.dtype:
+        return _cast(wanted.dtype, wanted.sharding)(leaf)
+    return leaf
+
+
+def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
+    """The same for leaves that are not on devices."""
+    if not isinstance(found[0], np.ndarray):
+        return found[0] if not isinstance(wanted, np.ndarray) else np.asarray(found[0], wanted.dtype)
+    array = np.stack(found) if pick.form == "stack" else found[0][pick.layer] if pick.form == "layer" else found[0]
+    return array.astype(wanted.dtype) if isinstance(wanted, np.ndarray) else array.item()
+
+
+# One program for all leaves of a shape.
+@functools.lru_cache(maxsize=256)
+def _layer(dtype: Any, sharding: Sharding) -> Any:
+    def one(stack: jax.Array, layer: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False).astype(dtype)
+
+    return jax.jit(one, out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _stacked(dtype: Any, sharding: Sharding) -> Any:
+    return jax.jit(lambda layers: jnp.stack(layers).astype(dtype), out_shardings=sharding)
+
+
+@functools.lru_cache(maxsize=256)
+def _cast(dtype: Any, sharding: Sharding) -> Any:
+    return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
+
+
+def _check_files(path: Path, seal: _seal.Seal) -> None:
+    if found := _seal.damage(path, seal):
+        raise damaged(path, [f"{name}" for name in found], "its files are not those that were sealed.")
+
+
+def _check_sums(path: Path, seal: _seal.Seal, heard: list[dict[str, Any]]) -> None:
+    """Compares the sums of what all processes have read with those of the seal."""
+    bad = []
+    for key in heard[0]:
+        leaf = seal.leaves[key]
+        total: Sums = (0, 0, 0)
+        for other in heard:
+            total = add(total, tuple(other[key]), word_bits(leaf.dtype))
+        if total != leaf.sums:
+            bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
+    if bad:
+        raise damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
+
+
+def _bytes_here(leaf: Any) -> int:
+    """Bytes of a leaf that this process reads; a shard that several of its devices hold counts once."""
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
+        return getattr(leaf, "nbytes", 0)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return 0
+    boxes = {str(box) for box in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
+    return len(boxes) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
+
+
+def damaged(path: Path, where: list[str], why: str) -> RunError:
+    """The error for a checkpoint of which some files or leaves have changed since it was saved."""
+    error = unreadable(path, why)
+    return RunError(error.what, where=[str(path), *where], why=why, do=error.do)
+
+
+def _list(head: str, lines: tuple[str, ...], shown: int = 10) -> str:
+    more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
+    return "\n  ".join([f"{head}:", *lines[:shown], *more])

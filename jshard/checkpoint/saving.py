@@ -1,0 +1,253 @@
+"""A save, from the arrays on the devices to a sealed folder under its final name.
+
+    begin    everything is checked, and the devices' values are copied or held: the step may go on when it returns
+    finish   in any thread: the data are written, the sums exchanged, the seal is written, the folder gets its name
+
+A folder under its final name is complete: until then it is called `NAME.saving`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard._errors import RunError
+from jshard._processes import exchange, is_primary
+from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint import seal as _seal
+from jshard.checkpoint import storage
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.failures import reason
+from jshard.checkpoint.history import mesh_layout
+from jshard.checkpoint.phases import Phases
+from jshard.checkpoint.sums import LeafSums, Sums, add
+
+SAVING_SUFFIX = ".saving"
+
+_SUMMING_THREADS = 2
+
+
+class Saving:
+    """A save whose values are held: `finish` does the rest, in the same thread or another.
+
+    Args:
+        path: a folder that does not exist yet.
+        state: what `save` takes.
+        step: number of steps that are done, for the seal.
+        metrics: what the state is worth, for the seal.
+        timeout_s: how long any one wait may take.
+        prepare: done first, by the first process.
+
+    Raises:
+        CheckpointError: there is something at `path` already, or some leaves cannot be saved.
+        RunError: the values could not be copied, or another process did not come.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        state: Any,
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        timeout_s: float,
+        prepare: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self._step, self._metrics, self._timeout_s = path, step, dict(metrics or {}), timeout_s
+        self.phases = Phases()
+        self._wrote_until_s = 0.0
+        with self.phases("plan"):
+            leaves = _leaves.storable(_leaves.flatten(state))
+            _refuse_nothing(path, leaves)
+            self._described = {key: _seal.describe(leaf) for key, leaf in leaves.items()}
+            self._mesh = mesh_layout(leaves)
+            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty arrays
+            self.num_bytes = sum(map(storage.local_bytes, full.values()))
+            self._tell_all("begin", lambda: self._prepare(prepare))
+        with self.phases("device_to_host"), self._errors_named():
+            # Begun before anything can overwrite the values, on the devices where they lie there.
+            self._sums = {key: LeafSums(leaf) for key, leaf in full.items() if self._described[key].is_array}
+            self._wait = storage.save_async(self.unnamed, full, on_written=self._note_written, timeout_s=timeout_s)
+        self._pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
+        self._totals = {key: self._pool.submit(sums.total) for key, sums in self._sums.items()}
+        self.blocked_s = self.phases.now_s()
+        self.record: dict[str, Any] = {
+            "began_at": self.phases.began_at,
+            "error": None,
+            "blocked_s": self.blocked_s,
+            "mesh": self._mesh,
+        }
+
+    @property
+    def unnamed(self) -> Path:
+        """Where the checkpoint lies until it is complete."""
+        return unnamed(self.path)
+
+    def finish(self) -> None:
+        """Waits until the checkpoint is complete and on the disk, in all processes.
+
+        Raises:
+            RunError: some process could not write its part; the folder is not a checkpoint.
+        """
+        error, begin_s = None, self.blocked_s
+        try:
+            with self._errors_named():
+                self._wait()
+        except RunError as failed:
+            error = failed
+        written_s = max(self._wrote_until_s, begin_s)
+        self.phases.add("write", begin_s, written_s)
+        self.phases.add("commit", written_s, self.phases.now_s())
+        with self.phases("sums"):
+            totals = {} if error else {key: total.result() for key, total in self._totals.items()}
+            self._pool.shutdown(cancel_futures=True)
+        report = self.phases.report(num_bytes=self.num_bytes)
+        told = {"error": None if error is None else error.why, "sums": totals, "report": report}
+        heard = [json.loads(text) for text in self._exchange("written", json.dumps(told))]
+        if error is not None:
+            raise error
+        failed = [(number, other["error"]) for number, other in enumerate(heard) if other["error"]]
+        if failed:
+            raise _not_written(self.path, "\n".join(f"process {number}: {why}" for number, why in failed))
+        self._tell_all("sealed", lambda: self._complete(heard))
+        give_memory_back()
+        self.record |= {"processes": [other["report"] for other in heard]}
+
+    def _prepare(self, before: Callable[[], None]) -> None:
+        before()
+        if self.path.exists():
+            raise CheckpointError(
+                "The checkpoint cannot be written.",
+                where=str(self.path),
+                why="there is something at that path already.",
+                do="save under another name, for example with the step in it.",
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if discard_unnamed(self.path):
+            message = f"what an interrupted save left of {self.path} was removed."
+            warnings.warn(message, CheckpointWarning, stacklevel=6)
+
+    def _complete(self, heard: list[dict[str, Any]]) -> None:
+        """Seals the folder, and gives it its name once it would survive a power cut."""
+        chunks = _seal.chunks_of(self.unnamed)
+        leaves = {}
+        for key, described in self._described.items():
+            sums = [tuple(other["sums"][key]) for other in heard if key in other["sums"]]
+            total = _total(sums, self._sums[key].bits) if sums else None
+            leaves[key] = _seal.with_facts(described, sums=total, chunk=chunks.get(key))
+        seal = _seal.Seal(
+            leaves=leaves,
+            files=_seal.files_of(self.unnamed),
+            step=self._step,
+            saved_at=self.phases.began_at,
+            mesh=self._mesh["axes"],
+            processes=len(heard),
+            metrics=self._metrics,
+            versions=_seal.versions(),
+        )
+        _seal.write(self.unnamed, seal)
+        keep_on_disk(self.unnamed)
+        self.unnamed.rename(self.path)
+        flush(str(self.path.parent))
+
+    def _note_written(self) -> None:
+        self._wrote_until_s = self.phases.now_s()
+
+    def _exchange(self, topic: str, text: str) -> list[str]:
+        return exchange(f"{topic} {self.path.name}", text, timeout_s=self._timeout_s)
+
+    def _tell_all(self, topic: str, work: Callable[[], None]) -> None:
+        """Work by the first process; the others wait for its end, and fail if it fails."""
+        error: Exception | None = None
+        if is_primary():
+            try:
+                work()
+            except (OSError, CheckpointError) as caught:
+                error = caught
+        told = self._exchange(topic, "" if error is None else reason(error))[0]
+        if isinstance(error, CheckpointError):
+            raise error
+        if told:
+            raise _not_written(self.path, told) from error
+
+    @contextlib.contextmanager
+    def _errors_named(self) -> Any:
+        try:
+            yield
+        except Exception as error:
+            raise _not_written(self.path, reason(error)) from error
+
+
+def unnamed(path: Path) -> Path:
+    """What a checkpoint is called until it is complete."""
+    return path.with_name(path.name + SAVING_SUFFIX)
+
+
+def discard_unnamed(path: Path) -> bool:
+    """Removes what an interrupted save left of a checkpoint, and says whether there was any."""
+    left = unnamed(path)
+    found = [folder for folder in (left, left.with_name(left.name + storage.UNCOMMITTED_SUFFIX)) if folder.exists()]
+    for folder in found:
+        shutil.rmtree(folder, ignore_errors=True)
+    return bool(found)
+
+
+def keep_on_disk(folder: Path) -> None:
+    """Waits until everything in a folder would survive a power cut."""
+    for inner, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            flush(os.path.join(inner, name))
+        flush(inner)
+
+
+def flush(path: str) -> None:
+    """Waits until a file, or the names in a folder, are on the disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems have nothing to flush for a folder
+            raise
+    finally:
+        os.close(number)
+
+
+def give_memory_back() -> None:
+    """Hands freed memory back to the system: with many threads, glibc keeps several times the state otherwise."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _total(sums: list[Any], bits: int) -> Sums:
+    total: Sums = (0, 0, 0)
+    for part in sums:
+        total = add(total, part, bits)
+    return total
+
+
+def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
+    if not any(getattr(leaf, "size", 1) for leaf in leaves.values()):
+        raise CheckpointError(
+            "There is nothing to save.",
+            where=str(path),
+            why="the state has no leaf with a value in it.",
+            do='save(path, {"model": model, "optimizer": optimizer, "step": step})',
+        )
+
+
+def _not_written(path: Path, why: str) -> RunError:
+    return RunError(
+        "The checkpoint could not be written.",
+        where=str(path),
+        why=why,
+        do="make room, or name a folder on another disk.",
+    )

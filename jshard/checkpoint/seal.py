@@ -1,0 +1,228 @@
+"""The seal of a checkpoint, `jshard.json`: what it holds, and how to tell that nothing of it is lost.
+
+It is written last, when everything else is on the disk. It lists every leaf with its logical shape and its sums
+(`sums.py`), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
+The mesh, the layout and the processes it was saved from are told to people, and nothing depends on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from jshard._errors import RunError
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.sums import Sums
+
+NAME = "jshard.json"
+FORMAT = 1
+MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a seal has lost it
+
+_SMALL_BYTES = 1 << 16
+_PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredLeaf:
+    """A leaf as a checkpoint holds it.
+
+    Attributes:
+        shape: its logical shape; of a random key that of its numbers.
+        dtype: of its elements; "int", "float" and "str" for values of Python.
+        key: the kind of a random key, such as "fry"; None for what is none.
+        spec: how it was sharded when it was saved, for people.
+        sums: see `sums.py`; None for values of Python, and where nobody computed them.
+        chunk: the shape of the boxes in which it is stored; None if that is not known.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    key: str | None = None
+    spec: str | None = None
+    sums: Sums | None = None
+    chunk: tuple[int, ...] | None = None
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array, and not a value of Python."""
+        return self.dtype not in ("int", "float", "str")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its values."""
+        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize if self.is_array else 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seal:
+    """What a checkpoint says of itself.
+
+    Attributes:
+        leaves: by path.
+        files: size of every file, by its path in the folder, and a checksum of those that are small.
+        step: number of steps that were done; None where nobody said.
+        saved_at: seconds since 1970.
+        mesh: axes and their degrees when it was saved.
+        processes: how many saved it.
+        metrics: what the state was worth.
+        versions: of the packages that wrote it.
+    """
+
+    leaves: Mapping[str, StoredLeaf]
+    files: Mapping[str, tuple[int, int | None]]
+    step: int | None = None
+    saved_at: float = 0.0
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    processes: int = 1
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+def describe(leaf: Any) -> StoredLeaf:
+    """A leaf as it will be stored, without its sums."""
+    if not hasattr(leaf, "shape"):
+        return StoredLeaf(shape=(), dtype=type(leaf).__name__)
+    key, logical = None, leaf
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        key = str(leaf.dtype).removeprefix("key<").removesuffix(">")
+        leaf = jax.eval_shape(jax.random.key_data, leaf)
+    return StoredLeaf(shape=tuple(leaf.shape), dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
+
+
+def with_facts(leaf: StoredLeaf, *, sums: Sums | None, chunk: tuple[int, ...] | None) -> StoredLeaf:
+    """A leaf with what is known of it once it has been written."""
+    return dataclasses.replace(leaf, sums=sums, chunk=chunk)
+
+
+def versions() -> dict[str, str]:
+    """The versions of the packages that write a checkpoint."""
+    return {package: importlib.metadata.version(package) for package in _PACKAGES}
+
+
+def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
+    """Every file of a checkpoint but its seal, with its size, and with a checksum if it is small."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in (NAME, f"{NAME}.tmp"):
+            size = path.stat().st_size
+            found[name] = (size, zlib.crc32(path.read_bytes()) if size <= _SMALL_BYTES else None)
+    return found
+
+
+def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the boxes in which leaves are stored, by path, as Orbax notes them beside the arrays."""
+    chunks = {}
+    for path in sorted(folder.glob("*/array_metadatas/process_*")):
+        for entry in json.loads(path.read_text())["array_metadatas"]:
+            array = entry["array_metadata"]
+            chunks[array["param_name"].replace(".", "/")] = tuple(array["chunk_shape"])
+    return chunks
+
+
+def write(folder: Path, seal: Seal) -> None:
+    """Writes a seal, and returns when it is on the disk."""
+    body = json.dumps(_to_json(seal))
+    draft = folder / f"{NAME}.tmp"
+    with draft.open("w") as file:
+        json.dump({"crc32": zlib.crc32(body.encode()), "seal": body}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / NAME)
+
+
+def read(folder: Path) -> Seal | None:
+    """The seal of a checkpoint; None where there is none, as in folders that others wrote.
+
+    Raises:
+        CheckpointError: a newer jshard wrote it.
+        RunError: it is damaged.
+    """
+    path = folder / NAME
+    try:
+        held = json.loads(path.read_bytes())
+        body = held["seal"]
+        if zlib.crc32(body.encode()) != held["crc32"]:
+            raise ValueError("its checksum does not fit")
+        fields = json.loads(body)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(
+            "The checkpoint's seal cannot be read.",
+            where=str(path),
+            why=f"{type(error).__name__}: {error}",
+            do="restore another checkpoint; or this one without any check: verify=False.",
+        ) from error
+    if fields["format"] > FORMAT:
+        raise CheckpointError(
+            "The checkpoint is of a newer jshard.",
+            where=str(path),
+            why=f"its format is {fields['format']}, written by jshard {fields.get('versions', {}).get('jshard', '?')}; "
+            f"this jshard reads formats up to {FORMAT}.",
+            do="pip install --upgrade jshard",
+        )
+    return _from_json(fields)
+
+
+def damage(folder: Path, seal: Seal) -> list[str]:
+    """What is wrong with the files of a checkpoint, a line each: missing, cut off, or with other bytes.
+
+    Large files are looked at for their size only: their values are summed when they are read.
+    """
+    found = []
+    for name, (size, crc32) in seal.files.items():
+        try:
+            here = (folder / name).stat().st_size
+            if here != size:
+                found.append(f"{name}  {here} bytes of {size}")
+            elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
+                found.append(f"{name}  its bytes have changed")
+        except FileNotFoundError:
+            found.append(f"{name}  is missing")
+        except OSError as error:
+            found.append(f"{name}  {error.strerror}")
+    return found
+
+
+def _spec(leaf: Any) -> str | None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return None
+    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
+
+
+def _to_json(seal: Seal) -> dict[str, Any]:
+    fields = {field.name: getattr(seal, field.name) for field in dataclasses.fields(seal)}
+    leaves = {path: _sparse(dataclasses.asdict(leaf)) for path, leaf in seal.leaves.items()}
+    return {"format": FORMAT, **fields, "leaves": leaves}
+
+
+def _sparse(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _from_json(fields: Mapping[str, Any]) -> Seal:
+    known = {field.name for field in dataclasses.fields(Seal)}
+    given = {name: value for name, value in fields.items() if name in known}
+    given["leaves"] = {path: _leaf(leaf) for path, leaf in fields["leaves"].items()}
+    given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}
+    return Seal(**given)
+
+
+def _leaf(fields: Mapping[str, Any]) -> StoredLeaf:
+    known = {field.name for field in dataclasses.fields(StoredLeaf)}
+    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+    given: dict[str, Any] = {name: value for name, value in lists.items() if name in known}
+    return StoredLeaf(**given)

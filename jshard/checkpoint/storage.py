@@ -1,0 +1,209 @@
+"""The only room that speaks to Orbax: what is asked of it, and why.
+
+The options were chosen by measurement (`benchmarks/checkpoint.py`). On local disks arrays are written without
+compression, as random float32 shrinks by 8 % and zstd takes two thirds of the time, and without OCDBT, whose single
+files cost a copy of everything. On buckets OCDBT is on: there a file is a request.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.failures import quiet
+from jshard.checkpoint.seal import MARK
+
+# Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
+COMMIT_MARK = "commit_success.txt"
+UNCOMMITTED_SUFFIX = ".orbax-checkpoint-tmp"
+ITEM = "state"
+
+_MIB = 1 << 20
+_FILES = 4096  # about so many per process: fewer are read too coarsely, more are slow to make
+_CHUNK_BYTES = (2 * _MIB, 16 * _MIB)
+_LEAST_CHUNK_BYTES = 1 * _MIB
+_IN_FLIGHT_BYTES = 256 * _MIB  # of reads: memory beside the state itself
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether a path lies in a bucket."""
+    return "://" in str(path)
+
+
+def save_async(
+    path: Path, leaves: Mapping[str, Any], *, on_written: Callable[[], object], timeout_s: float
+) -> Callable[[], None]:
+    """Copies what the devices hold and begins to write it; every process calls it.
+
+    Args:
+        path: a folder that does not exist yet.
+        leaves: arrays, numbers and texts by path.
+        on_written: called in other threads whenever this process has written some arrays.
+        timeout_s: how long Orbax may wait for the other processes.
+
+    Returns:
+        A function that waits until all processes have written and the checkpoint is committed.
+    """
+    from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
+
+    with quiet(), _saving(ocp, path, leaves, on_written, timeout_s):
+        response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
+
+    def wait() -> None:
+        with quiet():
+            response.result()
+
+    return wait
+
+
+def load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Reads some leaves.
+
+    Args:
+        path: the folder of a committed checkpoint.
+        wanted: what to read, by path: arrays with shardings, numpy arrays, numbers and texts, in the shapes that are
+            stored.
+
+    Returns:
+        The leaves by path.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    context = ocp.Context()
+    context.pytree.loading.partial_load = True  # some leaves of those that are there
+    context.memory.read_concurrent_bytes = max(_IN_FLIGHT_BYTES, 4 * max(map(_shard_bytes, wanted.values()), default=0))
+    with quiet(), context:
+        return _leaves.flat(ocp.load(str(path), _leaves.nested(wanted)))
+
+
+def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
+    """What Orbax says that a checkpoint holds, by path, and what was noted with it; no array is read.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+    """
+    from orbax.checkpoint import v1 as ocp
+
+    try:
+        with quiet():
+            found = ocp.metadata(str(path))
+    except ocp.errors.InvalidLayoutError as error:
+        raise FileNotFoundError(str(error)) from error
+    if found.metadata is None:
+        raise ValueError("a file that describes its arrays is missing or damaged")
+    noted = found.custom_metadata
+    return _leaves.flat(found.metadata), noted if isinstance(noted, Mapping) else {}
+
+
+def is_committed(path: Path) -> bool:
+    """Whether a save was completed there: half-written folders and those of others have no mark."""
+    return (path / COMMIT_MARK).is_file()
+
+
+def chunk_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget_bytes: int) -> int | None:
+    """The budget to cut a leaf's shards by, so that another mesh need not read far more than it wants.
+
+    Orbax cuts by whole divisors, the dims that are sharded first: 18,992 rows of 16 KiB may end in chunks of half a
+    MiB. So the largest budget is taken whose chunks are not too small.
+
+    Args:
+        shape: of the leaf.
+        shard: of what each device holds.
+        itemsize: bytes of an element.
+        budget_bytes: the least budget to try, up to 16 MiB.
+
+    Returns:
+        The budget; None to leave every shard in one chunk.
+    """
+    if math.prod(shard) * itemsize <= budget_bytes:
+        return None
+    budget = budget_bytes
+    while budget <= _CHUNK_BYTES[1]:
+        if _cut_bytes(shape, shard, itemsize, budget) >= _LEAST_CHUNK_BYTES:
+            return budget
+        budget *= 2
+    return None
+
+
+def _cut_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget: int) -> int:
+    """Bytes of a chunk as Orbax cuts a shard: the largest sharded dim by its next divisor until it fits."""
+    sizes = list(shard)
+    sharded = [whole != part for whole, part in zip(shape, shard, strict=True)]
+    while math.prod(sizes) * itemsize > budget:
+        left = [dim for dim, size in enumerate(sizes) if sharded[dim] and size > 1]
+        if not left:
+            sharded = [True] * len(sizes)
+            left = [dim for dim, size in enumerate(sizes) if size > 1]
+        dim = max(left, key=lambda dim: (sizes[dim], -dim))
+        sizes[dim] //= next(d for d in range(2, sizes[dim] + 1) if sizes[dim] % d == 0)
+        sharded[dim] = True
+    return math.prod(sizes) * itemsize
+
+
+class _Progress:
+    """What Orbax tells while it saves."""
+
+    def __init__(self, on_written: Callable[[], object]) -> None:
+        self._on_written = on_written
+
+    def on_transfer_start(self, keypath: Any) -> None:
+        pass
+
+    def on_transfer_end(self, keypath: Any) -> None:
+        pass
+
+    def on_write_start(self, keypath: Any) -> None:
+        pass
+
+    def on_write_end(self, keypath: Any) -> None:
+        self._on_written()
+
+
+def _saving(ocp: Any, path: Path, leaves: Mapping[str, Any], on_written: Callable[[], object], timeout_s: float) -> Any:
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = max(1, int(timeout_s))
+    context.memory.serialization_status_callback = _Progress(on_written)
+    saving = context.array.saving
+    saving.use_ocdbt = is_remote(path)
+    saving.use_zarr3 = True
+    saving.use_compression = False
+    saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh; the seal tells it to people
+    # By default this follows the text of JAX_PLATFORMS. A leaf that all processes hold is written once, in parts.
+    saving.use_replica_parallel = jax.process_count() > 1
+    saving.min_slice_bytes_for_replica_parallel = _CHUNK_BYTES[0]
+    here = sum(map(local_bytes, leaves.values()))
+    budget = int(min(max(here / _FILES, _CHUNK_BYTES[0]), _CHUNK_BYTES[1]))
+
+    def options(_: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return None
+        shard = leaf.sharding.shard_shape(leaf.shape)
+        chunk = chunk_bytes(leaf.shape, shard, leaf.dtype.itemsize, budget)
+        return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=chunk)
+
+    saving.scoped_storage_options_creator = options
+    return context
+
+
+def local_bytes(leaf: Any) -> int:
+    """Bytes of a leaf that this process writes."""
+    if isinstance(leaf, jax.Array):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return 0
+        return sum(shard.data.nbytes for shard in leaf.addressable_shards if shard.replica_id == 0)
+    return getattr(leaf, "nbytes", 0)
+
+
+def _shard_bytes(leaf: Any) -> int:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) or leaf.sharding is None:
+            return 0
+        return math.prod(leaf.sharding.shard_shape(leaf.shape)) * np.dtype(leaf.dtype).itemsize
+    return getattr(leaf, "nbytes", 0)
