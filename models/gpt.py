@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
+from jshard.checkpoint.formats import Stored
 from jshard.train import Batch, Recipe
 
 
@@ -236,6 +237,29 @@ def loss_fn(model: GPT, batch: Batch) -> jax.Array:
     logits_BTV = model(batch["inputs"]).astype(jnp.float32)
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"])
     return loss_BT.mean()
+
+
+def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
+    """Where Hugging Face's GPT-2 keeps each parameter; a tied head is no array of its own there either."""
+    if config.positions != "learned":
+        raise ValueError(f"GPT-2 learns its positions; positions={config.positions!r} have no place in it")
+    names: dict[str, str | Stored] = {
+        "tokens/embedding": "transformer.wte.weight",
+        "positions/embedding": "transformer.wpe.weight",
+        "norm/scale": "transformer.ln_f.weight",
+        "norm/bias": "transformer.ln_f.bias",
+    }
+    norms = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
+    linears = {"attention/qkv": "attn.c_attn", "attention/out": "attn.c_proj", "mlp/up": "mlp.c_fc"}
+    linears["mlp/down"] = "mlp.c_proj"  # all of them (in, out), as Flax has them
+    for layer in range(config.n_layer):
+        for ours, theirs in (norms | linears).items():
+            weight = "scale" if ours in norms else "kernel"
+            names[f"blocks/{layer}/{ours}/{weight}"] = f"transformer.h.{layer}.{theirs}.weight"
+            names[f"blocks/{layer}/{ours}/bias"] = f"transformer.h.{layer}.{theirs}.bias"
+    if not config.tied:
+        names["head/kernel"] = Stored("lm_head.weight", transpose=True)  # torch's Linear is (out, in)
+    return names
 
 
 # ---- Recipes: a whole run as a value --------------------------------------------------------------

@@ -1,8 +1,27 @@
 """How tests compile: most of what they cost is compiling, so machine code that is slow and soon made will do."""
 
 import importlib.metadata
+import os
+from pathlib import Path
 
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Emits in half the time. XLA ends the process at a flag that it does not know, and later ones do not know this.
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+_SET_BY_TESTS = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE")
+
+
+def environment(programs: Path | None = None) -> dict[str, str]:
+    """That of a command which a test starts: of a user who sets nothing, but programs are soon compiled.
+
+    Args:
+        programs: a folder that keeps them, for commands that compile the same ones.
+    """
+    found = {name: value for name, value in os.environ.items() if name not in _SET_BY_TESTS}
+    found["XLA_FLAGS"] = XLA_FLAGS
+    if programs is not None:
+        found["JAX_COMPILATION_CACHE_DIR"] = str(programs)
+        found["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+        found["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    return found

@@ -1,5 +1,6 @@
 """Linen models, and the comparison of a sharded one with one device."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -116,13 +117,20 @@ def results(model: nn.Module, variables: Any, call: Callable | None = None) -> A
     return loss, grads, changed
 
 
+@functools.cache
+def reference(plain: nn.Module, call: Callable | None) -> tuple[Any, Any]:
+    """Variables of a model, and its results on one device."""
+    variables = jax.jit(plain.init)(jax.random.key(0), X)
+    return variables, results(plain, variables, call)
+
+
 def assert_equal(
     plain: nn.Module, call: Callable | None = None, *, mesh: Any = None, tolerance: float = 2e-6, **settings: Any
 ) -> nn.Module:
     """Holds loss, gradients and changed variables of the sharded model against one device; returns that model."""
-    variables = plain.init(jax.random.key(0), X)
+    variables, wanted = reference(plain, call)
     model = js.fully_shard(plain, mesh=mesh or js.mesh(), **settings)
-    wanted, found = results(plain, variables, call), results(model, variables, call)
+    found = results(model, variables, call)
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     apart = differences(found, wanted)
     assert max(apart.values()) <= tolerance, max(apart.items(), key=lambda item: item[1])

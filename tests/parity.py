@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 import jshard as js
+from tests.helpers import placed
 
 GRADIENT_TOLERANCE = 2e-6  # of the largest element of the leaf
 PARAMETER_TOLERANCE = 2e-6  # relative, L2 over all parameters
@@ -116,7 +117,7 @@ def assert_parity(
 ) -> Difference:
     """Trains the plain and the annotated model and holds one against the other."""
     wanted = train(build(), loss_fn, batch, steps=steps, tx=tx)
-    found = train(js.shard_init(build, annotate), loss_fn, batch, steps=steps, tx=tx, grad=grad)
+    found = train(placed(build, annotate), loss_fn, batch, steps=steps, tx=tx, grad=grad)
     apart = compare(found, wanted)
     assert apart.gradient <= gradient, apart
     assert apart.parameters <= parameters, apart

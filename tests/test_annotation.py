@@ -19,10 +19,22 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from tests.helpers import Attention, Block, Config, Decoder, annotator, builder, loss_fn, sharded, token_batch
+from tests.helpers import (
+    Attention,
+    Block,
+    Config,
+    Decoder,
+    annotator,
+    builder,
+    loss_fn,
+    placed,
+    sharded,
+    token_batch,
+)
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 
 CONFIG = Config(width=32, hidden=64)
+SLIM = dataclasses.replace(CONFIG, attends=False)
 INPUTS, TARGETS = token_batch(CONFIG)
 
 
@@ -43,7 +55,7 @@ def loss_of(model: nnx.Module, inputs, targets):
 def assert_same_gradients(build, annotate, loss, batch) -> None:
     """Loss and gradients of the annotated model are those of the plain one."""
     run = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss)(model, *batch))
-    value, grads = run(js.shard_init(build, annotate), *batch)
+    value, grads = run(placed(build, annotate), *batch)
     want_value, want = run(build(), *batch)
     np.testing.assert_allclose(value, want_value, rtol=1e-6)
     found, wanted = flat(grads), flat(want)
@@ -255,9 +267,8 @@ def test_a_list_is_one_unit():
         js.fully_shard([model.norm, model.head], mesh=js.mesh(), reshard_after_forward=False)
         js.fully_shard(model, mesh=js.mesh())
 
-    config = dataclasses.replace(CONFIG, tied=False)
-    model = js.shard_init(builder(config), annotate)
-    plan = js.plan(model)
+    config = dataclasses.replace(SLIM, tied=False)
+    plan = js.plan(js.abstract_init(builder(config), annotate))
     assert [u.name for u in plan.units] == ["(root)", "blocks/0", "blocks/1", "head+norm"]
     assert {leaf.path for leaf in plan.unit_leaves("head+norm")} == {"norm/scale", "head/kernel"}
     assert_same_gradients(builder(config), annotate, loss_fn, (INPUTS, TARGETS))
@@ -314,7 +325,7 @@ def test_a_tied_parameter_lives_in_one_unit_and_is_gathered_once(case):
         js.fully_shard(model, mesh=MESH)
 
     build = lambda: Tied(nnx.Rngs(0), blocks=blocks)
-    model = js.shard_init(build, annotate)
+    model = placed(build, annotate)
     plan = js.plan(model)
     first, other = ("blocks/0/kernel", "blocks/1/kernel") if blocks else ("embed/kernel", "head/kernel")
     assert plan.leaf(first) is plan.leaf(other)
@@ -446,7 +457,7 @@ def test_ignored(ignored, left_out):
 
 def test_ignored_parameters_train():
     annotate = lambda model: js.fully_shard(model, mesh=js.mesh(replica=2), units=Block, ignored="*kernel")
-    assert_same_gradients(builder(CONFIG), annotate, loss_fn, (INPUTS, TARGETS))
+    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
 
 
 def test_shard_dim_is_a_number_or_a_function():
@@ -468,9 +479,9 @@ def test_shard_dim_is_a_number_or_a_function():
 def test_another_shard_dim_trains():
     last = lambda path, shape: len(shape) - 1 if len(shape) > 1 else None
     annotate = lambda model: js.fully_shard(model, mesh=js.mesh(), units=Block, shard_dim=last)
-    model = js.shard_init(builder(CONFIG), annotate)
+    model = placed(builder(SLIM), annotate)
     assert model.blocks[0].down.kernel.get_raw_value().sharding.spec == P(None, "fsdp")
-    assert_same_gradients(builder(CONFIG), annotate, loss_fn, (INPUTS, TARGETS))
+    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
 
 
 def test_stacked_dims_are_left_alone():
@@ -561,7 +572,7 @@ ODD_CONFIG = Config(layers=1, width=60, hidden=90, vocab=255)
 @pytest.mark.parametrize("count", [3, 5, 6])
 def test_odd_sizes_on_odd_numbers_of_devices(count):
     mesh = js.mesh(devices=jax.devices()[:count])
-    model = sharded(ODD_CONFIG, mesh)
+    model = placed(builder(ODD_CONFIG), annotator(mesh))
     matrices = [leaf for leaf in js.plan(model).leaves if len(leaf.placement.shape) > 1]
     assert all(leaf.placement.degree == count for leaf in matrices)
     batch = token_batch(ODD_CONFIG, batch=30, length=8)

@@ -191,11 +191,11 @@ def _readable(read_bytes):
 
 @pytest.fixture(scope="module")
 def finished_run(tmp_path_factory):
-    """A run of two steps."""
+    """A run of two steps of a model with one layer, which compiles sooner."""
     folder = tmp_path_factory.mktemp("begun")
     (folder / "model.py").write_text(MODEL)
     (folder / "text.txt").write_text(TEXT)
-    arguments = ["--steps", "2", "--data", str(folder / "text.txt"), "--out", str(folder / "run")]
+    arguments = ["--steps", "2", "--set", "model.n_layer=1", "--data", str(folder / "text.txt"), "--out", str(folder / "run")]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", sys.path[:])
         assert cli.main(["train", str(folder / "model.py"), *arguments, "--track"]) == 0

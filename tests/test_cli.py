@@ -16,7 +16,7 @@ from jshard import cli, train
 from jshard.cli import train as cli_train
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.train.metrics import read_metrics
-from tests.compiling import XLA_FLAGS
+from tests.compiling import environment
 from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS
 
@@ -52,10 +52,9 @@ def kept_programs(tmp_path):
 
 def start(*arguments, cwd, env=None, **streams):
     """The command in a process of its own, as a user starts it: no device count is set for it."""
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
     program = "import sys; from jshard.cli import main; sys.exit(main())"
     command = [sys.executable, "-c", program, *arguments]
-    return subprocess.Popen(command, cwd=cwd, env=clean | {"XLA_FLAGS": XLA_FLAGS} | (env or {}), **streams)
+    return subprocess.Popen(command, cwd=cwd, env=environment() | (env or {}), **streams)
 
 
 def read_terminal(terminal):

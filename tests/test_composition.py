@@ -9,10 +9,10 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from tests.helpers import Config, Decoder, annotator, builder, loss_fn, token_batch
+from tests.helpers import Config, Decoder, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import assert_parity, flat, train, worst
 
-CONFIG = Config()
+CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
 # Adam divides a gradient by its own size: where the penalty is a bias's whole gradient, rounding becomes a step.
 PENALTY_TOLERANCE = 1e-5
@@ -193,19 +193,17 @@ def test_batch_norm_can_be_per_shard():
     alike = (np.repeat(np.arange(8, dtype=np.int32), 2)[:, None] * np.ones((1, LENGTH), np.int32), BATCH[1])
     mesh, key = js.mesh(), "layers/0/norm/var"
     plain = train(awkward(norm=True)(), loss_of_call, alike, steps=1).state[key]
-    synced = train(js.shard_init(awkward(norm=True), annotate_awkward(mesh)), loss_of_call, alike, steps=1).state[key]
+    synced = train(placed(awkward(norm=True), annotate_awkward(mesh)), loss_of_call, alike, steps=1).state[key]
     settings = {"sync_batch_norm": False}
     with pytest.warns(UserWarning, match="combines examples of the batch"):
-        local = train(
-            js.shard_init(awkward(norm=True), annotate_awkward(mesh, **settings)), loss_of_call, alike, steps=1
-        )
+        local = train(placed(awkward(norm=True), annotate_awkward(mesh, **settings)), loss_of_call, alike, steps=1)
     np.testing.assert_allclose(synced, plain, rtol=1e-5)
     np.testing.assert_allclose(local.state[key], 0.99, rtol=1e-5)
     assert np.abs(plain - 0.99).max() > 1e-4
 
 
 def test_every_kind_of_output():
-    model, plain = js.shard_init(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
     run = nnx.jit(lambda model, x: {k: v for k, v in model.many(x).items() if k != "name"})
     found, wanted = run(model, BATCH[0]), plain.many(BATCH[0])
     assert found["layers"] == 2
@@ -216,14 +214,14 @@ def test_every_kind_of_output():
 
 
 def test_calls_without_jit_and_without_a_batch():
-    model, plain = js.shard_init(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
     np.testing.assert_allclose(model(BATCH[0]), plain(BATCH[0]), rtol=1e-5, atol=1e-5)
     assert model.num_parameters() == plain.num_parameters()
     np.testing.assert_array_equal(model.doubled(), plain.doubled())
 
 
 def test_global_view_takes_any_batch():
-    model, plain = js.shard_init(awkward(), annotate_awkward(js.mesh())), awkward()()
+    model, plain = placed(awkward(), annotate_awkward(js.mesh())), awkward()()
     run = nnx.jit(lambda model, x: model(x))
     with js.global_view():
         np.testing.assert_allclose(run(model, BATCH[0][:3]), plain(BATCH[0][:3]), rtol=1e-5, atol=1e-5)
@@ -342,7 +340,7 @@ def test_recomputation_sees_the_same_mask():
                 js.fully_shard(layer, mesh=js.mesh(), remat=remat)
             js.fully_shard(model, mesh=js.mesh())
 
-        model = js.shard_init(build, annotate)
+        model = placed(build, annotate)
         grads.append(flat(nnx.jit(lambda m, x, y: nnx.grad(loss_of_call)(m, x, y))(model, *BATCH)))
     for other in grads[1:]:
         assert max(worst(other[k], grads[0][k]) for k in other) < 1e-6
@@ -358,7 +356,7 @@ def test_a_tensor_axis_of_the_models_own():
     mesh = js.mesh(fsdp=4, tensor=2)
     with nnx.use_eager_sharding(False):
         assert_parity(builder(CONFIG), annotate, loss_fn, BATCH)
-        model = js.shard_init(builder(CONFIG), annotate)
+        model = placed(builder(CONFIG), annotate)
     assert model.blocks[0].up.kernel.get_raw_value().sharding.spec == P("fsdp", "tensor")
 
 
@@ -369,13 +367,13 @@ def test_second_derivatives_by_reverse_mode():
 
         return nnx.grad(norm)(model)
 
-    model, plain = js.shard_init(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
+    model, plain = placed(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
     found, wanted = (flat(nnx.jit(curvature)(m, *BATCH)) for m in (model, plain))
     assert max(worst(found[k], wanted[k]) for k in wanted) < 1e-5
 
 
 def test_forward_mode_in_global_view():
-    model, plain = js.shard_init(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
+    model, plain = placed(builder(CONFIG), annotator(js.mesh())), builder(CONFIG)()
 
     def along(model, x, y):
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)

@@ -49,7 +49,7 @@ class ResNet(nn.Module):
 
 def test_a_residual_network_with_batch_norm():
     images = np.random.default_rng(0).normal(size=(16, 8, 8, 3)).astype(np.float32)
-    variables = ResNet().init(jax.random.key(0), images)
+    variables = jax.jit(ResNet().init)(jax.random.key(0), images)
 
     def run(model: nn.Module) -> Any:
         def loss(params):
@@ -124,7 +124,7 @@ class Translator(nn.Module):
 )
 def test_an_encoder_and_a_decoder_that_share_a_table(regions, units):
     source = tokens(seed=3, length=6)[0]
-    variables = Translator().init(jax.random.key(0), source, X)
+    variables = jax.jit(Translator().init)(jax.random.key(0), source, X)
 
     def loss(model, variables):
         if regions == 1:

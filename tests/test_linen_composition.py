@@ -29,20 +29,20 @@ def equal(found: Any, wanted: Any) -> bool:
 
 
 def test_batch_norm_has_the_statistics_of_the_whole_batch():
-    plain = Decoder(depth=2, norm=True)
+    plain = Decoder(depth=1, norm=True)
     model = assert_equal(plain, units=Block)
-    assert_equal(Decoder(depth=1, norm=True), units=[Block, nn.BatchNorm])
+    assert_equal(plain, units=[Block, nn.BatchNorm])
     apart = js.fully_shard(plain, mesh=js.mesh(), units=Block, sync_batch_norm=False)
     variables = plain.init(jax.random.key(0), X)
     with pytest.warns(UserWarning, match="combines examples of the batch"):
         _, alone = apart.apply(variables, X, mutable=["batch_stats"])
     _, together = model.apply(variables, X, mutable=["batch_stats"])
-    assert max(differences(alone, together).values()) > 1e-2
+    assert max(differences(alone, together).values()) > 1e-3
 
 
 @pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
 def test_dropout_differs_between_shards_and_repeats(key):
-    plain, ids = Decoder(depth=2, rate=0.3), np.repeat(X[:1], 16, 0)
+    plain, ids = Decoder(depth=1, rate=0.3), np.repeat(X[:1], 16, 0)
     variables = plain.init(jax.random.key(0), X, train=False)
     gradients = []
     for remat in ("none", "full"):
@@ -151,7 +151,7 @@ def test_a_decoding_cache_stays_split_along_the_batch():
 def test_attention_and_a_table_read_by_hand():
     assert_equal(Attends(), units="attention")
     by_hand = lambda model, variables, mutable: model.apply(variables, X, method="tied", mutable=mutable)
-    assert_equal(SetupDecoder(), by_hand, units=[SetupBlock, "table"])
+    assert_equal(SetupDecoder(depth=1), by_hand, units=[SetupBlock, "table"])
 
 
 class Head(nn.Module):
@@ -272,7 +272,7 @@ def regions(function: Any, *args: Any) -> int:
 
 
 def test_every_way_into_the_model_is_one_region():
-    plain = SetupDecoder()
+    plain = SetupDecoder(depth=1)
     variables = plain.init(jax.random.key(0), X)
     model = js.fully_shard(plain, mesh=js.mesh(), units=SetupBlock)
     assert isinstance(model, SetupDecoder) and repr(model) == repr(plain)
@@ -302,12 +302,13 @@ class Outer(nn.Module):
 
 
 def test_an_annotated_model_inside_a_plain_one():
-    model = js.fully_shard(SetupDecoder(), mesh=js.mesh(), units=SetupBlock)
+    plain = SetupDecoder(depth=1)
+    model = js.fully_shard(plain, mesh=js.mesh(), units=SetupBlock)
     variables = Outer(model).init(jax.random.key(0), X)
     assert js.plan(model).unit_leaves("blocks_0")[0].path == "blocks_0/down/bias"
     assert regions(lambda v: Outer(model).apply(v, X), variables) == 1
     found = jax.jit(lambda v: Outer(model).apply(v, X))(variables)
-    assert equal(found, Outer(SetupDecoder()).apply(variables, X))
+    assert equal(found, Outer(plain).apply(variables, X))
 
 
 def test_a_gradient_of_a_jitted_loss():

@@ -1,6 +1,7 @@
 """bfloat16 gathering and computing with float32 masters and reductions: dtypes as asked, and as near to the truth."""
 
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,15 +11,20 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import Config, abstract, builder, loss_fn, sharded, token_batch
+from tests.helpers import Config, Decoder, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import Trained, flat
 
 CONFIG = Config()
+SMALL = Config(layers=1, attends=False)
 BATCH = token_batch(CONFIG)
 HALF = js.MixedPrecision(param="bfloat16", reduce="float32")
 MESHES = {"zero3": {}, "hsdp": {"replica": 2}}
 
 grad = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
+
+
+def half(mesh: jax.sharding.Mesh, config: Config = CONFIG, **settings: Any) -> Decoder:
+    return placed(builder(config), annotator(mesh, mixed_precision=HALF, **settings))
 
 
 def error(found: dict[str, np.ndarray], truth: dict[str, np.ndarray]) -> float:
@@ -44,7 +50,7 @@ def one_device_in_half(truth) -> float:
 
 @pytest.mark.parametrize(("name", "reshard"), [("zero3", True), ("zero3", 2), ("hsdp", False), ("hsdp", True)])
 def test_no_worse_than_half_precision_on_one_device(name, reshard, truth, one_device_in_half):
-    model = sharded(CONFIG, js.mesh(**MESHES[name]), mixed_precision=HALF, reshard_after_forward=reshard)
+    model = half(js.mesh(**MESHES[name]), reshard_after_forward=reshard)
     loss, grads = grad(model, *BATCH)
     found = flat(grads)
     assert abs(float(loss) - truth.losses[0]) <= 1e-2 * truth.losses[0]
@@ -55,7 +61,7 @@ def test_no_worse_than_half_precision_on_one_device(name, reshard, truth, one_de
 
 @pytest.mark.parametrize("sync", ["each", "last"])
 def test_accumulation(sync, truth, one_device_in_half):
-    model = sharded(CONFIG, js.mesh(), mixed_precision=HALF)
+    model = half(js.mesh())
     run = js.value_and_grad(loss_fn, accumulate=2, sync=sync)
     _, grads = nnx.jit(lambda model, *batch: run(model, *batch))(model, *BATCH)
     found = flat(grads)
@@ -64,7 +70,7 @@ def test_accumulation(sync, truth, one_device_in_half):
 
 
 def test_masters_and_optimizer_state_stay_float32():
-    model = sharded(CONFIG, js.mesh(), mixed_precision=HALF)
+    model = half(js.mesh(), SMALL)
     optimizer = js.shard_optimizer(model, optax.adamw(1e-6))  # steps below what bfloat16 can tell apart
     before = flat(nnx.state(model, nnx.Param))
 
@@ -126,7 +132,7 @@ def test_units_may_differ():
             js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16", output="float32"))
         js.fully_shard(model, mesh=mesh)
 
-    model = js.shard_init(builder(CONFIG), annotate)
+    model = placed(builder(CONFIG), annotate)
     assert nnx.jit(lambda m, x: m(x))(model, BATCH[0]).dtype == jnp.float32
     gathered = {leaf.placement.gathered_dtype for leaf in js.plan(model).leaves if leaf.path.startswith("blocks")}
     assert gathered == {"bfloat16"}
@@ -169,7 +175,7 @@ def on_the_wire(model: nnx.Module) -> dict[str, dict[str, int]]:
 )
 @pytest.mark.parametrize("name", MESHES)
 def test_dtypes_of_the_collectives(name, precision, gathered, reduced):
-    model = abstract(CONFIG, js.mesh(**MESHES[name]), mixed_precision=precision)
+    model = abstract(SMALL, js.mesh(**MESHES[name]), mixed_precision=precision)
     found = on_the_wire(model)
     assert found["all_gather"].keys() == {gathered}
     assert found["reduce_scatter"].keys() == {reduced}
@@ -193,12 +199,12 @@ def test_float64_and_integers_are_left_alone():
 
 
 def test_accumulated_gradients_are_summed_in_the_reduce_dtype():
-    batch = token_batch(CONFIG, batch=64)
-    wanted = flat(grad(builder(CONFIG)(), *batch)[1])
+    batch = token_batch(SMALL, batch=64)
+    wanted = flat(grad(builder(SMALL)(), *batch)[1])
 
     def of(sync):
         accumulated = js.value_and_grad(loss_fn, accumulate=8, sync=sync)
-        model = sharded(CONFIG, js.mesh(), mixed_precision=HALF)
+        model = half(js.mesh(), SMALL)
         return error(flat(nnx.jit(lambda model, x, y: accumulated(model, x, y)[1])(model, *batch)), wanted)
 
     # A sum over eight microbatches in bfloat16 would stand out.

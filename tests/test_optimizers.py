@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from tests.helpers import placed
 from tests.parity import flat
 
 STEPS = 4
@@ -37,7 +38,7 @@ def plain() -> MLP:
 
 
 def sharded(mesh: jax.sharding.Mesh) -> MLP:
-    return js.shard_init(plain, lambda model: js.fully_shard(model, units=nnx.Linear, mesh=mesh))
+    return placed(plain, lambda model: js.fully_shard(model, units=nnx.Linear, mesh=mesh))
 
 
 def matrices(params):
@@ -233,7 +234,7 @@ def test_zero1_over_the_replicas_of_a_sharded_model():
     """Sharded parameters keep their state beside them; only what is replicated is split over replicas."""
     mesh = js.mesh(replica=2)
     annotate = lambda model: js.fully_shard(model, mesh=mesh, ignored="up/kernel")
-    model = js.shard_init(plain, annotate)
+    model = placed(plain, annotate)
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3), shard_replicated=True)
     moments = {path: x for path, x in arrays(optimizer).items() if "mu" in path and "kernel" in path}
     parts = {("up" if "up" in path else "down"): x.addressable_shards[0].data.nbytes for path, x in moments.items()}

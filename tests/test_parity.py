@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import Config, Decoder, builder, loss_fn, token_batch
+from tests.helpers import Config, Decoder, builder, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat
 
 STRATEGIES = ("replicate", "zero2", "zero3", "hsdp", "hpz")
@@ -64,6 +64,7 @@ def pairs(case: Case) -> set[tuple]:
     return set(itertools.combinations(enumerate(dataclasses.astuple(case)), 2))
 
 
+@functools.cache
 def covering_cases() -> list[Case]:
     """Cases in which each possible pair of settings occurs, taken greedily: always the one with most new pairs."""
     cases, chosen = every_case(), []
@@ -117,7 +118,7 @@ def one_device(config: Config) -> Trained:
 
 def run(case: Case) -> Trained:
     mesh = make_mesh(case)
-    model = js.shard_init(builder(case.config), functools.partial(annotate, case, mesh))
+    model = placed(builder(case.config), functools.partial(annotate, case, mesh))
     sharded = [leaf for leaf in js.plan(model).leaves if leaf.placement.dim is not None]
     assert bool(sharded) == (case.strategy != "replicate" and case.degree != "1")
     steps, _, sync = case.accumulate.partition(" ")

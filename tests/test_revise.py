@@ -10,7 +10,7 @@ from jshard._errors import AnnotationError, ShardingError
 from jshard._revise import revise
 from jshard.engine.context import plain_flax
 from jshard.train.settings.units import parse_units, with_units
-from tests.helpers import Config, abstract, builder, loss_fn, sharded, token_batch
+from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.micro_gpt import MODELS, micro
 
 UNTIED = Config(layers=3, tied=False)
@@ -89,8 +89,8 @@ def test_a_model_file_with_other_units():
 @pytest.mark.parametrize("scanned", [False, True], ids=["loop", "scan"])
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_plain_flax_computes_the_same(scanned, remat):
-    config = Config(scanned=scanned)
-    model = sharded(config, js.mesh(), remat=remat)
+    config = Config(scanned=scanned, attends=False)
+    model = placed(builder(config), annotator(js.mesh(), remat=remat))
     batch = token_batch(config)
     step = nnx.jit(nnx.value_and_grad(loss_fn))
     loss, grads = step(model, *batch)

@@ -12,10 +12,10 @@ from flax import nnx
 
 import jshard as js
 from jshard.inspect import collectives, full_bytes
-from tests.helpers import Block, Config, Decoder, compile_to_read, loss_fn, token_batch
+from tests.helpers import Config, Decoder, compile_to_read, loss_fn, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 
-DEEP = Config(layers=12)
+DEEP = Config(layers=6, attends=False)  # some rounds of the loop, beside the layers before and after it
 BATCH = token_batch(DEEP, batch=16, length=8)
 
 
@@ -52,7 +52,7 @@ def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
 
 
 def annotated(mesh: Any, config: Config = DEEP, **settings: Any) -> Scanning:
-    """Made whole and then placed: a program that makes twelve layers is dearer than all else here."""
+    """Made whole and then placed: a program that makes its layers is dearer than all else here."""
     model = build(config)
     annotate(model, mesh, **settings)
     return model
@@ -207,8 +207,9 @@ class NoisyStack(nnx.Module):
         return carry["x"], outs["aux"].sum(0), jnp.moveaxis(outs["cache"], 0, 1)
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_dropout_statistics_caches_and_auxiliary_losses(remat):
+@functools.cache
+def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str, np.ndarray]]:
+    """Gradients of two steps, and the state after them."""
     mesh = js.mesh(replica=2, fsdp=4)
     rng = np.random.default_rng(0)
     batch = [rng.normal(size=s).astype(np.float32) for s in ((16, 32), (16, 4, 32))] + [np.ones(32, np.float32)]
@@ -217,20 +218,17 @@ def test_dropout_statistics_caches_and_auxiliary_losses(remat):
         y, aux, new = model(x, caches, mask)
         return (y**2).mean() + aux.mean() + (new * caches).mean()
 
-    found = []
-    for loop in (True, False):
+    model = NoisyStack(nnx.Rngs(0), loop)
+    for layer in model.layers:
+        js.fully_shard(layer, mesh=mesh, remat=remat, min_size=256)
+    js.fully_shard(model, mesh=mesh)
+    grad = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))
+    return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))
 
-        def annotate(model):
-            for layer in model.layers:
-                js.fully_shard(layer, mesh=mesh, remat=remat, min_size=256)
-            js.fully_shard(model, mesh=mesh)
 
-        model = NoisyStack(nnx.Rngs(0), loop)
-        annotate(model)
-        grad = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))
-        grads = [flat(grad(model, *batch)) for _ in range(2)]
-        found.append((grads, flat(nnx.state(model, nnx.Not(nnx.Param)))))
-    (loop_grads, loop_state), (scan_grads, scan_state) = found
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_dropout_statistics_caches_and_auxiliary_losses(remat):
+    (loop_grads, loop_state), (scan_grads, scan_state) = noisy(True, "none"), noisy(False, remat)
     for a, b in zip(scan_grads, loop_grads, strict=True):
         assert_equal(a, b)
     assert any(worst(loop_grads[0][k], loop_grads[1][k]) > 0.01 for k in loop_grads[0])  # the masks are fresh ones
@@ -240,12 +238,11 @@ def test_dropout_statistics_caches_and_auxiliary_losses(remat):
 
 
 def test_low_precision_in_the_carry(options):
-    mesh, policy = js.mesh(fsdp=-1), js.MixedPrecision(param="bfloat16", reduce="float32")
-    model, loop = annotated(mesh, mixed_precision=policy), Decoder(DEEP, nnx.Rngs(0))
-    js.fully_shard(loop, units=Block, mesh=mesh, mixed_precision=policy)
+    policy = js.MixedPrecision(param="bfloat16", reduce="float32")
+    model = annotated(js.mesh(fsdp=-1), mixed_precision=policy)
     program = nnx.jit(nnx.grad(loss_fn)).lower(model, *BATCH).compile()
-    found, expected = flat(program(model, *BATCH)), gradients(loop)
-    assert max(worst(found[k], expected[k]) for k in expected) < 0.1
+    found, expected = flat(program(model, *BATCH)), wanted(False)
+    assert 1e-3 < max(worst(found[k], expected[k]) for k in expected) < 0.05
     assert collectives(program.compiled)
 
 

@@ -22,7 +22,7 @@ MODEL_FILE = dataclasses.replace(
     load_model_file(__file__.replace("test_train_run", "micro_gpt")),
     generate=load_model_file(MODELS / "gpt.py").generate,
 )
-DROPOUT = dataclasses.replace(micro().model, dropout=0.1)
+DROPOUT = dataclasses.replace(micro().model, n_layer=1, dropout=0.1)
 RECIPE = dataclasses.replace(
     micro(), model=DROPOUT, num_steps=8, learning_rate=1e-2, eval_every=4, checkpoint_every=3, keep_checkpoints=2
 )

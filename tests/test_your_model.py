@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from tests.compiling import XLA_FLAGS
+from tests import compiling
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "your_model.md"
 NUMBER = r"\d+(?:[.,:]\d+)*(?:e[+-]?\d+)?"
@@ -110,14 +110,10 @@ def environment(folder):
     for name, program in {"jshard": "-m jshard ", "python": ""}.items():
         (bin_folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program}"$@"\n')
         (bin_folder / name).chmod(0o755)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_FLAGS", "JAX_NUM", "JSHARD_", "COLUMNS"))}
-    compiling = {
-        "XLA_FLAGS": XLA_FLAGS,
-        "JAX_COMPILATION_CACHE_DIR": str(folder / "compiled"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    kept = {
+        k: v for k, v in compiling.environment(folder / "compiled").items() if not k.startswith(("JSHARD_", "COLUMNS"))
     }
-    return kept | compiling | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    return kept | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 
 @pytest.mark.timeout(1200)  # a dozen commands; about a minute on two idle cores

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
-from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.opened import ForeignCheckpoint, open_checkpoint
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
@@ -70,6 +71,8 @@ def restore(
     rename: Mapping[str, str] | None = None,
     missing: Missing = "error",
     extra: Extra = "error",
+    names: Names | None = None,
+    read_once: bool | None = None,
     verify: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
@@ -80,7 +83,7 @@ def restore(
     is read. Dtypes may change among floating ones, and to wider integers; one warning lists them.
 
     Args:
-        path: what `save` was given.
+        path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP) or safetensors wrote.
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
         only: "params" reads the parameters of modules, and the beginning of a path what lies below it; all else is
@@ -88,6 +91,10 @@ def restore(
         rename: beginnings of paths in `like`, and of the stored paths that they stand for.
         missing: what to do where nothing is stored for a leaf: "error", or "init" to leave it as `like` has it.
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
+        names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in
+            `models/gpt.py` says; see `jshard.checkpoint.formats.Stored`.
+        read_once: whether shards that several processes hold are read once, in parts, and exchanged between their
+            devices; by default on buckets, from four copies on.
         verify: whether sums of all values are compared with those that were computed when they were saved.
         timeout_s: how long to wait for other processes.
 
@@ -101,8 +108,12 @@ def restore(
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
-    opened = OrbaxCheckpoint(_local(path), verify=verify)
-    restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
+    opened = open_checkpoint(_local(path), names=names, verify=verify)
+    if isinstance(opened, ForeignCheckpoint) and rename is None and isinstance(like, Mapping) and len(like) == 1:
+        name = str(next(iter(like)))
+        if not any(path.startswith(f"{name}/") for path in opened.leaves):  # others have no name for the whole model
+            rename = {name: ""}
+    restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.run(verify=verify, timeout_s=timeout_s)
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _LOGGERS = ("absl", "asyncio")
-_EXPECTED = ("Skipping merge of OCDBT",)  # said of every checkpoint that is written without OCDBT
+_EXPECTED = ("Skipping merge of OCDBT", "TensorStore data files not found")  # said of every one without OCDBT
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 
 
@@ -78,7 +78,7 @@ def _clear_remains(error: BaseException) -> None:
 
 
 class _NotLate:
-    """A hook for errors that nobody can catch, without those of reads and writes that end after one of them has failed."""
+    """A hook for errors that nobody can catch, without those of work that ends after its like has failed."""
 
     def __init__(self, before: Callable[[Any], None]) -> None:
         self._before = before

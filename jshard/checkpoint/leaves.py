@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
@@ -16,6 +17,11 @@ from jshard.checkpoint.errors import CheckpointError
 Path = tuple[str, ...]
 
 _ESCAPED = {"%": "%25", "/": "%2F", ".": "%2E"}  # characters that separate keys on disk
+_STORABLE = frozenset(  # what TensorStore has names for
+    "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
+    "complex64 complex128".split()
+)
 
 
 def flatten(state: Any) -> dict[Path, Any]:
@@ -24,8 +30,25 @@ def flatten(state: Any) -> dict[Path, Any]:
     Args:
         state: a mapping of names to nnx modules, nnx optimizers, pytrees of arrays, numbers and texts, and objects
             with `get_state()` and `set_state()`; or one of these alone.
+
+    Raises:
+        CheckpointError: two leaves have one path.
     """
-    return {path: leaf for name, value in _parts(state) for path, leaf in _leaves(value, name)}
+    found: dict[Path, Any] = {}
+    twice = []
+    for name, value in _parts(state):
+        for path, leaf in _leaves(value, name):
+            if path in found:
+                twice.append(text(path))
+            found[path] = leaf
+    if twice:
+        raise CheckpointError(
+            "The state cannot be stored by path.",
+            where=sorted(twice),
+            why="two leaves have the same path: keys are stored as text, so that 1 and '1' are one.",
+            do="name them differently.",
+        )
+    return found
 
 
 def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
@@ -69,7 +92,7 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
 
 
 def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, Any]:
-    """Leaves in the kinds that are stored: arrays, ints, floats and texts.
+    """Leaves in the kinds that are stored: arrays, ints, floats and texts, of these types and no others.
 
     Args:
         leaves: of a state, by path.
@@ -84,13 +107,14 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
         key = text(path)
         value = _without_values(leaf) if abstract else _stored(leaf)
         if value is None:
-            bad.append(f"{key}  a {type(leaf).__name__}")
+            bad.append(f"{key}  {_kind(leaf)}")
         stored[key] = value
     if bad:
         raise CheckpointError(
             f"The state cannot be saved: {len(bad)} leaves are no data.",
             where=bad,
-            why="a checkpoint holds arrays, numbers and texts, and objects with get_state() and set_state().",
+            why="a checkpoint holds arrays of numbers, numbers of up to 64 bits, texts, and objects with get_state() "
+            "and set_state().",
             do="leave them out of the state, or save what they are made of.",
         )
     return stored
@@ -116,17 +140,17 @@ def is_array(leaf: Any) -> bool:
 def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
     """Shape, dtype and sharding of every array; other leaves stay as they are.
 
-    Arrays that were given no sharding, such as the random state of an abstract model, are replicated over the mesh
-    of the others.
+    Arrays on no mesh, such as the random state of an abstract model, are replicated over the mesh of the others.
     """
     found = (getattr(leaf, "sharding", None) for leaf in leaves.values())
     meshes = [sharding.mesh for sharding in found if isinstance(sharding, NamedSharding)]
-    rest = NamedSharding(meshes[0], PartitionSpec()) if meshes else SingleDeviceSharding(jax.local_devices()[0])
+    over_mesh = NamedSharding(meshes[0], PartitionSpec()) if meshes else None
 
     def one(leaf: Any) -> Any:
         if not is_array(leaf):
             return leaf
-        sharding = leaf.sharding if isinstance(leaf.sharding, NamedSharding) else rest
+        own = leaf.sharding or SingleDeviceSharding(jax.local_devices()[0])
+        sharding = own if isinstance(own, NamedSharding) else over_mesh or own
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return {path: one(leaf) for path, leaf in leaves.items()}
@@ -134,17 +158,32 @@ def abstract(leaves: Mapping[Path, Any]) -> dict[Path, Any]:
 
 def _stored(leaf: Any) -> Any:
     """A leaf as it is stored; None for what cannot be."""
-    if isinstance(leaf, jax.Array | np.ndarray):
-        return leaf if leaf.dtype != object else None
-    if isinstance(leaf, bool):
-        return int(leaf)
-    if isinstance(leaf, int | float | str):
-        return leaf
-    if isinstance(leaf, np.generic):
-        return np.asarray(leaf)
+    if isinstance(leaf, str):
+        return str(leaf)
+    if isinstance(leaf, np.ndarray | np.generic):
+        array = np.asarray(leaf)
+        # A copy: the caller may go on to change his own. No order of bytes is told on disk.
+        return array.astype(array.dtype.newbyteorder("=")) if _is_storable(array.dtype) else None
+    if isinstance(leaf, jax.Array):
+        return leaf if _is_storable(leaf.dtype) else None
+    if isinstance(leaf, int):
+        return int(leaf) if -(2**63) <= leaf < 2**63 else None
+    if isinstance(leaf, float):
+        return float(leaf)
     if is_data_position(leaf):
         return position_text(leaf)
     return None
+
+
+def _is_storable(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key) or dtype.name in _STORABLE
+
+
+def _kind(leaf: Any) -> str:
+    """What a leaf is, for messages."""
+    if isinstance(leaf, jax.Array | np.ndarray):
+        return f"an array of {leaf.dtype}"
+    return f"an int of {leaf.bit_length()} bits" if isinstance(leaf, int) else f"a {type(leaf).__name__}"
 
 
 def _without_values(leaf: Any) -> Any:
@@ -170,12 +209,18 @@ def _is_nnx(value: Any) -> bool:
 def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
     if _is_nnx(value) or isinstance(value, nnx.State):
         for path, variable in nnx.to_flat_state(nnx.state(value) if _is_nnx(value) else value):
-            raw = variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
-            if jax.tree.leaves(raw):  # Optax masks parameters out with nodes that hold nothing
-                yield (*name, *map(str, path)), raw
+            yield from _tree_leaves(_held(variable), (*name, *map(str, path)))  # mostly one; Optax masks some out
     else:
-        for path, leaf in jax.tree_util.tree_flatten_with_path(value)[0]:
-            yield (*name, *(jax.tree_util.keystr((key,), simple=True) for key in path)), leaf
+        yield from _tree_leaves(value, name)
+
+
+def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        yield (*name, *(jax.tree_util.keystr((key,), simple=True) for key in path)), leaf
+
+
+def _held(variable: Any) -> Any:
+    return variable.get_raw_value() if isinstance(variable, nnx.Variable) else variable
 
 
 def _filled(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
@@ -183,11 +228,13 @@ def _filled(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
         graphdef, state = nnx.split(value)
         return nnx.merge(graphdef, _filled(state, name, leaves))
     if not isinstance(value, nnx.State):
-        return jax.tree.unflatten(jax.tree.structure(value), [leaves[path] for path, _ in _leaves(value, name)])
+        return _filled_tree(value, name, leaves)
     filled = []
     for path, variable in nnx.to_flat_state(value):
-        leaf = leaves.get((*name, *map(str, path)))
-        if leaf is not None:
-            variable = variable.replace(leaf) if isinstance(variable, nnx.Variable) else leaf
-        filled.append((path, variable))
+        held = _filled_tree(_held(variable), (*name, *map(str, path)), leaves)
+        filled.append((path, variable.replace(held) if isinstance(variable, nnx.Variable) else held))
     return nnx.from_flat_state(filled)
+
+
+def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
+    return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path, _ in _tree_leaves(tree, name)])

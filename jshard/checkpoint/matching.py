@@ -80,7 +80,7 @@ def match(
             continue
         picks[path] = pick
         found = _as_wanted(pick, stored)
-        verdict = _compare(found, leaf)
+        verdict = _compare(found, leaf) or _unequal_layers(pick, stored)
         if verdict == "cast":
             casts.append(f"{path}  {found.dtype} -> {leaf.dtype}")
         elif verdict is not None:
@@ -148,6 +148,11 @@ def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     if _both(jnp.integer, stored, wanted) and np.can_cast(stored.dtype, wanted.dtype, "safe"):
         return "cast"
     return f"stored {stored.dtype}  wanted {wanted.dtype}"
+
+
+def _unequal_layers(pick: Pick, stored: Mapping[str, StoredLeaf]) -> str | None:
+    shapes = {stored[path].shape for path in pick.stored}
+    return f"stored layers of shapes {', '.join(map(str, sorted(shapes)))}  wanted a stack" if len(shapes) > 1 else None
 
 
 def _values_fit(stored: str, wanted: str) -> bool:

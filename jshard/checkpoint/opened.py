@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,7 +14,12 @@ from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import reason
+from jshard.checkpoint.formats import NamedSource, Source, foreign_source
+from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.seal import Seal, StoredLeaf
+
+
+_UNNAMED = StoredLeaf(shape=(), dtype="str")
 
 
 class Opened(Protocol):
@@ -102,6 +107,73 @@ class OrbaxCheckpoint:
                 do="copy it again, or restore another one; or this one without any check: verify=False.",
             )
         return {path: _described(leaf) for path, leaf in found.items()}
+
+
+class ForeignCheckpoint:
+    """What another library wrote: leaves under our paths, read box by box.
+
+    Args:
+        path: where it lies.
+        source: its arrays.
+        names: stored name of every leaf, by path.
+        values: its numbers and texts, by path.
+        unnamed: stored names that have no counterpart here.
+    """
+
+    seal: Seal | None = None
+
+    def __init__(
+        self, path: Path, source: Source, names: Mapping[str, str], values: Mapping[str, Any], unnamed: Sequence[str]
+    ) -> None:
+        self.path, self._source, self._names, self._values = path, source, names, values
+        arrays = {
+            name: StoredLeaf(shape=source.leaves[stored].shape, dtype=source.leaves[stored].dtype.name)
+            for name, stored in names.items()
+        }
+        others = {name: StoredLeaf(shape=(), dtype=type(value).__name__) for name, value in values.items()}
+        self.leaves: Mapping[str, StoredLeaf] = arrays | others | {name: _UNNAMED for name in unnamed}
+
+    def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Opened.read`; host memory holds the boxes of one leaf."""
+        return {name: self._read(name, like) for name, like in wanted.items()}
+
+    def _read(self, name: str, like: Any) -> Any:
+        if name in self._values:
+            return self._values[name]
+        stored = self._names[name]
+        if not isinstance(like, jax.ShapeDtypeStruct):
+            return self._source.read(stored, tuple(slice(None) for _ in self.leaves[name].shape))
+        assert like.sharding is not None
+        leaf = jax.make_array_from_callback(like.shape, like.sharding, lambda box: self._source.read(stored, box or ()))
+        return jax.block_until_ready(leaf)  # before the next one is read
+
+
+def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = True) -> Opened:
+    """Opens a checkpoint, whoever wrote it.
+
+    Args:
+        path: its folder, or a file.
+        names: what the other library calls our leaves; by default as we do, with dots for slashes.
+        verify: see `OrbaxCheckpoint`.
+
+    Raises:
+        CheckpointError: there is no checkpoint there.
+        RunError: what describes it is damaged.
+    """
+    source = foreign_source(path)
+    if source is None:
+        return OrbaxCheckpoint(path, verify=verify)
+    if names is not None:
+        named = NamedSource(source, names)
+        return ForeignCheckpoint(path, named, {name: name for name in named.leaves}, {}, named.unused)
+    # Others put dots between the keys.
+    values = {_as_path(name): value for name, value in getattr(source, "values", {}).items()}
+    known = {name: value for name, value in values.items() if type(value) in (int, float, str)}
+    return ForeignCheckpoint(path, source, {_as_path(name): name for name in source.leaves}, known, ())
+
+
+def _as_path(name: str) -> str:
+    return name.replace(".", "/")
 
 
 def unreadable(path: Path, why: str) -> RunError:

@@ -22,12 +22,14 @@ from jshard._errors import RunError
 from jshard._processes import exchange
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
+from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.history import mesh_layout
 from jshard.checkpoint.matching import Pick, match, renamed
-from jshard.checkpoint.opened import Opened, unreadable
+from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.saving import give_memory_back
+from jshard.checkpoint.spread import cut_further, spreads
 from jshard.checkpoint.sums import LeafSums, Sums, add, word_bits
 
 _SUMMING_THREADS = 2
@@ -46,6 +48,7 @@ class Restoring:
         rename: see `restore`.
         missing: see `restore`.
         extra: see `restore`.
+        read_once: see `restore`.
 
     Raises:
         CheckpointError: it does not fit; every leaf that is wrong is named.
@@ -60,8 +63,9 @@ class Restoring:
         rename: Mapping[str, str] | None = None,
         missing: Missing = "error",
         extra: Extra = "error",
+        read_once: bool | None = None,
     ) -> None:
-        self.opened, self._like = opened, like
+        self.opened, self._like, self._read_once = opened, like, read_once
         self.phases = Phases()
         with self.phases("plan"):
             _check_policies(missing, extra)
@@ -90,8 +94,17 @@ class Restoring:
         found: dict[str, Any] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
-                found.setdefault(path, _to_read(self.opened.leaves[path], pick, self._wanted[key]))
+                found.setdefault(path, self._spread(_to_read(self.opened.leaves[path], pick, self._wanted[key])))
         return found
+
+    def _spread(self, like: Any) -> Any:
+        """An array to be read, cut further where several processes would read the same."""
+        if not isinstance(like, jax.ShapeDtypeStruct) or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
+            return like
+        remote = storage.is_remote(self.opened.path)
+        if not (axes := spreads(like.sharding, remote=remote, asked=self._read_once)):
+            return like
+        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
 
     def shape_wanted(self, key: str) -> tuple[int, ...]:
         """The shape of a wanted leaf."""
@@ -180,7 +193,7 @@ class Restoring:
             told.append(_list(f"{len(self.match.missing)} leaves stay as `like` has them", self.match.missing))
         if self.match.extra:
             told.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
-        if verify and self.opened.seal is None:
+        if verify and self.opened.seal is None and isinstance(self.opened, OrbaxCheckpoint):
             told.append("it has no sums to be checked by: jshard did not write it.")
         if told:
             message = f"{self.opened.path} is restored; " + "\n".join(told)
@@ -268,6 +281,8 @@ def _to_read(stored: _seal.StoredLeaf, pick: Pick, wanted: Any) -> Any:
         return np.empty(stored.shape, stored.dtype)
     is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
     dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
+    if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
+        return np.empty(stored.shape, stored.dtype)
     shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
     shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
     sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
@@ -286,13 +301,14 @@ def _finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
     if not isinstance(wanted, jax.ShapeDtypeStruct):
         return _on_host(pick, found, wanted)
     leaf = found[0]
-    if not isinstance(leaf, jax.Array):  # a value of Python for an array
-        return jax.device_put(jnp.asarray(leaf, wanted.dtype), wanted.sharding)
+    if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
+        array = np.asarray(_picked(pick, found)).astype(wanted.dtype)
+        return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
     if pick.form == "stack":
         return _stacked(wanted.dtype, wanted.sharding)(found)
     if pick.form == "layer":
         return _layer(wanted.dtype, wanted.sharding)(leaf, pick.layer)
-    if leaf.dtype != wanted.dtype:
+    if leaf.dtype != wanted.dtype or not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
         return _cast(wanted.dtype, wanted.sharding)(leaf)
     return leaf
 
@@ -301,8 +317,12 @@ def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
     """The same for leaves that are not on devices."""
     if not isinstance(found[0], np.ndarray):
         return found[0] if not isinstance(wanted, np.ndarray) else np.asarray(found[0], wanted.dtype)
-    array = np.stack(found) if pick.form == "stack" else found[0][pick.layer] if pick.form == "layer" else found[0]
+    array = np.asarray(_picked(pick, found))
     return array.astype(wanted.dtype) if isinstance(wanted, np.ndarray) else array.item()
+
+
+def _picked(pick: Pick, found: list[Any]) -> Any:
+    return np.stack(found) if pick.form == "stack" else found[0][pick.layer] if pick.form == "layer" else found[0]
 
 
 # One program for all leaves of a shape.

@@ -62,7 +62,8 @@ class Saving:
         timeout_s: float,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self._step, self._metrics, self._timeout_s = path, step, dict(metrics or {}), timeout_s
+        self.path, self._step, self._timeout_s = path, step, timeout_s
+        self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
         with self.phases("plan"):

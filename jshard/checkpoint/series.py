@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
@@ -48,6 +49,10 @@ class Checkpointer:
         on_failure: what becomes of a save that failed while training went on: "raise" at the next call, or "warn".
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
+    Attributes:
+        folder: where they lie.
+        completed: the step that this object saved last, complete and on the disk.
+
     Raises:
         CheckpointError: `keep` is less than one, or the processes do not see the same folder.
 
@@ -80,6 +85,7 @@ class Checkpointer:
             )
         self._on_failure = on_failure
         self._pending: Pending | None = None
+        self.completed: int | None = None
         check_shared(self.folder, timeout_s=min(timeout_s, _SHOWN_S))
 
     def __enter__(self) -> Checkpointer:
@@ -189,8 +195,11 @@ class Checkpointer:
         if self._pending is not None and self._pending.is_done():
             self.wait()
 
-    def wait(self) -> None:
+    def wait(self, timeout_s: float | None = None) -> None:
         """Waits until no save is at work.
+
+        Args:
+            timeout_s: how long; by default twice as long as a wait for other processes may take.
 
         Raises:
             RunError: it failed, or did not end in time; older checkpoints are as they were.
@@ -199,7 +208,7 @@ class Checkpointer:
         if pending is None:
             return
         try:
-            pending.wait(2 * self.timeout_s)
+            pending.wait(2 * self.timeout_s if timeout_s is None else timeout_s)
         except RunError as error:
             if self._on_failure == "raise":
                 raise
@@ -254,6 +263,19 @@ class Checkpointer:
                 self._note({"kind": "restore", "step": step, **restoring.record})
                 return restored
 
+    def set_aside_newer(self, step: int) -> None:
+        """Renames checkpoints of later steps to `STEP.damaged`: a run that went back saves these steps again.
+
+        Args:
+            step: the one that was restored; every process calls it.
+        """
+        for newer in self.steps() if is_primary() else []:
+            if newer > step:
+                path = self.path(newer)
+                aside = next(p for n in itertools.count() if not (p := _damaged_name(path, n)).exists())
+                path.rename(aside)
+                _warn(f"the damaged checkpoint {path} is now called {aside.name}.")
+
     def _begin(self, step: int) -> None:
         """Removes what interrupted saves left, and notes that this step is ours before it is there."""
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -284,6 +306,7 @@ class Checkpointer:
         except RunError as error:
             self._failed(step, error)
             raise self._not_written(self.path(step), error) from error
+        self.completed = step
         self._note({"kind": "save", "step": step, **saving.record})
         if is_primary():
             self._delete_old(step)
@@ -367,6 +390,10 @@ class Checkpointer:
             if others
             else "start the run anew, in another folder.",
         )
+
+
+def _damaged_name(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))
 
 
 def _warn(message: str) -> None:

@@ -42,7 +42,7 @@ class LeafSums:
     """The sums over what this process holds of a leaf; on an accelerator they are on their way when it is made.
 
     Args:
-        leaf: an array; of copies of a shard one counts.
+        leaf: an array; of copies of a shard one counts, and of what each process has for itself that of the first.
     """
 
     def __init__(self, leaf: jax.Array | np.ndarray) -> None:
@@ -50,7 +50,9 @@ class LeafSums:
             leaf = jax.random.key_data(leaf)
         self.bits = word_bits(leaf.dtype)
         self._shape = tuple(leaf.shape)
-        if isinstance(leaf, jax.Array):
+        if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
+            self._parts = []
+        elif isinstance(leaf, jax.Array):
             self._parts = [_part(shard, self._shape) for shard in leaf.addressable_shards if shard.replica_id == 0]
         else:
             self._parts = [(leaf, tuple(slice(None) for _ in self._shape))]

@@ -24,6 +24,7 @@ COMMANDS = {
     "train": "train a recipe of a model file",
     "plan": "what a recipe needs, compiled for a cluster that you need not own",
     "trace": "what a profile of a run says: computing, communicating, both, idle",
+    "ckpt": "what is in checkpoints: ls, inspect, verify, diff, reshard, import, export, timeline",
 }
 
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(

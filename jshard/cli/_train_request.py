@@ -72,6 +72,11 @@ class TrainArgs:
     """Folder to write, empty or new; by default runs/MODEL-RECIPE, with a number if that is taken."""
     resume: bool = False
     """Continue the run in --out (by default the newest of this recipe) from its last checkpoint, with its options."""
+    init_from: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Begin with the parameters of a checkpoint: of jshard (a checkpoint, or a run), of Orbax, of PyTorch's distributed
+    checkpoints, or safetensors; the model file's `hf_names` says what others call them."""
+    stop_deadline: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
+    """How long the save of a run that is asked to stop (SIGTERM) may take; by default there is no limit."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256

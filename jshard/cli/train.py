@@ -92,6 +92,8 @@ def _train(request: Request) -> int:
         profile=request.profile,
         sample_tokens=args.sample_tokens,
         compiler_options=compiler_options,
+        init_from=args.init_from,
+        stop_deadline_s=args.stop_deadline,
         say=say,
     )
     if finished.stopped_by is not None:

@@ -56,10 +56,12 @@ class Every:
     Attributes:
         steps: the interval; None only after the last step.
         do: what is done; given the number of steps that are done.
+        check: called after every step; raises what went wrong since.
     """
 
     steps: int | None
     do: Callable[[int], Any]
+    check: Callable[[], None] = lambda: None
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether it is done after this step."""
@@ -210,6 +212,8 @@ class _Loop:
             scalars = self._do(batch, done)
             self._in_flight.append((done, (scalars, self._agreement.start(self._stop.received or 0))))
             self._wait(in_flight=1)
+            if self._checkpoint is not None:
+                self._checkpoint.check()
             self._between_steps(done, last=num_steps)
         self._wait(in_flight=0)
         if self._stopped_by is None:  # asked during the last evaluation or save: there may be no time for more

@@ -6,7 +6,7 @@ A *model file* is an ordinary Python file. Three names in it are needed:
     build(config, rngs)        the Flax model for `recipe.model`
     annotate(model, mesh)      calls `js.fully_shard` on the units, the root last
 
-and four are optional:
+and five are optional:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
@@ -14,6 +14,7 @@ and four are optional:
     generate(model, prompt, num_tokens, *, key)
                                continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
+    hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
 
 `batch` is what the data gives, stacked; of text a dict of two int32 arrays of shape (batch_size, sequence_length):
 "inputs", and "targets", the same text one token later. `models/gpt.py` is an example to copy.
@@ -47,7 +48,7 @@ LossFn = Callable[[Any, Any], jax.Array]
 
 MODULE_PREFIX = "jshard_model_file_"  # of the names of loaded files in sys.modules
 _NEEDED = ("RECIPES", "build", "annotate")
-_OPTIONAL = ("loss_fn", "data", "generate", "flops")
+_OPTIONAL = ("loss_fn", "data", "generate", "flops", "hf_names")
 
 
 class ModelFileError(ShardingError):
@@ -73,6 +74,7 @@ class ModelFile:
         data: makes the data of a recipe; None for text.
         generate: continues prompts; None for no sample.
         flops: of a step, with their formula; None for those of a dense transformer.
+        hf_names: what Hugging Face calls each parameter; None where nobody said.
     """
 
     path: Path
@@ -83,6 +85,7 @@ class ModelFile:
     data: Callable[[Any], Any] | None = None
     generate: Callable[..., jax.Array] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
+    hf_names: Callable[[Any], Mapping[str, Any]] | None = None
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
         """The named recipe, or the file's first, with its name.

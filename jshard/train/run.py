@@ -44,7 +44,7 @@ from jshard.train.profile import StepProfile, check_profile, left_to_profile
 from jshard.train.sample import sample_text
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.recipe_check import check_batch, check_recipe
-from jshard.train.state import batch_like, create, restore
+from jshard.train.state import batch_like, create, create_from, restore
 from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
 
@@ -85,6 +85,8 @@ def run_recipe(
     sample_tokens: int = 256,
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
+    init_from: Path | None = None,
+    stop_deadline_s: float | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -107,6 +109,8 @@ def run_recipe(
         sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
         profile: numbers of steps to profile, such as range(11, 16); see `StepProfile`.
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
+        init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads.
+        stop_deadline_s: how long the last save of a run that is asked to stop may take; no limit by default.
         say: prints a line.
 
     Returns:
@@ -130,7 +134,7 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
-        job = _Job(model_file, recipe, mesh, data, folder, say, profile, compiler_options)
+        job = _Job(model_file, recipe, mesh, data, folder, say, profile, compiler_options, init_from, stop_deadline_s)
         return job.run(loader, eval_loader, track, sample_tokens)
 
 
@@ -147,11 +151,15 @@ class _Job:
         say: Callable[[str], object],
         profile: range | None,
         compiler_options: Mapping[str, Any] | None,
+        init_from: Path | None,
+        stop_deadline_s: float | None,
     ) -> None:
-        self._compiler_options = compiler_options
+        self._compiler_options, self._init_from, self._stop_deadline_s = compiler_options, init_from, stop_deadline_s
         self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
         self._folder, self._say, self._to_profile = folder, say, profile
         self._checkpoints = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
+        self._metrics: dict[int, dict[str, float]] = {}  # of the last evaluation, by step
+        self._noted: int | None = None
         self._is_begun = False  # a run that is refused leaves nothing to go on from
 
     def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
@@ -177,7 +185,11 @@ class _Job:
         latest = self._checkpoints.agreed_latest()
         if latest is None:
             self._is_begun = True
-            return *create(self._model_file, self._recipe, self._mesh), 0
+            if self._init_from is None:
+                return *create(self._model_file, self._recipe, self._mesh), 0
+            begun = create_from(self._model_file, self._recipe, self._mesh, self._init_from)
+            self._say(f"parameters of {self._init_from}")
+            return *begun, 0
         try:
             state = restore(self._model_file, self._recipe, self._mesh, self._checkpoints, latest)
         except CheckpointError as error:
@@ -189,8 +201,10 @@ class _Job:
                 why=f"{self._model_file.path} now builds another model, or another optimizer, than the run has.",
                 do="resume with the file as it was; or begin a new run: without --resume, in another --out.",
             ) from error
-        self._say(f"resumed from {self._checkpoints.path(latest)}")
-        launch.note(step=latest, checkpoint=str(self._checkpoints.path(latest)))
+        path = self._checkpoints.path(state[2])
+        self._checkpoints.set_aside_newer(state[2])
+        self._say(f"resumed from {path}")
+        launch.note(step=state[2], checkpoint=str(path))
         return state
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
@@ -221,21 +235,27 @@ class _Job:
         profile = self._profile(step, start_step, note)
         batches = loader.train(recipe.num_steps, start_step=start_step)
         try:
-            return fit(
-                step,
-                batches,
-                num_steps=recipe.num_steps,
-                start_step=start_step,
-                tracker=tracker,
-                meter=self._meter(step),
-                evaluation=Every(
-                    steps=recipe.eval_every,
-                    do=lambda done: evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences)),
-                ),
-                checkpoint=Every(steps=recipe.checkpoint_every, do=lambda done: self._save(step, done)),
-                stop=stop,
-                profile=profile,
-            )
+            with self._checkpoints:  # whatever comes, a save at work comes to its end
+                fitted = fit(
+                    step,
+                    batches,
+                    num_steps=recipe.num_steps,
+                    start_step=start_step,
+                    tracker=tracker,
+                    meter=self._meter(step),
+                    evaluation=Every(
+                        steps=recipe.eval_every,
+                        do=lambda done: self._evaluate(step, eval_step, eval_loader, done),
+                    ),
+                    checkpoint=Every(
+                        steps=recipe.checkpoint_every, do=lambda done: self._save(step, done), check=self._check
+                    ),
+                    stop=stop,
+                    profile=profile,
+                )
+                self._checkpoints.wait(None if fitted.stopped_by is None else self._stop_deadline_s)
+            self._note_checkpoint()
+            return fitted
         finally:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
                 batches.close()
@@ -287,11 +307,27 @@ class _Job:
     def _devices(self) -> list[Any]:
         return list(self._mesh.devices.flat)
 
+    def _evaluate(self, step: TrainStep, eval_step: EvalStep, loader: Loader, done: int) -> float:
+        val_loss = evaluate(step, eval_step, loader.held_out(self._recipe.eval_sequences))
+        self._metrics = {done: {"val_loss": val_loss}}
+        return val_loss
+
     def _save(self, step: TrainStep, done: int) -> None:
         if self._folder.is_primary:
             keep_on_disk(self._folder.metrics)  # a checkpoint that survives a power cut has its record
         state = {"model": step.model, "optimizer": step.optimizer, "step": done}
-        launch.note(step=done, checkpoint=str(self._checkpoints.save(done, state)))
+        self._checkpoints.save_async(done, state, metrics=self._metrics.get(done))
+        self._note_checkpoint()
+
+    def _check(self) -> None:
+        self._checkpoints.check()
+        self._note_checkpoint()
+
+    def _note_checkpoint(self) -> None:
+        """Tells the supervisor of a checkpoint that has become complete."""
+        if (done := self._checkpoints.completed) != self._noted and done is not None:
+            self._noted = done
+            launch.note(checkpoint=str(self._checkpoints.path(done)))
 
     def _finish(self, model: nnx.Module, fitted: Fitted, sample_tokens: int) -> Finished:
         sample = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +14,9 @@ from jshard._init import abstract_init, shard_init
 from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer, shard_optimizer
 from jshard.checkpoint import Checkpointer
+from jshard.checkpoint import restore as restore_state
+from jshard.checkpoint.formats import foreign_source
+from jshard.checkpoint.places import checkpoint_at
 from jshard.train.data import Data
 from jshard.train.model_file import ModelFile
 from jshard.train.settings.recipe import Recipe
@@ -47,22 +51,51 @@ def restore(
         recipe: its config and its optimizer.
         mesh: the devices; they may be others than those of the run that was saved.
         checkpoints: the series of that run.
-        step: which checkpoint; the newest by default.
+        step: which checkpoint; the newest by default. Where it is damaged, an older one is taken, with a warning.
 
     Returns:
         The model, the optimizer, and the number of steps that are done.
 
     Raises:
         CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
-        RunError: it is damaged, or cannot be read.
+        RunError: all are damaged, or cannot be read.
     """
     model = abstract_init(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
     )
     optimizer = abstract_optimizer(model, recipe.optimizer())
-    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step)
+    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step, fall_back=True)
     return state["model"], state["optimizer"], int(state["step"])
+
+
+def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+    """A new model with the parameters of a checkpoint, and a new optimizer for it.
+
+    Args:
+        model_file: builds and annotates the model; its `hf_names(config)` says what others call its parameters.
+        recipe: its config, its seed and its optimizer.
+        mesh: the devices.
+        path: a checkpoint, a series or a run of jshard, or what other libraries wrote.
+
+    Returns:
+        The model and the optimizer.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or its parameters do not fit the model.
+        RunError: it is damaged, or cannot be read.
+    """
+    model = shard_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+        mesh=mesh,
+    )
+    found = checkpoint_at(path)
+    names = None
+    if model_file.hf_names is not None and foreign_source(found) is not None:
+        names = model_file.hf_names(recipe.model)
+    model = restore_state(found, like={"model": model}, only="params", names=names)["model"]
+    return model, shard_optimizer(model, recipe.optimizer())
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:

@@ -53,7 +53,8 @@ print(f"process {process} is up", flush=True)
 if len(sys.argv) > 2:
     Path(sys.argv[2], f"up-{process}").touch()
 if action == "done":
-    print("[Gloo] Rank 0 is connected to 1 peer ranks", file=sys.stderr)
+    print("[Gloo] Rank [Gloo] Rank 0 is connected to 1 peer ranks. Expected number", file=sys.stderr)
+    print("1 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1", file=sys.stderr)
     print(f"a warning of process {process}", file=sys.stderr)
     sys.exit(0)
 time.sleep(0.3)

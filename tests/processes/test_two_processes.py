@@ -19,11 +19,14 @@ from jshard.checkpoint import Checkpointer
 from jshard.train import Loader, load_model_file, read_metrics
 from jshard.train.settings.overrides import override
 from jshard.train.state import restore
-from tests.compiling import XLA_FLAGS
+from tests.compiling import environment
 
 MODEL = Path(__file__).with_name("spied_model.py")
 STEPS = 12
+MESH = ("--mesh", "replica=2,fsdp=2")  # a sum over processes is dearer with more devices
+TWO = (*MESH, "--processes", "2")
 TIMEOUT_S = 200
+SETTINGS = ("checkpoint_every=4", "eval_every=6", "model.dropout=0.1", "model.n_layer=1")
 
 
 class Command:
@@ -33,16 +36,12 @@ class Command:
         self.out = folder / name
         self.spy = folder / f"{name}-samples-{len(list(folder.iterdir()))}"
         self.spy.mkdir()
-        clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-        # Every command compiles the same programs, and their speed does not matter.
-        clean |= {"SPY_FOLDER": str(self.spy), "JAX_COMPILATION_CACHE_DIR": str(folder / "programs")}
-        clean |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONUNBUFFERED": "1"}
-        clean |= {"XLA_FLAGS": XLA_FLAGS}
-        settings = [f"--set={key}" for key in ("checkpoint_every=4", "eval_every=6", "model.dropout=0.1")]
+        env = environment(programs=folder / "programs") | {"SPY_FOLDER": str(self.spy), "PYTHONUNBUFFERED": "1"}
+        settings = [f"--set={key}" for key in SETTINGS]
         arguments = ["train", str(MODEL), "--out", str(self.out), "--steps", str(STEPS), "--track", *settings, *options]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jshard", *arguments],
-            env=clean,
+            env=env,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -97,7 +96,7 @@ def samples(command):
 def leaves(out):
     """The last checkpoint of a run, restored in this process."""
     model_file = load_model_file(MODEL)
-    recipe = override(model_file.recipe()[1], ["model.dropout=0.1"])
+    recipe = override(model_file.recipe()[1], SETTINGS)
     model, optimizer, step = restore(model_file, recipe, js.mesh(), Checkpointer(out / "checkpoints"))
     return step, [np.asarray(raw(x)) for x in jax.tree.leaves(nnx.state((model, optimizer)))]
 
@@ -109,13 +108,13 @@ def raw(x):
 # One test, not several over a fixture: parallel test workers would each start the processes anew.
 @pytest.mark.timeout(6 * TIMEOUT_S)
 def test_two_processes_train_like_one(tmp_path, monkeypatch):
-    one = Command(tmp_path, "one", "--mesh", "replica=2,fsdp=4")
+    one = Command(tmp_path, "one", *MESH)
     code, _, stderr = one.ends()
     assert code == 0, stderr
-    two = Command(tmp_path, "two", "--mesh", "replica=2,fsdp=4", "--processes", "2", "--profile", "7:9")
+    two = Command(tmp_path, "two", *TWO, "--profile", "7:9")
     code, stdout, stderr = two.ends()
     assert code == 0, stderr
-    assert stdout.startswith("8 x cpu (simulated")
+    assert stdout.startswith("4 x cpu (simulated")
     assert "2 processes" in stdout
     assert "Traceback" not in stderr
     assert "[Gloo]" not in stdout + stderr
@@ -143,7 +142,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
 
     # Profiled, which changes no number, by each process for its devices.
     trace = js.trace(two.out)
-    assert trace.devices == tuple(f"process {p} cpu:{d}" for p in range(2) for d in range(4))
+    assert trace.devices == tuple(f"process {p} cpu:{d}" for p in range(2) for d in range(2))
     assert ([s.number for s in trace.steps], trace.has_units) == ([8, 9], True)
 
     stopped_lost_and_resumed(tmp_path, record(two.out))
@@ -151,8 +150,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
 
 def stopped_lost_and_resumed(folder, wanted):
     """SIGTERM saves; a process that is killed ends the run with a report; and then it is as if nothing had been."""
-    options = ("--mesh", "replica=2,fsdp=4", "--processes", "2", "--resume")
-    stopped = Command(folder, "three", *options)
+    stopped = Command(folder, "three", *TWO, "--resume")
     stopped.reaches(2)
     stopped.process.send_signal(signal.SIGTERM)
     code, stdout, stderr = stopped.ends()
@@ -160,7 +158,7 @@ def stopped_lost_and_resumed(folder, wanted):
     at = last_step(stopped.out)
     assert f"stopped by SIGTERM after step {at}: {stopped.out}/checkpoints/{at} is saved" in stdout
 
-    lost = Command(folder, "three", *options)
+    lost = Command(folder, "three", *TWO, "--resume")
     lost.reaches(max(at, 4) + 1)
     os.kill(lost.workers()[1], signal.SIGKILL)
     code, stdout, stderr = lost.ends()
@@ -171,7 +169,7 @@ def stopped_lost_and_resumed(folder, wanted):
     assert "--resume" in stderr
     assert "Traceback" not in stderr
 
-    resumed = Command(folder, "three", *options)
+    resumed = Command(folder, "three", *TWO, "--resume")
     code, stdout, stderr = resumed.ends()
     assert code == 0, stderr
     assert record(resumed.out) == wanted  # bit for bit

@@ -14,7 +14,8 @@ from jshard.train.launch.deadlines import HOLD_S, TICK_S
 
 _LINES = 400
 _LINE_BYTES = 4096
-_NOISE = b"[Gloo] Rank"
+# "[Gloo] Rank 0 is connected to 1 peer ranks. Expected ...": several threads print it in pieces, and lines get mixed.
+_NOISE = b"[Gloo]", b"peer ranks"
 
 
 class Output:
@@ -64,7 +65,7 @@ class Output:
         # A process that the worker started may keep the stream open after it: nobody waits for this thread.
         with contextlib.suppress(OSError, ValueError):
             while not self._stopped.is_set() and (line := self._stream.readline(_LINE_BYTES)):
-                if not line.startswith(_NOISE):
+                if not any(words in line for words in _NOISE):
                     with self._lock:
                         self._held.append((time.monotonic(), line))
         self._ended.set()

@@ -1,0 +1,100 @@
+"""What lies in a folder of checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from jshard._errors import FourPartError
+from jshard.checkpoint import seal as _seal
+from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.places import is_checkpoint, series_at
+from jshard.checkpoint.saving import SAVING_SUFFIX
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """A checkpoint, as it is listed.
+
+    Attributes:
+        path: where it lies.
+        step: number of steps that were done; None where nobody said.
+        is_latest: whether it is the one that a run would go on from.
+        damage: what is wrong with its files, a line each; of large ones the sizes are looked at, and no values.
+        num_leaves: leaves that it holds.
+        num_bytes: of their values.
+        saved_at: seconds since 1970; None if jshard did not write it, as for those below.
+        mesh: axes and their degrees when it was saved.
+        processes: how many saved it.
+        version: of the jshard that wrote it.
+        metrics: what the state was worth.
+    """
+
+    path: Path
+    step: int | None
+    is_latest: bool = False
+    damage: tuple[str, ...] = ()
+    num_leaves: int = 0
+    num_bytes: int = 0
+    saved_at: float | None = None
+    mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    processes: int | None = None
+    version: str | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Listing:
+    """What lies at a path.
+
+    Attributes:
+        path: the checkpoint, or the folder of the series.
+        entries: checkpoints that are complete, oldest first.
+        unfinished: names of what saves have left that were interrupted, or are writing now.
+    """
+
+    path: Path
+    entries: tuple[Entry, ...]
+    unfinished: tuple[str, ...] = ()
+
+
+def listing(path: Path) -> Listing:
+    """What lies at a path: a checkpoint, a series, or a run.
+
+    Raises:
+        CheckpointError: there is no checkpoint.
+    """
+    path = path.absolute()
+    series = None if is_checkpoint(path) else series_at(path)
+    if series is None:
+        if not is_checkpoint(path):
+            OrbaxCheckpoint(path)  # raises, and says what is there
+        return Listing(path=path, entries=(_entry(path, step=None),))
+    entries = [_entry(series.path(step), step=step) for step in series.steps()]
+    latest = max((entry.step for entry in entries if entry.step is not None and not entry.damage), default=None)
+    entries = [dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries]
+    left = sorted(item.name for item in series.folder.iterdir() if SAVING_SUFFIX in item.name and item.is_dir())
+    return Listing(path=series.folder, entries=tuple(entries), unfinished=tuple(left))
+
+
+def _entry(path: Path, *, step: int | None) -> Entry:
+    try:
+        opened = OrbaxCheckpoint(path)
+    except FourPartError as error:  # the others are listed all the same
+        return Entry(path=path, step=step, damage=(f"{error.what} {error.why}",))
+    seal, leaves = opened.seal, opened.leaves.values()
+    size = {"num_leaves": len(leaves), "num_bytes": sum(leaf.nbytes for leaf in leaves)}
+    if seal is None:
+        return Entry(path=path, step=step, **size)
+    return Entry(
+        path=path,
+        step=step if step is not None else seal.step,
+        damage=tuple(_seal.damage(path, seal)),
+        saved_at=seal.saved_at,
+        mesh=seal.mesh,
+        processes=seal.processes,
+        version=seal.versions.get("jshard"),
+        metrics=seal.metrics,
+        **size,
+    )

@@ -1,0 +1,187 @@
+"""What a save or a restore took, phase by phase in each process, and which process the others waited for."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from jshard.checkpoint import history as _history
+
+SLOWER = 1.5  # a process is named from this many times the median of the others on
+_LEAST_SHARE, _LEAST_S = 0.05, 0.01  # and if that costs a share of the whole, and more than clocks are good for
+
+PHASES = ("plan", "device_to_host", "write", "read", "verify", "sums", "commit", "finish")
+WAITING = ("plan", "commit")  # in these a process may wait for others: a slow one makes them long in all others
+
+Phase = tuple[str, float, float]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """A process in a save or a restore.
+
+    Attributes:
+        process: its number.
+        host: where it ran.
+        num_bytes: that it wrote or read.
+        began_s: when it began, after the first one.
+        phases: name, begin and end of each, in seconds after the first process began.
+    """
+
+    process: int
+    host: str
+    num_bytes: int
+    began_s: float
+    phases: tuple[Phase, ...]
+
+    def phase_s(self, *names: str) -> float:
+        """Seconds in which one of these phases ran."""
+        return _covered_s([(begin, end) for name, begin, end in self.phases if name in names])
+
+    @property
+    def own_s(self) -> float:
+        """Seconds of its own work: without the phases in which it may have waited for others."""
+        return self.phase_s(*(name for name, _, _ in self.phases if name not in WAITING))
+
+    @property
+    def end_s(self) -> float:
+        """When it was done, after the first process began."""
+        return max((end for _, _, end in self.phases), default=self.began_s)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Slowest:
+    """What most of the waiting was for.
+
+    Attributes:
+        process: its number.
+        phase: in which it was slow; "late" for one that began after the others.
+        time_s: that it took.
+        median_s: that the others took, the median of them.
+    """
+
+    process: int
+    phase: str
+    time_s: float
+    median_s: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """A save or a restore.
+
+    Attributes:
+        kind: which of the two.
+        step: of the checkpoint.
+        began_at: seconds since 1970.
+        error: what went wrong; None for what was completed.
+        blocked_s: how long training waited; None for a restore.
+        axes: the mesh and its degrees.
+        devices: the process of each device, in the order of the mesh.
+        rows: a row for each process.
+    """
+
+    kind: Literal["save", "restore"]
+    step: int | None
+    began_at: float
+    error: str | None
+    blocked_s: float | None
+    axes: Mapping[str, int]
+    devices: tuple[int, ...]
+    rows: tuple[Row, ...]
+
+    @property
+    def total_s(self) -> float:
+        """From the begin of the first process to the end of the last."""
+        return max((row.end_s for row in self.rows), default=0.0)
+
+    @property
+    def num_bytes(self) -> int:
+        """That all processes wrote or read."""
+        return sum(row.num_bytes for row in self.rows)
+
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """The names of its phases, in the order in which they come."""
+        found = {name for row in self.rows for name, _, _ in row.phases}
+        return (*(name for name in PHASES if name in found), *sorted(found - set(PHASES)))
+
+    @property
+    def slowest(self) -> Slowest | None:
+        """The process and the phase that cost most, compared with the median of the others; None if all are alike.
+
+        A process is named if it took `SLOWER` times as long as the others, and that is 5 % of the whole. Phases that
+        hold waiting are not looked at, but for a process that began late.
+        """
+        found = [slow for phase in self.phases if phase not in WAITING for slow in self._slow(phase)]
+        found += self._compare("late", {row.process: row.began_s for row in self.rows})
+        return max(found, key=lambda slow: slow.time_s - slow.median_s, default=None)
+
+    def _slow(self, phase: str) -> list[Slowest]:
+        return self._compare(phase, {row.process: row.phase_s(phase) for row in self.rows})
+
+    def _compare(self, phase: str, times_s: Mapping[int, float]) -> list[Slowest]:
+        found = []
+        for process, time_s in times_s.items():
+            others = [other for number, other in times_s.items() if number != process]
+            if not others:
+                continue
+            median_s = statistics.median(others)
+            excess_s = time_s - median_s
+            if time_s >= SLOWER * median_s and excess_s >= max(_LEAST_S, _LEAST_SHARE * self.total_s):
+                found.append(Slowest(process=process, phase=phase, time_s=time_s, median_s=median_s))
+        return found
+
+
+def timelines(folder: Path) -> list[Timeline]:
+    """Every save and restore that the history of a series tells of, oldest first; broken lines are left out."""
+    return list(_read(_history.read(folder)))
+
+
+def _read(records: Sequence[Mapping[str, Any]]) -> Iterator[Timeline]:
+    for record in records:
+        try:
+            yield _timeline(record)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            continue
+
+
+def _timeline(record: Mapping[str, Any]) -> Timeline:
+    processes = record.get("processes") or []
+    mesh = record.get("mesh") or {}
+    # Only the clocks of the hosts say which process began first; each one's phases are by its own.
+    first = min((row["began_at"] for row in processes), default=record["began_at"])
+    blocked_s = record.get("blocked_s")
+    return Timeline(
+        kind={"save": "save", "restore": "restore"}[record["kind"]],  # type: ignore[arg-type]
+        step=record.get("step"),
+        began_at=float(first),
+        error=record.get("error"),
+        blocked_s=None if blocked_s is None else float(blocked_s),
+        axes={axis: int(degree) for axis, degree in mesh.get("axes", {}).items()},
+        devices=tuple(map(int, mesh.get("processes", ()))),
+        rows=tuple(_row(row, row["began_at"] - first) for row in processes),
+    )
+
+
+def _row(row: Mapping[str, Any], began_s: float) -> Row:
+    phases = tuple((str(name), began_s + begin, began_s + end) for name, begin, end in row["phases"])
+    return Row(
+        process=int(row["process"]),
+        host=str(row["host"]),
+        num_bytes=int(row["bytes"]),
+        began_s=began_s,
+        phases=phases,
+    )
+
+
+def _covered_s(spans: Sequence[tuple[float, float]]) -> float:
+    """The length of the union: phases of a name may overlap."""
+    total_s, reached = 0.0, float("-inf")
+    for begin, end in sorted(spans):
+        total_s += max(0.0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total_s

@@ -1,0 +1,180 @@
+"""The report on the saves and restores of a run: one of them process by process, and all of them summed up."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jshard.checkpoint.ettr import FORMULA, Ettr
+from jshard.checkpoint.timeline import SLOWER, Timeline
+from jshard.inspect.drawing import duration
+from jshard.inspect.tables import add_row, made_table, printed
+
+_MIB = 1 << 20
+_CLOCKS = "Seconds; a process begins as the clock of its host says, and its phases are by its own."
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimelineReport:
+    """What `jshard ckpt timeline` tells.
+
+    Attributes:
+        folder: of the series.
+        shown: the save or restore that is shown process by process.
+        every: all of them, oldest first.
+        mtbf_s: assumed time between failures.
+        interval_s: training between two saves, if it was given and not measured.
+    """
+
+    folder: Path
+    shown: Timeline
+    every: tuple[Timeline, ...]
+    mtbf_s: float
+    interval_s: float | None = None
+
+    @property
+    def stalls_s(self) -> list[float]:
+        """How long each save blocked training."""
+        return [x.blocked_s for x in self._good("save") if x.blocked_s is not None]
+
+    @property
+    def saves_s(self) -> list[float]:
+        """How long each save took until it was complete."""
+        return [x.total_s for x in self._good("save")]
+
+    @property
+    def loads_s(self) -> list[float]:
+        """How long each restore took."""
+        return [x.total_s for x in self._good("restore")]
+
+    @property
+    def measured_interval_s(self) -> float | None:
+        """Training between two saves: the median of those with no restore between them."""
+        found = []
+        for before, after in zip(self.every, self.every[1:], strict=False):
+            if before.kind == after.kind == "save" and before.rows and after.rows:
+                found.append(after.began_at - before.began_at - (before.blocked_s or 0.0))
+        return statistics.median(found) if found else None
+
+    @property
+    def ettr(self) -> Ettr | None:
+        """The effective training time ratio; None while no save was measured, or no interval is known."""
+        interval_s = self.interval_s if self.interval_s is not None else self.measured_interval_s
+        if not self.saves_s or interval_s is None or interval_s <= 0:
+            return None
+        return Ettr(
+            interval_s=interval_s,
+            stall_s=_median(self.stalls_s),
+            save_s=_median(self.saves_s),
+            load_s=_median(self.loads_s),
+            mtbf_s=self.mtbf_s,
+        )
+
+    @property
+    def verdict(self) -> str:
+        """One line: which process is slow in which phase, or that none is."""
+        shown = self.shown
+        if not shown.rows:
+            return f"it failed: {shown.error}"
+        if len(shown.rows) == 1:
+            row = shown.rows[0]
+            phase = max(shown.phases, key=row.phase_s)
+            share = row.phase_s(phase) / max(shown.total_s, 1e-9)
+            return f"one process: most of it is {phase}, {duration(row.phase_s(phase))} ({share:.0%})"
+        slow = shown.slowest
+        if slow is None:
+            return f"even: no process takes {SLOWER} times as long as the others in any phase"
+        host = next(row.host for row in shown.rows if row.process == slow.process)
+        if slow.phase == "late":
+            return f"slowest: process {slow.process} on {host} began {duration(slow.time_s)} after the first one"
+        ratio = f"{slow.time_s / slow.median_s:.1f} times " if slow.median_s > 0 else ""
+        others = "that of the other" if len(shown.rows) == 2 else "the median of the others"
+        return (
+            f"slowest: process {slow.process} on {host}: {slow.phase} took {duration(slow.time_s)}, "
+            f"{ratio}{others}, {duration(slow.median_s)}"
+        )
+
+    @property
+    def title(self) -> str:
+        """What is shown."""
+        shown = self.shown
+        what = f"{shown.kind.capitalize()} of step {shown.step}"
+        if not shown.rows:
+            return f"{what}: failed"
+        count = "1 process" if len(shown.rows) == 1 else f"{len(shown.rows)} processes"
+        return f"{what}: {count}, {duration(shown.total_s)}, {shown.num_bytes / _MIB:.1f} MiB"
+
+    def __str__(self) -> str:
+        lines = [self.title, self.verdict]
+        if self.shown.rows:
+            lines += [printed(self._table()), _CLOCKS]
+        return "\n".join([*lines, "", printed(self._sums()), *self._ettr_lines()])
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as values of JSON."""
+        slow, ettr = self.shown.slowest, self.ettr
+        return {
+            "folder": str(self.folder),
+            "shown": dataclasses.asdict(self.shown) | {"total_s": self.shown.total_s},
+            "verdict": self.verdict,
+            "slowest": None if slow is None else dataclasses.asdict(slow),
+            "stall_s": self.stalls_s,
+            "save_s": self.saves_s,
+            "load_s": self.loads_s,
+            "failed": sum(1 for x in self.every if x.error is not None),
+            "ettr": None if ettr is None else {"value": ettr.value, "formula": FORMULA, **dataclasses.asdict(ettr)},
+        }
+
+    def _table(self) -> Any:
+        phases = self.shown.phases
+        names = (f"{phase}>" for phase in phases)
+        table = made_table("", "process>", "host", "began>", *names, "MiB>", "MiB/s>")
+        for row in self.shown.rows:
+            moved_s = row.phase_s("write", "read")
+            rate = f"{row.num_bytes / _MIB / moved_s:.0f}" if moved_s > 0 else ""
+            cells = [f"{row.phase_s(phase):.3f}" for phase in phases]
+            add_row(table, str(row.process), row.host, f"+{row.began_s:.3f}", *cells, _mib(row.num_bytes), rate)
+        return table
+
+    def _sums(self) -> Any:
+        failed = sum(1 for x in self.every if x.error is not None)
+        table = made_table(
+            f"All saves and restores of this folder ({failed} failed)", "", "times>", "median>", "longest>"
+        )
+        for name, times in (
+            ("stall: the step is blocked", self.stalls_s),
+            ("save, until it is complete", self.saves_s),
+            ("load", self.loads_s),
+        ):
+            shown = (duration(statistics.median(times)), duration(max(times))) if times else ("", "")
+            add_row(table, name, str(len(times)), *shown)
+        return table
+
+    def _ettr_lines(self) -> list[str]:
+        ettr = self.ettr
+        if ettr is None:
+            why = "no save was measured" if not self.saves_s else "one save tells no interval: --interval SECONDS"
+            return [f"ETTR: not known, as {why}."]
+        given = "given" if self.interval_s is not None else "measured"
+        loaded = "measured" if self.loads_s else "no restore was measured: taken as 0"
+        return [
+            f"{FORMULA} = {ettr.value:.4f}",
+            f"  I = {duration(ettr.interval_s)} between saves ({given}), B = {duration(ettr.stall_s)} stall (measured),"
+            f" S = {duration(ettr.save_s)} save (measured),",
+            f"  L = {duration(ettr.load_s)} load ({loaded}), M = {duration(ettr.mtbf_s)} between failures (assumed,"
+            " --mtbf); medians",
+        ]
+
+    def _good(self, kind: str) -> list[Timeline]:
+        return [x for x in self.every if x.kind == kind and x.error is None and x.rows]
+
+
+def _median(times: Sequence[float]) -> float:
+    return statistics.median(times) if times else 0.0
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / _MIB:.1f}"

@@ -1,0 +1,78 @@
+"""`jshard ckpt diff A B`: where two checkpoints differ."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from jshard.checkpoint.diff import LeafDiff, diff, differing
+from jshard.checkpoint.listing import listing
+from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.seal import StoredLeaf
+from jshard.cli._arguments import parse
+from jshard.cli.ckpt._shown import progress, shape_text
+from jshard.inspect.tables import add_row, made_table, printed
+
+
+@dataclasses.dataclass(frozen=True)
+class DiffArgs:
+    """Compares two checkpoints leaf by leaf: meshes, processes and chunks they were saved with do not count.
+
+    Exit codes, as those of `diff`: 0 they are equal, 1 they differ (or one is damaged), 2 there is no checkpoint.
+    """
+
+    a: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
+    b: tyro.conf.Positional[Path]
+    """The other one."""
+    no_values: bool = False
+    """Read no values: compare paths, shapes, dtypes, and the sums that were noted when they were saved."""
+    all: bool = False
+    """List the leaves that are equal, too."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt diff`."""
+    args = parse(DiffArgs, argv, command="jshard ckpt diff", example="runs/a runs/b")
+    paths = [checkpoint_at(path) for path in (args.a, args.b)]
+    with progress("compare", sum(listing(path).entries[0].num_bytes for path in paths)) as note:
+        found = diff(*paths, values=not args.no_values, on_read=note)
+    if args.json:
+        leaves = [dataclasses.asdict(leaf) for leaf in found]
+        print(json.dumps({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}, indent=2))
+    else:
+        print(_told(paths, found, args))
+    return 1 if differing(found) else 0
+
+
+def _told(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> str:
+    counts = collections.Counter(leaf.kind for leaf in found)
+    summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    lines = [f"a: {paths[0]}", f"b: {paths[1]}", f"{len(found)} leaves: {summary or 'none'}"]
+    if args.no_values:
+        lines[-1] += " (no values were read: equal means that sums, or at least shapes, are)"
+    shown = found if args.all else differing(found)
+    if not shown:
+        return "\n".join(lines)
+    table = made_table("", "differs", "|a|>", "|b|>", "|a-b|/|a|>", "largest>", "shape, dtype", "leaf")
+    for leaf in shown:
+        norms = [f"{x:.4g}" for x in dataclasses.astuple(leaf.norms)] if leaf.norms is not None else [""] * 4
+        add_row(table, leaf.kind, *norms, _kinds(leaf), leaf.path)
+    return "\n".join([*lines, printed(table)])
+
+
+def _kinds(leaf: LeafDiff) -> str:
+    """Shape and dtype; both, where they differ."""
+    return " / ".join(dict.fromkeys(_kind(side) for side in (leaf.a, leaf.b) if side is not None))
+
+
+def _kind(leaf: StoredLeaf) -> str:
+    kind = leaf.dtype if leaf.key is None else f"key<{leaf.key}>"
+    return f"{shape_text(leaf.shape)} {kind}" if leaf.is_array else kind

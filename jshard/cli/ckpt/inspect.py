@@ -1,0 +1,132 @@
+"""`jshard ckpt inspect PATH`: the leaves of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jshard._errors import ShardingError
+from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.opened import Opened, open_checkpoint
+from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.seal import Seal, StoredLeaf
+from jshard.cli._arguments import parse
+from jshard.cli.ckpt._shown import mesh_text, moment, shape_text, size
+from jshard.inspect.tables import add_row, made_table, printed
+
+
+@dataclasses.dataclass(frozen=True)
+class InspectArgs:
+    """Shows the tree of a checkpoint: shapes, dtypes, bytes, how leaves were sharded, in which pieces they are stored.
+
+    Layers that are alike are shown once: 0..11. No values are read. Exit codes: 0 done, 1 what describes it is damaged,
+    2 there is no checkpoint.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is shown), or the folder of a run."""
+    step: int | None = None
+    """Of a folder, the checkpoint of this step."""
+    below: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = ""
+    """Only leaves whose paths begin so, such as model/blocks."""
+    depth: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Only so many levels; what lies below is summed up."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt inspect`."""
+    args = parse(InspectArgs, argv, command="jshard ckpt inspect", example="runs/gpt-tiny")
+    opened = open_checkpoint(checkpoint_at(args.path, args.step))
+    begin = args.below.rstrip("/")
+    shown = {p: leaf for p, leaf in opened.leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
+    if not shown:
+        raise ShardingError(
+            "There are no such leaves.",
+            where=f"--below {args.below}",
+            why=f"paths in {opened.path} begin with {', '.join(sorted({p.split('/')[0] for p in opened.leaves}))}.",
+            do=f"jshard ckpt inspect {args.path} --depth 1",
+        )
+    print(json.dumps(_to_json(opened, shown), indent=2) if args.json else _told(opened, shown, args.depth))
+    return 0
+
+
+def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> str:
+    table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
+    for name, node, level, count in _rows(_leaves.nested(shown), depth):
+        indented = "  " * level + name
+        if isinstance(node, StoredLeaf):
+            kind = node.dtype if node.key is None else f"key<{node.key}>"
+            cells = (shape_text(node.shape), kind, size(count * node.nbytes), node.spec or "")
+            chunk = "" if node.chunk in (None, node.shape) else shape_text(node.chunk)
+            add_row(table, indented, *(cells if node.is_array else ("", kind, "", "")), chunk)
+        else:
+            below = _leaves.flat(node).values()
+            add_row(table, indented + "/", _count(count * len(below)), "", size(count * _bytes(below)), "", "")
+    return "\n".join([*_head(opened), printed(table), f"{_count(len(shown))}, {size(_bytes(shown.values()))}"])
+
+
+def _head(opened: Opened) -> Iterator[str]:
+    seal: Seal | None = opened.seal
+    yield str(opened.path)
+    if seal is None:
+        yield "jshard did not write it: there are no sums to verify it by."
+        return
+    step = "" if seal.step is None else f"step {seal.step}, "
+    yield f"{step}saved {moment(seal.saved_at)} by {_processes(seal)} on {mesh_text(seal.mesh) or '1 device'}"
+    yield ", ".join(f"{package} {version}" for package, version in seal.versions.items())
+    if seal.metrics:
+        yield ", ".join(f"{name} {value:g}" for name, value in seal.metrics.items())
+
+
+def _processes(seal: Seal) -> str:
+    return "1 process" if seal.processes == 1 else f"{seal.processes} processes"
+
+
+def _rows(tree: Mapping[str, Any], depth: int | None, level: int = 0) -> Iterator[tuple[str, Any, int, int]]:
+    """Name, leaf or folder, level, and how often it is there: layers that are alike are one row."""
+    for name, node, count in _folded(tree):
+        yield name, node, level, count
+        if isinstance(node, Mapping) and (depth is None or level + 1 < depth):
+            for inner, child, below, times in _rows(node, depth, level + 1):
+                yield inner, child, below, times * count
+
+
+def _folded(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any, int]]:
+    keys = sorted(tree, key=lambda key: (key.isdecimal(), int(key) if key.isdecimal() else 0, key))
+    runs: list[list[str]] = []
+    for key in keys:
+        before = runs[-1][-1] if runs else ""
+        follows = key.isdecimal() and before.isdecimal() and int(key) == int(before) + 1
+        if follows and _form(tree[before]) == _form(tree[key]):
+            runs[-1].append(key)
+        else:
+            runs.append([key])
+    for run in runs:
+        yield run[0] if len(run) == 1 else f"{run[0]}..{run[-1]}", tree[run[0]], len(run)
+
+
+def _form(node: Any) -> Any:
+    if isinstance(node, StoredLeaf):
+        return dataclasses.replace(node, sums=None)
+    return {key: _form(child) for key, child in node.items()}
+
+
+def _count(number: int) -> str:
+    return f"{number} leaf" if number == 1 else f"{number} leaves"
+
+
+def _bytes(leaves: Iterable[StoredLeaf]) -> int:
+    return sum(leaf.nbytes for leaf in leaves)
+
+
+def _to_json(opened: Opened, shown: Mapping[str, StoredLeaf]) -> dict[str, Any]:
+    seal = {} if opened.seal is None else dataclasses.asdict(dataclasses.replace(opened.seal, leaves={}, files={}))
+    leaves = {path: dataclasses.asdict(leaf) | {"bytes": leaf.nbytes} for path, leaf in shown.items()}
+    return {"path": str(opened.path), **seal, "is_sealed": opened.seal is not None, "leaves": leaves}

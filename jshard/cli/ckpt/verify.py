@@ -1,0 +1,70 @@
+"""`jshard ckpt verify PATH`: whether every file and every bit is as it was saved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import tyro
+
+from jshard.checkpoint.listing import listing
+from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.verify import Verdict, verify
+from jshard.cli._arguments import parse
+from jshard.cli.ckpt._shown import progress, size
+from jshard.inspect.tables import add_row, made_table, printed
+
+
+@dataclasses.dataclass(frozen=True)
+class VerifyArgs:
+    """Reads checkpoints whole, and compares them with what was noted when they were saved.
+
+    It finds every file that is missing or cut off and every bit that has changed, and names the leaf and the file.
+    Exit codes: 0 all is as it was saved, 1 something is damaged, 2 there is no checkpoint.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
+    step: int | None = None
+    """Of a folder, the checkpoint of this step."""
+    all: bool = False
+    """Of a folder, all checkpoints."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt verify`."""
+    args = parse(VerifyArgs, argv, command="jshard ckpt verify", example="runs/gpt-tiny")
+    if args.all:
+        sizes = {entry.path: entry.num_bytes for entry in listing(args.path).entries}
+    else:
+        path = checkpoint_at(args.path, args.step)
+        sizes = {path: sum(entry.num_bytes for entry in listing(path).entries)}
+    verdicts = []
+    with progress("verify", sum(sizes.values())) as note:
+        for path in sizes:
+            verdicts.append(verify(path, on_read=note))
+            if not args.json:
+                print(_told(verdicts[-1]))
+    if args.json:
+        print(json.dumps([_to_json(verdict) for verdict in verdicts], indent=2))
+    return 0 if all(verdict.is_good for verdict in verdicts) else 1
+
+
+def _told(verdict: Verdict) -> str:
+    read = f"{verdict.num_leaves} leaves, {size(verdict.num_bytes)}, {verdict.num_files} files"
+    if verdict.is_good and not verdict.num_files:
+        return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
+    if verdict.is_good:
+        return f"{verdict.path}: good, bit for bit as it was saved ({read})."
+    table = made_table(f"{verdict.path}: DAMAGED", "leaf", "file", "what is wrong")
+    for finding in verdict.findings:
+        add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
+    return printed(table)
+
+
+def _to_json(verdict: Verdict) -> dict[str, object]:
+    return dataclasses.asdict(verdict) | {"path": str(verdict.path), "is_good": verdict.is_good}

@@ -1,0 +1,161 @@
+"""Checkpoints of two processes: equal to those of one, with deadlines, and good whenever one of them is killed.
+
+`KILLS=30 pytest tests/processes/test_checkpoint_processes.py -k killed` kills at thirty moments; by default it is few.
+"""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jshard import checkpoint
+from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
+
+ROOT = Path(__file__).parents[2]
+KILLS = int(os.environ.get("KILLS", "1"))
+TIMEOUT_S = 200
+
+
+def environment():
+    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    return clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+
+
+def start_two(folder, *parts):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    worker = Path(__file__).with_name("checkpoint_worker.py")
+    return [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(process), str(port), str(folder), *parts],
+            env=environment(),
+            stderr=(folder / f"stderr-{process}").open("w"),
+        )
+        for process in range(2)
+    ]
+
+
+def end(processes):
+    try:
+        return [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def read(folder, part, process):
+    return json.loads((folder / f"{part}-{process}.json").read_text())
+
+
+# One test, not several over a fixture: parallel test workers would each start the processes anew.
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_two_processes(tmp_path):
+    for seed, layout in enumerate(LAYOUTS):
+        checkpoint.save(tmp_path / f"one {layout}", filled(layout, seed))
+    codes = end(start_two(tmp_path, "matrix", "not_shared", "stall"))
+    assert codes == [0, 0], [(tmp_path / f"stderr-{process}").read_text()[-3000:] for process in range(2)]
+
+    # The matrix, by what each process holds; and what two have written, on layouts of one.
+    for process in range(2):
+        cells = read(tmp_path, "matrix", process)
+        assert len(cells) == 16 and not any(cells.values()), cells
+    shared = [layout for layout in LAYOUTS if layout != "one device"]
+    for seed, (source, target) in enumerate(zip(shared, LAYOUTS, strict=False)):
+        restored = checkpoint.restore(tmp_path / f"two {source}", like=abstract(target))
+        assert differences(restored, target, seed) == []
+
+    folders_that_are_not_shared(tmp_path)
+    a_process_that_is_stopped(tmp_path)
+
+
+def folders_that_are_not_shared(folder):
+    texts = {read(folder, "not_shared", process)["text"] for process in range(2)}
+    host = socket.gethostname()
+    assert texts == {
+        "The folder for checkpoints is not shared between the processes.\n"
+        f"  where: process 1 on {host}: {folder}/own-1\n"
+        f"  why:   process 0 on {host} wrote a file into {folder}/own-0, and these did not see it in 0 s.\n"
+        "  do:    name a folder on a file system that all hosts have, by the same path."
+    }
+
+
+def a_process_that_is_stopped(folder):
+    """The other says in time who is missing, and where it stands itself; the next save is good."""
+    found = read(folder, "stall", 0)
+    for step, error in zip((2, 3), found["errors"], strict=True):
+        assert error["type"] == "RunError"
+        assert re.search(r"process 1\b", error["text"]), error["text"]
+        assert f"{folder}/stalled/1" in error["text"]  # the last good one
+        assert f"of step {step} " in error["text"]
+        assert error["after_s"] < 20
+    assert "thread MainThread:" in (folder / "stderr-0").read_text()
+    assert found["steps"] == [1, 4] and found["equal"] and read(folder, "stall", 1)["equal"]
+
+
+def assert_good(folder):
+    """Every checkpoint that counts can be restored, and none of the steps that were complete is lost."""
+    ckpt = checkpoint.Checkpointer(folder)
+    steps = ckpt.steps()
+    assert steps and ckpt.latest() == steps[-1]
+    assert steps == list(range(steps[0], steps[-1] + 1))[-3:]
+    completed = [line["step"] for line in checkpoint.history.read(folder) if line["error"] is None]
+    assert steps[-1] in (completed[-1], completed[-1] + 1)
+    for step in steps:
+        found = ckpt.restore(like={"w": np.zeros((64, 1024), np.float32), "ids": np.zeros(8, int), "step": 0}, step=step)
+        assert found["step"] == step
+        wanted = np.random.default_rng(step).standard_normal((64, 1024)).astype(np.float32)
+        np.testing.assert_array_equal(found["w"], wanted)
+    ckpt.save(steps[-1] + 1, {"step": 0})
+    left = {path.name for path in folder.iterdir()}
+    assert left == {*map(str, ckpt.steps()), "history.jsonl", "series.json"}
+
+
+@pytest.mark.timeout(KILLS * TIMEOUT_S)
+def test_one_of_two_processes_is_killed_while_they_save(tmp_path):
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        (folder / "when").write_text(str(random.uniform(0.02, 1.0)))
+        codes = end(start_two(folder, "die"))
+        stderr = (folder / "stderr-0").read_text()
+        assert codes[1] == -signal.SIGKILL, stderr
+        assert_good(folder / "dying")
+
+
+ALONE = """
+import itertools, sys
+from tests.processes.checkpoint_worker import state
+from jshard.checkpoint import Checkpointer
+ckpt = Checkpointer(sys.argv[2])
+for step in itertools.count(1):
+    ckpt.save(step, state(step))
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.timeout(KILLS * TIMEOUT_S)
+def test_a_process_is_killed_while_it_saves(tmp_path):
+    for number in range(KILLS):
+        folder = tmp_path / str(number)
+        process = subprocess.Popen(
+            [sys.executable, "-c", ALONE, "0", str(folder), str(folder)],
+            env=environment() | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "1\n"
+            time.sleep(random.uniform(0, 0.5))
+            process.kill()
+        assert_good(folder)

@@ -1,0 +1,130 @@
+"""What other libraries wrote restores, sharded over eight devices: plain Orbax, PyTorch's DCP, safetensors, GPT-2."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as orbax_v0
+import pytest
+from flax import nnx
+from orbax.checkpoint import v1 as orbax_v1
+
+import jshard as js
+from jshard.checkpoint import CheckpointError, CheckpointWarning
+from jshard.checkpoint.formats import write_safetensors
+from jshard.train import load_model_file
+from tests.dcp_fixture import split, write_dcp
+from tests.micro_gpt import MODELS, micro
+
+GPT = load_model_file(MODELS / "gpt.py")
+W = np.arange(64 * 6, dtype=np.float32).reshape(64, 6)
+B = np.arange(16, dtype=np.float32).astype(jnp.bfloat16)
+
+
+def sharded(x):
+    return jax.device_put(x, jax.sharding.NamedSharding(js.mesh(), jax.sharding.PartitionSpec("fsdp")))
+
+
+def like():
+    """A state of other values, over eight devices."""
+    return {"layer": {"w": sharded(np.zeros_like(W)), "b": sharded(np.zeros_like(B))}}
+
+
+def check(restored):
+    for name, wanted in (("w", W), ("b", B)):
+        found = restored["layer"][name]
+        assert found.dtype == wanted.dtype and found.sharding == like()["layer"][name].sharding
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize("layout", ["v1", "v0 StandardCheckpointer"])
+def test_plain_orbax(tmp_path, layout):
+    state = {"layer": {"w": jnp.asarray(W), "b": jnp.asarray(B)}}
+    if layout == "v1":
+        orbax_v1.save(str(tmp_path / "c"), state)
+    else:
+        with orbax_v0.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", state)
+    with pytest.warns(CheckpointWarning, match="no sums to be checked by: jshard did not write it"):
+        restored = js.checkpoint.restore(tmp_path / "c", like())
+    check(restored)
+
+
+def test_a_flax_user_s_state_by_plain_orbax(tmp_path):
+    """nnx.state of a model, as Flax's guides save it, restores into an annotated model."""
+    build = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    model = build()
+    with orbax_v0.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", nnx.to_pure_dict(nnx.state(model)))
+    wanted = js.shard_init(build, lambda model: js.fully_shard(model, mesh=js.mesh()))
+    wanted.kernel[...] = wanted.kernel[...] * 0
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        restored = js.checkpoint.restore(tmp_path / "c", wanted)
+    np.testing.assert_array_equal(restored.kernel[...], model.kernel[...])
+    assert restored.kernel[...].sharding == wanted.kernel[...].sharding
+
+
+def test_safetensors(tmp_path):
+    leaves = [("layer.w", W.shape, W.dtype, lambda: W), ("layer.b", B.shape, np.dtype(B.dtype), lambda: np.asarray(B))]
+    write_safetensors(tmp_path / "c", leaves, max_shard_bytes=W.nbytes)  # two files and their index
+    check(js.checkpoint.restore(tmp_path / "c", like()))
+    with pytest.raises(CheckpointError, match=r"layer/c  stored nothing  wanted \(2,\)"):
+        js.checkpoint.restore(tmp_path / "c", {"layer": {**like()["layer"], "c": jnp.zeros(2)}})
+
+
+def test_dcp_with_its_values(tmp_path):
+    write_dcp(tmp_path / "c", tensors={"layer.w": split(W, 2), "layer.b": split(B, 2)}, values={"step": 7, "name": "x"})
+    restored = js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})
+    check(restored)
+    assert restored["step"] == 7
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["a list of blocks", "stacked blocks"])
+def test_gpt2_weights_under_their_names(tmp_path, scan):
+    """Exported under Hugging Face's names and read back: every parameter, into a list of blocks and into a stack."""
+    config = dataclasses.replace(micro().model, positions="learned")
+    model, names = GPT.build(config, nnx.Rngs(0)), GPT.hf_names(config)
+    stored = {
+        "/".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    write_safetensors(tmp_path / "c", [(names[path], x.shape, x.dtype, lambda x=x: x) for path, x in stored.items()])
+
+    build = lambda: GPT.build(dataclasses.replace(config, scan=scan), nnx.Rngs(1))
+    wanted = js.shard_init(build, lambda model: GPT.annotate(model, js.mesh()))
+    restored = js.checkpoint.restore(tmp_path / "c", {"model": wanted}, only="params", names=names)["model"]
+    found = nnx.to_flat_state(nnx.state(restored, nnx.Param))
+    assert len(found) == (len(stored) - 4) // 2 + 4 if scan else len(stored)
+    for path, x in found:
+        keys = list(map(str, path))
+        paths = (
+            ["/".join([keys[0], layer, *keys[1:]]) for layer in "01"]
+            if scan and keys[0] == "blocks"
+            else ["/".join(keys)]
+        )
+        layers = [stored[path] for path in paths]
+        np.testing.assert_array_equal(x[...], np.stack(layers) if len(layers) > 1 else layers[0])
+        assert x[...].sharding.mesh.shape["fsdp"] == 8
+
+
+def test_weights_of_another_width_are_refused_before_they_are_read(tmp_path):
+    config = dataclasses.replace(micro().model, positions="learned")
+    names = GPT.hf_names(config)
+    three = np.zeros(3, np.float32)
+    write_safetensors(tmp_path / "c", [(name, three.shape, three.dtype, lambda: three) for name in names.values()])
+    model = GPT.build(config, nnx.Rngs(0))
+    with pytest.raises(CheckpointError, match=r"blocks/0/attention/out/bias  stored \(3,\)  wanted \(64,\)"):
+        js.checkpoint.restore(tmp_path / "c", {"model": model}, only="params", names=names)
+
+
+def test_optimizer_state_is_made_anew(tmp_path):
+    """What is not stored there is an error that tells how to go on, and missing="init" goes on."""
+    leaves = [("w", W.shape, W.dtype, lambda: W)]
+    write_safetensors(tmp_path / "c", leaves)
+    state = {"w": sharded(W * 0), "moments": optax.adam(1e-3).init({"w": sharded(W)})}
+    with pytest.raises(CheckpointError, match='missing="init" leaves what is not stored as `like` has it'):
+        js.checkpoint.restore(tmp_path / "c", state)
+    with pytest.warns(CheckpointWarning, match="3 leaves stay as `like` has them"):
+        restored = js.checkpoint.restore(tmp_path / "c", state, missing="init")
+    np.testing.assert_array_equal(restored["w"], W)

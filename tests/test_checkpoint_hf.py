@@ -1,0 +1,211 @@
+"""Our leaves under the names of other libraries and back, bitwise; GPT-2's names are those of Hugging Face."""
+
+import dataclasses
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats import (
+    ForeignSource,
+    NamedSource,
+    SafetensorsSource,
+    Stored,
+    StoredLeaf,
+    whole_leaves,
+    write_safetensors,
+)
+from jshard.train import load_model_file
+from tests.micro_gpt import MODELS, micro
+
+gpt = sys.modules[load_model_file(MODELS / "gpt.py").build.__module__]
+CONFIG = dataclasses.replace(micro().model, positions="learned", vocab_size=11, block_size=8, d_model=4, d_ff=16)
+
+# What GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=4, vocab_size=11, n_positions=8)).save_pretrained() writes:
+# V=11, D=4. Conv1D keeps (in, out). The head is the table of the tokens, and no array of its own.
+HUGGING_FACE = {
+    "transformer.wte.weight": (11, 4),
+    "transformer.wpe.weight": (8, 4),
+    "transformer.h.0.ln_1.weight": (4,),
+    "transformer.h.0.ln_1.bias": (4,),
+    "transformer.h.0.attn.c_attn.weight": (4, 12),
+    "transformer.h.0.attn.c_attn.bias": (12,),
+    "transformer.h.0.attn.c_proj.weight": (4, 4),
+    "transformer.h.0.attn.c_proj.bias": (4,),
+    "transformer.h.0.ln_2.weight": (4,),
+    "transformer.h.0.ln_2.bias": (4,),
+    "transformer.h.0.mlp.c_fc.weight": (4, 16),
+    "transformer.h.0.mlp.c_fc.bias": (16,),
+    "transformer.h.0.mlp.c_proj.weight": (16, 4),
+    "transformer.h.0.mlp.c_proj.bias": (4,),
+    "transformer.h.1.ln_1.weight": (4,),
+    "transformer.h.1.ln_1.bias": (4,),
+    "transformer.h.1.attn.c_attn.weight": (4, 12),
+    "transformer.h.1.attn.c_attn.bias": (12,),
+    "transformer.h.1.attn.c_proj.weight": (4, 4),
+    "transformer.h.1.attn.c_proj.bias": (4,),
+    "transformer.h.1.ln_2.weight": (4,),
+    "transformer.h.1.ln_2.bias": (4,),
+    "transformer.h.1.mlp.c_fc.weight": (4, 16),
+    "transformer.h.1.mlp.c_fc.bias": (16,),
+    "transformer.h.1.mlp.c_proj.weight": (16, 4),
+    "transformer.h.1.mlp.c_proj.bias": (4,),
+    "transformer.ln_f.weight": (4,),
+    "transformer.ln_f.bias": (4,),
+}
+
+
+class Arrays:
+    """A source of arrays in memory."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+        self.leaves = {name: StoredLeaf(array.shape, array.dtype) for name, array in arrays.items()}
+        self.boxes = []
+
+    def read(self, name, box):
+        self.boxes.append((name, box))
+        return self.arrays[name][box].copy()
+
+
+def parameters(config):
+    """The parameters of a GPT by path, no two numbers alike."""
+    shapes = nnx.state(nnx.eval_shape(lambda: gpt.GPT(config, rngs=nnx.Rngs(0))), nnx.Param)
+    rng = np.random.default_rng(0)
+    flat = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(shapes))[0]
+    paths = {"/".join(str(key.key) for key in path): leaf for path, leaf in flat}
+    return {path: rng.normal(size=leaf.shape).astype(np.float32) for path, leaf in paths.items()}
+
+
+def numbered(shape):
+    return np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+
+
+def read(source, name):
+    return source.read(name, (slice(None),) * len(source.leaves[name].shape))
+
+
+def test_names_and_shapes_are_hugging_faces():
+    ours = Arrays(parameters(CONFIG))
+    exported = ForeignSource(ours, gpt.hf_names(CONFIG))
+    assert {name: leaf.shape for name, leaf in exported.leaves.items()} == HUGGING_FACE
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 500])
+def test_export_then_import_is_bitwise_equal(tmp_path, tied, max_shard_bytes):
+    config = dataclasses.replace(CONFIG, tied=tied)
+    ours, names = parameters(config), gpt.hf_names(config)
+    assert set(ours) == set(names)
+    write_safetensors(tmp_path, whole_leaves(ForeignSource(Arrays(ours), names)), max_shard_bytes=max_shard_bytes)
+    stored = SafetensorsSource(tmp_path)
+    assert ("lm_head.weight" in stored.leaves) is not tied
+    if not tied:
+        np.testing.assert_array_equal(read(stored, "lm_head.weight"), ours["head/kernel"].T)
+    imported = NamedSource(stored, names)
+    assert (imported.absent, imported.unused) == ({}, [])
+    assert list(imported.leaves) == list(names)
+    for path, array in ours.items():
+        assert imported.leaves[path] == StoredLeaf(array.shape, array.dtype)
+        np.testing.assert_array_equal(read(imported, path), array)
+
+
+def test_files_without_the_prefix_and_with_old_buffers_are_read():
+    """As the first files of GPT-2 were: saved from GPT2Model, with the causal mask beside the weights."""
+    arrays = {name.removeprefix("transformer."): numbered(shape) for name, shape in HUGGING_FACE.items()}
+    masks = {"h.0.attn.bias": np.ones((1, 1, 8, 8), np.uint8), "h.1.attn.masked_bias": np.array(-1e4, np.float32)}
+    source = NamedSource(Arrays(arrays | masks), gpt.hf_names(CONFIG))
+    assert (source.absent, source.unused) == ({}, [])
+    np.testing.assert_array_equal(read(source, "blocks/1/mlp/down/kernel"), arrays["h.1.mlp.c_proj.weight"])
+
+
+def test_what_is_missing_and_what_is_left_over_is_told():
+    arrays = {name: numbered(shape) for name, shape in HUGGING_FACE.items()} | {"lm_head.weight": numbered((11, 4))}
+    del arrays["transformer.h.1.ln_2.bias"]
+    arrays["transformer.h.0.attn.bias"] = numbered((4,))  # a bias, and no mask
+    source = NamedSource(Arrays(arrays), gpt.hf_names(CONFIG))
+    assert source.absent == {"blocks/1/mlp_norm/bias": ["transformer.h.1.ln_2.bias"]}
+    assert source.unused == ["lm_head.weight", "transformer.h.0.attn.bias"]
+    assert "blocks/1/mlp_norm/bias" not in source.leaves
+
+
+def test_rotary_positions_have_no_place_in_gpt2():
+    with pytest.raises(ValueError, match="learns its positions"):
+        gpt.hf_names(dataclasses.replace(CONFIG, positions="rotary"))
+
+
+# ---- Other architectures ----------------------------------------------------------------------------
+
+LLAMA = {
+    "qkv": Stored("wq.weight", "wk.weight", "wv.weight", transpose=True, sizes=(8, 4, 4)),
+    "out": Stored("wo.weight", transpose=True),
+    "gate_up": Stored("w1.weight", "w3.weight", transpose=True, dim=1),
+    "table": Stored("first", "second", dim=0),
+    "norm": "norm.weight",
+}
+THEIRS = {
+    **{f"w{name}.weight": (rows, 6) for name, rows in {"q": 8, "k": 4, "v": 4, "1": 10, "3": 10}.items()},
+    **{"wo.weight": (6, 8), "first": (3, 5), "second": (3, 5), "norm.weight": (6,)},
+}
+
+
+def test_joined_and_turned_leaves_are_read_box_by_box():
+    theirs = {name: numbered(shape) + 1000 * i for i, (name, shape) in enumerate(THEIRS.items())}
+    stored = Arrays(theirs)
+    source = NamedSource(stored, LLAMA)
+    whole = {
+        "qkv": np.concatenate([theirs[f"w{part}.weight"].T for part in "qkv"], axis=1),
+        "out": theirs["wo.weight"].T,
+        "gate_up": np.concatenate([theirs["w1.weight"].T, theirs["w3.weight"].T], axis=1),
+        "table": np.concatenate([theirs["first"], theirs["second"]]),
+        "norm": theirs["norm.weight"],
+    }
+    rng = np.random.default_rng(0)
+    for path, array in whole.items():
+        assert source.leaves[path] == StoredLeaf(array.shape, array.dtype)
+        for _ in range(30):
+            box = tuple(slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in array.shape)
+            got = source.read(path, box)
+            np.testing.assert_array_equal(got, array[box])
+            assert got.flags.c_contiguous
+    stored.boxes.clear()
+    source.read("qkv", (slice(1, 3), slice(6, 10)))
+    inside = [(name, box) for name, box in stored.boxes if all(part.stop > part.start for part in box)]
+    assert inside == [("wq.weight", (slice(6, 8), slice(1, 3))), ("wk.weight", (slice(0, 2), slice(1, 3)))]
+
+
+def test_the_way_out_is_the_inverse():
+    theirs = {name: numbered(shape) + 1000 * i for i, (name, shape) in enumerate(THEIRS.items())}
+    back = ForeignSource(NamedSource(Arrays(theirs), LLAMA), LLAMA)
+    assert {name: leaf.shape for name, leaf in back.leaves.items()} == THEIRS
+    for name, array in theirs.items():
+        np.testing.assert_array_equal(read(back, name), array)
+        box = tuple(slice(1, size - 1) for size in array.shape)
+        np.testing.assert_array_equal(back.read(name, box), array[box])
+
+
+def test_names_that_do_not_fit_are_told():
+    theirs = {name: numbered(shape) for name, shape in THEIRS.items()} | {"wk.weight": numbered((4, 7))}
+    with pytest.raises(CheckpointError) as caught:
+        NamedSource(Arrays(theirs), LLAMA)
+    assert str(caught.value) == (
+        "What is stored of qkv does not fit together.\n"
+        "  where: wq.weight  (8, 6) float32\n"
+        "         wk.weight  (4, 7) float32\n"
+        "         wv.weight  (4, 6) float32\n"
+        "  why:   they are joined along dim -1; the other dims, and dtypes, must be equal.\n"
+        "  do:    mend the table of names."
+    )
+    with pytest.raises(CheckpointError, match="qkv cannot be cut into 3 arrays"):
+        ForeignSource(Arrays({"qkv": numbered((6, 17))}), LLAMA)
+    with pytest.raises(CheckpointError) as caught:
+        ForeignSource(Arrays({"norm": numbered((6,)), "opt_state/mu": numbered((6,))}), LLAMA)
+    assert str(caught.value) == (
+        "1 leaves have no name in the other format.\n"
+        "  where: opt_state/mu\n"
+        "  why:   the table of names speaks of 5 leaves, and not of these.\n"
+        "  do:    export the parameters alone, or add the names to the table (hf_names in models/gpt.py)."
+    )
