@@ -25,10 +25,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import jax
 
 CASES = {
+    "checkpoint": "saving and restoring, beside Orbax as it is, PyTorch's distributed checkpoints, and plain files",
     "dispatch": "host work per step, beside nnx.jit and nnx.cached_partial",
     "memory": "memory of a step, estimated and compiled for GPU clusters; needs the extra plan-gpu, and no GPU",
 }
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "numpy", "tensorboardX")
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "tensorboardX", "torch")
 _QUIET_LOAD = 0.25  # per core
 
 

@@ -131,9 +131,12 @@ def sharded(config: Config, mesh: Any, **settings: Any) -> Decoder:
 
 
 def placed(build: Callable[[], nnx.Module], annotate: Callable[[Any], Any]) -> Any:
-    """A model made whole and then sharded, for tests of what it does: to compile its birth is dearer."""
+    """A model made whole and then put where `js.shard_init` has it, for tests of what it does: that compiles longer."""
     model = build()
     annotate(model)
+    params, rest = nnx.state(model, nnx.Param, ...)
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    nnx.update(model, jax.device_put(rest, jax.NamedSharding(mesh, jax.P())))
     return model
 
 

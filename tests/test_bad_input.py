@@ -31,7 +31,7 @@ import dataclasses
 from tests import micro_gpt
 from tests.micro_gpt import RECIPES, annotate, loss_fn
 def build(config, rngs):
-    return micro_gpt.build(dataclasses.replace(config, d_ff=192), rngs)
+    return micro_gpt.build(dataclasses.replace(config, d_model=32, d_ff=192), rngs)
 """
 OWN_DATA = """\
 def data(recipe):
@@ -195,7 +195,16 @@ def finished_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("begun")
     (folder / "model.py").write_text(MODEL)
     (folder / "text.txt").write_text(TEXT)
-    arguments = ["--steps", "2", "--set", "model.n_layer=1", "--data", str(folder / "text.txt"), "--out", str(folder / "run")]
+    arguments = [
+        "--steps",
+        "2",
+        "--set",
+        "model.n_layer=1",
+        "--data",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder / "run"),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "path", sys.path[:])
         assert cli.main(["train", str(folder / "model.py"), *arguments, "--track"]) == 0
@@ -308,4 +317,5 @@ def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys, mo
     assert cli.main(["train", "model.py", "--out", "run", "--resume", "--track", *more]) == 0
     told = f"nothing is left to train: 2 steps are done, and {asked} were asked for; --steps 4 goes on."
     assert told in capsys.readouterr().out.splitlines()
-    assert {path for path, _ in contents(folder).items() ^ before.items()} <= {"run/loss.png"}
+    changed = {path for path, _ in contents(folder).items() ^ before.items()}
+    assert changed <= {"run/loss.png", "run/checkpoints/history.jsonl"}

@@ -14,7 +14,7 @@ from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
 from tests.helpers import Block, Config, abstract, builder, compile_to_read, loss_fn, program, sharded, token_batch
 
-DECODER = Config(layers=12, width=128, hidden=512, vocab=64, scanned=True)
+DECODER = Config(layers=12, width=128, hidden=512, vocab=64, scanned=True, attends=False)
 NAMES = ["replicate", "zero1", "zero2", "zero3", "hsdp", "hsdp_zero2", "hpz"]
 
 

@@ -105,10 +105,9 @@ def no_worker_is_left():
 def test_batches_are_the_same_with_workers(model_file):
     data = model_file.data(None)
     one, two = (Loader(data=data, batch_size=4, seed=5, rows=[1, 2], workers=workers) for workers in (0, 2))
-    for start in (0, 7):
-        alone = [batch["image"].tolist() for batch in one.train(12, start_step=start)]
-        assert [batch["image"].tolist() for batch in two.train(12, start_step=start)] == alone
-        assert len(alone) == 12 - start
+    alone = [batch["image"].tolist() for batch in one.train(12, start_step=7)]
+    assert [batch["image"].tolist() for batch in two.train(12, start_step=7)] == alone
+    assert len(alone) == 12 - 7
 
 
 @pytest.mark.parametrize("odd", [False, True])

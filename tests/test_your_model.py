@@ -110,9 +110,8 @@ def environment(folder):
     for name, program in {"jshard": "-m jshard ", "python": ""}.items():
         (bin_folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} {program}"$@"\n')
         (bin_folder / name).chmod(0o755)
-    kept = {
-        k: v for k, v in compiling.environment(folder / "compiled").items() if not k.startswith(("JSHARD_", "COLUMNS"))
-    }
+    found = compiling.environment(programs=folder / "compiled")
+    kept = {k: v for k, v in found.items() if not k.startswith(("JSHARD_", "COLUMNS"))}
     return kept | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 

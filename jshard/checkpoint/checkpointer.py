@@ -118,4 +118,11 @@ def restore(
 
 
 def _local(path: str | os.PathLike[str]) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            "This is no path.",
+            where=f"a {type(path).__name__}",
+            why="the path comes first, and what is saved, or is to be restored, after it.",
+            do='save("run/100", state), and restore("run/100", like=state)',
+        )
     return Path(path).absolute()

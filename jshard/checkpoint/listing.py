@@ -84,11 +84,11 @@ def _entry(path: Path, *, step: int | None) -> Entry:
     except FourPartError as error:  # the others are listed all the same
         return Entry(path=path, step=step, damage=(f"{error.what} {error.why}",))
     seal, leaves = opened.seal, opened.leaves.values()
-    size = {"num_leaves": len(leaves), "num_bytes": sum(leaf.nbytes for leaf in leaves)}
+    entry = Entry(path=path, step=step, num_leaves=len(leaves), num_bytes=sum(leaf.nbytes for leaf in leaves))
     if seal is None:
-        return Entry(path=path, step=step, **size)
-    return Entry(
-        path=path,
+        return entry
+    return dataclasses.replace(
+        entry,
         step=step if step is not None else seal.step,
         damage=tuple(_seal.damage(path, seal)),
         saved_at=seal.saved_at,
@@ -96,5 +96,4 @@ def _entry(path: Path, *, step: int | None) -> Entry:
         processes=seal.processes,
         version=seal.versions.get("jshard"),
         metrics=seal.metrics,
-        **size,
     )

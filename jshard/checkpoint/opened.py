@@ -12,12 +12,11 @@ import jax.numpy as jnp
 from jshard._errors import RunError
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
-from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.formats import NamedSource, Source, foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.seal import Seal, StoredLeaf
-
+from jshard.checkpoint.whereabouts import no_checkpoint
 
 _UNNAMED = StoredLeaf(shape=(), dtype="str")
 
@@ -90,12 +89,7 @@ class OrbaxCheckpoint:
         except FileNotFoundError as error:
             if storage.is_committed(self.path):
                 raise unreadable(self.path, "a file that describes it is missing.") from error
-            raise CheckpointError(
-                "There is no checkpoint to restore.",
-                where=str(self.path),
-                why="the folder is not one that save() completed." if self.path.exists() else "no such folder.",
-                do="give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP.",
-            ) from error
+            raise no_checkpoint(self.path) from error
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
@@ -131,7 +125,7 @@ class ForeignCheckpoint:
             for name, stored in names.items()
         }
         others = {name: StoredLeaf(shape=(), dtype=type(value).__name__) for name, value in values.items()}
-        self.leaves: Mapping[str, StoredLeaf] = arrays | others | {name: _UNNAMED for name in unnamed}
+        self.leaves: Mapping[str, StoredLeaf] = arrays | others | dict.fromkeys(unnamed, _UNNAMED)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.read`; host memory holds the boxes of one leaf."""

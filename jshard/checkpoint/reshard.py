@@ -82,7 +82,7 @@ def import_leaves(
         source: of our names, as `NamedSource` gives them, or of others, which then stay.
         out: a folder that does not exist yet.
         mesh: as of `reshard`.
-        below: the name of the part of the state that they make up.
+        below: the name of the part of the state that they make up; empty for none.
         values: numbers and texts to write beside them, by path.
         step: number of steps that are done.
         on_written: called with the bytes of each part that was written.
@@ -150,8 +150,8 @@ def _parts(
 def _array(source: Source, name: str, sharding: NamedSharding) -> jax.Array:
     leaf = source.leaves[name]
 
-    def read(index: Box) -> np.ndarray:
-        return source.read(name, tuple(slice(*limit) for limit in bounds(index, leaf.shape)))
+    def read(index: Box | None) -> np.ndarray:
+        return source.read(name, tuple(slice(*limit) for limit in bounds(index or (), leaf.shape)))
 
     return jax.make_array_from_callback(leaf.shape, sharding, read, dtype=leaf.dtype)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import contextlib
 import functools
 import json
 import math
+import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jshard._errors import RunError
 from jshard._processes import exchange
@@ -25,12 +27,13 @@ from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.history import mesh_layout
-from jshard.checkpoint.matching import Pick, match, renamed
+from jshard.checkpoint.matching import Pick, match
+from jshard.checkpoint.misfits import check_fits
 from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.spread import cut_further, spreads
-from jshard.checkpoint.sums import LeafSums, Sums, add, word_bits
+from jshard.checkpoint.sums import LeafSums, Sums, add
 
 _SUMMING_THREADS = 2
 
@@ -81,7 +84,16 @@ class Restoring:
             self.match = match(
                 opened.leaves, described, names=names if only is None else asked, rename=dict(rename or {})
             )
-            _check_fits(self, rename or {}, missing, extra)
+            check_fits(
+                opened.path,
+                self.match,
+                opened.leaves,
+                self._wanted,
+                abstract=[key for key in self._live if isinstance(self._live[key][1], jax.ShapeDtypeStruct)],
+                rename=dict(rename or {}),
+                missing=missing,
+                extra=extra,
+            )
         self.record: dict[str, Any] = {
             "began_at": self.phases.began_at,
             "error": None,
@@ -105,14 +117,6 @@ class Restoring:
         if not (axes := spreads(like.sharding, remote=remote, asked=self._read_once)):
             return like
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
-
-    def shape_wanted(self, key: str) -> tuple[int, ...]:
-        """The shape of a wanted leaf."""
-        return tuple(getattr(self._wanted[key], "shape", ()))
-
-    def is_abstract(self, key: str) -> bool:
-        """Whether `like` has no values for a leaf."""
-        return isinstance(self._live[key][1], jax.ShapeDtypeStruct)
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the kinds in `like`.
@@ -177,7 +181,8 @@ class Restoring:
         finished = {}
         # Leaf by leaf of what is stored, so that no more than one stack is there twice.
         for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
-            finished[key] = _finish(pick, [found[path] for path in pick.stored], self._wanted[key])
+            with _own_mesh(self._wanted[key]):
+                finished[key] = _finish(pick, [found[path] for path in pick.stored], self._wanted[key])
             for path in pick.stored:
                 left[path] -= 1
                 if not left[path]:
@@ -202,6 +207,13 @@ class Restoring:
 
 def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
     """The paths of `like` that are to be read."""
+    if not live or isinstance(like, str | os.PathLike):
+        raise CheckpointError(
+            "There is nothing to restore into.",
+            where=f"like={like!r}",
+            why="`like` is a state without values, or not a state: it says what is read, and where it is to lie.",
+            do='restore(path, like={"model": model, "optimizer": optimizer, "step": 0})',
+        )
     if only is None:
         return list(live)
     below = {key for key in live if key == only or key.startswith(f"{only}/")}
@@ -240,39 +252,6 @@ def _check_policies(missing: str, extra: str) -> None:
             )
 
 
-def _check_fits(restoring: Restoring, rename: Mapping[str, str], missing: Missing, extra: Extra) -> None:
-    """Raises for everything that does not fit, in one message."""
-    found, opened = restoring.match, restoring.opened
-    bad = list(found.problems)
-    if missing == "error":
-        bad += [f"{key}  stored nothing  wanted {restoring.shape_wanted(key)}" for key in found.missing]
-    else:
-        bad += [f"{key}  is abstract, and stored nowhere" for key in found.missing if restoring.is_abstract(key)]
-    if extra == "error":
-        bad += [f"{key}  stored {opened.leaves[key].shape}  wanted nothing" for key in found.extra]
-    if bad:
-        raise CheckpointError(
-            f"The checkpoint does not fit: {len(bad)} leaves differ.",
-            where=[str(opened.path), *sorted(bad)],
-            why="it was saved from another model, or from another optimizer.",
-            do=_advice(restoring, rename),
-        )
-
-
-def _advice(restoring: Restoring, rename: Mapping[str, str]) -> str:
-    stored, found = restoring.opened.leaves, restoring.match
-    for name in sorted({path.split("/")[0] for path in stored}):
-        if found.missing and all(f"{name}/{renamed(key, rename)}" in stored for key in found.missing):
-            return f'the leaves lie under "{name}": restore(path, like={{"{name}": ...}}).'
-    only = not found.problems
-    advice = "build `like` with the settings of the saved run; a training run keeps them in run.json."
-    if only and found.missing:
-        advice += '\nmissing="init" leaves what is not stored as `like` has it.'
-    if only and found.extra:
-        advice += '\nextra="ignore" leaves out what is stored and not wanted.'
-    return advice
-
-
 def _to_read(stored: _seal.StoredLeaf, pick: Pick, wanted: Any) -> Any:
     """What to ask the storage for: the stored shape and dtype, with a sharding made of the wanted one."""
     if not stored.is_array:
@@ -294,6 +273,13 @@ def _as_stored(sharding: Sharding, pick: Pick, ndim: int) -> Sharding:
         return sharding
     spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
     return NamedSharding(sharding.mesh, PartitionSpec(*((None, *spec) if pick.form == "layer" else spec[1:])))
+
+
+def _own_mesh(wanted: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mesh of a leaf as the active one: with Explicit axes, jax refuses to compute under another."""
+    sharding = getattr(wanted, "sharding", None)
+    is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    return jax.set_mesh(sharding.mesh) if is_named else contextlib.nullcontext()
 
 
 def _finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
@@ -346,7 +332,7 @@ def _cast(dtype: Any, sharding: Sharding) -> Any:
 
 def _check_files(path: Path, seal: _seal.Seal) -> None:
     if found := _seal.damage(path, seal):
-        raise damaged(path, [f"{name}" for name in found], "its files are not those that were sealed.")
+        raise damaged(path, found, f"of {len(seal.files)} files {len(found)} are not as they were when it was saved.")
 
 
 def _check_sums(path: Path, seal: _seal.Seal, heard: list[dict[str, Any]]) -> None:
@@ -354,9 +340,7 @@ def _check_sums(path: Path, seal: _seal.Seal, heard: list[dict[str, Any]]) -> No
     bad = []
     for key in heard[0]:
         leaf = seal.leaves[key]
-        total: Sums = (0, 0, 0)
-        for other in heard:
-            total = add(total, tuple(other[key]), word_bits(leaf.dtype))
+        total = add(other[key] for other in heard)
         if total != leaf.sums:
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
     if bad:
@@ -375,8 +359,8 @@ def _bytes_here(leaf: Any) -> int:
 
 def damaged(path: Path, where: list[str], why: str) -> RunError:
     """The error for a checkpoint of which some files or leaves have changed since it was saved."""
-    error = unreadable(path, why)
-    return RunError(error.what, where=[str(path), *where], why=why, do=error.do)
+    do = "copy it again from where it is whole, or restore another one."
+    return RunError(unreadable(path, why).what, where=[str(path), *where], why=why, do=do)
 
 
 def _list(head: str, lines: tuple[str, ...], shown: int = 10) -> str:

@@ -29,11 +29,12 @@ from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.history import mesh_layout
 from jshard.checkpoint.phases import Phases
-from jshard.checkpoint.sums import LeafSums, Sums, add
+from jshard.checkpoint.sums import LeafSums, add
 
 SAVING_SUFFIX = ".saving"
 
 _SUMMING_THREADS = 2
+_ARRAY = "zarr.json"  # describes an array, in its folder
 
 
 class Saving:
@@ -74,6 +75,8 @@ class Saving:
             full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty arrays
             self.num_bytes = sum(map(storage.local_bytes, full.values()))
             self._tell_all("begin", lambda: self._prepare(prepare))
+            # Orbax counts its saves: a process that came late, and was given up by the others, must not begin one.
+            self._exchange("all here", "")
         with self.phases("device_to_host"), self._errors_named():
             # Begun before anything can overwrite the values, on the devices where they lie there.
             self._sums = {key: LeafSums(leaf) for key, leaf in full.items() if self._described[key].is_array}
@@ -113,7 +116,7 @@ class Saving:
             self._pool.shutdown(cancel_futures=True)
         report = self.phases.report(num_bytes=self.num_bytes)
         told = {"error": None if error is None else error.why, "sums": totals, "report": report}
-        heard = [json.loads(text) for text in self._exchange("written", json.dumps(told))]
+        heard = self._hear(told, error)
         if error is not None:
             raise error
         failed = [(number, other["error"]) for number, other in enumerate(heard) if other["error"]]
@@ -122,6 +125,19 @@ class Saving:
         self._tell_all("sealed", lambda: self._complete(heard))
         give_memory_back()
         self.record |= {"processes": [other["report"] for other in heard]}
+
+    def _hear(self, told: Mapping[str, Any], error: RunError | None) -> list[dict[str, Any]]:
+        """What all processes have to tell of their part."""
+        # Whoever failed had its time, and so had the others.
+        timeout_s = self._timeout_s if error is None else self._timeout_s / 4
+        try:
+            texts = exchange(f"written {self.path.name}", json.dumps(told), timeout_s=timeout_s)
+        except RunError as missing:
+            if error is None:
+                raise
+            where, why = [*error.where, *missing.where], f"{error.why}\n{missing.why}"
+            raise RunError(error.what, where=where, why=why, do=error.do) from missing
+        return [json.loads(text) for text in texts]
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -142,8 +158,8 @@ class Saving:
         chunks = _seal.chunks_of(self.unnamed)
         leaves = {}
         for key, described in self._described.items():
-            sums = [tuple(other["sums"][key]) for other in heard if key in other["sums"]]
-            total = _total(sums, self._sums[key].bits) if sums else None
+            sums = [other["sums"][key] for other in heard if key in other["sums"]]
+            total = add(sums) if sums else None
             leaves[key] = _seal.with_facts(described, sums=total, chunk=chunks.get(key))
         seal = _seal.Seal(
             leaves=leaves,
@@ -203,11 +219,19 @@ def discard_unnamed(path: Path) -> bool:
 
 
 def keep_on_disk(folder: Path) -> None:
-    """Waits until everything in a folder would survive a power cut."""
-    for inner, _, names in os.walk(folder, topdown=False):
-        for name in names:
-            flush(os.path.join(inner, name))
-        flush(inner)
+    """Waits until everything in a folder would survive a power cut.
+
+    What TensorStore wrote, the files of arrays and the names beside them, is on the disk already.
+    """
+    arrays: set[str] = set()
+    for inner, folders, names in os.walk(folder):
+        if _ARRAY in names or os.path.dirname(inner) in arrays:
+            arrays.add(inner)
+        else:
+            for name in names:
+                flush(os.path.join(inner, name))
+        if folders or inner not in arrays:
+            flush(inner)
 
 
 def flush(path: str) -> None:
@@ -226,13 +250,6 @@ def give_memory_back() -> None:
     """Hands freed memory back to the system: with many threads, glibc keeps several times the state otherwise."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _total(sums: list[Any], bits: int) -> Sums:
-    total: Sums = (0, 0, 0)
-    for part in sums:
-        total = add(total, part, bits)
-    return total
 
 
 def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:

@@ -111,15 +111,19 @@ def versions() -> dict[str, str]:
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Every file of a checkpoint but its seal, with its size, and with a checksum if nothing else would tell a change."""
-    found = {}
-    for path in sorted(folder.rglob("*")):
-        name = path.relative_to(folder).as_posix()
-        if path.is_file() and name not in (NAME, f"{NAME}.tmp"):
-            size = path.stat().st_size
-            has_checksum = size <= _SMALL_BYTES or not _holds_values(name)
-            found[name] = (size, zlib.crc32(path.read_bytes()) if has_checksum else None)
-    return found
+    """Every file of a checkpoint but its seal, with its size, and a checksum if no sums of a leaf tell a change."""
+    found, left = {}, [(os.fspath(folder), "")]
+    while left:
+        inner, name = left.pop()
+        for entry in os.scandir(inner):
+            path = name + entry.name
+            if entry.is_dir():
+                left.append((entry.path, f"{path}/"))
+            elif path not in (NAME, f"{NAME}.tmp"):
+                size = entry.stat().st_size
+                has_checksum = size <= _SMALL_BYTES or not _holds_values(path)
+                found[path] = (size, _crc32(entry.path) if has_checksum else None)
+    return dict(sorted(found.items()))
 
 
 def _holds_values(name: str) -> bool:
@@ -162,7 +166,7 @@ def read(folder: Path) -> Seal | None:
         if zlib.crc32(body.encode()) != held["crc32"]:
             raise ValueError("its checksum does not fit")
         fields = json.loads(body)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
@@ -200,6 +204,11 @@ def damage(folder: Path, seal: Seal) -> list[str]:
         except OSError as error:
             found.append(f"{name}  {error.strerror}")
     return found
+
+
+def _crc32(path: str) -> int:
+    with open(path, "rb") as file:
+        return zlib.crc32(file.read())
 
 
 def _spec(leaf: Any) -> str | None:

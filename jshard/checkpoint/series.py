@@ -24,7 +24,7 @@ from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving, discard_unnamed, unnamed
 from jshard.checkpoint.shared_folder import check_shared
-from jshard.checkpoint.storage import is_committed
+from jshard.checkpoint.whereabouts import no_series, steps_in
 
 _LEDGER = "series.json"
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
@@ -86,6 +86,7 @@ class Checkpointer:
         self._on_failure = on_failure
         self._pending: Pending | None = None
         self.completed: int | None = None
+        self._restores: list[dict[str, Any]] = []  # noted with the next save: who only reads leaves the folder alone
         check_shared(self.folder, timeout_s=min(timeout_s, _SHOWN_S))
 
     def __enter__(self) -> Checkpointer:
@@ -106,9 +107,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        names = [path.name for path in self.folder.iterdir()] if self.folder.is_dir() else []
-        steps = [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
-        return sorted(step for step in steps if is_committed(self.path(step)))
+        return steps_in(self.folder)
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is complete and whose files are all there; one warning names others."""
@@ -260,7 +259,7 @@ class Checkpointer:
                     raise self._not_read(step, error) from error
                 _warn(f"checkpoint {self.path(step)} is damaged; going back to step {steps[-1]}.\n{error}")
             else:
-                self._note({"kind": "restore", "step": step, **restoring.record})
+                self._restores.append({"kind": "restore", "step": step, **restoring.record})
                 return restored
 
     def set_aside_newer(self, step: int) -> None:
@@ -317,8 +316,10 @@ class Checkpointer:
         self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
     def _note(self, record: Mapping[str, Any]) -> None:
+        noted, self._restores = [*self._restores, record], []
         if is_primary():
-            _history.append(self.folder, record)
+            for each in noted:
+                _history.append(self.folder, each)
 
     def _delete_old(self, step: int) -> None:
         begun = self._begun()
@@ -360,19 +361,17 @@ class Checkpointer:
     def _no_such_step(self, step: int | None) -> CheckpointError:
         steps = self.steps()
         wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        return CheckpointError(
-            f"There is no {wanted} to restore.",
-            where=str(self.folder),
-            why=f"complete checkpoints there: {', '.join(map(str, steps)) or 'none'}.",
-            do="start the run anew, in another folder." if not steps else f"restore step {steps[-1]}.",
-        )
+        why, do = f"complete checkpoints there: {', '.join(map(str, steps))}.", f"restore step {max(steps, default=0)}."
+        if not steps:
+            why, do = no_series(self.folder)
+        return CheckpointError(f"There is no {wanted} to restore.", where=str(self.folder), why=why, do=do)
 
     def _not_written(self, path: Path, error: RunError) -> RunError:
         steps = self.steps()
         good = f"the last good checkpoint is {self.path(steps[-1])}." if steps else "there is no earlier checkpoint."
         return RunError(
             f"The checkpoint of step {path.name} could not be written.",
-            where=str(path),
+            where=[str(path), *(place for place in error.where if place != str(path))],
             why=f"{error.why}\n{good}",
             do="make room or mend the disk, then continue the run with --resume."
             if steps

@@ -46,7 +46,7 @@ def save_async(
         path: a folder that does not exist yet.
         leaves: arrays, numbers and texts by path.
         on_written: called in other threads whenever this process has written some arrays.
-        timeout_s: how long Orbax may wait for the other processes.
+        timeout_s: how long it may take.
 
     Returns:
         A function that waits until all processes have written and the checkpoint is committed.
@@ -58,7 +58,10 @@ def save_async(
 
     def wait() -> None:
         with quiet():
-            response.result()
+            try:
+                response.result(timeout_s)
+            except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
+                raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
 
     return wait
 

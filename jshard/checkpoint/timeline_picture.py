@@ -45,7 +45,8 @@ def write_png(report: TimelineReport, path: Path) -> None:
             lanes.barh(place, end - begin, left=begin, color=_COLORS.get(name, _OTHER), height=0.7)
     lanes.set_yticks(range(len(shown.rows)), [f"process {row.process}" for row in shown.rows])
     lanes.invert_yaxis()
-    lanes.set(xlabel="seconds", title=f"{report.title}\n{report.verdict}")
+    lanes.set_xlabel("seconds")
+    lanes.set_title(f"{report.title}\n{report.verdict}", loc="left", fontsize=10)
     marks = [lanes.barh(0, 0, color=_COLORS.get(name, _OTHER), label=name) for name in shown.phases]
     if marks:
         lanes.legend(loc="upper left", bbox_to_anchor=(1, 1))
@@ -67,12 +68,14 @@ def grid(shown: Timeline) -> tuple[list[list[int]], str]:
 def _png_heat(axes: Any, figure: Any, shown: Timeline) -> None:
     times = {row.process: row.own_s for row in shown.rows}
     cells, what = grid(shown)
-    image = axes.imshow([[times.get(process, math.nan) for process in row] for row in cells], aspect="auto", vmin=0)
-    axes.set(title=f"{what}; seconds of own work of each one's process", xticks=[], yticks=[])
+    seconds = [[times.get(process, math.nan) for process in row] for row in cells]
+    image = axes.imshow(seconds, aspect="auto", vmin=0, cmap="YlOrRd")
+    axes.set(xticks=[], yticks=[])
+    axes.set_title(f"{what}; seconds of own work of each one's process", loc="left", fontsize=10)
     if len(cells[0]) <= 2 * _MOST_COLUMNS and len(cells) <= _MOST_COLUMNS:
         for i, row in enumerate(cells):
             for j, process in enumerate(row):
-                axes.text(j, i, str(process), ha="center", va="center", color="white")
+                axes.text(j, i, str(process), ha="center", va="center")
     figure.colorbar(image, ax=axes, label="s")
 
 

@@ -13,12 +13,6 @@ import time
 from pathlib import Path
 
 import jax
-
-PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
-if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, PROCESS)
-
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
@@ -30,6 +24,7 @@ from jshard._processes import exchange
 from jshard.checkpoint import storage
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
 
+PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
 SHARED = [layout for layout in LAYOUTS if layout != "one device"]  # a process of two cannot use one device alone
 DEADLINE_S = 4.0
 
@@ -128,6 +123,8 @@ def die():
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(f"localhost:{sys.argv[2]}", 2, PROCESS)
     for part in sys.argv[4:]:
         result = globals()[part]()
         (FOLDER / f"{part}-{PROCESS}.json").write_text(json.dumps(result))

@@ -8,12 +8,6 @@ import time
 from pathlib import Path
 
 import jax
-
-process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
-jax.config.update("jax_num_cpu_devices", 2)
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
-
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -21,6 +15,11 @@ import jshard as js
 from jshard.checkpoint import storage
 
 SLOW_S = 1.0
+
+process, port, folder = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
+jax.config.update("jax_num_cpu_devices", 2)
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"localhost:{port}", num_processes=2, process_id=process)
 
 if process == 1:
     write = storage._Progress.on_write_end

@@ -16,7 +16,7 @@ from jshard.checkpoint.formats import ForeignSource, Source, whole_leaves, write
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.part_of import part_of
 from jshard.checkpoint.places import checkpoint_at
-from jshard.checkpoint.verify import verify
+from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._layout_options import Model
 from jshard.cli.ckpt._shown import progress, size
@@ -93,7 +93,7 @@ def _named(args: ExportArgs, source: Source, names: Names) -> Source:
     if missing:
         raise ShardingError(
             f"The checkpoint is not of this model: {len(missing)} leaves are missing.",
-            where=[str(args.path), *(f"{args.part}/{path}" for path in missing)],
+            where=[str(args.path), *("/".join(filter(None, (args.part, path))) for path in missing)],
             why=f"hf_names of {args.model} lists {len(names)} leaves.",
             do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.",
         )

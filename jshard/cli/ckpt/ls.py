@@ -44,7 +44,7 @@ def _table(found: Listing) -> str:
     for entry in found.entries:
         metrics = ", ".join(f"{name}={value:g}" for name, value in entry.metrics.items())
         cells = ("?" if entry.step is None else str(entry.step), size(entry.num_bytes), str(entry.num_leaves))
-        cells += (moment(entry.saved_at), mesh_text(entry.mesh), str(entry.processes or ""), entry.version or "")
+        cells += (moment(entry.saved_at), mesh_text(entry.mesh), str(entry.processes or ""), _version(entry))
         add_row(table, *cells, metrics, _state(entry))
     lines = [printed(table)]
     for entry in found.entries:
@@ -54,11 +54,12 @@ def _table(found: Listing) -> str:
     return "\n".join(lines)
 
 
+def _version(entry: Entry) -> str:
+    return entry.version or ("" if entry.damage else "(plain Orbax)")
+
+
 def _state(entry: Entry) -> str:
-    if entry.damage:
-        return f"DAMAGED: {len(entry.damage)} files" if len(entry.damage) > 1 else "DAMAGED"
-    complete = "complete" if entry.saved_at is not None else "complete, of plain Orbax"
-    return f"{complete}, latest" if entry.is_latest else complete
+    return "DAMAGED" if entry.damage else "latest" if entry.is_latest else "complete"
 
 
 def _to_json(found: Listing) -> dict[str, object]:

@@ -11,7 +11,7 @@ import tyro
 
 from jshard.checkpoint.listing import listing
 from jshard.checkpoint.places import checkpoint_at
-from jshard.checkpoint.verify import Verdict, verify
+from jshard.checkpoint.verifying import Verdict, verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import progress, size
 from jshard.inspect.tables import add_row, made_table, printed

@@ -12,7 +12,7 @@ from jshard._errors import RunError
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.seal import Seal
-from jshard.checkpoint.sums import add, box_sums, word_bits
+from jshard.checkpoint.sums import add, box_sums
 
 _THREADS = 2
 
@@ -61,7 +61,7 @@ class Verdict:
 def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = lambda num_bytes: None) -> Verdict:
     """Reads a whole checkpoint, and compares it with what was noted when it was saved.
 
-    It reads box by box, so that memory holds about 100 MiB of it (or two chunks, where they are larger). One process
+    It reads box by box, so that it needs about 150 MiB (or memory for two chunks, where they are larger). One process
     calls it, on any machine that sees the folder; no accelerator is needed.
 
     Args:
@@ -134,11 +134,11 @@ def _owner(file: str, owners: Mapping[str, str]) -> str | None:
 def _in_leaf(source: CheckpointSource, name: str, on_read: Callable[[int], object]) -> Finding | None:
     """What is wrong with the values of an array."""
     stored = source.opened.leaves[name]
-    bits, total = word_bits(source.leaves[name].dtype), (0, 0, 0)
+    total = (0, 0, 0)
     try:
         for box in source.boxes(name):
             values = source.read(name, box)
-            total = add(total, box_sums(values, box, stored.shape), bits)
+            total = add([total, box_sums(values, box, stored.shape)])
             on_read(values.nbytes)
     except RunError as error:
         return Finding(leaf=name, file=_place(source, name), why=error.why.removeprefix(f"{name}: "))

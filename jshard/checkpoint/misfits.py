@@ -1,0 +1,156 @@
+"""What is said where a checkpoint and what it is to be restored into do not fit: everything, in one message."""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.matching import Match, renamed
+from jshard.checkpoint.seal import StoredLeaf
+
+_TOGETHER = 3  # so many leaves below one path are told by that path
+
+
+def check_fits(
+    path: Path,
+    found: Match,
+    stored: Mapping[str, StoredLeaf],
+    wanted: Mapping[str, Any],
+    *,
+    abstract: Collection[str],
+    rename: Mapping[str, str],
+    missing: str,
+    extra: str,
+) -> None:
+    """Raises for everything that does not fit.
+
+    Args:
+        path: the checkpoint.
+        found: the match.
+        stored: its leaves.
+        wanted: what is asked for, with shardings where it lies on devices.
+        abstract: wanted leaves that have no values in `like`.
+        rename: as `restore` was given it.
+        missing: likewise.
+        extra: likewise.
+
+    Raises:
+        CheckpointError: some leaves differ, or do not divide; all of them are told.
+    """
+    lost = found.missing if missing == "error" else [key for key in found.missing if key in abstract]
+    unwanted = found.extra if extra == "error" else ()
+    uneven = [line for key, leaf in wanted.items() if key in found.picks and (line := _uneven(key, leaf))]
+    nothing = "stored nothing" if missing == "error" else "abstract, and stored nothing"
+    lines = [
+        *found.problems,
+        *_summed_up(lost, wanted, stored, lambda key, what: f"{key}  {nothing}  wanted {what}"),
+        *_summed_up(unwanted, stored, wanted, lambda key, what: f"{key}  stored {what}  wanted nothing"),
+        *uneven,
+    ]
+    if not lines:
+        return
+    count = len(found.problems) + len(lost) + len(unwanted) + len(uneven)
+    if count == len(uneven):
+        what = "The leaves cannot be cut like this."
+        why = "a sharded dim divides by the degrees of the mesh axes that it is sharded over."
+        do = "let the plan choose the shardings: like=js.abstract_init(build, annotate);\nor leave that dim whole."
+    else:
+        what = f"The checkpoint does not fit: {count} leaves differ."
+        why, do = _advice(found, stored, wanted, rename, path)
+    raise CheckpointError(what, where=[str(path), *sorted(lines)], why=why, do=do)
+
+
+def _uneven(key: str, leaf: Any) -> str | None:
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(leaf, jax.ShapeDtypeStruct) or not isinstance(sharding, NamedSharding):
+        return None
+    for dim, (size, entry) in enumerate(zip(leaf.shape, sharding.spec, strict=False)):
+        axes = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
+        degree = 1
+        for axis in axes:
+            degree *= sharding.mesh.shape[axis]
+        if size % degree:
+            return f"{key}  wanted {leaf.shape}: dim {dim} does not divide by {degree}, mesh axis {'*'.join(axes)}"
+    return None
+
+
+def _summed_up(
+    keys: Iterable[str], leaves: Mapping[str, Any], others: Iterable[str], line: Callable[[str, str], str]
+) -> list[str]:
+    """A line per leaf, or per highest path below which all leaves are among the keys and the other side has none."""
+    keys = set(keys)
+    below, among, across = (
+        collections.Counter(p for key in group for p in _above(key)) for group in (leaves, keys, others)
+    )
+    lines = {}
+    for key in sorted(keys):
+        tops = [p for p in _above(key) if among[p] == below[p] >= _TOGETHER and not across[p]]
+        if tops:
+            lines[tops[0]] = line(f"{tops[0]}/...", f"{among[tops[0]]} leaves")
+        else:
+            lines[key] = line(key, str(tuple(getattr(leaves[key], "shape", ()))))
+    return list(lines.values())
+
+
+def _above(key: str) -> list[str]:
+    """The paths that a path lies below, the highest first; a name of the state alone is none."""
+    keys = key.split("/")
+    return ["/".join(keys[:count]) for count in range(2, len(keys))]
+
+
+def _advice(
+    found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Path
+) -> tuple[str, str]:
+    """Why, and what to do."""
+    why = "it was saved from another model, or from another optimizer."
+    if not found.problems and found.missing and not rename and (moved := _moved(found, stored)):
+        ours, theirs = moved
+        if ours == "" and "/" not in theirs:
+            return why, f'the leaves lie under "{theirs}": restore(path, like={{"{theirs}": ...}}).'
+        return why, f'they lie elsewhere: restore(path, like, rename={{"{ours}": "{theirs}"}}).'
+    if _differ_in_dtype(found, stored, wanted):
+        why = "dtypes change by themselves among floating ones, and from integers to wider ones."
+        return why, "give `like` the dtypes that are stored, and change what comes back: x.astype(jnp.int32)."
+    do = f"build `like` with the settings of the saved run. What it holds: jshard ckpt inspect {path}"
+    if not found.problems and found.missing:
+        do += '\nmissing="init" leaves what is not stored as `like` has it.'
+    if not found.problems and found.extra:
+        do += '\nextra="ignore" leaves out what is stored and not wanted.'
+    return why, do
+
+
+def _differ_in_dtype(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> bool:
+    """Whether the leaves that clash do so by their dtypes alone."""
+    picks = [(found.picks.get(line.split("  ")[0]), wanted.get(line.split("  ")[0])) for line in found.problems]
+    return bool(picks) and all(
+        pick is not None and pick.form == "same" and stored[pick.stored[0]].shape == getattr(leaf, "shape", ())
+        for pick, leaf in picks
+    )
+
+
+def _moved(found: Match, stored: Mapping[str, StoredLeaf]) -> tuple[str, str] | None:
+    """Beginnings of wanted and stored paths that, if one is put for the other, leave nothing missing."""
+    used = {path for pick in found.picks.values() for path in pick.stored}
+    tried = set()
+    for key in [*found.extra, *stored]:
+        begins = _without_common_end(found.missing[0], key)
+        if begins[0] == found.missing[0] or begins in tried:
+            continue
+        tried.add(begins)
+        there = {renamed(path, dict([begins])) for path in found.missing}
+        if there <= stored.keys() - used and (begins[0] == "" or there >= set(found.extra)):
+            return begins
+    return None
+
+
+def _without_common_end(first: str, second: str) -> tuple[str, str]:
+    ours, theirs = first.split("/"), second.split("/")
+    while ours and theirs and ours[-1] == theirs[-1]:
+        ours, theirs = ours[:-1], theirs[:-1]
+    return "/".join(ours), "/".join(theirs)

@@ -1,0 +1,61 @@
+"""Where the checkpoints are, for whoever gave a path at which there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.storage import is_committed
+
+_OF_A_RUN = "checkpoints"
+
+
+def no_checkpoint(path: Path) -> CheckpointError:
+    """The error for a path at which there is no checkpoint: it names one nearby, if there is one."""
+    why, found = _nearby(path)
+    return CheckpointError(
+        "There is no checkpoint to restore.",
+        where=str(path),
+        why=why,
+        do=f'restore("{found}", like=...)'
+        if found
+        else "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP.",
+    )
+
+
+def no_series(folder: Path) -> tuple[str, str]:
+    """Why a folder holds no series, and what to do about it."""
+    if is_committed(folder):
+        why = "it is a checkpoint, and not a folder of them."
+        return why, f'Checkpointer("{folder.parent}"); or restore("{folder}", like=...).'
+    if steps_in(folder / _OF_A_RUN):
+        return "it is the folder of a run, and not that of its checkpoints.", f'Checkpointer("{folder / _OF_A_RUN}")'
+    return "complete checkpoints there: none.", "start the run anew, in another folder."
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, oldest first."""
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    steps = [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
+    return sorted(step for step in steps if is_committed(folder / str(step)))
+
+
+def _nearby(path: Path) -> tuple[str, Path | None]:
+    """What is at a path instead, and the checkpoint that was probably meant."""
+    for above in path.parents:
+        if is_committed(above):
+            return "it lies in a checkpoint, and is none.", above
+    for folder in (path, path / _OF_A_RUN):
+        if steps := steps_in(folder):
+            what = "a folder of checkpoints, of steps" if folder == path else "the folder of a run, with steps"
+            return f"it is {what} {_list(steps)}.", folder / str(steps[-1])
+    if not path.exists():
+        steps = steps_in(path.parent)
+        if steps:
+            return f"no such folder; beside it are steps {_list(steps)}.", path.parent / str(steps[-1])
+        return "no such folder.", None
+    return "the folder is not one that save() completed." if path.is_dir() else "it is a file.", None
+
+
+def _list(steps: list[int], shown: int = 5) -> str:
+    return ", ".join([*(["..."] if len(steps) > shown else []), *map(str, steps[-shown:])])

@@ -1,0 +1,242 @@
+"""Saves in the background: of the values at the call, one at a time, and never lost without a word."""
+
+import shutil
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard import checkpoint
+from jshard._errors import RunError
+from jshard.checkpoint import Checkpointer, CheckpointWarning, storage
+from jshard.checkpoint.keep import Keep
+from jshard.checkpoint.saving import SAVING_SUFFIX
+
+
+def state(number):
+    w = np.full((8, 512), number, np.float32)
+    return {"w": jax.device_put(w, NamedSharding(js.mesh(), P("fsdp"))), "ids": np.arange(4) + number, "step": number}
+
+
+def is_state(found, number):
+    leaves, wanted = jax.tree.leaves(found), jax.tree.leaves(state(number))
+    return [np.asarray(x).tobytes() for x in leaves] == [np.asarray(x).tobytes() for x in wanted]
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    """Holds every write back until it is opened; `gate.fails` are errors that the next writes end with."""
+
+    class Gate:
+        open, fails = threading.Event(), []
+
+    write = storage.save_async
+
+    def save_async(*args, **options):
+        wait = write(*args, **options)
+        error = Gate.fails.pop(0) if Gate.fails else None
+
+        def waits():
+            wait()
+            assert Gate.open.wait(60)
+            if error is not None:
+                raise error
+
+        return waits
+
+    monkeypatch.setattr(storage, "save_async", save_async)
+    yield Gate
+    Gate.open.set()
+
+
+def full():
+    return OSError(28, "No space left on device")
+
+
+def test_what_is_saved_are_the_values_at_the_call(tmp_path, gate):
+    """Arrays that are donated and overwritten the moment it returns, and arrays of numpy that are changed in place."""
+    live = state(1)
+    pending = checkpoint.save_async(tmp_path / "c", live)
+    overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    for _ in range(3):
+        live["w"] = overwrite(live["w"])
+    live["ids"][:] = -1
+    live["w"].block_until_ready()
+    assert not pending.is_done() and not (tmp_path / "c").exists()
+    gate.open.set()
+    pending.wait()
+    assert is_state(checkpoint.restore(tmp_path / "c", like=state(0)), 1)
+
+
+def test_it_counts_only_when_it_is_complete(tmp_path, gate):
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save_async(1, state(1))
+    ckpt.check()  # at work: nothing to say
+    assert ckpt.steps() == [] and ckpt.latest() is None
+    gate.open.set()
+    ckpt.wait()
+    assert ckpt.latest() == 1
+
+
+def test_one_is_at_work_at_a_time(tmp_path, gate):
+    """The second waits for the first: memory holds one copy of the state."""
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save_async(1, state(1))
+    second = threading.Thread(target=lambda: ckpt.save_async(2, state(2)))
+    second.start()
+    second.join(0.3)
+    assert second.is_alive() and not (tmp_path / f"2{SAVING_SUFFIX}").exists()
+    gate.open.set()
+    second.join(60)
+    ckpt.wait()
+    assert ckpt.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("call", ["check", "wait", "save", "save_async", "restore", "leaving the block"])
+def test_an_error_surfaces_at_the_next_call_and_stands_in_nobodys_way(tmp_path, gate, call):
+    gate.open.set()
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, state(1))
+    gate.fails.append(full())
+    ckpt.save_async(2, state(2))
+    while not ckpt._pending.is_done():
+        time.sleep(0.01)
+    calls = {
+        "save": lambda: ckpt.save(3, state(3)),
+        "save_async": lambda: ckpt.save_async(3, state(3)),
+        "restore": lambda: ckpt.restore(state(0)),
+        "leaving the block": lambda: ckpt.__exit__(None),
+    }
+    text = r"(?s)step 2 could not be written.*No space left.*last good checkpoint is .*/1\."
+    with pytest.raises(RunError, match=text):
+        calls.get(call, lambda: getattr(ckpt, call)())()
+    assert ckpt.steps() == [1]
+    assert not list(tmp_path.glob(f"*{SAVING_SUFFIX}*"))
+    ckpt.check()  # it was told once
+    ckpt.save(2, state(2))
+    assert ckpt.steps() == [1, 2] and is_state(ckpt.restore(state(0)), 2)
+
+
+def test_a_failure_may_be_a_warning(tmp_path, gate):
+    gate.open.set()
+    ckpt = Checkpointer(tmp_path, on_failure="warn")
+    gate.fails.append(full())
+    ckpt.save_async(1, state(1))
+    with pytest.warns(CheckpointWarning, match=r"(?s)training goes on without a checkpoint.*No space left on device"):
+        ckpt.wait()
+    ckpt.save(2, state(2))
+    assert ckpt.steps() == [2]
+    errors = [line["error"] for line in checkpoint.history.read(tmp_path)]
+    assert [bool(error) for error in errors] == [True, False]
+
+
+def test_leaving_the_block_waits(tmp_path, gate):
+    threading.Timer(0.2, gate.open.set).start()
+    with Checkpointer(tmp_path) as ckpt:
+        ckpt.save_async(1, state(1))
+    assert ckpt.steps() == [1]
+
+
+def test_leaving_the_block_with_an_error_keeps_the_save_and_the_error(tmp_path, gate):
+    gate.open.set()
+
+    def interrupted(step):
+        with Checkpointer(tmp_path) as ckpt:
+            ckpt.save_async(step, state(step))
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        interrupted(1)
+    assert Checkpointer(tmp_path).steps() == [1]
+    gate.fails.append(full())
+    with pytest.warns(CheckpointWarning, match="No space left"), pytest.raises(KeyError, match="mine"):
+        interrupted(2)
+
+
+def test_a_wait_has_a_deadline(tmp_path, gate, capsys):
+    ckpt = Checkpointer(tmp_path, timeout_s=0.1)
+    ckpt.save_async(1, state(1))
+    with pytest.raises(RunError, match="still at work after 0 s"):
+        ckpt.wait()
+    assert "thread save" in capsys.readouterr().err
+
+
+def test_metrics_may_be_arrays(tmp_path):
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, {"step": 1}, metrics={"val_loss": jnp.float32(0.5), "accuracy": np.float64(0.25)})
+    assert checkpoint.seal.read(ckpt.path(1)).metrics == {"val_loss": 0.5, "accuracy": 0.25}
+
+
+LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: float("nan"), 5: 2.0, 6: 4.0, 7: None}
+
+
+@pytest.mark.parametrize(
+    ("keep", "stay"),
+    [
+        (Keep(last=1, best=2), [2, 5, 7]),
+        (Keep(last=1, best=1, higher_is_better=True), [1, 7]),
+        (Keep(last=2, every=3), [3, 6, 7]),
+        (Keep(last=1, every=4, best=1), [2, 4, 7]),
+        (Keep(last=2, best=1, metric="accuracy"), [6, 7]),
+    ],
+    ids=str,
+)
+def test_the_best_the_regular_and_the_newest_stay(tmp_path, keep, stay):
+    ckpt = Checkpointer(tmp_path, keep=keep)
+    for step, loss in LOSSES.items():
+        ckpt.save(step, {"step": step}, metrics=None if loss is None else {"val_loss": loss})
+    assert ckpt.steps() == stay
+    assert [ckpt.restore({"step": 0}, step=step)["step"] for step in stay] == stay
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    ckpt = Checkpointer(tmp_path_factory.mktemp("three"))
+    for step in (1, 2, 3):
+        ckpt.save(step, state(step))
+    return ckpt
+
+
+@pytest.fixture
+def damaged(three, tmp_path):
+    """Step 3 with a bit that was flipped, step 2 without one of its files."""
+    ckpt = Checkpointer(shutil.copytree(three.folder, tmp_path / "c"))
+    data = max((ckpt.path(3) / "state").rglob("c/*/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(data.read_bytes())
+    content[5] ^= 4
+    data.write_bytes(content)
+    (ckpt.path(2) / "state" / "_METADATA").unlink()
+    return ckpt
+
+
+def test_falling_back_goes_to_the_newest_good_one_and_says_so(damaged):
+    with pytest.warns(CheckpointWarning) as told:
+        assert is_state(damaged.restore(state(0), fall_back=True), 1)
+    texts = [str(warning.message) for warning in told]
+    for step, text in zip((3, 2), texts, strict=True):
+        assert text.startswith(f"checkpoint {damaged.path(step)} is damaged; going back to step {step - 1}.\n")
+    assert "its bytes have changed" in texts[0] and "state/_METADATA  is missing" in texts[1]
+
+
+def test_without_it_the_damage_is_an_error_that_names_the_others(damaged):
+    with pytest.raises(RunError, match=r"(?s)step 3 cannot be read.*other complete checkpoints: 2, 1\.\n"):
+        damaged.restore(state(0))
+    assert is_state(damaged.restore(state(0), step=1), 1)
+
+
+def test_the_newest_is_one_whose_files_are_all_there(damaged):
+    with pytest.warns(CheckpointWarning) as told:
+        assert damaged.latest() == 1
+    assert len(told) == 1
+    assert f"{damaged.path(2)}: state/_METADATA  is missing" in str(told[0].message)
+
+
+def test_a_state_that_does_not_fit_is_no_reason_to_fall_back(three):
+    with pytest.raises(checkpoint.CheckpointError, match="1 leaves differ"):
+        three.restore({"w": state(0)["w"], "step": 0, "other": jnp.ones(1)}, fall_back=True)

@@ -1,0 +1,212 @@
+"""No bit of a checkpoint changes unseen, and what is damaged is named."""
+
+import random
+import shutil
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard import checkpoint
+from jshard._errors import RunError
+from jshard.checkpoint import seal as seals
+from jshard.checkpoint.sums import LeafSums, add, box_sums, device_sums
+
+FLIPS = 50
+
+
+def state(zero=False):
+    """Large and small leaves of all kinds; the large ones are in files that have no checksum."""
+    draw = np.random.default_rng(0)
+    large = draw.standard_normal((2048, 128)).astype(np.float32)
+    full = {
+        "large": jax.device_put(large, NamedSharding(js.mesh(), P("fsdp"))),
+        "half": jnp.asarray(draw.standard_normal((3, 7)), jnp.bfloat16),
+        "key": jax.random.key(3),
+        "ids": np.arange(5),
+        "text": "a position in data, " * 8000,
+        "step": 7,
+    }
+    return full if not zero else full | {"text": "", "step": 0, "ids": np.zeros(5, int), "key": jax.random.key(0)}
+
+
+def raw(tree):
+    is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [
+        x if isinstance(x, str) else np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
+        for x in jax.tree.leaves(tree)
+    ]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("integrity") / "c"
+    checkpoint.save(path, state())
+    return path
+
+
+@pytest.fixture
+def files(saved):
+    """The files of the checkpoint; they are as they were again after the test."""
+    files = {path: path.read_bytes() for path in sorted(saved.rglob("*")) if path.is_file()}
+    yield files
+    for path, content in files.items():
+        path.write_bytes(content)
+
+
+def names(error, path, saved):
+    """Whether an error names the file, or the leaf that it holds."""
+    name = path.relative_to(saved).as_posix()
+    leaf = name.split("/")[1].replace(".", "/") if name.count("/") > 1 else name
+    return name in str(error) or any(place.startswith(f"{leaf}  ") for place in error.where)
+
+
+def test_any_flipped_bit_is_found_and_named(saved, files):
+    draw = random.Random(0)
+    full = [path for path, content in files.items() if content]
+    wanted = raw(state())
+    for number in range(FLIPS):
+        path = full[number % len(full)] if number < len(full) else draw.choice(full)
+        content = bytearray(files[path])
+        place, bit = draw.randrange(len(content)), draw.randrange(8)
+        content[place] ^= 1 << bit
+        path.write_bytes(content)
+        with pytest.raises(RunError) as caught:
+            checkpoint.restore(saved, like=state(zero=True))
+        assert names(caught.value, path, saved), (path, place, bit, str(caught.value))
+        path.write_bytes(files[path])
+    assert raw(checkpoint.restore(saved, like=state(zero=True))) == wanted
+
+
+def test_large_files_without_a_checksum_are_those_of_arrays(saved):
+    unchecked = {name for name, (_, crc32) in seals.read(saved).files.items() if crc32 is None}
+    assert unchecked == {f"state/large/c/{shard}/0" for shard in range(8)}
+    assert max(path.stat().st_size for path in saved.rglob("*strings*")) > 1 << 17
+
+
+def test_every_missing_or_shortened_file_is_found_and_named(saved, files):
+    for path, content in files.items():
+        for left in (None, content[: len(content) // 2]):
+            path.unlink()
+            if left is not None:
+                path.write_bytes(left)
+            if left == content:
+                continue  # it was empty
+            with pytest.raises(RunError) as caught:
+                checkpoint.restore(saved, like=state(zero=True))
+            assert names(caught.value, path, saved), (path, str(caught.value))
+            path.write_bytes(content)
+
+
+def test_the_part_that_is_read_is_checked_and_no_other(saved, files):
+    path = saved / "state" / "large" / "c" / "0" / "0"
+    content = bytearray(files[path])
+    content[1000] ^= 1
+    path.write_bytes(content)
+    assert checkpoint.restore(saved, like={"step": 0}) == {"step": 7}
+    with pytest.raises(RunError, match=r"large  \(2048, 128\) float32"):
+        checkpoint.restore(saved, like={"large": state()["large"]})
+    found = checkpoint.restore(saved, like={"large": state()["large"]}, verify=False)["large"]
+    assert (np.asarray(found) != np.asarray(state()["large"])).sum() == 1
+
+
+def test_a_restore_that_failed_leaves_the_next_one_alone(saved, files, tmp_path):
+    whole = shutil.copytree(saved, tmp_path / "whole")
+    (saved / "state" / "large" / "zarr.json").unlink()
+    with pytest.raises(RunError):
+        checkpoint.restore(saved, like=state(zero=True))
+    assert raw(checkpoint.restore(whole, like=state(zero=True))) == raw(state())
+
+
+# The sums themselves.
+
+DTYPES = [np.dtype(name) for name in ("float32", "float16", "int8", "uint16", "int32", "float64", "int64")]
+DTYPES += [np.dtype(name) for name in ("complex64", "complex128")]
+DTYPES += [np.dtype(getattr(ml_dtypes, name)) for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2")]
+NARROW = [np.dtype(bool), np.dtype(ml_dtypes.int4), np.dtype(ml_dtypes.float4_e2m1fn)]  # with bytes that are no value
+DTYPES += NARROW
+shapes = st.lists(st.integers(1, 6), min_size=0, max_size=3).map(tuple)
+
+
+def drawn(dtype, shape, seed):
+    draw = np.random.default_rng(seed)
+    if dtype in NARROW:
+        return draw.integers(0, 2, shape).astype(dtype)
+    if dtype.kind == "c":
+        return (draw.standard_normal(shape) + 1j * draw.standard_normal(shape)).astype(dtype)
+    return draw.integers(0, 256, (*shape, dtype.itemsize), np.uint8).view(dtype).reshape(shape)
+
+
+def whole(values):
+    return box_sums(values, tuple(slice(None) for _ in values.shape), values.shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), shapes, st.integers(0, 1000))
+def test_a_change_of_any_element_shows(data, dtype, shape, seed):
+    values = drawn(dtype, shape, seed)
+    changed = values.copy().reshape(-1)
+    place = data.draw(st.integers(0, changed.size - 1))
+    if dtype in NARROW:
+        changed[place] = 1 - int(changed[place])
+    else:
+        one = changed[place : place + 1].view(np.uint8)
+        one[data.draw(st.integers(0, dtype.itemsize - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    assert whole(changed.reshape(shape)) != whole(values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), st.tuples(st.integers(2, 6), st.integers(2, 6)), st.integers(0, 1000))
+def test_rows_columns_and_boxes_that_changed_places_show(data, dtype, shape, seed):
+    values = drawn(dtype, shape, seed)
+    dim = data.draw(st.integers(0, 1))
+    first, second = data.draw(st.lists(st.integers(0, shape[dim] - 1), min_size=2, max_size=2, unique=True))
+    order = np.arange(shape[dim])
+    order[[first, second]] = second, first
+    swapped = np.take(values, order, axis=dim)
+    lines = [np.take(values, n, dim) for n in (first, second)]
+    if lines[0].tobytes() == lines[1].tobytes() or (dtype in NARROW and lines[0].sum() == lines[1].sum()):
+        return  # lines of one sum change places unseen: rare, but for bits
+    assert whole(swapped) != whole(values)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.sampled_from(DTYPES), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 1000))
+def test_sums_of_boxes_add_up_however_a_leaf_is_cut(data, dtype, shape, seed):
+    values = drawn(dtype, tuple(shape), seed)
+    boxes = [tuple(slice(0, size) for size in shape)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim = data.draw(st.integers(0, len(shape) - 1))
+        cut = data.draw(st.integers(box[dim].start, box[dim].stop))
+        parts = (slice(box[dim].start, cut), slice(cut, box[dim].stop))
+        boxes += [(*box[:dim], part, *box[dim + 1 :]) for part in parts if part.start < part.stop]
+    assert add(box_sums(values[box], box, shape) for box in boxes) == whole(values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_device_s_sums_are_those_of_the_host(dtype):
+    with jax.enable_x64(True):
+        for shape, box in (
+            ((), ()),
+            ((5,), (slice(2, 5),)),
+            ((4, 6, 5), (slice(1, 3), slice(2, 6), slice(0, 5))),
+        ):
+            values = drawn(dtype, shape, 0)
+            on_device = device_sums(jnp.asarray(values[box]), box, shape)
+            assert tuple(map(int, on_device)) == box_sums(values[box], box, shape), shape
+
+
+def test_sums_do_not_hang_on_the_mesh():
+    values = drawn(np.dtype(np.float32), (16, 24), 0)
+    specs = [P(), P("fsdp"), P(None, "fsdp"), P("replica", "fsdp"), P(("replica", "fsdp"))]
+    mesh = js.mesh(replica=2)
+    sums = [LeafSums(jax.device_put(values, NamedSharding(mesh, spec))).total() for spec in specs]
+    assert set(sums) == {whole(values)}

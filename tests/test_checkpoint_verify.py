@@ -1,0 +1,128 @@
+"""`verify` finds every file that is missing and every bit that has changed, and names the leaf and the file."""
+
+import shutil
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jshard as js
+from jshard.checkpoint import CheckpointError
+from jshard.checkpoint.boxes import CheckpointSource, cut
+from jshard.checkpoint.verifying import verify
+
+ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a seal has checksums of
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "c"
+    rows = NamedSharding(js.mesh(), PartitionSpec("fsdp"))
+    table = jax.device_put(np.random.default_rng(0).normal(size=(ROWS, 256)).astype(np.float32), rows)
+    large = np.random.default_rng(1).normal(size=(ROWS, 256)).astype(np.float32)  # in one file
+    small = {"scale": jnp.arange(8, dtype=jnp.bfloat16), "none": jnp.zeros((0, 3)), "a.b": jnp.int8(3)}
+    state = {"model": {"table": table, "large": large, **small}, "key": jax.random.key(3), "step": 7, "text": "x" * 9}
+    js.checkpoint.save(path, state)
+    return path
+
+
+@pytest.fixture
+def copy(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "c")
+
+
+def flip(path, byte, bit=0):
+    content = bytearray(path.read_bytes())
+    content[byte] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def found(path):
+    return [(finding.leaf, finding.file) for finding in verify(path).findings]
+
+
+def test_a_good_checkpoint_is_read_whole(saved):
+    read = []
+    verdict = verify(saved, on_read=read.append)
+    assert verdict.is_good and verdict.findings == ()
+    assert (verdict.num_leaves, verdict.unsummed) == (8, 0)
+    assert verdict.num_bytes == sum(read) == 2 * ROWS * 1024 + 16 + 1 + 8
+
+
+# Of every kind of file, a bit near its begin and one near its end; signs and exponents too.
+@pytest.mark.parametrize("bit", [0, 7])
+@pytest.mark.parametrize(
+    ("file", "leaf"),
+    [
+        ("state/model.large/c/0/0", "model/large"),
+        ("state/model.table/c/3/0", "model/table"),
+        ("state/model.scale/c/0", "model/scale"),
+        ("state/model.table/zarr.json", "model/table"),
+        ("state/_METADATA", None),
+        ("state/_strings.json", None),
+        ("jshard.json", None),
+    ],
+)
+def test_a_flipped_bit(copy, file, leaf, bit):
+    size = (copy / file).stat().st_size
+    for byte in (3, size // 2, size - 25 if size > 40 else size - 1):
+        flip(copy / file, byte, bit)
+        assert (leaf, file) in found(copy), byte
+        flip(copy / file, byte, bit)
+    assert verify(copy).is_good
+
+
+def test_bits_in_random_places_of_a_large_array(copy):
+    file, random = copy / "state/model.large/c/0/0", np.random.default_rng(5)
+    for byte, bit in zip(random.integers(0, ROWS * 1024, 20), random.integers(0, 8, 20), strict=True):
+        flip(file, byte, bit)
+        assert found(copy) == [("model/large", "state/model.large/c/0/0")]
+        flip(file, byte, bit)
+
+
+def test_missing_and_cut_off_files_all_at_once(copy):
+    (copy / "state/model.table/c/3/0").unlink()
+    (copy / "state/model.large/c/0/0").write_bytes((copy / "state/model.large/c/0/0").read_bytes()[:-1])
+    shutil.rmtree(copy / "state/key")
+    verdict = verify(copy)
+    reasons = {(finding.leaf, finding.file): finding.why for finding in verdict.findings}
+    assert reasons["model/table", "state/model.table/c/3/0"] == "is missing"
+    size = (copy / "state/model.large/c/0/0").stat().st_size
+    assert reasons["model/large", "state/model.large/c/0/0"] == f"{size} bytes of {size + 1}"
+    assert {("key", "state/key/c/0"), ("key", "state/key/zarr.json")} <= set(reasons)
+    assert {leaf for leaf, _ in reasons} == {"model/table", "model/large", "key"}
+
+
+def test_plain_orbax_can_be_read_and_no_more(tmp_path):
+    from orbax.checkpoint import v1 as ocp
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ocp.save(tmp_path / "c", {"a": [jnp.arange(12.0).reshape(3, 4), jnp.ones(3)], "n": 3})
+    verdict = verify(tmp_path / "c")
+    assert verdict.is_good
+    assert (verdict.num_leaves, verdict.unsummed, verdict.num_files) == (3, 2, 0)
+    source = CheckpointSource(tmp_path / "c")
+    np.testing.assert_array_equal(source.read("a/0", (slice(1, 3), slice(0, 2))), [[4, 5], [8, 9]])
+    shutil.rmtree(tmp_path / "c" / "state" / "d")
+    assert not verify(tmp_path / "c").is_good
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="There is no checkpoint to restore"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "chunk", "budget"), [((9, 4), (2, 4), 40), ((3, 8, 5), (3, 2, 5), 60), ((), (), 1), ((7,), (7,), 4)]
+)
+def test_boxes_make_up_an_array_and_hold_whole_chunks(shape, chunk, budget):
+    seen = np.zeros(shape, int)
+    for box in cut(shape, 1, chunk, budget):
+        seen[box] += 1
+        assert all(part.start % size == 0 for part, size in zip(box, chunk, strict=True))
+        assert seen[box].size <= max(budget, np.prod(chunk))
+    assert (seen == 1).all()

@@ -1,0 +1,346 @@
+"""`jshard ckpt`: what it tells of checkpoints, and that what it writes holds the same values."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jshard as js
+from jshard import cli
+from jshard.checkpoint import seal
+from jshard.checkpoint.formats import SafetensorsSource
+
+# As a user's file: a model of two stacked layers, whose names elsewhere are those of single ones.
+MODEL = """\
+import dataclasses
+from flax import nnx
+import jax
+import jax.numpy as jnp
+import jshard as js
+from jshard.checkpoint.formats import Stored
+from jshard.train import Recipe
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    layers: int = 2
+
+class Model(nnx.Module):
+    def __init__(self, config, rngs):
+        stack = lambda *shape: nnx.Param(jax.random.normal(rngs.params(), (config.layers, *shape)))
+        self.blocks = nnx.Dict(kernel=stack(16, 8), bias=stack(8))
+        self.tokens = nnx.Param(jax.random.normal(rngs.params(), (32, 8)))
+
+def build(config, rngs):
+    return Model(config, rngs)
+
+def annotate(model, mesh):
+    js.fully_shard(model, mesh=mesh, shard_dim=0)
+
+def hf_names(config):
+    names = {"tokens": "wte.weight"}
+    for layer in range(config.layers):
+        names[f"blocks/{layer}/kernel"] = Stored(f"h.{layer}.weight", transpose=True)
+        names[f"blocks/{layer}/bias"] = f"h.{layer}.bias"
+    return names
+
+SIZES = {"sequence_length": 8, "batch_size": 8, "num_steps": 1, "learning_rate": 1.0, "warmup_steps": 0}
+RECIPES = {"two": lambda: Recipe(model=Config(), **SIZES)}
+"""
+
+
+def state(step=100, seed=0):
+    rows = NamedSharding(js.mesh(), PartitionSpec(None, "fsdp"))
+    random = np.random.default_rng(seed)
+    arrays = {
+        "blocks": {"kernel": random.normal(size=(2, 16, 8)), "bias": random.normal(size=(2, 8))},
+        "tokens": random.normal(size=(32, 8)),
+    }
+    model = jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), arrays)
+    model["blocks"]["kernel"] = jax.device_put(model["blocks"]["kernel"], rows)
+    return {"model": model, "optimizer": {"mu": [jnp.ones(4)]}, "key": jax.random.key(seed), "step": step}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with two checkpoints, and what an interrupted save has left."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    with js.checkpoint.Checkpointer(folder / "checkpoints") as checkpoints:
+        checkpoints.save(100, state(100), metrics={"val_loss": 2.5})
+        changed = state(200)
+        changed["model"]["tokens"] *= 2
+        changed["optimizer"] = {"nu": [jnp.ones((2, 2))]}
+        checkpoints.save(200, changed)
+    (folder / "checkpoints" / "300.saving").mkdir()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+    Path("model.py").write_text(MODEL)
+
+
+@pytest.fixture
+def ckpt(capsys):
+    """Runs a command; its exit code, and what it printed, read as JSON where that was asked for."""
+
+    def call(*arguments):
+        code = cli.main(["ckpt", *map(str, arguments)])
+        out = capsys.readouterr().out
+        return code, json.loads(out) if "--json" in arguments else out
+
+    return call
+
+
+def equal(a, b):
+    """The leaves of two checkpoints have the same values: their sums are equal."""
+    first, second = seal.read(Path(a)).leaves, seal.read(Path(b)).leaves
+    assert {name: (leaf.shape, leaf.dtype, leaf.key, leaf.sums) for name, leaf in first.items()} == {
+        name: (leaf.shape, leaf.dtype, leaf.key, leaf.sums) for name, leaf in second.items()
+    }
+
+
+def test_ls(run, ckpt):
+    code, text = ckpt("ls", run)
+    assert code == 0
+    for part in ("100", "val_loss=2.5", "fsdp=8", "complete", "latest", "300.saving: of a save that was interrupted"):
+        assert part in text
+    _, told = ckpt("ls", run / "checkpoints", "--json")
+    assert [(entry["step"], entry["is_latest"]) for entry in told["checkpoints"]] == [(100, False), (200, True)]
+    assert told["unfinished"] == ["300.saving"]
+    _, told = ckpt("ls", run / "checkpoints" / "100", "--json")
+    assert [(entry["step"], entry["num_leaves"]) for entry in told["checkpoints"]] == [(100, 6)]
+
+
+def test_ls_names_what_is_damaged_and_takes_an_older_one_as_the_latest(run, ckpt):
+    folder = Path(shutil.copytree(run, "run"))
+    next(iter(folder.glob("checkpoints/200/state/model.tokens/c/*/*"))).unlink()
+    code, told = ckpt("ls", folder, "--json")
+    assert code == 0
+    assert [entry["is_latest"] for entry in told["checkpoints"]] == [True, False]
+    assert "is missing" in told["checkpoints"][1]["damage"][0]
+    assert "DAMAGED" in ckpt("ls", folder)[1]
+
+
+def test_inspect(run, ckpt):
+    code, text = ckpt("inspect", run, "--step", "100")
+    assert code == 0
+    for part in ("step 100, saved", "by 1 process on fsdp=8", "jax " + jax.__version__, "val_loss 2.5"):
+        assert part in text
+    assert ["kernel", "(2,", "16,", "8)", "float32", "1.0", "KiB", "-,", "fsdp"] in [
+        line.split()[:9] for line in text.splitlines()
+    ]
+    shallow = ckpt("inspect", run, "--depth", "1")[1]
+    assert "kernel" not in shallow and "model/" in shallow
+    _, told = ckpt("inspect", run, "--below", "model/blocks", "--json")
+    assert set(told["leaves"]) == {"model/blocks/kernel", "model/blocks/bias"}
+    assert told["leaves"]["model/blocks/kernel"]["bytes"] == 1024
+
+
+def test_inspect_shows_layers_that_are_alike_once(ckpt):
+    blocks = {str(n): {"w": jnp.ones((3, 4 + (n == 11)))} for n in range(12)}
+    js.checkpoint.save("c", {"blocks": blocks})
+    text = ckpt("inspect", "c")[1]
+    assert "0..10/" in text and "11/" in text
+    assert text.count("(3, 4)") == text.count("(3, 5)") == 1
+
+
+def test_verify(run, ckpt):
+    code, text = ckpt("verify", run, "--all")
+    assert code == 0
+    assert text.count("good, bit for bit as it was saved") == 2
+    folder = Path(shutil.copytree(run / "checkpoints" / "100", "c"))
+    file = folder / "state" / "model.tokens" / "c" / "0" / "0"
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.write_bytes(content)
+    code, text = ckpt("verify", folder)
+    assert code == 1
+    assert "DAMAGED" in text and "model/tokens" in text and "state/model.tokens/c/0/0" in text
+    code, told = ckpt("verify", folder, "--json")
+    assert (code, told[0]["is_good"], told[0]["findings"][0]["leaf"]) == (1, False, "model/tokens")
+
+
+def test_diff(run, ckpt):
+    a, b = run / "checkpoints" / "100", run / "checkpoints" / "200"
+    assert ckpt("diff", a, a)[0] == 0
+    code, told = ckpt("diff", a, b, "--json")
+    assert code == 1
+    leaves = {leaf["path"]: leaf for leaf in told["leaves"]}
+    kinds = {path: leaf["kind"] for path, leaf in leaves.items() if leaf["kind"] != "equal"}
+    assert kinds == {
+        "model/tokens": "values",
+        "optimizer/mu/0": "only in a",
+        "optimizer/nu/0": "only in b",
+        "step": "values",
+    }
+    tokens = np.asarray(state()["model"]["tokens"], np.float64)
+    norms = leaves["model/tokens"]["norms"]
+    assert norms["a"] == pytest.approx(np.linalg.norm(tokens))
+    assert norms["b"] == pytest.approx(2 * norms["a"])
+    assert norms["relative"] == pytest.approx(1.0)
+    assert norms["most"] == pytest.approx(np.abs(tokens).max())
+    text = ckpt("diff", a, b)[1]
+    assert "6 leaves" not in text and "7 leaves: 3 equal, 1 only in a, 1 only in b, 2 values" in text
+    code, told = ckpt("diff", a, b, "--no-values", "--json")
+    assert {leaf["path"]: leaf["kind"] for leaf in told["leaves"]}["model/tokens"] == "values"  # by its sums
+
+
+def test_diff_of_shapes_dtypes_and_values_that_are_no_numbers(ckpt):
+    nan = jnp.array([1.0, jnp.nan])
+    js.checkpoint.save("a", {"x": nan, "y": jnp.ones(3), "z": jnp.ones(3), "n": 1, "w": -jnp.ones(4)})
+    js.checkpoint.save("b", {"x": nan, "y": jnp.ones(4), "z": jnp.ones(3, jnp.bfloat16), "n": 1.0, "w": jnp.ones(4)})
+    _, told = ckpt("diff", "a", "b", "--json")
+    leaves = {leaf["path"]: leaf for leaf in told["leaves"]}
+    assert {path: leaf["kind"] for path, leaf in leaves.items()} == {
+        "x": "equal",
+        "y": "shape",
+        "z": "dtype",
+        "n": "dtype",
+        "w": "values",
+    }
+    assert (leaves["z"]["norms"]["relative"], leaves["w"]["norms"]["relative"]) == (0, 2)
+
+
+def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckpt):
+    code, told = ckpt("reshard", run / "checkpoints" / "100", "out", "--mesh", "replica=2,fsdp=4", "--json")
+    assert (code, told["mesh"]["fsdp"], told["leaves"]) == (0, 4, 6)
+    equal(run / "checkpoints" / "100", "out")
+    found = seal.read(Path("out"))
+    assert (found.step, found.metrics) == (100, {"val_loss": 2.5})
+    assert found.leaves["model/blocks/kernel"].chunk == (2, 4, 8)  # as it was sharded, over fewer
+    assert ckpt("verify", "out")[0] == 0
+    like = jax.tree.map(lambda x: x, state(seed=9))
+    restored = js.checkpoint.restore("out", like=like)
+    np.testing.assert_array_equal(restored["model"]["tokens"], state()["model"]["tokens"])
+    assert restored["step"] == 100
+    assert jax.random.key_data(restored["key"]).tolist() == jax.random.key_data(jax.random.key(0)).tolist()
+
+
+def test_reshard_by_the_annotation_of_a_model(run, ckpt):
+    source = run / "checkpoints" / "100"
+    assert ckpt("reshard", source, "out", "--mesh", "fsdp=2", "--model", "model.py")[0] == 0
+    equal(source, "out")
+    chunks = {name: leaf.chunk for name, leaf in seal.read(Path("out")).leaves.items()}
+    assert (chunks["model/blocks/kernel"], chunks["model/tokens"]) == ((1, 16, 8), (16, 8))
+
+
+def test_reshard_refuses_what_is_damaged_and_leaves_nothing(run, capsys):
+    folder = Path(shutil.copytree(run / "checkpoints" / "100", "c"))
+    file = folder / "state" / "model.tokens" / "c" / "0" / "0"
+    content = bytearray(file.read_bytes())
+    content[5] ^= 1
+    file.write_bytes(content)
+    assert cli.main(["ckpt", "reshard", "c", "out"]) == 1
+    assert "model/tokens  (32, 8) float32" in capsys.readouterr().err
+    assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
+    assert cli.main(["ckpt", "export", "c", "out"]) == 1
+    assert "RunError: The checkpoint is damaged: 1 findings." in capsys.readouterr().err
+
+
+def test_export_and_import_under_the_names_of_others(run, ckpt):
+    source = run / "checkpoints" / "100"
+    code, told = ckpt("export", source, "hf", "--model", "model.py", "--json")
+    assert (code, told["leaves"], [Path(file).name for file in told["files"]]) == (0, 5, ["model.safetensors"])
+    there, ours = SafetensorsSource("hf"), state()["model"]
+    assert set(there.leaves) == {"wte.weight", "h.0.weight", "h.0.bias", "h.1.weight", "h.1.bias"}
+    np.testing.assert_array_equal(there.read("h.1.weight", (slice(None),) * 2), ours["blocks"]["kernel"][1].T)
+
+    assert ckpt("import", "hf", "back", "--model", "model.py")[0] == 0
+    assert ckpt("verify", "back")[0] == 0
+    restored = js.checkpoint.restore("back", like={"model": state(seed=3)["model"]})["model"]  # stacked again
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(restored), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_export_and_import_as_they_are(run, ckpt):
+    assert ckpt("export", run, "plain", "--part", "optimizer", "--no-verify")[0] == 0
+    assert set(SafetensorsSource("plain").leaves) == {"nu/0"}
+    assert ckpt("import", "plain", "back", "--mesh", "fsdp=2")[0] == 0
+    assert seal.read(Path("back")).leaves["nu/0"].shape == (2, 2)
+
+
+WRONG = {
+    ("verfy", "x"): """\
+ShardingError: There is no command 'verfy'.
+  where: jshard ckpt verfy
+  why:   the commands are ls, inspect, verify, diff, reshard, import, export, timeline.
+  do:    jshard ckpt verify
+""",
+    ("inspect", "c", "--below", "modle"): """\
+ShardingError: There are no such leaves.
+  where: --below modle
+  why:   paths in {here}/c begin with a, n.
+  do:    jshard ckpt inspect c --depth 1
+""",
+    ("inspect", "c", "--step", "5"): """\
+CheckpointError: There is no series of checkpoints.
+  where: {here}/c
+  why:   a step, 5, was asked for, and the path is none of a series or a run.
+  do:    leave the step away, or give the folder that holds the checkpoints.
+""",
+    ("reshard", "c", "c", "--mesh", "fsdp=2"): """\
+CheckpointError: The checkpoint cannot be written.
+  where: {here}/c
+  why:   there is something at that path already.
+  do:    give another path; nothing is ever overwritten.
+""",
+    ("reshard", "c", "d", "--mesh", "fsdp=16"): """\
+ShardingError: There are not as many devices as the mesh has.
+  where: --mesh fsdp=16
+  why:   16 are wanted, and 8 are simulated in this process.
+  do:    JAX_NUM_CPU_DEVICES=16 jshard ckpt ...
+""",
+    ("export", "c", "d"): """\
+CheckpointError: There are no arrays in that part of the checkpoint.
+  where: {here}/c: model
+  why:   its parts are a.
+  do:    jshard ckpt inspect {here}/c --depth 1
+""",
+    ("export", "c", "d", "--part", "", "--model", "model.py"): """\
+ShardingError: The checkpoint is not of this model: 5 leaves are missing.
+  where: c
+         tokens
+         blocks/0/kernel
+         blocks/0/bias
+         blocks/1/kernel
+         blocks/1/bias
+  why:   hf_names of model.py lists 5 leaves.
+  do:    choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.
+""",
+    ("export", "c", "d", "--recipe", "two"): """\
+ShardingError: There is a recipe, and no model file.
+  where: --recipe, --set
+  why:   they are of the file that --model names.
+  do:    --model models/gpt.py
+""",
+    ("import", "nowhere", "d"): """\
+CheckpointError: There is no checkpoint to import.
+  where: nowhere
+  why:   no such file or folder.
+  do:    give a .safetensors file or a folder of them, a folder with .metadata, or one that Orbax wrote.
+""",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=" ".join)
+def test_what_is_refused(arguments, tmp_path, capsys):
+    js.checkpoint.save("c", {"a": jnp.ones(4), "n": 3})
+    assert cli.main(["ckpt", *arguments]) == 2
+    assert capsys.readouterr().err == WRONG[arguments].format(here=tmp_path)
+    assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
+
+
+def test_help(capsys):
+    assert cli.main(["ckpt"]) == 2
+    assert "usage: jshard ckpt COMMAND" in capsys.readouterr().err
+    assert cli.main(["ckpt", "--help"]) == 0
+    assert "reshard" in capsys.readouterr().out
