@@ -8,6 +8,7 @@ Example:
     checkpoints.save(100, {"model": model, "optimizer": optimizer, "step": 100})
 """
 
+from jshard.checkpoint.checkpointer import forecast as forecast
 from jshard.checkpoint.checkpointer import restore as restore
 from jshard.checkpoint.checkpointer import save as save
 from jshard.checkpoint.checkpointer import save_async as save_async

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
+from jshard.checkpoint.forecasting import Forecast
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.opened import ForeignCheckpoint, open_checkpoint
 from jshard.checkpoint.pending import Pending
@@ -115,6 +116,39 @@ def restore(
             rename = {name: ""}
     restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.run(verify=verify, timeout_s=timeout_s)
+
+
+def forecast(
+    path: str | os.PathLike[str],
+    like: Any,
+    *,
+    only: str | None = None,
+    rename: Mapping[str, str] | None = None,
+    missing: Missing = "error",
+    extra: Extra = "error",
+) -> Forecast:
+    """What `restore` would read in this process, from what describes the checkpoint alone.
+
+    Args:
+        path: what `save` was given.
+        like: see `restore`, as for those below.
+        only: "params", or the beginning of a path.
+        rename: beginnings of paths, and what they stand for.
+        missing: "error" or "init".
+        extra: "error" or "ignore".
+
+    Returns:
+        Bytes, what is read in vain, and the memory it takes; as a text, one line.
+
+    Raises:
+        CheckpointError: there is no checkpoint at `path`, or its leaves do not fit those of `like`.
+        RunError: what describes it is damaged.
+
+    Example:
+        >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
+    """
+    opened = open_checkpoint(_local(path))
+    return Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra).forecast
 
 
 def _local(path: str | os.PathLike[str]) -> Path:

@@ -7,6 +7,7 @@ import concurrent.futures
 import contextlib
 import functools
 import json
+import logging
 import math
 import os
 import warnings
@@ -26,6 +27,7 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.forecasting import Forecast, forecast_reads
 from jshard.checkpoint.history import mesh_layout
 from jshard.checkpoint.matching import Pick, match
 from jshard.checkpoint.misfits import check_fits
@@ -36,6 +38,10 @@ from jshard.checkpoint.spread import cut_further, spreads
 from jshard.checkpoint.sums import LeafSums, Sums, add
 
 _SUMMING_THREADS = 2
+_AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word
+_WORTH_BYTES = 1 << 30  # of reads in vain
+
+_log = logging.getLogger("jshard.checkpoint")
 
 Missing = Literal["error", "init"]
 Extra = Literal["error", "ignore"]
@@ -108,6 +114,12 @@ class Restoring:
             for path in pick.stored:
                 found.setdefault(path, self._spread(_to_read(self.opened.leaves[path], pick, self._wanted[key])))
         return found
+
+    @functools.cached_property
+    def forecast(self) -> Forecast:
+        """What this process will read."""
+        reads = self.reads
+        return forecast_reads(self.opened.leaves, reads, in_flight_bytes=storage.in_flight_bytes(reads))
 
     def _spread(self, like: Any) -> Any:
         """An array to be read, cut further where several processes would read the same."""
@@ -200,6 +212,14 @@ class Restoring:
             told.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
         if verify and self.opened.seal is None and isinstance(self.opened, OrbaxCheckpoint):
             told.append("it has no sums to be checked by: jshard did not write it.")
+        in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
+        if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
+            told.append(
+                f"{self.forecast}.\n"
+                "It is stored in pieces for another layout; where it is restored often, rewrite it:\n"
+                f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
+            )
+        _log.info("%s: %s", self.opened.path, self.forecast)
         if told:
             message = f"{self.opened.path} is restored; " + "\n".join(told)
             warnings.warn(message, CheckpointWarning, stacklevel=4)
@@ -277,9 +297,8 @@ def _as_stored(sharding: Sharding, pick: Pick, ndim: int) -> Sharding:
 
 def _own_mesh(wanted: Any) -> contextlib.AbstractContextManager[Any]:
     """The mesh of a leaf as the active one: with Explicit axes, jax refuses to compute under another."""
-    sharding = getattr(wanted, "sharding", None)
-    is_named = isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    return jax.set_mesh(sharding.mesh) if is_named else contextlib.nullcontext()
+    mesh = getattr(getattr(wanted, "sharding", None), "mesh", None)
+    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
 
 
 def _finish(pick: Pick, found: list[Any], wanted: Any) -> Any:

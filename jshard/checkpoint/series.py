@@ -73,7 +73,7 @@ class Checkpointer:
         on_failure: Literal["raise", "warn"] = "raise",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        self.folder = Path(folder).absolute()
+        self.folder = Path(folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.every, self.timeout_s = every, timeout_s
         if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
@@ -178,7 +178,12 @@ class Checkpointer:
         path = self.path(step)
         try:
             saving = Saving(
-                path, state, step=step, metrics=metrics, timeout_s=self.timeout_s, prepare=lambda: self._begin(step)
+                path.absolute(),
+                state,
+                step=step,
+                metrics=metrics,
+                timeout_s=self.timeout_s,
+                prepare=lambda: self._begin(step),
             )
         except RunError as error:
             self._failed(step, error)
@@ -251,7 +256,7 @@ class Checkpointer:
         while True:
             step = steps.pop()
             try:
-                opened = OrbaxCheckpoint(self.path(step), verify=verify)
+                opened = OrbaxCheckpoint(self.path(step).absolute(), verify=verify)
                 restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
@@ -347,7 +352,7 @@ class Checkpointer:
     def _unreadable(self, step: int) -> str | None:
         """What is wrong with the files of a checkpoint, in short."""
         try:
-            seal = OrbaxCheckpoint(self.path(step)).seal
+            seal = OrbaxCheckpoint(self.path(step).absolute()).seal
         except RunError as error:
             return error.why
         except CheckpointError:

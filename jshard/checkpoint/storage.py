@@ -81,9 +81,14 @@ def load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
 
     context = ocp.Context()
     context.pytree.loading.partial_load = True  # some leaves of those that are there
-    context.memory.read_concurrent_bytes = max(_IN_FLIGHT_BYTES, 4 * max(map(_shard_bytes, wanted.values()), default=0))
+    context.memory.read_concurrent_bytes = in_flight_bytes(wanted)
     with quiet(), context:
         return _leaves.flat(ocp.load(str(path), _leaves.nested(wanted)))
+
+
+def in_flight_bytes(wanted: Mapping[str, Any]) -> int:
+    """The most that a read of some leaves has in memory beside them: some shards at least, and some to do at once."""
+    return max(_IN_FLIGHT_BYTES, 4 * max(map(_shard_bytes, wanted.values()), default=0))
 
 
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

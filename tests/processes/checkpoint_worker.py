@@ -128,4 +128,6 @@ if __name__ == "__main__":
     for part in sys.argv[4:]:
         result = globals()[part]()
         (FOLDER / f"{part}-{PROCESS}.json").write_text(json.dumps(result))
-    os._exit(0)  # a process that was killed would not come to the end that jax has for all
+    if "die" not in sys.argv:
+        jax.distributed.shutdown()  # together: whoever is left when process 0 has gone is aborted
+    os._exit(0)

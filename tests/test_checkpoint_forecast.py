@@ -1,0 +1,83 @@
+"""What a restore will read is told before it reads: bytes, what is read in vain, and a warning where it is a lot."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard.checkpoint import restoring, storage
+
+SHAPES = {"kernel": (4096, 2048), "table": (50304, 64), "bias": (2048,)}
+
+
+def sharding(num_devices, *spec):
+    return NamedSharding(Mesh(np.array(jax.devices()[:num_devices]), ("fsdp",)), P(*spec))
+
+
+def like(num_devices, *spec):
+    wanted = {name: spec if len(shape) > 1 else spec[:1] for name, shape in SHAPES.items()}
+    return {
+        name: jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding(num_devices, *wanted[name]))
+        for name, shape in SHAPES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Saved by two devices, cut along dim 0."""
+    path = tmp_path_factory.mktemp("saved") / "c"
+    state = {
+        name: jax.device_put(np.ones(shape, np.float32), like(2, "fsdp")[name].sharding)
+        for name, shape in SHAPES.items()
+    }
+    js.checkpoint.save(path, state)
+    return path
+
+
+WANTED = sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
+
+
+@pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
+def test_any_degree_reads_what_it_wants(saved, num_devices):
+    told = js.checkpoint.forecast(saved, like(num_devices, "fsdp"))
+    assert told.wanted_bytes == WANTED and told.amplification <= 1.1
+
+
+def test_along_the_other_dim_whole_pieces_are_read(saved):
+    told = js.checkpoint.forecast(saved, like(8, None, "fsdp"))
+    assert told.worst == "kernel" and told.amplification > 4
+    assert str(told).startswith(f"{told.touched_bytes / 2**20:.1f} MiB to read for {WANTED / 2**20:.1f} MiB (x")
+
+
+def test_a_lot_in_vain_is_a_warning_with_the_command(saved, monkeypatch):
+    monkeypatch.setattr(restoring, "_WORTH_BYTES", 1 << 20)
+    with pytest.warns(js.checkpoint.CheckpointWarning, match=r"kernel(.|\n)*jshard ckpt reshard .*/c .*/c-resharded"):
+        js.checkpoint.restore(saved, like(8, None, "fsdp"))
+
+
+def test_a_part_is_told_as_a_part(saved):
+    told = js.checkpoint.forecast(saved, like(8, "fsdp"), only="bias")
+    assert told.wanted_bytes == 2048 * 4
+
+
+def test_chunks_are_those_that_were_foretold(saved):
+    """Our copy of how Orbax cuts agrees with what it wrote."""
+    seal = js.checkpoint.verify(saved) and restoring._seal.read(saved)
+    kernel = seal.leaves["kernel"]
+    shard = (2048, 2048)
+    budget = storage.chunk_bytes((4096, 2048), shard, 4, 2 << 20)
+    assert np.prod(kernel.chunk) * 4 == storage._cut_bytes((4096, 2048), shard, 4, budget) == 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("shape", "shard", "budget"),
+    [((50257, 768), (50257, 768), None), ((6283, 4096), (6283, 4096), 2 << 20), ((8192, 8192), (1024, 8192), 2 << 20)],
+    ids=["a prime vocabulary", "an odd one", "a large kernel"],
+)
+def test_pieces_are_neither_tiny_nor_too_large(shape, shard, budget):
+    found = storage.chunk_bytes(shape, shard, 4, 2 << 20)
+    cut = np.prod(shard) * 4 if found is None else storage._cut_bytes(shape, shard, 4, found)
+    assert cut >= 1 << 20
+    assert budget is None or found is not None
