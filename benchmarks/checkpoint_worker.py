@@ -69,9 +69,10 @@ def with_jax(asked: dict[str, Any]) -> Times:
     meshes = {"all": Mesh(np.array(jax.devices()), ("fsdp",))}
     other = np.array(jax.devices()[:4] if processes == 1 else jax.devices())
     meshes["other"] = Mesh(other.reshape(2, -1), ("a", "b"))
+    meshes["copies"] = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp"))  # one in each process, if two
 
     def shard(array: np.ndarray, mesh: str) -> Any:
-        spec = P("fsdp") if mesh == "all" else P("b") if array.ndim == 1 else P("b", "a")
+        spec = P("fsdp") if mesh != "other" else P("b") if array.ndim == 1 else P("b", "a")
         return NamedSharding(meshes[mesh], spec)
 
     def placed(array: np.ndarray) -> Any:
@@ -99,10 +100,12 @@ def _jshard(asked: dict[str, Any], state: Any, like: Any) -> Times:
         saving.LeafSums = _NoSums
         verify = False
 
-    def load(mesh: str) -> Any:
-        return jax.block_until_ready(js.checkpoint.restore(folder, like[mesh], verify=verify))
+    def load(mesh: str, read_once: bool | None = None) -> Any:
+        return jax.block_until_ready(js.checkpoint.restore(folder, like[mesh], verify=verify, read_once=read_once))
 
     loads = {"load": lambda: load("all"), "resharded": lambda: load("other")}
+    if asked["processes"] > 1:
+        loads |= {"copies": lambda: load("copies", False), "copies, read once": lambda: load("copies", True)}
     times = _timed(folder, lambda: js.checkpoint.save(folder, state), loads, primary=asked["process"] == 0)
     _clear(folder, asked["process"] == 0)
     begin = time.perf_counter()
@@ -116,13 +119,11 @@ def _jshard(asked: dict[str, Any], state: Any, like: Any) -> Times:
 class _NoSums:
     """In place of `LeafSums`: what a save takes without them."""
 
-    bits = 32
-
     def __init__(self, leaf: Any) -> None:
         pass
 
-    def total(self) -> tuple[int, int, int]:
-        return 0, 0, 0
+    def total(self) -> tuple[int, int]:
+        return 0, 0
 
 
 def _orbax(asked: dict[str, Any], state: Any, like: Any) -> Times:

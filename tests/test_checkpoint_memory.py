@@ -71,11 +71,9 @@ def run(*args):
 def test_a_restore_takes_300_mib_beside_the_state(tmp_path):
     run("save", tmp_path / "c", 64)  # 2 GiB
     found = run("restore", tmp_path / "c", 64)
-    print(found)
     assert found["peak"] <= found["state"] + 300, found
 
 
 def test_fifty_saves_take_no_more_than_two(tmp_path):
     seen = run("saves", tmp_path / "c", 8)  # 256 MiB
-    print(seen)
-    assert max(seen[2:]) <= 1.1 * max(seen[:2]), seen
+    assert seen[-1] <= 1.1 * seen[1] and max(seen) <= 1.25 * seen[1], seen

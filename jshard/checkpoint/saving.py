@@ -79,10 +79,10 @@ class Saving:
             self._exchange("all here", "")
         with self.phases("device_to_host"), self._errors_named():
             # Begun before anything can overwrite the values, on the devices where they lie there.
-            self._sums = {key: LeafSums(leaf) for key, leaf in full.items() if self._described[key].is_array}
+            sums = {key: LeafSums(leaf) for key, leaf in full.items() if self._described[key].is_array}
             self._wait = storage.save_async(self.unnamed, full, on_written=self._note_written, timeout_s=timeout_s)
         self._pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
-        self._totals = {key: self._pool.submit(sums.total) for key, sums in self._sums.items()}
+        self._totals = {key: self._pool.submit(each.total) for key, each in sums.items()}
         self.blocked_s = self.phases.now_s()
         self.record: dict[str, Any] = {
             "began_at": self.phases.began_at,
@@ -114,6 +114,7 @@ class Saving:
         with self.phases("sums"):
             totals = {} if error else {key: total.result() for key, total in self._totals.items()}
             self._pool.shutdown(cancel_futures=True)
+            del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
         report = self.phases.report(num_bytes=self.num_bytes)
         told = {"error": None if error is None else error.why, "sums": totals, "report": report}
         heard = self._hear(told, error)

@@ -29,7 +29,7 @@ _MIB = 1 << 20
 _FILES = 4096  # about so many per process: fewer are read too coarsely, more are slow to make
 _CHUNK_BYTES = (2 * _MIB, 16 * _MIB)
 _LEAST_CHUNK_BYTES = 1 * _MIB
-_IN_FLIGHT_BYTES = 256 * _MIB  # of reads: memory beside the state itself
+_IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
 
 
 def is_remote(path: str | Path) -> bool:

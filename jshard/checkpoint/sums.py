@@ -1,12 +1,12 @@
 """Sums over a leaf that tell whether a bit of it has changed, whatever mesh it was saved from or is restored onto.
 
 A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim are the
-columns, all others the rows; a vector is one column. Three sums are kept: of all words, of the words weighted by
-2 row + 1 (both modulo 2**64), and of the words weighted by 2 column + 1 (modulo 2**32). So
+columns, all others the rows. Each row is cut into segments of 512 words, or of one in small leaves, and the segments
+are numbered through. Two sums are kept, modulo 2**64: of all words, and of all words weighted by 2 segment + 1. So
 
 - a change of a single word always shows, as it changes the first sum;
-- changes of several words, and rows or boxes that changed places, show in the second;
-- changes that cancel within a row, such as columns that changed places, show in the third, but for the highest bits.
+- segments that changed places, and rows and boxes with them, show in the second, as do changes of several words;
+- what cancels within one segment does not show.
 
 Sums over disjoint boxes add up: every process sums the shards it holds, and what is stored are the totals. No mesh
 shows in them. They are no defence against somebody who changes values on purpose.
@@ -14,6 +14,7 @@ shows in them. They are no defence against somebody who changes values on purpos
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -21,20 +22,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-Sums = tuple[int, int, int]
+Sums = tuple[int, int]
 Box = tuple[slice, ...]
 
 _BLOCK_WORDS = 1 << 18  # small enough to stay in a core's cache between its two sums
 _FLOAT4 = "float4_e2m1fn"
-_MODULI = (1 << 64, 1 << 64, 1 << 32)
+_MODULUS = 1 << 64
+_SEGMENT_WORDS = 512  # as quick as whole rows
+_SMALL_WORDS = 1 << 16  # a leaf of so many has segments of one word
 
 
 def add(parts: Iterable[Sequence[int]]) -> Sums:
     """The sums over a leaf, of those over disjoint boxes of it."""
-    totals = [0, 0, 0]
+    total = weighted = 0
     for part in parts:
-        totals = [(total + x) % modulus for total, x, modulus in zip(totals, part, _MODULI, strict=True)]
-    return totals[0], totals[1], totals[2]
+        total, weighted = total + part[0], weighted + part[1]
+    return total % _MODULUS, weighted % _MODULUS
 
 
 class LeafSums:
@@ -71,25 +74,24 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
         shape: of the leaf.
     """
     words = _words(values)
-    starts = [part.start or 0 for part in box]
-    if values.ndim < 2:  # a vector is one column
-        values, starts, shape = values.reshape(-1, 1), [*starts, 0], [*shape, 1]
-        words = words.reshape(len(values), -1)
-    num_columns = words.shape[-1]
-    first_column = starts[-1] * (num_columns // max(values.shape[-1], 1))
+    box_shape = values.shape or (1,)
+    starts = [part.start or 0 for part in box] or [0]
+    per_element = words.shape[-1] // max(box_shape[-1], 1)
+    width, per_row = _segments(tuple(shape), per_element)
+    first, num_columns = starts[-1] * per_element, words.shape[-1]
     words = words.reshape(-1, num_columns) if words.size else words.reshape(0, num_columns)
-    exact = np.uint32 if words.itemsize <= 2 and num_columns <= 1 << 16 else np.uint64  # the narrower one is faster
-    total, weighted, by_column = 0, 0, np.zeros(num_columns, np.uint32)
+    total = weighted = 0
     step = max(1, _BLOCK_WORDS // max(num_columns, 1))
-    for first in range(0, len(words), step):
-        block = words[first : first + step]
-        by_row = block.sum(axis=1, dtype=exact).astype(np.uint64)
-        by_column += block.sum(axis=0, dtype=np.uint32)
-        rows = _rows(first, len(block), values.shape, starts, shape)
-        total += int(np.sum(by_row))
-        weighted += int(np.sum(by_row * (2 * rows + 1)))
-    columns = np.arange(first_column, first_column + num_columns, dtype=np.uint64)
-    return add([(total, weighted, int(np.sum(by_column * (2 * columns + 1))))])
+    for top in range(0, len(words), step):
+        block = words[top : top + step]
+        rows = _rows(top, len(block), box_shape, starts, shape or (1,))
+        for start, stop in _cuts(first, first + num_columns, width):
+            by_segment = _by_segment(block[:, start - first : stop - first], width)
+            numbers = np.arange(start // width, start // width + by_segment.shape[1], dtype=np.uint64)
+            numbers = rows[:, None] * np.uint64(per_row) + numbers
+            total += int(np.sum(by_segment))
+            weighted += int(np.sum(by_segment * (2 * numbers + 1)))
+    return total % _MODULUS, weighted % _MODULUS
 
 
 def _part(shard: Any, shape: tuple[int, ...]) -> tuple[Any, Box | None]:
@@ -109,19 +111,25 @@ def device_sums(values: jax.Array, box: Box, shape: tuple[int, ...]) -> tuple[ja
 
 @jax.jit(static_argnames=("shape",))
 def _device_sums(values: jax.Array, starts: jax.Array, *, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    if values.ndim < 2:
-        values, shape = values.reshape(-1, 1), (*shape, 1)
-        starts = jnp.concatenate([starts, jnp.zeros(1, starts.dtype)])
+    if values.ndim == 0:
+        values, shape, starts = values.reshape(1), (1,), jnp.zeros(1, jnp.uint64)
     words = _device_words(values).astype(jnp.uint64)
+    per_element = words.shape[-1] // max(values.shape[-1], 1)
+    width, per_row = _segments(shape, per_element)
     index = lambda dim: jax.lax.broadcasted_iota(jnp.uint64, words.shape, dim)
     row = jnp.zeros(words.shape, jnp.uint64)
     for dim in range(values.ndim - 1):
         row = row * jnp.uint64(shape[dim]) + index(dim) + starts[dim]
-    per_element = words.shape[-1] // max(values.shape[-1], 1)
     column = index(words.ndim - 1) + starts[-1] * per_element
-    sums = (words, words * (2 * row + 1), words * (2 * column + 1))
-    total, by_row, by_column = (jnp.sum(x, dtype=jnp.uint64) for x in sums)
-    return total, by_row, by_column & jnp.uint64(_MODULI[2] - 1)
+    number = row * jnp.uint64(per_row) + column // jnp.uint64(width)
+    return jnp.sum(words, dtype=jnp.uint64), jnp.sum(words * (2 * number + 1), dtype=jnp.uint64)
+
+
+def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
+    """The width of a leaf's segments in words, and how many a row has."""
+    num_columns = (shape[-1] if shape else 1) * per_element
+    width = _SEGMENT_WORDS if math.prod(shape) * per_element > _SMALL_WORDS else 1
+    return width, -(-num_columns // width)
 
 
 def _device_words(values: jax.Array) -> jax.Array:
@@ -150,6 +158,20 @@ def _words(values: np.ndarray) -> np.ndarray:
 
 def _is_sub_byte(dtype: Any) -> bool:
     return np.dtype(dtype).name in ("int2", "uint2", "int4", "uint4")
+
+
+def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:
+    """Some columns in up to three parts: what lies in a segment by itself, whole segments, the rest."""
+    whole = min(-(-first // width) * width, last), max(last // width * width, min(-(-first // width) * width, last))
+    return [(start, stop) for start, stop in ((first, whole[0]), whole, (whole[1], last)) if start < stop]
+
+
+def _by_segment(columns: np.ndarray, width: int) -> np.ndarray:
+    """The sums of each segment of each row, of columns that begin with one."""
+    rows, count = columns.shape
+    pieces = columns.reshape(rows, -1, width) if count % width == 0 else columns.reshape(rows, 1, count)
+    exact = np.uint32 if columns.itemsize <= 2 else np.uint64  # the narrower one is quicker, and wide enough
+    return pieces.sum(axis=2, dtype=exact).astype(np.uint64)
 
 
 def _rows(first: int, count: int, box_shape: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:

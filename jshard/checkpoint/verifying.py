@@ -134,7 +134,7 @@ def _owner(file: str, owners: Mapping[str, str]) -> str | None:
 def _in_leaf(source: CheckpointSource, name: str, on_read: Callable[[int], object]) -> Finding | None:
     """What is wrong with the values of an array."""
     stored = source.opened.leaves[name]
-    total = (0, 0, 0)
+    total = (0, 0)
     try:
         for box in source.boxes(name):
             values = source.read(name, box)
