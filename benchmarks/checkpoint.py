@@ -51,7 +51,7 @@ def table(result: dict[str, Any]) -> list[str]:
         f"{num_bytes / 1e6:.0f} MB in {2 * size['layers']} arrays; seconds, median of "
         f"{len(next(iter(found.values()))['save'])} (least to most).",
         "`resharded`: saved by 8 devices along dim 0, loaded by 4 (2 processes: 8) along both; PyTorch: along dim 1.",
-        "`copies`: loaded by two processes that hold all of it each (HSDP); `read once`: each reads half, and they exchange.",
+        "`copies`: two processes hold all of it each (HSDP); `read once`: each reads half, and they exchange.",
         "",
         "| library, processes | " + " | ".join(_OPERATIONS) + " |",
         "|---" * (len(_OPERATIONS) + 1) + "|",
