@@ -100,7 +100,7 @@ def _jshard(asked: dict[str, Any], state: Any, like: Any) -> Times:
         saving.LeafSums = _NoSums
         verify = False
 
-    def load(mesh: str, read_once: bool | None = None) -> Any:
+    def load(mesh: str, read_once: bool = False) -> Any:
         return jax.block_until_ready(js.checkpoint.restore(folder, like[mesh], verify=verify, read_once=read_once))
 
     loads = {"load": lambda: load("all"), "resharded": lambda: load("other")}

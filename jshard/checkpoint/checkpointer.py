@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
 from jshard.checkpoint.forecasting import Forecast
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.opened import ForeignCheckpoint, open_checkpoint
+from jshard.checkpoint.paths import local_path
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], state: Any, *, timeout_s: float = TIMEOUT
     Example:
         >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
     """
-    Saving(_local(path), state, timeout_s=timeout_s).finish()
+    Saving(local_path(path), state, timeout_s=timeout_s).finish()
 
 
 def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
@@ -59,7 +59,7 @@ def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = T
         >>> pending = js.checkpoint.save_async("run/200", {"model": model, "step": 200})
         >>> pending.wait()
     """
-    path = _local(path)
+    path = local_path(path)
     saving = Saving(path, state, timeout_s=timeout_s)
     return Pending(str(path), saving.finish)
 
@@ -73,7 +73,7 @@ def restore(
     missing: Missing = "error",
     extra: Extra = "error",
     names: Names | None = None,
-    read_once: bool | None = None,
+    read_once: bool = False,
     verify: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
@@ -94,8 +94,8 @@ def restore(
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
         names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in
             `models/gpt.py` says; see `jshard.checkpoint.formats.Stored`.
-        read_once: whether shards that several processes hold are read once, in parts, and exchanged between their
-            devices; by default on buckets, from four copies on.
+        read_once: whether shards that several processes hold (HSDP) are read once, in parts, and exchanged between
+            their devices: for storage that is slower than the network. On one machine it is no quicker.
         verify: whether sums of all values are compared with those that were computed when they were saved.
         timeout_s: how long to wait for other processes.
 
@@ -109,7 +109,7 @@ def restore(
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
-    opened = open_checkpoint(_local(path), names=names, verify=verify)
+    opened = open_checkpoint(local_path(path), names=names, verify=verify)
     if isinstance(opened, ForeignCheckpoint) and rename is None and isinstance(like, Mapping) and len(like) == 1:
         name = str(next(iter(like)))
         if not any(path.startswith(f"{name}/") for path in opened.leaves):  # others have no name for the whole model
@@ -147,16 +147,5 @@ def forecast(
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
-    opened = open_checkpoint(_local(path))
+    opened = open_checkpoint(local_path(path))
     return Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra).forecast
-
-
-def _local(path: str | os.PathLike[str]) -> Path:
-    if not isinstance(path, str | os.PathLike):
-        raise CheckpointError(
-            "This is no path.",
-            where=f"a {type(path).__name__}",
-            why="the path comes first, and what is saved, or is to be restored, after it.",
-            do='save("run/100", state), and restore("run/100", like=state)',
-        )
-    return Path(path).absolute()

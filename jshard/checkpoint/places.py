@@ -8,6 +8,7 @@ from pathlib import Path
 from jshard.checkpoint import history as _history
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.paths import local_path
 from jshard.checkpoint.series import Checkpointer
 from jshard.checkpoint.storage import is_committed
 
@@ -34,7 +35,7 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    path = path.absolute()
+    path = local_path(path)
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if step is not None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
-import contextlib
 import functools
 import json
 import logging
-import math
 import os
 import warnings
 from collections.abc import Mapping
@@ -17,9 +15,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jshard._errors import RunError
 from jshard._processes import exchange
@@ -28,8 +24,9 @@ from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.forecasting import Forecast, forecast_reads
+from jshard.checkpoint.forms import bytes_here, finish, own_mesh, to_read
 from jshard.checkpoint.history import mesh_layout
-from jshard.checkpoint.matching import Pick, match
+from jshard.checkpoint.matching import match
 from jshard.checkpoint.misfits import check_fits
 from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.phases import Phases
@@ -72,7 +69,7 @@ class Restoring:
         rename: Mapping[str, str] | None = None,
         missing: Missing = "error",
         extra: Extra = "error",
-        read_once: bool | None = None,
+        read_once: bool = False,
     ) -> None:
         self.opened, self._like, self._read_once = opened, like, read_once
         self.phases = Phases()
@@ -112,7 +109,7 @@ class Restoring:
         found: dict[str, Any] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
-                found.setdefault(path, self._spread(_to_read(self.opened.leaves[path], pick, self._wanted[key])))
+                found.setdefault(path, self._spread(to_read(self.opened.leaves[path], pick, self._wanted[key])))
         return found
 
     @functools.cached_property
@@ -125,8 +122,7 @@ class Restoring:
         """An array to be read, cut further where several processes would read the same."""
         if not isinstance(like, jax.ShapeDtypeStruct) or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
             return like
-        remote = storage.is_remote(self.opened.path)
-        if not (axes := spreads(like.sharding, remote=remote, asked=self._read_once)):
+        if not self._read_once or not (axes := spreads(like.sharding)):
             return like
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
 
@@ -177,7 +173,7 @@ class Restoring:
                 return found, dict(zip(summed, pool.map(lambda key: LeafSums(found[key]).total(), summed), strict=True))
 
     def _report(self) -> dict[str, Any]:
-        return self.phases.report(num_bytes=sum(map(_bytes_here, self.reads.values())))
+        return self.phases.report(num_bytes=sum(map(bytes_here, self.reads.values())))
 
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, made of what was read."""
@@ -193,8 +189,8 @@ class Restoring:
         finished = {}
         # Leaf by leaf of what is stored, so that no more than one stack is there twice.
         for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
-            with _own_mesh(self._wanted[key]):
-                finished[key] = _finish(pick, [found[path] for path in pick.stored], self._wanted[key])
+            with own_mesh(self._wanted[key]):
+                finished[key] = finish(pick, [found[path] for path in pick.stored], self._wanted[key])
             for path in pick.stored:
                 left[path] -= 1
                 if not left[path]:
@@ -272,83 +268,6 @@ def _check_policies(missing: str, extra: str) -> None:
             )
 
 
-def _to_read(stored: _seal.StoredLeaf, pick: Pick, wanted: Any) -> Any:
-    """What to ask the storage for: the stored shape and dtype, with a sharding made of the wanted one."""
-    if not stored.is_array:
-        return {"int": 0, "float": 0.0, "str": ""}[stored.dtype]
-    if not isinstance(wanted, jax.ShapeDtypeStruct):
-        return np.empty(stored.shape, stored.dtype)
-    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
-    dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
-    if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
-        return np.empty(stored.shape, stored.dtype)
-    shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
-    shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
-    sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
-def _as_stored(sharding: Sharding, pick: Pick, ndim: int) -> Sharding:
-    if not isinstance(sharding, NamedSharding) or pick.form == "same":
-        return sharding
-    spec = tuple(sharding.spec) + (None,) * (ndim - len(sharding.spec))
-    return NamedSharding(sharding.mesh, PartitionSpec(*((None, *spec) if pick.form == "layer" else spec[1:])))
-
-
-def _own_mesh(wanted: Any) -> contextlib.AbstractContextManager[Any]:
-    """The mesh of a leaf as the active one: with Explicit axes, jax refuses to compute under another."""
-    mesh = getattr(getattr(wanted, "sharding", None), "mesh", None)
-    return jax.set_mesh(mesh) if isinstance(mesh, Mesh) else contextlib.nullcontext()
-
-
-def _finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
-    """A leaf in the form, dtype and sharding in which it is wanted."""
-    if not isinstance(wanted, jax.ShapeDtypeStruct):
-        return _on_host(pick, found, wanted)
-    leaf = found[0]
-    if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
-        array = np.asarray(_picked(pick, found)).astype(wanted.dtype)
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
-    if pick.form == "stack":
-        return _stacked(wanted.dtype, wanted.sharding)(found)
-    if pick.form == "layer":
-        return _layer(wanted.dtype, wanted.sharding)(leaf, pick.layer)
-    if leaf.dtype != wanted.dtype or not leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim):
-        return _cast(wanted.dtype, wanted.sharding)(leaf)
-    return leaf
-
-
-def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
-    """The same for leaves that are not on devices."""
-    if not isinstance(found[0], np.ndarray):
-        return found[0] if not isinstance(wanted, np.ndarray) else np.asarray(found[0], wanted.dtype)
-    array = np.asarray(_picked(pick, found))
-    return array.astype(wanted.dtype) if isinstance(wanted, np.ndarray) else array.item()
-
-
-def _picked(pick: Pick, found: list[Any]) -> Any:
-    return np.stack(found) if pick.form == "stack" else found[0][pick.layer] if pick.form == "layer" else found[0]
-
-
-# One program for all leaves of a shape.
-@functools.lru_cache(maxsize=256)
-def _layer(dtype: Any, sharding: Sharding) -> Any:
-    def one(stack: jax.Array, layer: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_index_in_dim(stack, layer, 0, keepdims=False).astype(dtype)
-
-    return jax.jit(one, out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=256)
-def _stacked(dtype: Any, sharding: Sharding) -> Any:
-    return jax.jit(lambda layers: jnp.stack(layers).astype(dtype), out_shardings=sharding)
-
-
-@functools.lru_cache(maxsize=256)
-def _cast(dtype: Any, sharding: Sharding) -> Any:
-    return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
-
-
 def _check_files(path: Path, seal: _seal.Seal) -> None:
     if found := _seal.damage(path, seal):
         raise damaged(path, found, f"of {len(seal.files)} files {len(found)} are not as they were when it was saved.")
@@ -364,16 +283,6 @@ def _check_sums(path: Path, seal: _seal.Seal, heard: list[dict[str, Any]]) -> No
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
     if bad:
         raise damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
-
-
-def _bytes_here(leaf: Any) -> int:
-    """Bytes of a leaf that this process reads; a shard that several of its devices hold counts once."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
-        return getattr(leaf, "nbytes", 0)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return 0
-    boxes = {str(box) for box in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
-    return len(boxes) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize
 
 
 def damaged(path: Path, where: list[str], why: str) -> RunError:

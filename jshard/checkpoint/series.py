@@ -14,19 +14,20 @@ from typing import Any, Literal
 from jshard._errors import RunError
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import history as _history
+from jshard.checkpoint import ledger
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.keep import Keep
 from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.paths import refuse_buckets
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving, discard_unnamed, unnamed
 from jshard.checkpoint.shared_folder import check_shared
-from jshard.checkpoint.whereabouts import no_series, steps_in
+from jshard.checkpoint.whereabouts import no_such_step, not_read, not_written, steps_in
 
-_LEDGER = "series.json"
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 
 
@@ -73,6 +74,7 @@ class Checkpointer:
         on_failure: Literal["raise", "warn"] = "raise",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        refuse_buckets(folder)
         self.folder = Path(folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.every, self.timeout_s = every, timeout_s
@@ -187,7 +189,7 @@ class Checkpointer:
             )
         except RunError as error:
             self._failed(step, error)
-            raise self._not_written(path, error) from error
+            raise not_written(path, self.steps(), error) from error
         self._pending = Pending(str(path), lambda: self._finish(saving, step))
 
     def check(self) -> None:
@@ -252,7 +254,7 @@ class Checkpointer:
         self.wait()
         steps = [old for old in self.steps() if step is None or old <= step]
         if not steps or step not in (None, steps[-1]):
-            raise self._no_such_step(step)
+            raise no_such_step(self.folder, step)
         while True:
             step = steps.pop()
             try:
@@ -261,7 +263,7 @@ class Checkpointer:
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
                 if not (fall_back and steps):
-                    raise self._not_read(step, error) from error
+                    raise not_read(self.path(step), self.steps(), error) from error
                 _warn(f"checkpoint {self.path(step)} is damaged; going back to step {steps[-1]}.\n{error}")
             else:
                 self._restores.append({"kind": "restore", "step": step, **restoring.record})
@@ -283,25 +285,11 @@ class Checkpointer:
     def _begin(self, step: int) -> None:
         """Removes what interrupted saves left, and notes that this step is ours before it is there."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        begun = self._begun()
+        begun = ledger.begun(self.folder)
         for old in begun:
             discard_unnamed(self.path(old))
-        if self.path(step).exists():
-            return  # the save refuses, and this one is not ours
-        ours = [old for old in begun if old != step and self.path(old).exists()]
-        draft = self.folder / f"{_LEDGER}.tmp"
-        with draft.open("w") as file:
-            json.dump({"begun": [*ours, step]}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.folder / _LEDGER)
-
-    def _begun(self) -> list[int]:
-        """Steps whose checkpoints this series wrote, or began to; what cannot be read claims nothing."""
-        try:
-            return [int(step) for step in json.loads((self.folder / _LEDGER).read_text())["begun"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
+        if not self.path(step).exists():  # else the save refuses, and this one is not ours
+            ledger.write(self.folder, [*(old for old in begun if old != step and self.path(old).exists()), step])
 
     def _finish(self, saving: Saving, step: int) -> None:
         """The part of a save that happens while training goes on."""
@@ -309,14 +297,14 @@ class Checkpointer:
             saving.finish()
         except RunError as error:
             self._failed(step, error)
-            raise self._not_written(self.path(step), error) from error
+            raise not_written(self.path(step), self.steps(), error) from error
         self.completed = step
         self._note({"kind": "save", "step": step, **saving.record})
         if is_primary():
             self._delete_old(step)
 
     def _failed(self, step: int, error: RunError) -> None:
-        if is_primary() and step in self._begun():
+        if is_primary() and step in ledger.begun(self.folder):
             discard_unnamed(self.path(step))  # at once: the disk may be full
         self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
@@ -327,7 +315,7 @@ class Checkpointer:
                 _history.append(self.folder, each)
 
     def _delete_old(self, step: int) -> None:
-        begun = self._begun()
+        begun = ledger.begun(self.folder)
         ours = {step, *(old for old in self.steps() if old in begun)}
         stay = self.keep.stay(ours, self._metrics(ours) if self.keep.best else {}, written=step)
         for old in ours - stay:
@@ -362,38 +350,6 @@ class Checkpointer:
 
     def _exchange(self, topic: str, text: str) -> list[str]:
         return exchange(f"{topic} {self.folder.name}", text, timeout_s=self.timeout_s)
-
-    def _no_such_step(self, step: int | None) -> CheckpointError:
-        steps = self.steps()
-        wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
-        why, do = f"complete checkpoints there: {', '.join(map(str, steps))}.", f"restore step {max(steps, default=0)}."
-        if not steps:
-            why, do = no_series(self.folder)
-        return CheckpointError(f"There is no {wanted} to restore.", where=str(self.folder), why=why, do=do)
-
-    def _not_written(self, path: Path, error: RunError) -> RunError:
-        steps = self.steps()
-        good = f"the last good checkpoint is {self.path(steps[-1])}." if steps else "there is no earlier checkpoint."
-        return RunError(
-            f"The checkpoint of step {path.name} could not be written.",
-            where=[str(path), *(place for place in error.where if place != str(path))],
-            why=f"{error.why}\n{good}",
-            do="make room or mend the disk, then continue the run with --resume."
-            if steps
-            else "make room or mend the disk, then start the run anew.",
-        )
-
-    def _not_read(self, step: int, error: RunError) -> RunError:
-        path = self.path(step)
-        others = [other for other in reversed(self.steps()) if other != step]
-        return RunError(
-            f"The checkpoint of step {step} cannot be read.",
-            where=error.where,
-            why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
-            do=f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
-            if others
-            else "start the run anew, in another folder.",
-        )
 
 
 def _damaged_name(path: Path, number: int) -> Path:

@@ -12,26 +12,18 @@ import math
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-_COPIES = 4
-"""Copies from which on a bucket is relieved by more than the exchange costs: Orbax publishes 0.79x at 2 copies, 1.55x
-at 4 and 4.06x at 16 for its broadcast."""
 
-
-def spreads(sharding: Sharding, *, remote: bool, asked: bool | None) -> tuple[str, ...]:
+def spreads(sharding: Sharding) -> tuple[str, ...]:
     """The mesh axes over which a read is cut: those whose devices hold equal shards in several processes.
 
     Args:
         sharding: of the leaf that is wanted.
-        remote: whether the checkpoint lies in a bucket.
-        asked: whether it is to be done; None where it is likely to pay.
     """
-    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh) or asked is False:
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return ()
     used = {axis for dim in sharding.spec if dim is not None for axis in (dim if isinstance(dim, tuple) else (dim,))}
     free = [axis for axis in sharding.mesh.axis_names if axis not in used and sharding.mesh.shape[axis] > 1]
-    across = tuple(axis for axis in free if _spans_processes(sharding.mesh, axis))
-    copies = math.prod(sharding.mesh.shape[axis] for axis in across)
-    return across if asked or (remote and copies >= _COPIES) else ()
+    return tuple(axis for axis in free if _spans_processes(sharding.mesh, axis))
 
 
 def cut_further(sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...]) -> NamedSharding:

@@ -1,8 +1,8 @@
 """The only room that speaks to Orbax: what is asked of it, and why.
 
-The options were chosen by measurement (`benchmarks/checkpoint.py`). On local disks arrays are written without
-compression, as random float32 shrinks by 8 % and zstd takes two thirds of the time, and without OCDBT, whose single
-files cost a copy of everything. On buckets OCDBT is on: there a file is a request.
+The options were chosen by measurement (`benchmarks/checkpoint.py`): arrays are written without compression, as random
+float32 shrinks by 8 % and zstd takes two thirds of the time, and without OCDBT, whose single files cost a copy of
+everything.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ _FILES = 4096  # about so many per process: fewer are read too coarsely, more ar
 _CHUNK_BYTES = (2 * _MIB, 16 * _MIB)
 _LEAST_CHUNK_BYTES = 1 * _MIB
 _IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
-
-
-def is_remote(path: str | Path) -> bool:
-    """Whether a path lies in a bucket."""
-    return "://" in str(path)
 
 
 def save_async(
@@ -179,7 +174,7 @@ def _saving(ocp: Any, path: Path, leaves: Mapping[str, Any], on_written: Callabl
     context.asynchronous.timeout_secs = max(1, int(timeout_s))
     context.memory.serialization_status_callback = _Progress(on_written)
     saving = context.array.saving
-    saving.use_ocdbt = is_remote(path)
+    saving.use_ocdbt = False
     saving.use_zarr3 = True
     saving.use_compression = False
     saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh; the seal tells it to people

@@ -25,7 +25,6 @@ import numpy as np
 Sums = tuple[int, int]
 Box = tuple[slice, ...]
 
-_BLOCK_WORDS = 1 << 18  # small enough to stay in a core's cache between its two sums
 _FLOAT4 = "float4_e2m1fn"
 _MODULUS = 1 << 64
 _SEGMENT_WORDS = 512  # as quick as whole rows
@@ -80,17 +79,14 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
     width, per_row = _segments(tuple(shape), per_element)
     first, num_columns = starts[-1] * per_element, words.shape[-1]
     words = words.reshape(-1, num_columns) if words.size else words.reshape(0, num_columns)
+    rows = _rows(len(words), box_shape, starts, shape or (1,))
     total = weighted = 0
-    step = max(1, _BLOCK_WORDS // max(num_columns, 1))
-    for top in range(0, len(words), step):
-        block = words[top : top + step]
-        rows = _rows(top, len(block), box_shape, starts, shape or (1,))
-        for start, stop in _cuts(first, first + num_columns, width):
-            by_segment = _by_segment(block[:, start - first : stop - first], width)
-            numbers = np.arange(start // width, start // width + by_segment.shape[1], dtype=np.uint64)
-            numbers = rows[:, None] * np.uint64(per_row) + numbers
-            total += int(np.sum(by_segment))
-            weighted += int(np.sum(by_segment * (2 * numbers + 1)))
+    for start, stop in _cuts(first, first + num_columns, width):
+        by_segment = _by_segment(words[:, start - first : stop - first], width)
+        numbers = np.arange(start // width, start // width + by_segment.shape[1], dtype=np.uint64)
+        numbers = rows[:, None] * np.uint64(per_row) + numbers
+        total += int(np.sum(by_segment))
+        weighted += int(np.sum(by_segment * (2 * numbers + 1)))
     return total % _MODULUS, weighted % _MODULUS
 
 
@@ -169,14 +165,14 @@ def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:
 def _by_segment(columns: np.ndarray, width: int) -> np.ndarray:
     """The sums of each segment of each row, of columns that begin with one."""
     rows, count = columns.shape
-    pieces = columns.reshape(rows, -1, width) if count % width == 0 else columns.reshape(rows, 1, count)
+    pieces = columns.reshape(rows, count // width, width) if count % width == 0 else columns.reshape(rows, 1, count)
     exact = np.uint32 if columns.itemsize <= 2 else np.uint64  # the narrower one is quicker, and wide enough
-    return pieces.sum(axis=2, dtype=exact).astype(np.uint64)
+    return pieces.sum(axis=2, dtype=exact).astype(np.uint64, copy=False)
 
 
-def _rows(first: int, count: int, box_shape: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
-    """The numbers, among the rows of the leaf, of some rows of a box."""
-    left = np.arange(first, first + count, dtype=np.uint64)
+def _rows(count: int, box_shape: Sequence[int], starts: Sequence[int], shape: Sequence[int]) -> np.ndarray:
+    """The numbers of the rows of a box among the rows of the leaf."""
+    left = np.arange(count, dtype=np.uint64)
     numbers, scale = np.zeros(count, np.uint64), 1
     for size, start, whole in reversed(list(zip(box_shape[:-1], starts, shape, strict=False))):
         numbers += (left % np.uint64(size) + np.uint64(start)) * np.uint64(scale)

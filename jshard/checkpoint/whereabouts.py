@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
+from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.storage import is_committed
 
@@ -23,7 +25,45 @@ def no_checkpoint(path: Path) -> CheckpointError:
     )
 
 
-def no_series(folder: Path) -> tuple[str, str]:
+def no_such_step(folder: Path, step: int | None) -> CheckpointError:
+    """The error for a series without the checkpoint that is asked for; None asked for any."""
+    steps = steps_in(folder)
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    why, do = f"complete checkpoints there: {', '.join(map(str, steps))}.", f"restore step {max(steps, default=0)}."
+    if not steps:
+        why, do = _no_series(folder)
+    return CheckpointError(f"There is no {wanted} to restore.", where=str(folder), why=why, do=do)
+
+
+def not_written(path: Path, steps: Sequence[int], error: RunError) -> RunError:
+    """The error for a checkpoint of a series that could not be written; `steps` are those that are there."""
+    good = (
+        f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
+    )
+    return RunError(
+        f"The checkpoint of step {path.name} could not be written.",
+        where=[str(path), *(place for place in error.where if place not in (str(path), str(path.absolute())))],
+        why=f"{error.why}\n{good}",
+        do="make room or mend the disk, then continue the run with --resume."
+        if steps
+        else "make room or mend the disk, then start the run anew.",
+    )
+
+
+def not_read(path: Path, steps: Sequence[int], error: RunError) -> RunError:
+    """The error for a checkpoint of a series that cannot be read; `steps` are those that are there."""
+    others = [other for other in reversed(steps) if str(other) != path.name]
+    return RunError(
+        f"The checkpoint of step {path.name} cannot be read.",
+        where=error.where,
+        why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
+        do=f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
+        if others
+        else "start the run anew, in another folder.",
+    )
+
+
+def _no_series(folder: Path) -> tuple[str, str]:
     """Why a folder holds no series, and what to do about it."""
     if is_committed(folder):
         why = "it is a checkpoint, and not a folder of them."

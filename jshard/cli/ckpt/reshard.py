@@ -48,7 +48,8 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt reshard`."""
     args = parse(ReshardArgs, argv, command="jshard ckpt reshard", example="runs/gpt-tiny out --mesh fsdp=16")
     model = Model.load(args.model, args.recipe, args.set)
-    path, mesh = checkpoint_at(args.path), cpu_mesh(args.mesh)
+    mesh = cpu_mesh(args.mesh)  # before anything asks for devices
+    path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
         seal = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
