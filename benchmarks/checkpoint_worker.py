@@ -218,7 +218,7 @@ def _clear(folder: Path, primary: bool, meet: Callable[[], Any] | None = None) -
 
 def _meet() -> None:
     if "jax" in sys.modules:
-        from jshard._processes import exchange
+        from jshard.checkpoint.meeting import exchange
 
         exchange("benchmark", "", timeout_s=600)
 

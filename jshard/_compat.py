@@ -4,7 +4,7 @@ import contextlib
 import importlib.metadata
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
@@ -150,6 +150,11 @@ def coordinator() -> Any:
 def plugin_versions(cuda: str) -> tuple[str, str]:
     """The versions of jaxlib and of its plugin for a CUDA version, such as "cuda12": a compiler needs them equal."""
     return importlib.metadata.version("jaxlib"), importlib.metadata.version(f"jax-{cuda}-plugin")
+
+
+def versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of some packages, for what was written by them."""
+    return {package: importlib.metadata.version(package) for package in packages}
 
 
 def jax_version() -> str:

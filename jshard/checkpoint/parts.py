@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard._compat import versions
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
@@ -134,7 +135,7 @@ def _finish(draft: Path, described: Mapping[str, StoredLeaf], like: Seal) -> Sea
         saved_at=like.saved_at,
         mesh=like.mesh,
         metrics=like.metrics,
-        versions=_seal.versions(),
+        versions=versions(_seal.PACKAGES),
     )
     _seal.write(draft, seal)
     keep_on_disk(draft)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jshard._errors import RunError
-from jshard._processes import show_threads
+from jshard.checkpoint.meeting import show_threads
 
 
 class Pending:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard._errors import RunError
-from jshard._processes import exchange
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
@@ -27,6 +26,7 @@ from jshard.checkpoint.forecasting import Forecast, forecast_reads
 from jshard.checkpoint.forms import bytes_here, finish, own_mesh, to_read
 from jshard.checkpoint.history import mesh_layout
 from jshard.checkpoint.matching import match
+from jshard.checkpoint.meeting import exchange
 from jshard.checkpoint.misfits import check_fits
 from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.phases import Phases

@@ -20,14 +20,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jshard._compat import versions
 from jshard._errors import RunError
-from jshard._processes import exchange, is_primary
+from jshard._processes import is_primary
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.history import mesh_layout
+from jshard.checkpoint.meeting import exchange
 from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.sums import LeafSums, add
 
@@ -170,7 +172,7 @@ class Saving:
             mesh=self._mesh["axes"],
             processes=len(heard),
             metrics=self._metrics,
-            versions=_seal.versions(),
+            versions=versions(_seal.PACKAGES),
         )
         _seal.write(self.unnamed, seal)
         keep_on_disk(self.unnamed)

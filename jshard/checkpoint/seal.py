@@ -8,7 +8,6 @@ The mesh, the layout and the processes it was saved from are told to people, and
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import json
 import os
 import zlib
@@ -30,7 +29,7 @@ FORMAT = 1
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a seal has lost it
 
 _SMALL_BYTES = 1 << 16
-_PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
+PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,11 +102,6 @@ def describe(leaf: Any) -> StoredLeaf:
 def with_facts(leaf: StoredLeaf, *, sums: Sums | None, chunk: tuple[int, ...] | None) -> StoredLeaf:
     """A leaf with what is known of it once it has been written."""
     return dataclasses.replace(leaf, sums=sums, chunk=chunk)
-
-
-def versions() -> dict[str, str]:
-    """The versions of the packages that write a checkpoint."""
-    return {package: importlib.metadata.version(package) for package in _PACKAGES}
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jshard._errors import RunError
-from jshard._processes import exchange, is_primary
+from jshard._processes import is_primary
 from jshard.checkpoint import history as _history
 from jshard.checkpoint import ledger
 from jshard.checkpoint import seal as _seal
@@ -20,6 +20,7 @@ from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.keep import Keep
+from jshard.checkpoint.meeting import exchange
 from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.paths import refuse_buckets
 from jshard.checkpoint.pending import Pending

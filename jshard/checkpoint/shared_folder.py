@@ -11,9 +11,10 @@ from pathlib import Path
 import jax
 
 from jshard._errors import RunError
-from jshard._processes import exchange, is_primary
+from jshard._processes import is_primary
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import reason
+from jshard.checkpoint.meeting import exchange
 
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 

@@ -20,8 +20,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jshard as js
 from jshard import checkpoint
 from jshard._errors import FourPartError
-from jshard._processes import exchange
 from jshard.checkpoint import storage
+from jshard.checkpoint.meeting import exchange
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
 
 PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
