@@ -3,7 +3,9 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
+import threading
 
 import jax
 import numpy as np
@@ -12,9 +14,10 @@ from flax import nnx
 
 import jshard as js
 from jshard._errors import RunError, ShardingError
-from jshard.checkpoint import Checkpointer
+from jshard.checkpoint import Checkpointer, CheckpointWarning, history, saving
+from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.train import load_model_file, load_text, read_metrics, run_recipe
-from jshard.train.state import restore
+from jshard.train.state import create_from, restore
 from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, micro
 
@@ -176,3 +179,84 @@ def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path):
     with pytest.raises(ShardingError, match="vocabulary is smaller than the tokenizer's"):
         run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+# What a run makes of its checkpoints.
+
+
+def trained(data, out, mesh=None, **more):
+    recipe = dataclasses.replace(RECIPE, num_steps=more.pop("steps", 8))
+    lines: list[str] = []
+    finished = run_recipe(
+        MODEL_FILE, recipe, mesh=mesh or js.mesh(), data=data, out=out, sample_tokens=0, say=lines.append, **more
+    )
+    return finished, lines
+
+
+def test_saves_are_at_work_while_the_run_goes_on(whole):
+    """The history tells how long each save kept the run waiting; all but the last had a step beside them."""
+    finished, _ = whole
+    saves = history.read(finished.out / "checkpoints")
+    assert [save["step"] for save in saves] == [3, 6, 8]
+    assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
+    seal = OrbaxCheckpoint(finished.checkpoint.absolute()).seal
+    assert seal.step == 8 and seal.metrics == {"val_loss": finished.val_loss}
+
+
+def test_a_damaged_checkpoint_costs_its_steps_and_no_more(whole, data, tmp_path):
+    """A flipped bit: the run goes back to the checkpoint before, says so, and ends as if nothing had happened."""
+    finished, _ = whole
+    out = shutil.copytree(finished.out, tmp_path / "run")
+    values = max((out / "checkpoints" / "8").rglob("*"), key=lambda file: file.stat().st_size)
+    raw_bytes = bytearray(values.read_bytes())
+    raw_bytes[100] ^= 4
+    values.write_bytes(raw_bytes)
+    with pytest.warns(CheckpointWarning) as warned:
+        again, lines = trained(data, out, resume=True)
+    texts = [str(warning.message) for warning in warned]
+    assert any("damaged and do not count" in text and "checkpoints/8" in text for text in texts)
+    assert any("is now called 8.damaged" in text for text in texts)
+    assert any(line == f"resumed from {out / 'checkpoints' / '6'}" for line in lines)
+    for a, b in zip(state_of(again, js.mesh())[1], state_of(finished, js.mesh())[1], strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next_step(data, tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(saving._seal, "write", full)
+    with pytest.raises(RunError, match=r"(?s)of step 3 could not be written.*No space left on device") as caught:
+        trained(data, tmp_path / "run")
+    assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] < 8
+    assert "no checkpoint was saved yet" in caught.value.__notes__[0]
+
+
+def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
+    """From a run, on another mesh: parameters equal, and the optimizer is new."""
+    finished, _ = whole
+    mesh = js.mesh(replica=2, fsdp=2, devices=jax.devices()[:4])
+    model, optimizer = create_from(MODEL_FILE, RECIPE, mesh, finished.out)
+    saved = state_of(finished, js.mesh())[1]
+    params = [np.asarray(x) for x in jax.tree.leaves(nnx.state(model, nnx.Param))]
+    assert sum(any(np.array_equal(x, y) for y in saved) for x in params) == len(params) > 4
+    assert not np.any([np.any(x) for x in jax.tree.leaves(nnx.state(optimizer)) if np.ndim(x) > 0])
+    begun, lines = trained(data, tmp_path / "run", mesh=mesh, steps=1, init_from=finished.out)
+    assert f"parameters of {finished.out}" in lines
+    assert metrics(begun)[0]["loss"] < 0.9 * metrics(finished)[0]["loss"]
+
+
+def test_a_stop_has_its_deadline(data, tmp_path, monkeypatch):
+    """A save that does not come to its end within --stop-deadline is an error, and not waited for."""
+    begun = threading.Event()
+
+    def slow(*args):
+        begun.wait(20)
+
+    monkeypatch.setattr(saving._seal, "write", slow)
+    stopping = dataclasses.replace(
+        data, train=SpySource(data.train, at=2 * RECIPE.batch_size, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
+    )
+    with pytest.raises(RunError, match="A save does not come to an end"):
+        trained(stopping, tmp_path / "run", stop_deadline_s=0.2)
+    begun.set()
