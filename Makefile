@@ -14,7 +14,7 @@ train: $(VENV)/stamp-$(EXTRAS)
 	$(BIN)/jshard train models/gpt.py
 
 test: $(VENV)/stamp-test
-	$(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(4, 1 + len(os.sched_getaffinity(0))))')
+	$(BIN)/python -m pytest -n $$($(BIN)/python -c 'import os; print(min(4, 1 + (os.cpu_count() or 1)))')
 
 check: $(VENV)/stamp-dev
 	$(BIN)/ruff format --check .
