@@ -128,3 +128,41 @@ def test_optimizer_state_is_made_anew(tmp_path):
     with pytest.warns(CheckpointWarning, match="3 leaves stay as `like` has them"):
         restored = js.checkpoint.restore(tmp_path / "c", state, missing="init")
     np.testing.assert_array_equal(restored["w"], W)
+
+
+def test_plain_orbax_with_lists_and_tuples(tmp_path):
+    """As every state of Optax has them: all of it, or one part."""
+    state = {
+        "params": {"w": jnp.asarray(W)},
+        "opt": optax.adam(1e-3).init({"w": jnp.asarray(W)}),
+        "lists": [jnp.ones(2)],
+    }
+    orbax_v1.save(str(tmp_path / "c"), state)
+    zeros = jax.tree.map(lambda x: x * 0, state)
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        restored = js.checkpoint.restore(tmp_path / "c", zeros)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        part = js.checkpoint.restore(tmp_path / "c", {"params": zeros["params"]})
+    np.testing.assert_array_equal(part["params"]["w"], W)
+
+
+def test_what_is_left_over_in_a_foreign_file_is_an_error(tmp_path):
+    write_safetensors(tmp_path / "c", [(name, W.shape, W.dtype, lambda: W) for name in ("w", "more.w")])
+    with pytest.raises(CheckpointError, match=r"more/w  stored \(64, 6\)  wanted nothing"):
+        js.checkpoint.restore(tmp_path / "c", {"model": {"w": jnp.asarray(W)}})
+
+
+def test_a_leaf_that_is_wanted_twice_is_two_arrays(tmp_path):
+    js.checkpoint.save(tmp_path / "c", {"model": {"w": jnp.asarray(W)}})
+    like = {"model": {"w": jnp.asarray(W)}, "ema": {"w": jnp.asarray(W)}}
+    restored = js.checkpoint.restore(tmp_path / "c", like, rename={"ema": "model"})
+    assert restored["model"]["w"].unsafe_buffer_pointer() != restored["ema"]["w"].unsafe_buffer_pointer()
+    np.testing.assert_array_equal(restored["ema"]["w"], W)
+
+
+def test_a_number_that_does_not_fit_is_an_error(tmp_path):
+    js.checkpoint.save(tmp_path / "c", {"tokens": 5_000_000_000})
+    with pytest.raises(CheckpointError, match="A stored number is too large"):
+        js.checkpoint.restore(tmp_path / "c", {"tokens": jnp.int32(0)})

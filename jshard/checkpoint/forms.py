@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.matching import Pick
 from jshard.checkpoint.seal import StoredLeaf
 
@@ -51,7 +52,7 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
         return _on_host(pick, found, wanted)
     leaf = found[0]
     if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
-        array = np.asarray(_picked(pick, found)).astype(wanted.dtype)
+        array = _as_dtype(np.asarray(_picked(pick, found)), wanted.dtype)
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
     if pick.form == "stack":
         return _stacked(wanted.dtype, wanted.sharding)(found)
@@ -64,10 +65,23 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
 
 def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
     """The same for leaves that are not on devices."""
-    if not isinstance(found[0], np.ndarray):
-        return found[0] if not isinstance(wanted, np.ndarray) else np.asarray(found[0], wanted.dtype)
+    if not hasattr(found[0], "shape") and not isinstance(wanted, np.ndarray):
+        return found[0]
     array = np.asarray(_picked(pick, found))
-    return array.astype(wanted.dtype) if isinstance(wanted, np.ndarray) else array.item()
+    return _as_dtype(array, wanted.dtype) if isinstance(wanted, np.ndarray) else array.item()
+
+
+def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """An array in another dtype, but for integers that it cannot hold."""
+    cast = array.astype(dtype)
+    if jnp.issubdtype(array.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer) and (cast != array).any():
+        raise CheckpointError(
+            "A stored number is too large.",
+            where=f"{array.max() if array.size == 1 else 'up to ' + str(array.max())}",
+            why=f"`like` wants it as {np.dtype(dtype).name}.",
+            do="give `like` a value of Python or a wider dtype there.",
+        )
+    return cast
 
 
 def _picked(pick: Pick, found: list[Any]) -> Any:

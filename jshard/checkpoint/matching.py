@@ -102,7 +102,7 @@ def renamed(path: str, rename: Mapping[str, str]) -> str:
 
 
 def _is_below(path: str, begins: Collection[str]) -> bool:
-    return any(path == begin or path.startswith(f"{begin}/") for begin in begins)
+    return any(begin in ("", path) or path.startswith(f"{begin}/") for begin in begins)
 
 
 def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf]) -> Pick | None:
@@ -114,7 +114,8 @@ def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf]) -> Pi
         if key.isdecimal() and stack in stored and stored[stack].shape[1:] == wanted.shape and stored[stack].shape:
             return Pick((stack,), "layer", int(key))
     for place in range(len(keys), 0, -1) if wanted.shape else ():
-        if layers := tuple(_layers(keys[:place], keys[place:], stored)):
+        layers = tuple(_layers(keys[:place], keys[place:], stored))
+        if layers and stored[layers[0]].shape == wanted.shape[1:]:
             return Pick(layers, "stack")
     return None
 

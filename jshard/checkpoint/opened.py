@@ -79,7 +79,7 @@ class OrbaxCheckpoint:
         found = {path: _zeros(like) for path, like in empty.items()}
         full = {path: like for path, like in wanted.items() if path not in empty}
         try:
-            return found | (storage.load(self.path, full) if full else {})
+            return found | (storage.load(self.path, full, plain=self.seal is None) if full else {})
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
 

@@ -38,18 +38,18 @@ def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | Non
         )
     if names is None:
         return _Part(source, {name: (path, None) for name, path in stored.items()})
-    found = {name: _find(name, stored) for name in names}
+    found = {name: _find(name, stored, source) for name in names}
     return _Part(source, {name: place for name, place in found.items() if place is not None})
 
 
-def _find(name: str, stored: Mapping[str, str]) -> tuple[str, int | None] | None:
+def _find(name: str, stored: Mapping[str, str], source: CheckpointSource) -> tuple[str, int | None] | None:
     """The stored path of a leaf, and of one layer of a stack its number."""
     if name in stored:
         return stored[name], None
     keys = name.split("/")
     for place, key in enumerate(keys):
         stack = "/".join(keys[:place] + keys[place + 1 :])
-        if key.isdecimal() and stack in stored:
+        if key.isdecimal() and stack in stored and int(key) < source.leaves[stored[stack]].shape[0]:
             return stored[stack], int(key)
     return None
 

@@ -147,8 +147,10 @@ def _parts(
     yield part
 
 
-def _array(source: Source, name: str, sharding: NamedSharding) -> jax.Array:
+def _array(source: Source, name: str, sharding: NamedSharding) -> jax.Array | np.ndarray:
     leaf = source.leaves[name]
+    if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:  # 64 bits, which jax would cut
+        return source.read(name, tuple(slice(0, size) for size in leaf.shape))
 
     def read(index: Box | None) -> np.ndarray:
         return source.read(name, tuple(slice(*limit) for limit in bounds(index or (), leaf.shape)))

@@ -84,9 +84,9 @@ class Restoring:
             )
             described = {key: _seal.describe(leaf) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
-            self.match = match(
-                opened.leaves, described, names=names if only is None else asked, rename=dict(rename or {})
-            )
+            if only is not None:  # of parameters, what lies beside them is not asked for
+                names = asked if only == "params" else [only]
+            self.match = match(opened.leaves, described, names=names, rename=dict(rename or {}))
             check_fits(
                 opened.path,
                 self.match,
@@ -140,7 +140,7 @@ class Restoring:
         found, sums, error = {}, {}, None
         try:
             found, sums = self._read(verify)
-        except RunError as caught:
+        except (RunError, CheckpointError) as caught:  # the others wait to hear of it
             error = caught
         told = json.dumps({"error": error and error.why, "sums": sums, "report": self._report()})
         heard = [json.loads(text) for text in exchange(f"read {self.opened.path.name}", told, timeout_s=timeout_s)]
@@ -190,7 +190,9 @@ class Restoring:
         # Leaf by leaf of what is stored, so that no more than one stack is there twice.
         for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
             with own_mesh(self._wanted[key]):
-                finished[key] = finish(pick, [found[path] for path in pick.stored], self._wanted[key])
+                leaf = finish(pick, [found[path] for path in pick.stored], self._wanted[key])
+            shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)
+            finished[key] = leaf.copy() if shared else leaf  # each is an array of its own, to be donated alone
             for path in pick.stored:
                 left[path] -= 1
                 if not left[path]:

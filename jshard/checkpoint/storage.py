@@ -61,11 +61,12 @@ def save_async(
     return wait
 
 
-def load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
     """Reads some leaves.
 
     Args:
         path: the folder of a committed checkpoint.
+        plain: whether somebody else wrote it, who may have stored lists.
         wanted: what to read, by path: arrays with shardings, numpy arrays, numbers and texts, in the shapes that are
             stored.
 
@@ -78,7 +79,24 @@ def load(path: Path, wanted: Mapping[str, Any]) -> dict[str, Any]:
     context.pytree.loading.partial_load = True  # some leaves of those that are there
     context.memory.read_concurrent_bytes = in_flight_bytes(wanted)
     with quiet(), context:
-        return _leaves.flat(ocp.load(str(path), _leaves.nested(wanted)))
+        asked = _as_stored(ocp.metadata(str(path)).metadata, wanted) if plain else _leaves.nested(wanted)
+        return {key: leaf for key, leaf in _leaves.flat(ocp.load(str(path), asked)).items() if key in wanted}
+
+
+def _as_stored(stored: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
+    """What is wanted, as a tree of the kinds of nodes that are stored; Orbax reads lists whole or not at all."""
+    below = lambda key: f"{path}/{key}" if path else str(key)
+    if isinstance(stored, Mapping):
+        return {key: _as_stored(node, wanted, below(key)) for key, node in stored.items() if _asks(wanted, below(key))}
+    if isinstance(stored, list | tuple):
+        return [_as_stored(node, wanted, below(number)) for number, node in enumerate(stored)]
+    if path in wanted or stored is None:
+        return wanted.get(path)
+    return np.empty(stored.shape, stored.dtype) if hasattr(stored, "shape") else stored
+
+
+def _asks(wanted: Mapping[str, Any], path: str) -> bool:
+    return any(key == path or key.startswith(f"{path}/") for key in wanted)
 
 
 def in_flight_bytes(wanted: Mapping[str, Any]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -43,8 +44,8 @@ Names = Mapping[str, str | Stored]
 class NamedSource:
     """A checkpoint of another library, under our paths.
 
-    A stored name that is not there is also looked for without its first word: Hugging Face's `GPT2LMHeadModel` saves
-    `transformer.wte.weight`, and its `GPT2Model` `wte.weight`.
+    Where no stored name begins with the word that names begin with, they are looked for without it: Hugging Face's
+    `GPT2LMHeadModel` saves `transformer.wte.weight`, and its `GPT2Model` `wte.weight`.
 
     Args:
         source: what is stored.
@@ -66,7 +67,10 @@ class NamedSource:
 
     def __init__(self, source: Source, names: Names) -> None:
         self._source = source
-        found = {path: [_find(name, source) for name in _stored(stored).names] for path, stored in names.items()}
+        dropped = _dropped(names, source)
+        found = {
+            path: [_find(name, source, dropped) for name in _stored(stored).names] for path, stored in names.items()
+        }
         self._parts: dict[str, tuple[Stored, list[tuple[str, int, int]]]] = {}
         self.leaves: dict[str, StoredLeaf] = {}
         self.absent: dict[str, list[str]] = {}
@@ -145,9 +149,19 @@ def _stored(value: str | Stored) -> Stored:
     return Stored(value) if isinstance(value, str) else value
 
 
-def _find(name: str, source: Source) -> str | None:
-    candidates = (name, name.partition(".")[2])
-    return next((candidate for candidate in candidates if candidate in source.leaves), None)
+def _dropped(names: Names, source: Source) -> str | None:
+    """The word that most names begin with, if no stored name does: the file was written without it."""
+    words = collections.Counter(
+        name.partition(".")[0] for stored in names.values() for name in _stored(stored).names if "." in name
+    )
+    word, count = words.most_common(1)[0] if words else ("", 0)
+    begins = any(name.partition(".")[0] == word for name in source.leaves)
+    return None if begins or count * 2 <= words.total() else word
+
+
+def _find(name: str, source: Source, dropped: str | None) -> str | None:
+    word, _, rest = name.partition(".")
+    return next((n for n in (name, rest if word == dropped else name) if n in source.leaves), None)
 
 
 def _joined(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
@@ -54,3 +57,16 @@ def mesh_text(mesh: Mapping[str, int]) -> str:
 def shape_text(shape: tuple[int, ...]) -> str:
     """A shape without the comma of Python's short tuples."""
     return f"({', '.join(map(str, shape))})"
+
+
+def as_json(value: Any) -> str:
+    """A value as JSON; numbers that are none, which JSON lacks, are null."""
+    return json.dumps(_finite(value), indent=2, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

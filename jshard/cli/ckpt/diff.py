@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from jshard.checkpoint.listing import listing
 from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.seal import StoredLeaf
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import progress, shape_text
+from jshard.cli.ckpt._shown import as_json, progress, shape_text
 from jshard.inspect.tables import add_row, made_table, printed
 
 
@@ -46,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
         found = diff(*paths, values=not args.no_values, on_read=note)
     if args.json:
         leaves = [dataclasses.asdict(leaf) for leaf in found]
-        print(json.dumps({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}, indent=2))
+        print(as_json({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}))
     else:
         print(_told(paths, found, args))
     return 1 if differing(found) else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
@@ -19,7 +18,7 @@ from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._layout_options import Model
-from jshard.cli.ckpt._shown import progress, size
+from jshard.cli.ckpt._shown import as_json, progress, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +69,7 @@ def run(argv: Sequence[str]) -> int:
             args.out, whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
         )
     if args.json:
-        print(json.dumps({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
+        print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
         print(f"{args.out}: {len(source.leaves)} arrays, {size(total)}: {', '.join(file.name for file in files)}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from jshard.checkpoint.places import is_checkpoint
 from jshard.checkpoint.reshard import import_leaves
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._layout_options import Model, cpu_mesh
-from jshard.cli.ckpt._shown import progress
+from jshard.cli.ckpt._shown import as_json, progress
 from jshard.cli.ckpt.reshard import told, written
 
 
@@ -62,7 +61,7 @@ def run(argv: Sequence[str]) -> int:
     below = "model" if names is not None else ""
     with progress("import", total) as note:
         seal = import_leaves(source, args.out.absolute(), mesh, below=below, values=values, on_written=note)
-    print(json.dumps(written(args.out, seal)) if args.json else told(args.out, seal))
+    print(as_json(written(args.out, seal)) if args.json else told(args.out, seal))
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from jshard.checkpoint.opened import Opened, open_checkpoint
 from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import mesh_text, moment, shape_text, size
+from jshard.cli.ckpt._shown import as_json, mesh_text, moment, shape_text, size
 from jshard.inspect.tables import add_row, made_table, printed
 
 
@@ -53,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
             why=f"paths in {opened.path} begin with {', '.join(sorted({p.split('/')[0] for p in opened.leaves}))}.",
             do=f"jshard ckpt inspect {args.path} --depth 1",
         )
-    print(json.dumps(_to_json(opened, shown), indent=2) if args.json else _told(opened, shown, args.depth))
+    print(as_json(_to_json(opened, shown)) if args.json else _told(opened, shown, args.depth))
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import tyro
 
 from jshard.checkpoint.listing import Entry, Listing, listing
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import mesh_text, moment, size
+from jshard.cli.ckpt._shown import as_json, mesh_text, moment, size
 from jshard.inspect.tables import add_row, made_table, printed
 
 
@@ -33,7 +32,7 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt ls`."""
     args = parse(LsArgs, argv, command="jshard ckpt ls", example="runs/gpt-tiny")
     found = listing(args.path)
-    print(json.dumps(_to_json(found), indent=2) if args.json else _table(found))
+    print(as_json(_to_json(found)) if args.json else _table(found))
     return 0
 
 

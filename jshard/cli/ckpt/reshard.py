@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,7 +15,7 @@ from jshard.checkpoint.reshard import reshard
 from jshard.checkpoint.seal import Seal
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._layout_options import Model, cpu_mesh
-from jshard.cli.ckpt._shown import progress, size
+from jshard.cli.ckpt._shown import as_json, progress, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
         seal = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
-    print(json.dumps(written(args.out, seal)) if args.json else told(args.out, seal))
+    print(as_json(written(args.out, seal)) if args.json else told(args.out, seal))
     return 0
 
 

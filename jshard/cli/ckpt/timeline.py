@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from jshard.checkpoint.timeline import Timeline, timelines
 from jshard.checkpoint.timeline_picture import to_html, write_png
 from jshard.checkpoint.timeline_report import TimelineReport
 from jshard.cli._arguments import parse
+from jshard.cli.ckpt._shown import as_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
         else:
             path.write_text(to_html(report))
         print(f"written: {path}", file=sys.stderr)
-    print(json.dumps(report.to_json(), indent=2) if args.json else report)
+    print(as_json(report.to_json()) if args.json else report)
     return 0
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from jshard.checkpoint.listing import listing
 from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.verifying import Verdict, verify
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import progress, size
+from jshard.cli.ckpt._shown import as_json, progress, size
 from jshard.inspect.tables import add_row, made_table, printed
 
 
@@ -50,7 +49,7 @@ def run(argv: Sequence[str]) -> int:
             if not args.json:
                 print(_told(verdicts[-1]))
     if args.json:
-        print(json.dumps([_to_json(verdict) for verdict in verdicts], indent=2))
+        print(as_json([_to_json(verdict) for verdict in verdicts]))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
 
