@@ -21,6 +21,7 @@ from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
+from jshard.checkpoint.data import check_position, is_data_position
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.forecasting import Forecast, forecast_reads
 from jshard.checkpoint.forms import bytes_here, finish, own_mesh, to_read
@@ -178,7 +179,11 @@ class Restoring:
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, made of what was read."""
         filled = dict(self._live.values())
-        for key, leaf in self._finished(found).items():
+        finished = self._finished(found)
+        for key, leaf in finished.items():  # all of them, before the first one moves
+            if is_data_position(self._live[key][1]):
+                check_position(self._live[key][1], leaf)
+        for key, leaf in finished.items():
             path, like = self._live[key]
             filled[path] = _leaves.restored(leaf, like)
         return _leaves.unflatten_like(self._like, filled)

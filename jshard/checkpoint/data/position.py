@@ -84,7 +84,18 @@ def check_position(position: DataPosition, text: str) -> None:
 
     Iterators of others do not tell beforehand whether a state fits them.
     """
-    stored = from_text(text)
+    try:
+        stored = from_text(text)
+        known = {"format", "kind"} <= stored.keys()
+    except (ValueError, AttributeError, TypeError):
+        stored, known = {}, False
+    if not known:
+        raise CheckpointError(
+            "What is stored there is no position in the data.",
+            where=f"restored into a {type(position).__name__}",
+            why=f"it is the text {text[:_SHOWN]!r}.",
+            do="give `like` a text there, or save the batches themselves.",
+        )
     if ("state" in stored) != _is_global(position, stored.get("state")):
         raise CheckpointError(
             "The position in the data is of another kind.",
