@@ -240,3 +240,15 @@ def test_the_newest_is_one_whose_files_are_all_there(damaged):
 def test_a_state_that_does_not_fit_is_no_reason_to_fall_back(three):
     with pytest.raises(checkpoint.CheckpointError, match="1 leaves differ"):
         three.restore({"w": state(0)["w"], "step": 0, "other": jnp.ones(1)}, fall_back=True)
+
+
+@pytest.mark.parametrize("step", [7.0, -1, True, "7"])
+def test_a_step_that_no_folder_can_be_called_by_is_refused(tmp_path, step):
+    with pytest.raises(js.checkpoint.CheckpointError, match="cannot have this step"):
+        js.checkpoint.Checkpointer(tmp_path).save(step, {"x": 1})
+
+
+def test_a_step_may_be_a_number_of_numpy(tmp_path):
+    checkpoints = js.checkpoint.Checkpointer(tmp_path)
+    checkpoints.save(np.int64(5), {"x": 1})
+    assert checkpoints.steps() == [5]

@@ -144,7 +144,7 @@ class Restoring:
         except (RunError, CheckpointError) as caught:  # the others wait to hear of it
             error = caught
         told = json.dumps({"error": error and error.why, "sums": sums, "report": self._report()})
-        heard = [json.loads(text) for text in exchange(f"read {self.opened.path.name}", told, timeout_s=timeout_s)]
+        heard = [json.loads(text) for text in exchange(f"read {self.opened.path}", told, timeout_s=timeout_s)]
         if error is not None:
             raise error
         if failed := [f"process {number}: {other['error']}" for number, other in enumerate(heard) if other["error"]]:

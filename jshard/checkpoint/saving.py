@@ -134,7 +134,7 @@ class Saving:
         # Whoever failed had its time, and so had the others.
         timeout_s = self._timeout_s if error is None else self._timeout_s / 4
         try:
-            texts = exchange(f"written {self.path.name}", json.dumps(told), timeout_s=timeout_s)
+            texts = exchange(f"written {self.path}", json.dumps(told), timeout_s=timeout_s)
         except RunError as missing:
             if error is None:
                 raise
@@ -183,7 +183,7 @@ class Saving:
         self._wrote_until_s = self.phases.now_s()
 
     def _exchange(self, topic: str, text: str) -> list[str]:
-        return exchange(f"{topic} {self.path.name}", text, timeout_s=self._timeout_s)
+        return exchange(f"{topic} {self.path}", text, timeout_s=self._timeout_s)
 
     def _tell_all(self, topic: str, work: Callable[[], None]) -> None:
         """Work by the first process; the others wait for its end, and fail if it fails."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import os
 import time
 import warnings
@@ -88,6 +89,7 @@ class Checkpointer:
             )
         self._on_failure = on_failure
         self._pending: Pending | None = None
+        self._given_up: Pending | None = None  # still at work, and waited for in vain
         self.completed: int | None = None
         self._restores: list[dict[str, Any]] = []  # noted with the next save: who only reads leaves the folder alone
         check_shared(self.folder, timeout_s=min(timeout_s, _SHOWN_S))
@@ -98,7 +100,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
             self.wait()
-        elif self._pending is not None:  # an error is on its way already; the save may still be good
+        elif self._pending not in (None, self._given_up):  # an error is on its way; the save may still be good
             try:
                 self.wait()
             except RunError as error:
@@ -177,6 +179,7 @@ class Checkpointer:
             CheckpointError: there is something at that path already.
             RunError: the values could not be copied; or a save before failed.
         """
+        step = _checked(step)
         self.wait()
         path = self.path(step)
         try:
@@ -211,15 +214,21 @@ class Checkpointer:
         Raises:
             RunError: it failed, or did not end in time; older checkpoints are as they were.
         """
-        pending, self._pending = self._pending, None
+        pending = self._pending
         if pending is None:
             return
         try:
             pending.wait(2 * self.timeout_s if timeout_s is None else timeout_s)
         except RunError as error:
+            if not pending.is_done():
+                self._given_up = pending
+                raise
             if self._on_failure == "raise":
                 raise
             _warn(f"training goes on without a checkpoint.\n{error}")
+        finally:
+            if pending.is_done():  # one that did not end in time is still at work
+                self._pending = None
 
     def restore(
         self,
@@ -351,6 +360,22 @@ class Checkpointer:
 
     def _exchange(self, topic: str, text: str) -> list[str]:
         return exchange(f"{topic} {self.folder.name}", text, timeout_s=self.timeout_s)
+
+
+def _checked(step: Any) -> int:
+    """A step as its folder is called, before any other process hears of it."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise CheckpointError(
+            "A checkpoint cannot have this step.",
+            where=f"step={step!r}, a {type(step).__name__}",
+            why="steps are whole numbers from 0: folders are called by them.",
+            do="save(int(step), ...)",
+        )
+    return number
 
 
 def _damaged_name(path: Path, number: int) -> Path:

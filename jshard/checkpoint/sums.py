@@ -100,7 +100,9 @@ def _part(shard: Any, shape: tuple[int, ...]) -> tuple[Any, Box | None]:
 
 def device_sums(values: jax.Array, box: Box, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """`box_sums` where the values are: the twin for accelerators."""
-    with jax.enable_x64(True):
+    # Whatever mesh is active: the values lie on one device.
+    here = jax.sharding.Mesh(np.array(list(values.devices())), "device")
+    with jax.enable_x64(True), jax.set_mesh(here):
         starts = np.array([part.start or 0 for part in box], np.uint64)
         return _device_sums(values, starts, shape=shape)
 
