@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import DcpSource, StoredLeaf
+from jshard.checkpoint.formats import DcpSource, StoredArray
 from tests import dcp_fixture
 from tests.dcp_fixture import edit_metadata, places, put_archive, split, write_dcp
 
@@ -66,7 +66,7 @@ def read_step(folder):
 
 def test_tensors_and_values_are_those_that_were_written(folder):
     source = DcpSource(folder)
-    assert source.leaves == {name: StoredLeaf(array.shape, array.dtype) for name, (array, _) in TENSORS.items()}
+    assert source.leaves == {name: StoredArray(array.shape, array.dtype) for name, (array, _) in TENSORS.items()}
     for name, (array, _) in TENSORS.items():
         got = source.read(name, everything(array))
         assert (got.shape, got.dtype) == (array.shape, array.dtype)
@@ -320,7 +320,7 @@ def test_a_folder_without_metadata(folder):
 def test_bytes_that_changed_end_in_a_four_part_error_or_in_nothing(folder):
     dice = random.Random(0)
     for name in (".metadata", "__0_0.distcp"):
-        before = (folder / name).read_bytes()
+        before, told = (folder / name).read_bytes(), []
         for _ in range(60):
             raw = bytearray(before)
             raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
@@ -330,8 +330,10 @@ def test_bytes_that_changed_end_in_a_four_part_error_or_in_nothing(folder):
                 for leaf in source.leaves:
                     source.read(leaf, (slice(0, 1),) * len(source.leaves[leaf].shape))
                 dict(source.values)
-            except (CheckpointError, RunError):
-                pass
+            except (CheckpointError, RunError) as error:
+                told.append(error)
+        assert 0 < len(told) < 60
+        assert all(error.what and error.where and error.why and error.do for error in told)
         (folder / name).write_bytes(before)
 
 
@@ -361,7 +363,7 @@ def test_pytorch_wrote_it(by_torch):
     same |= {"bytes": np.arange(5, dtype=np.uint8), "narrow": numbers.astype(jnp.float8_e4m3fn)}
     same |= {f"rows.{dtype}": numbers.astype(dtype) for dtype in (jnp.bfloat16.dtype, "float16", "float64")}
     for name, array in same.items():
-        assert source.leaves[name] == StoredLeaf(array.shape, array.dtype)
+        assert source.leaves[name] == StoredArray(array.shape, array.dtype)
         np.testing.assert_array_equal(bits(source.read(name, everything(array))), bits(array))
     assert source.leaves["optimizer.state.0.weight.exp_avg"].shape == (5, 6)
     values = {"step": 7, "note": "text", "list": [1, 2.5, None], "raw": b"\x00\xff"}

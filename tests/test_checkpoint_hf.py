@@ -14,7 +14,7 @@ from jshard.checkpoint.formats import (
     NamedSource,
     SafetensorsSource,
     Stored,
-    StoredLeaf,
+    StoredArray,
     whole_leaves,
     write_safetensors,
 )
@@ -63,7 +63,7 @@ class Arrays:
 
     def __init__(self, arrays):
         self.arrays = arrays
-        self.leaves = {name: StoredLeaf(array.shape, array.dtype) for name, array in arrays.items()}
+        self.leaves = {name: StoredArray(array.shape, array.dtype) for name, array in arrays.items()}
         self.boxes = []
 
     def read(self, name, box):
@@ -109,7 +109,7 @@ def test_export_then_import_is_bitwise_equal(tmp_path, tied, max_shard_bytes):
     assert (imported.absent, imported.unused) == ({}, [])
     assert list(imported.leaves) == list(names)
     for path, array in ours.items():
-        assert imported.leaves[path] == StoredLeaf(array.shape, array.dtype)
+        assert imported.leaves[path] == StoredArray(array.shape, array.dtype)
         np.testing.assert_array_equal(read(imported, path), array)
 
 
@@ -165,7 +165,7 @@ def test_joined_and_turned_leaves_are_read_box_by_box():
     }
     rng = np.random.default_rng(0)
     for path, array in whole.items():
-        assert source.leaves[path] == StoredLeaf(array.shape, array.dtype)
+        assert source.leaves[path] == StoredArray(array.shape, array.dtype)
         for _ in range(30):
             box = tuple(slice(*sorted(rng.integers(0, size + 1, 2).tolist())) for size in array.shape)
             got = source.read(path, box)

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.checkpoint.failures import reason
-from jshard.checkpoint.formats.source import Box, bounds
-from jshard.checkpoint.formats.source import StoredLeaf as Array
+from jshard.checkpoint.formats.source import Box, StoredArray, bounds
 from jshard.checkpoint.opened import OrbaxCheckpoint, unreadable
 from jshard.checkpoint.seal import StoredLeaf
 
@@ -47,8 +46,10 @@ class CheckpointSource:
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, OrbaxCheckpoint(path)
-        self.leaves: Mapping[str, Array] = {
-            name: Array(leaf.shape, jnp.dtype(leaf.dtype)) for name, leaf in self.opened.leaves.items() if leaf.is_array
+        self.leaves: Mapping[str, StoredArray] = {
+            name: StoredArray(leaf.shape, jnp.dtype(leaf.dtype))
+            for name, leaf in self.opened.leaves.items()
+            if leaf.is_array
         }
         self._layout = _layout(path)
         self._arrays = functools.lru_cache(maxsize=64)(_open)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from jshard.checkpoint.errors import CheckpointError as CheckpointError
 from jshard.checkpoint.forecasting import Forecast
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.opened import ForeignCheckpoint, open_checkpoint

@@ -8,7 +8,7 @@ import numpy as np
 
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import Box, Source, StoredLeaf
+from jshard.checkpoint.formats.source import Box, Source, StoredArray
 
 
 def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | None = None) -> Source:
@@ -59,11 +59,11 @@ class _Part:
 
     def __init__(self, source: CheckpointSource, places: Mapping[str, tuple[str, int | None]]) -> None:
         self._source, self._places = source, places
-        self.leaves: Mapping[str, StoredLeaf] = {name: self._leaf(*place) for name, place in places.items()}
+        self.leaves: Mapping[str, StoredArray] = {name: self._leaf(*place) for name, place in places.items()}
 
-    def _leaf(self, path: str, layer: int | None) -> StoredLeaf:
+    def _leaf(self, path: str, layer: int | None) -> StoredArray:
         leaf = self._source.leaves[path]
-        return leaf if layer is None else StoredLeaf(leaf.shape[1:], leaf.dtype)
+        return leaf if layer is None else StoredArray(leaf.shape[1:], leaf.dtype)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         path, layer = self._places[name]

@@ -11,14 +11,14 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.paths import local_path
 from jshard.checkpoint.series import Checkpointer
 from jshard.checkpoint.storage import is_committed
+from jshard.checkpoint.whereabouts import OF_A_RUN
 
-_OF_A_RUN = "checkpoints"
 _OF_A_SERIES = (_history.NAME, "series.json")
 
 
 def series_at(path: Path) -> Checkpointer | None:
     """The series at a path: its folder, or the run that holds it; None if there is none."""
-    for folder in (path / _OF_A_RUN, path):
+    for folder in (path / OF_A_RUN, path):
         series = Checkpointer(folder)
         if not is_checkpoint(folder) and (series.steps() or _holds(folder, _OF_A_SERIES)):
             return series

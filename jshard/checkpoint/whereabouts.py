@@ -9,7 +9,7 @@ from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.storage import is_committed
 
-_OF_A_RUN = "checkpoints"
+OF_A_RUN = "checkpoints"  # the folder of a run that holds them
 
 
 def no_checkpoint(path: Path) -> CheckpointError:
@@ -68,8 +68,8 @@ def _no_series(folder: Path) -> tuple[str, str]:
     if is_committed(folder):
         why = "it is a checkpoint, and not a folder of them."
         return why, f'Checkpointer("{folder.parent}"); or restore("{folder}", like=...).'
-    if steps_in(folder / _OF_A_RUN):
-        return "it is the folder of a run, and not that of its checkpoints.", f'Checkpointer("{folder / _OF_A_RUN}")'
+    if steps_in(folder / OF_A_RUN):
+        return "it is the folder of a run, and not that of its checkpoints.", f'Checkpointer("{folder / OF_A_RUN}")'
     return "complete checkpoints there: none.", "start the run anew, in another folder."
 
 
@@ -85,7 +85,7 @@ def _nearby(path: Path) -> tuple[str, Path | None]:
     for above in path.parents:
         if is_committed(above):
             return "it lies in a checkpoint, and is none.", above
-    for folder in (path, path / _OF_A_RUN):
+    for folder in (path, path / OF_A_RUN):
         if steps := steps_in(folder):
             what = "a folder of checkpoints, of steps" if folder == path else "the folder of a run, with steps"
             return f"it is {what} {_list(steps)}.", folder / str(steps[-1])

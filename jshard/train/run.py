@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 
 from jshard._errors import RunError, ShardingError
 from jshard._processes import is_primary
-from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.train import launch
 from jshard.train.data import Data, DataError, Loader, local_rows
 from jshard.train.folder.run_folder import RunFolder
@@ -34,17 +33,17 @@ from jshard.train.metrics import (
     check_names,
     dense_flops,
     device_peak,
-    keep_on_disk,
     open_trackers,
     peak_bytes,
     plot_loss,
 )
 from jshard.train.model_file import ModelFile
 from jshard.train.profile import StepProfile, check_profile, left_to_profile
+from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.sample import sample_text
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.recipe_check import check_batch, check_recipe
-from jshard.train.state import batch_like, create, create_from, restore
+from jshard.train.state import batch_like
 from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
 
@@ -157,16 +156,13 @@ class _Job:
         self._compiler_options, self._init_from, self._stop_deadline_s = compiler_options, init_from, stop_deadline_s
         self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
         self._folder, self._say, self._to_profile = folder, say, profile
-        self._checkpoints = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
-        self._metrics: dict[int, dict[str, float]] = {}  # of the last evaluation, by step
-        self._noted: int | None = None
-        self._is_begun = False  # a run that is refused leaves nothing to go on from
+        self._checkpoints = RunCheckpoints(model_file, recipe, mesh, folder, say)
 
     def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
         """Trains, and tells with an error how to go on after it."""
         try:
             with StopSignal() as stop:
-                model, optimizer, start_step = self._state()
+                model, optimizer, start_step = self._checkpoints.state(self._init_from)
                 if start_step < self._recipe.num_steps:
                     step = self._step(model, optimizer, start_step)
                     del model, optimizer  # the step holds them, and gives their memory to its results
@@ -177,40 +173,14 @@ class _Job:
                     self._say(self._nothing_to_do(start_step))
             return self._finish(model, fitted, sample_tokens)
         except Exception as error:
-            if self._is_begun:
-                error.add_note(self._how_to_go_on())
+            if self._checkpoints.is_begun:
+                error.add_note(self._checkpoints.how_to_go_on())
             raise
-
-    def _state(self) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
-        latest = self._checkpoints.agreed_latest()
-        if latest is None:
-            self._is_begun = True
-            if self._init_from is None:
-                return *create(self._model_file, self._recipe, self._mesh), 0
-            begun = create_from(self._model_file, self._recipe, self._mesh, self._init_from)
-            self._say(f"parameters of {self._init_from}")
-            return *begun, 0
-        try:
-            state = restore(self._model_file, self._recipe, self._mesh, self._checkpoints, latest)
-        except CheckpointError as error:
-            if latest not in self._checkpoints.steps():  # this process does not see it
-                raise
-            raise CheckpointError(
-                error.what,
-                where=error.where,
-                why=f"{self._model_file.path} now builds another model, or another optimizer, than the run has.",
-                do="resume with the file as it was; or begin a new run: without --resume, in another --out.",
-            ) from error
-        path = self._checkpoints.path(state[2])
-        self._checkpoints.set_aside_newer(state[2])
-        self._say(f"resumed from {path}")
-        launch.note(step=state[2], checkpoint=str(path))
-        return state
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
         recipe, loss_fn = self._recipe, self._model_file.loss_fn
         self._folder.started(step=start_step, mesh=self._mesh)
-        self._is_begun = True
+        self._checkpoints.is_begun = True
         like = batch_like(self._data, recipe.batch_size, self._mesh)
         options, accumulate = self._compiler_options, recipe.accumulate
         return TrainStep(loss_fn, model, optimizer, like, accumulate=accumulate, compiler_options=options)
@@ -248,13 +218,14 @@ class _Job:
                         do=lambda done: self._evaluate(step, eval_step, eval_loader, done),
                     ),
                     checkpoint=Every(
-                        steps=recipe.checkpoint_every, do=lambda done: self._save(step, done), check=self._check
+                        steps=recipe.checkpoint_every,
+                        do=lambda done: self._checkpoints.save(step, done),
+                        check=self._checkpoints.check,
                     ),
                     stop=stop,
                     profile=profile,
                 )
                 self._checkpoints.wait(None if fitted.stopped_by is None else self._stop_deadline_s)
-            self._note_checkpoint()
             return fitted
         finally:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
@@ -309,25 +280,8 @@ class _Job:
 
     def _evaluate(self, step: TrainStep, eval_step: EvalStep, loader: Loader, done: int) -> float:
         val_loss = evaluate(step, eval_step, loader.held_out(self._recipe.eval_sequences))
-        self._metrics = {done: {"val_loss": val_loss}}
+        self._checkpoints.worth(done, val_loss)
         return val_loss
-
-    def _save(self, step: TrainStep, done: int) -> None:
-        if self._folder.is_primary:
-            keep_on_disk(self._folder.metrics)  # a checkpoint that survives a power cut has its record
-        state = {"model": step.model, "optimizer": step.optimizer, "step": done}
-        self._checkpoints.save_async(done, state, metrics=self._metrics.get(done))
-        self._note_checkpoint()
-
-    def _check(self) -> None:
-        self._checkpoints.check()
-        self._note_checkpoint()
-
-    def _note_checkpoint(self) -> None:
-        """Tells the supervisor of a checkpoint that has become complete."""
-        if (done := self._checkpoints.completed) != self._noted and done is not None:
-            self._noted = done
-            launch.note(checkpoint=str(self._checkpoints.path(done)))
 
     def _finish(self, model: nnx.Module, fitted: Fitted, sample_tokens: int) -> Finished:
         sample = None
@@ -342,13 +296,12 @@ class _Job:
             )
         if self._folder.is_primary:
             self._write_end(sample)
-        latest = self._checkpoints.latest()
         return Finished(
             step=fitted.step,
             val_loss=fitted.val_loss,
             stopped_by=fitted.stopped_by,
             out=self._folder.path,
-            checkpoint=None if latest is None else self._checkpoints.path(latest),
+            checkpoint=self._checkpoints.latest(),
             sample=sample,
         )
 
@@ -360,13 +313,6 @@ class _Job:
             plot_loss(self._folder.metrics, self._folder.path / "loss.png")
         except (OSError, RunError) as error:
             self._say(f"sample.txt or loss.png could not be written: {error}")
-
-    def _how_to_go_on(self) -> str:
-        latest = self._checkpoints.latest()
-        if latest is None:
-            return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."
-        path = self._checkpoints.path(latest)
-        return f"last good checkpoint: {path}; --out {self._folder.path} --resume goes on from it."
 
 
 class _Notes:

@@ -16,5 +16,5 @@ from jshard.checkpoint.formats.names import Stored as Stored
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors_writer import write_safetensors as write_safetensors
 from jshard.checkpoint.formats.source import Source as Source
-from jshard.checkpoint.formats.source import StoredLeaf as StoredLeaf
+from jshard.checkpoint.formats.source import StoredArray as StoredArray
 from jshard.checkpoint.formats.source import whole_leaves as whole_leaves

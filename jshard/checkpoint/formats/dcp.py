@@ -18,7 +18,7 @@ import numpy as np
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import inert_pickle
 from jshard.checkpoint.formats.inert_pickle import DTYPES, Record, records
-from jshard.checkpoint.formats.source import Box, Region, StoredLeaf, bounds, damaged, local_path, read_region
+from jshard.checkpoint.formats.source import Box, Region, StoredArray, bounds, damaged, local_path, read_region
 from jshard.checkpoint.formats.torch_archive import Archive
 
 METADATA = ".metadata"
@@ -73,7 +73,7 @@ class DcpSource:
             for name, record in described.items()
             if isinstance(record, _TENSOR_CLASS)
         }
-        self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
+        self.leaves: Mapping[str, StoredArray] = {name: tensor.leaf for name, tensor in self._tensors.items()}
         others = [name for name, record in described.items() if isinstance(record, _BYTES_CLASS)]
         self.values: Mapping[str, Any] = _Values(
             {name: places[name, None] for name in others if (name, None) in places}
@@ -119,7 +119,7 @@ class _Values(Mapping[str, Any]):
 class _Tensor:
     """A tensor and its chunks."""
 
-    def __init__(self, path: Path, name: str, leaf: StoredLeaf, chunks: Mapping[tuple[int, ...], _Place], sizes: Any):
+    def __init__(self, path: Path, name: str, leaf: StoredArray, chunks: Mapping[tuple[int, ...], _Place], sizes: Any):
         self.leaf = leaf
         self._path, self._name = path, name
         self._places = list(chunks.values())
@@ -263,7 +263,7 @@ def _tensor(
         raise damaged(path / METADATA, f"it does not say where the chunks {gone[:3]} of {name} lie.")
     if len(set(begins)) < len(begins) or sum(math.prod(size) for _, size in corners) != math.prod(shape):
         raise damaged(path / METADATA, f"{len(begins)} chunks do not make up {name} of shape {shape}.")
-    leaf = StoredLeaf(shape, dtype)
+    leaf = StoredArray(shape, dtype)
     return _Tensor(path, name, leaf, {b: places[name, b] for b in begins}, [size for _, size in corners])
 
 

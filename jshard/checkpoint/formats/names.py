@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import Box, Source, StoredLeaf, bounds
+from jshard.checkpoint.formats.source import Box, Source, StoredArray, bounds
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class NamedSource:
             path: [_find(name, source, dropped) for name in _stored(stored).names] for path, stored in names.items()
         }
         self._parts: dict[str, tuple[Stored, list[tuple[str, int, int]]]] = {}
-        self.leaves: dict[str, StoredLeaf] = {}
+        self.leaves: dict[str, StoredArray] = {}
         self.absent: dict[str, list[str]] = {}
         for path, stored in names.items():
             stored = _stored(stored)
@@ -124,13 +124,13 @@ class ForeignSource:
                 why=f"the table of names speaks of {len(names)} leaves, and not of these.",
                 do="export the parameters alone, or add the names to the table (hf_names in models/gpt.py).",
             )
-        self.leaves: dict[str, StoredLeaf] = {}
+        self.leaves: dict[str, StoredArray] = {}
         self._origin: dict[str, tuple[str, Stored, int, int]] = {}
         for path, leaf in source.leaves.items():
             stored = _stored(names[path])
             for name, begin, end in _cuts(path, stored, leaf):
                 shape = _resized(leaf.shape, stored, end - begin)
-                self.leaves[name] = StoredLeaf(shape[::-1] if stored.transpose else shape, leaf.dtype)
+                self.leaves[name] = StoredArray(shape[::-1] if stored.transpose else shape, leaf.dtype)
                 self._origin[name] = path, stored, begin, end
 
     def read(self, name: str, box: Box) -> np.ndarray:
@@ -166,12 +166,12 @@ def _find(name: str, source: Source, dropped: str | None) -> str | None:
 
 def _joined(
     path: str, stored: Stored, names: list[str], source: Source
-) -> tuple[StoredLeaf, tuple[Stored, list[tuple[str, int, int]]]]:
+) -> tuple[StoredArray, tuple[Stored, list[tuple[str, int, int]]]]:
     """Our leaf, and where each stored array begins and ends in it along the dim they are joined along."""
     leaves = [source.leaves[name] for name in names]
     shapes = [leaf.shape[::-1] if stored.transpose else leaf.shape for leaf in leaves]
     if len(names) == 1:
-        return StoredLeaf(shapes[0], leaves[0].dtype), (stored, [(names[0], 0, 0)])
+        return StoredArray(shapes[0], leaves[0].dtype), (stored, [(names[0], 0, 0)])
     alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1 and leaves[0].shape != ()
     if not alike or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
         raise CheckpointError(
@@ -184,10 +184,10 @@ def _joined(
     for name, shape in zip(names, shapes, strict=True):
         begin, end = end, end + shape[stored.dim]
         parts.append((name, begin, end))
-    return StoredLeaf(_resized(shapes[0], stored, end), leaves[0].dtype), (stored, parts)
+    return StoredArray(_resized(shapes[0], stored, end), leaves[0].dtype), (stored, parts)
 
 
-def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> list[tuple[str, int, int]]:
+def _cuts(path: str, stored: Stored, leaf: StoredArray) -> list[tuple[str, int, int]]:
     """Where each stored array begins and ends in our leaf."""
     if len(stored.names) == 1:
         return [(stored.names[0], 0, leaf.shape[stored.dim] if leaf.shape else 0)]
@@ -222,7 +222,7 @@ def _turned(values: np.ndarray, stored: Stored) -> np.ndarray:
     return values.T.copy(order="C") if stored.transpose else values
 
 
-def _is_buffer(name: str, leaf: StoredLeaf) -> bool:
+def _is_buffer(name: str, leaf: StoredArray) -> bool:
     """The causal mask and its fill value, which older files of GPT-2 hold beside the parameters."""
     mask = name.endswith("attn.bias") and len(leaf.shape) == 4
     return mask or (name.endswith("attn.masked_bias") and leaf.shape == ())

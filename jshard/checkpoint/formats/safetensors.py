@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import Box, Region, StoredLeaf, damaged, local_path, read_region, row_major
+from jshard.checkpoint.formats.source import Box, Region, StoredArray, damaged, local_path, read_region, row_major
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"
@@ -61,8 +61,8 @@ class SafetensorsSource:
         self._regions = _all_regions(files)
         if self._index is not None:
             _check_index(self.path / INDEX, self._index, self._regions)
-        self.leaves: Mapping[str, StoredLeaf] = {
-            name: StoredLeaf(region.shape, region.dtype) for name, region in self._regions.items()
+        self.leaves: Mapping[str, StoredArray] = {
+            name: StoredArray(region.shape, region.dtype) for name, region in self._regions.items()
         }
 
     def read(self, name: str, box: Box) -> np.ndarray:

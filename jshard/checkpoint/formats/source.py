@@ -19,7 +19,7 @@ Box = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class StoredLeaf:
+class StoredArray:
     """An array as it is stored.
 
     Args:
@@ -40,7 +40,7 @@ class Source(Protocol):
     """A checkpoint that can be read. Nothing is read before `read` is called, and never more than it asks for."""
 
     @property
-    def leaves(self) -> Mapping[str, StoredLeaf]:
+    def leaves(self) -> Mapping[str, StoredArray]:
         """Every array by its name."""
         ...
 

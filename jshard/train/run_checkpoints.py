@@ -1,0 +1,128 @@
+"""The checkpoints of a run: what it begins from, what it saves while it goes on, and how to go on after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard.checkpoint import Checkpointer, CheckpointError
+from jshard.train import launch
+from jshard.train.folder.run_folder import RunFolder
+from jshard.train.metrics import keep_on_disk
+from jshard.train.model_file import ModelFile
+from jshard.train.settings.recipe import Recipe
+from jshard.train.state import create, create_from, restore
+from jshard.train.step import TrainStep
+
+State = tuple[nnx.Module, nnx.Optimizer[Any], int]
+
+
+class RunCheckpoints:
+    """The checkpoints in the folder of a run; as a context it ends with no save at work.
+
+    Args:
+        model_file: builds and annotates the model.
+        recipe: its config, its optimizer, and how many checkpoints stay.
+        mesh: the devices.
+        folder: of the run.
+        say: prints a line.
+
+    Attributes:
+        is_begun: whether there is something to go on from: a run that is refused leaves nothing.
+    """
+
+    def __init__(
+        self, model_file: ModelFile, recipe: Recipe, mesh: Mesh, folder: RunFolder, say: Callable[[str], object]
+    ) -> None:
+        self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
+        self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
+        self._val_losses: dict[int, float] = {}  # the last one, by its step
+        self._noted: int | None = None
+        self.is_begun = False
+
+    def __enter__(self) -> RunCheckpoints:
+        self._series.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._series.__exit__(kind, *error)
+        if kind is None:
+            self._note()
+
+    def state(self, init_from: Path | None) -> State:
+        """The model, the optimizer and the number of steps that are done: of the newest checkpoint, or new.
+
+        Args:
+            init_from: whose parameters a new run begins with; see `create_from`.
+        """
+        latest = self._series.agreed_latest()
+        if latest is None:
+            return *self._new(init_from), 0
+        try:
+            state = restore(self._model_file, self._recipe, self._mesh, self._series, latest)
+        except CheckpointError as error:
+            if latest not in self._series.steps():  # this process does not see it
+                raise
+            raise CheckpointError(
+                error.what,
+                where=error.where,
+                why=f"{self._model_file.path} now builds another model, or another optimizer, than the run has.",
+                do="resume with the file as it was; or begin a new run: without --resume, in another --out.",
+            ) from error
+        path = self._series.path(state[2])
+        self._series.set_aside_newer(state[2])
+        self._say(f"resumed from {path}")
+        launch.note(step=state[2], checkpoint=str(path))
+        return state
+
+    def worth(self, done: int, val_loss: float) -> None:
+        """Notes what the state after a step was worth, for a save of that step."""
+        self._val_losses = {done: val_loss}
+
+    def save(self, step: TrainStep, done: int) -> None:
+        """Begins to save the state of a step, in the background."""
+        if self._folder.is_primary:
+            keep_on_disk(self._folder.metrics)  # a checkpoint that survives a power cut has its record
+        state = {"model": step.model, "optimizer": step.optimizer, "step": done}
+        metrics = {"val_loss": self._val_losses[done]} if done in self._val_losses else None
+        self._series.save_async(done, state, metrics=metrics)
+        self._note()
+
+    def check(self) -> None:
+        """Raises what went wrong with a save in the background."""
+        self._series.check()
+        self._note()
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Waits until no save is at work."""
+        self._series.wait(timeout_s)
+
+    def latest(self) -> Path | None:
+        """The newest one."""
+        latest = self._series.latest()
+        return None if latest is None else self._series.path(latest)
+
+    def how_to_go_on(self) -> str:
+        """What to tell with an error."""
+        path = self.latest()
+        if path is None:
+            return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."
+        return f"last good checkpoint: {path}; --out {self._folder.path} --resume goes on from it."
+
+    def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
+        self.is_begun = True
+        if init_from is None:
+            return create(self._model_file, self._recipe, self._mesh)
+        begun = create_from(self._model_file, self._recipe, self._mesh, init_from)
+        self._say(f"parameters of {init_from}")
+        return begun
+
+    def _note(self) -> None:
+        """Tells the supervisor of a checkpoint that has become complete."""
+        if (done := self._series.completed) != self._noted and done is not None:
+            self._noted = done
+            launch.note(checkpoint=str(self._series.path(done)))
