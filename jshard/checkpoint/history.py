@@ -4,7 +4,8 @@
      "mesh": {"axes": {name: degree}, "processes": [process of each device, in the order of the mesh]},
      "processes": [{"process", "host", "began_at", "bytes", "phases": [[name, from_s, to_s], ...]}, ...]}
 
-Phases count from the `began_at` of their process. What cannot be written is no reason to end a run.
+A restore is noted with the next save: who only reads leaves the folder alone. Phases count from the `began_at` of
+their process. What cannot be written is no reason to end a run.
 """
 
 from __future__ import annotations

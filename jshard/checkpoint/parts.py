@@ -14,7 +14,7 @@ from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import quiet, reason
-from jshard.checkpoint.saving import discard_unnamed, flush, give_memory_back, keep_on_disk, unnamed
+from jshard.checkpoint.saving import discard_unnamed, flush, give_memory_back, keep_on_disk, unnamed, write_failed
 from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, Sums
 
@@ -69,12 +69,7 @@ def save_parts(
         _discard(path)
         if isinstance(error, CheckpointError | RunError):
             raise
-        raise RunError(
-            "The checkpoint could not be written.",
-            where=str(path),
-            why=reason(error),
-            do="make room, or name a folder on another disk.",
-        ) from error
+        raise write_failed(path, reason(error)) from error
     return seal
 
 
@@ -114,7 +109,7 @@ def _check_sums(path: Path, described: Mapping[str, StoredLeaf], part: Mapping[s
 def _write(draft: Path, part: Mapping[str, Any]) -> int:
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
-    with quiet(), storage._saving(ocp, draft, part, lambda: None, _TIMEOUT_S):
+    with quiet(), storage.saving_options(ocp, part, lambda: None, _TIMEOUT_S):
         ocp.partial.save(str(draft), _leaves.nested(part))
     return sum(map(storage.local_bytes, part.values()))
 

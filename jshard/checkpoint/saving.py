@@ -124,7 +124,7 @@ class Saving:
             raise error
         failed = [(number, other["error"]) for number, other in enumerate(heard) if other["error"]]
         if failed:
-            raise _not_written(self.path, "\n".join(f"process {number}: {why}" for number, why in failed))
+            raise write_failed(self.path, "\n".join(f"process {number}: {why}" for number, why in failed))
         self._tell_all("sealed", lambda: self._complete(heard))
         give_memory_back()
         self.record |= {"processes": [other["report"] for other in heard]}
@@ -197,14 +197,14 @@ class Saving:
         if isinstance(error, CheckpointError):
             raise error
         if told:
-            raise _not_written(self.path, told) from error
+            raise write_failed(self.path, told) from error
 
     @contextlib.contextmanager
     def _errors_named(self) -> Any:
         try:
             yield
         except Exception as error:
-            raise _not_written(self.path, reason(error)) from error
+            raise write_failed(self.path, reason(error)) from error
 
 
 def unnamed(path: Path) -> Path:
@@ -265,7 +265,8 @@ def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
         )
 
 
-def _not_written(path: Path, why: str) -> RunError:
+def write_failed(path: Path, why: str) -> RunError:
+    """The error for a checkpoint that could not be written."""
     return RunError(
         "The checkpoint could not be written.",
         where=str(path),

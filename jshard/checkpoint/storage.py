@@ -48,7 +48,7 @@ def save_async(
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
-    with quiet(), _saving(ocp, path, leaves, on_written, timeout_s):
+    with quiet(), saving_options(ocp, leaves, on_written, timeout_s):
         response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
 
     def wait() -> None:
@@ -187,7 +187,8 @@ class _Progress:
         self._on_written()
 
 
-def _saving(ocp: Any, path: Path, leaves: Mapping[str, Any], on_written: Callable[[], object], timeout_s: float) -> Any:
+def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[], object], timeout_s: float) -> Any:
+    """The context of Orbax in which some leaves are written."""
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(1, int(timeout_s))
     context.memory.serialization_status_callback = _Progress(on_written)

@@ -33,11 +33,7 @@ def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Modul
     Returns:
         The model and the optimizer.
     """
-    model = shard_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-        mesh=mesh,
-    )
+    model = _new_model(model_file, recipe, mesh)
     return model, shard_optimizer(model, recipe.optimizer())
 
 
@@ -85,11 +81,7 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
         CheckpointError: there is no checkpoint, or its parameters do not fit the model.
         RunError: it is damaged, or cannot be read.
     """
-    model = shard_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-        mesh=mesh,
-    )
+    model = _new_model(model_file, recipe, mesh)
     found = checkpoint_at(path)
     names = None
     if model_file.hf_names is not None and foreign_source(found) is not None:
@@ -107,3 +99,11 @@ def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[st
         return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
 
     return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
+
+
+def _new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
+    return shard_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+        mesh=mesh,
+    )
