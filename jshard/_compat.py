@@ -1,10 +1,14 @@
-"""Every difference between versions of jax and flax, and every name of theirs that is not public."""
+"""Every difference between versions of what we stand on, and every name of theirs that is not public."""
 
+import atexit
+import concurrent.futures.thread  # noqa: F401  it closes the pools: what is noted after it is called before it
 import contextlib
 import importlib.metadata
+import inspect
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
@@ -160,3 +164,104 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 def jax_version() -> str:
     """The version of jax, for what was measured under it."""
     return jax.__version__
+
+
+def before_threads_end(work: Callable[[], object]) -> None:
+    """Calls something when the program ends, while thread pools still take work.
+
+    `atexit` comes after they have closed. Where the private name is gone, it has to do.
+    """
+    getattr(threading, "_register_atexit", atexit.register)(work)
+
+
+def set_orbax_deadline(timeout_s: float) -> None:
+    """How long processes wait for each other at Orbax's barriers: 300 s for most, and there is no option for it.
+
+    Where the private name is gone, this does nothing.
+    """
+    with contextlib.suppress(ImportError):
+        from orbax.checkpoint.experimental.v1._src.synchronization import multihost
+
+        multihost._DEFAULT_BARRIER_TIMEOUT = max(1, int(timeout_s))
+
+
+def orbax_operations(least: int = 0) -> int:
+    """How many operations Orbax has counted in this process, once it has counted at least some number of them.
+
+    Its barriers are called by that number, which every process counts for itself: after one that failed in some
+    process alone, no two would meet again. Where the private name is gone, this does nothing.
+    """
+    try:
+        from orbax.checkpoint._src.futures.synchronization import OperationIdGenerator as generator
+
+        while generator._operation_id < least:
+            generator.next_operation_id()
+        return int(generator._operation_id)
+    except (ImportError, AttributeError):
+        return 0
+
+
+def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, **launch: Any) -> Any:
+    """A Pallas kernel for NVIDIA GPUs; with `interpret` one that runs step by step on a CPU."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    interpreter = None
+    if interpret:
+        # Public since 0.11.
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        interpreter = InterpretGPUParams()
+    return plgpu.kernel(
+        body, scratch_types=scratch, compiler_params=params, kernel_name=name, interpret=interpreter, **launch
+    )
+
+
+def pallas_load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
+    """Reads a part of an array in device memory inside a kernel, whatever the layout of those that use it."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if interpret:  # of 0.10.2 it refuses the load below
+        return ref[index]
+    load: Any = plgpu.load
+    if "idx" in inspect.signature(load).parameters:  # 0.10.2
+        return load(ref.at[index], (), optimized=False)
+    return load(ref.at[index], optimized=False)
+
+
+def interpreter_transposes() -> bool:
+    """Whether the interpreter of kernels knows a transposed tile; that of 0.10.2 does not."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return hasattr(plgpu, "InterpretGPUParams")
+
+
+def abstract_device() -> Any:
+    """Kind, platform and number of cores of the devices of the mesh in use; None where no mesh is, or it has none."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def automatic_axes() -> dict[str, int]:
+    """Axes of the mesh in use over which the compiler splits arrays, with their degrees, those of degree 1 left out."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1}
+
+
+def parsed_program(program: str | bytes) -> Any:
+    """A module of MLIR, as `Lowered.as_text()` and the custom calls in it hold one; kernels of Mosaic GPU among them."""
+    import jax.experimental.mosaic.gpu as mosaic_gpu
+    from jax.interpreters import mlir
+
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True  # the modules of kernels are in a frozen form of their dialects
+    mosaic_gpu.dialect.register_dialect(context)
+    with context, mlir.ir.Location.unknown():
+        return mlir.ir.Module.parse(program)
+
+
+def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
+    """A function whose operations run on another stream of the GPU, beside those of the program around it."""
+    from jax.experimental import compute_on as module
+
+    wrap: Any = getattr(module, "compute_on2", module.compute_on)  # the first until 0.11
+    return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)

@@ -31,14 +31,15 @@ def shard_optimizer(
     compiles twice, as its counters do not lie on the mesh yet.
 
     Args:
-        model: the annotated model, its arrays on the mesh.
+        model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it.
         tx: any Optax transformation, unchanged: it sees whole parameters in global view.
         wrt: which variables it updates.
         shard_replicated: ZeRO-1: also shard the state of replicated parameters, over `replica`. Each device
             then updates its part, and the parameters are gathered again.
 
     Returns:
-        The optimizer.
+        The optimizer; for an abstract model an abstract one, with the same shapes and shardings, for
+        `jshard.checkpoint.restore`: so a run that continues never holds its state twice.
 
     Raises:
         AnnotationError: the root of the model is not annotated.
@@ -47,6 +48,8 @@ def shard_optimizer(
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
     """
     optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
+    if all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):
+        return optimizer
     graphdef, state = nnx.split(optimizer)
     shardings = jax.tree.map(lambda x: x.sharding, state)
     model_def, model_state = nnx.split(model)
@@ -66,8 +69,7 @@ def abstract_optimizer(
 ) -> nnx.Optimizer:
     """What `shard_optimizer` makes, without arrays: shapes, dtypes and the very same shardings.
 
-    A checkpoint is restored into it, so that a resumed run never holds its state twice. The arguments are those of
-    `shard_optimizer`; the model may be abstract too.
+    The arguments are those of `shard_optimizer`; the model may be abstract or not.
     """
     unit = unit_of(model)
     if unit is None:

@@ -1,5 +1,6 @@
 """Eight CPU devices for every test, whatever the machine has; set up before jax starts."""
 
+import gc
 import os
 import tempfile
 
@@ -15,6 +16,9 @@ os.environ["XLA_FLAGS"] = (
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
+import pytest
+
+LONG = ("test_the_page_is_true", "test_two_processes_train_like_one")
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Strict dtype promotion is not possible: Flax norms mix bfloat16 with float32 on purpose.
@@ -25,3 +29,17 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 _programs = tempfile.TemporaryDirectory(prefix="jshard-tests-")
 jax.config.update("jax_compilation_cache_dir", _programs.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+# Tracing makes many objects, and a walk over those of all modules and tests, again and again, is a tenth of the time.
+gc.set_threshold(200_000, 20, 50)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes minutes by itself comes first, so that no worker of xdist is left alone with it at the end."""
+    items.sort(key=lambda item: item.name not in LONG)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives to the end."""
+    gc.collect()
+    gc.freeze()

@@ -14,6 +14,7 @@ import jshard as js
 from jshard import cli
 from jshard._errors import AnnotationError
 from jshard._remembered import Choice, key_of, recall, remember
+from jshard.cli import train as cli_train
 from jshard.cli._train_request import TrainArgs, request_of
 from jshard.cluster.costs import Cost
 from jshard.cluster.feedback import Factors, fitted, with_feedback
@@ -22,6 +23,7 @@ from jshard.cluster.search import Search
 from jshard.cluster.variants import Variant
 from jshard.inspect.memory import memory_of
 from jshard.train import auto
+from jshard.train.run import Finished
 from tests.helpers import Block, Config, abstract, annotator, builder
 from tests.test_cli_plan import MODEL
 
@@ -224,7 +226,7 @@ def train(*arguments):
     return cli.main(["train", "my_model.py", "--data", "text.txt", "--sample-tokens", "0", "--track", *arguments])
 
 
-def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
+def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
     path, tried = folder
     small = "--set", "eval_sequences=16", "--set", "model.n_layer=1"
     assert train("--auto", "--steps", "2", "--out", "run", *small) == 0
@@ -238,7 +240,10 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys):
     assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
 
     tried.clear()
-    assert train("--auto", "--steps", "2", "--out", "again", *small) == 0
+    with monkeypatch.context() as patch:  # what is told before the first step
+        done = Finished(step=2, val_loss=None, stopped_by=None, out=path / "run", checkpoint=None, sample=None)
+        patch.setattr(cli_train, "run_recipe", lambda *_, **__: done)
+        assert train("--auto", "--steps", "2", "--out", "again", *small) == 0
     assert not tried and "--auto: as measured on " in capsys.readouterr().out
 
     again = "--auto", "--resume", "--out", "run", "--unit", "prefetch=2", "--set", "accumulate=2"

@@ -1,6 +1,10 @@
 """Saves in the background: of the values at the call, one at a time, and never lost without a word."""
 
+import logging
+import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 
@@ -14,8 +18,9 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
-from jshard.checkpoint import Checkpointer, CheckpointWarning, storage
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, failures, storage
 from jshard.checkpoint.keep import Keep
+from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.saving import SAVING_SUFFIX
 
 
@@ -160,11 +165,95 @@ def test_leaving_the_block_with_an_error_keeps_the_save_and_the_error(tmp_path, 
 
 
 def test_a_wait_has_a_deadline(tmp_path, gate, capsys):
-    ckpt = Checkpointer(tmp_path, timeout_s=0.1)
+    ckpt = Checkpointer(tmp_path)
     ckpt.save_async(1, state(1))
     with pytest.raises(RunError, match="still at work after 0 s"):
-        ckpt.wait()
+        ckpt.wait(timeout_s=0.1)
     assert "thread save" in capsys.readouterr().err
+
+
+def test_an_error_that_nobody_foresaw_is_told_in_four_parts(tmp_path, gate):
+    gate.open.set()
+    ckpt = Checkpointer(tmp_path)
+    gate.fails.append(ValueError("in the background"))
+    ckpt.save_async(1, state(1))
+    with pytest.raises(RunError, match="ValueError: in the background"):
+        ckpt.wait()
+    with pytest.raises(RunError, match="KeyError: 'outside'") as caught:
+        Pending("c", lambda: {}["outside"]).wait()
+    assert isinstance(caught.value.__cause__, KeyError)
+    ckpt.save(1, state(1))
+    assert ckpt.steps() == [1]
+
+
+def test_two_saves_do_not_write_into_one_folder(tmp_path, gate):
+    first, second = Checkpointer(tmp_path), Checkpointer(tmp_path)
+    first.save_async(1, state(1))
+    with pytest.raises(CheckpointError, match=rf"another save is writing it: process {os.getpid()} on"):
+        second.save(1, state(2))
+    gate.open.set()
+    first.wait()
+    second.save(2, state(2))
+    assert second.steps() == [1, 2] and is_state(second.restore(state(0), step=1), 1)
+    assert not list(tmp_path.glob(f"*{SAVING_SUFFIX}*"))
+
+
+def test_a_save_whose_folder_was_taken_is_not_sealed(tmp_path, gate):
+    """As where the file system has no locks."""
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save_async(1, state(1))
+    (tmp_path / f"1{SAVING_SUFFIX}.owner").write_text('{"host": "other", "process_id": 5}')
+    gate.open.set()
+    with pytest.raises(RunError, match="another save took the folder while this one wrote: process 5 on other"):
+        ckpt.wait()
+    assert ckpt.steps() == []
+
+
+ENDING = """
+import sys, threading, time
+import jax
+from jshard import checkpoint
+from jshard.checkpoint import saving
+keep, written = saving.keep_on_disk, threading.Semaphore(0)
+
+def slowly(folder):
+    written.release()
+    time.sleep(1)
+    if "full" in str(folder):
+        raise OSError(28, "")
+    keep(folder)
+
+saving.keep_on_disk = slowly
+state = {"w": jax.numpy.ones(4), "step": 7}
+for name in ("whole", "full"):
+    checkpoint.save_async(sys.argv[1] + "/" + name, state)
+    written.acquire()  # from Python 3.12 on Orbax could not go on: it starts threads
+raise KeyError("mine")
+"""
+
+
+def test_a_program_that_ends_completes_its_saves_or_says_that_they_are_lost(tmp_path):
+    command = [sys.executable, "-c", ENDING, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 1 and "KeyError: 'mine'" in ended.stderr
+    assert checkpoint.restore(tmp_path / "whole", {"w": jnp.zeros(4), "step": 0})["step"] == 7
+    told = f"it began to save.\nThe checkpoint could not be written.\n  where: {tmp_path}/full\n  why:   No space left"
+    assert ended.stderr.count("ends without") == 1 and told in ended.stderr
+
+
+def test_what_others_log_meanwhile_is_shown(caplog):
+    """absl is the user's to log with as well."""
+    log = logging.getLogger("absl")
+    theirs = log.makeRecord("absl", logging.WARNING, "/x/orbax/checkpoint/a.py", 1, "a wall of text", (), None)
+
+    def work():
+        log.warning("mine")
+        log.handle(theirs)
+        raise KeyError
+
+    with pytest.raises(KeyError), failures.quiet():
+        work()
+    assert [record.message for record in caplog.records] == ["mine"]
 
 
 def test_metrics_may_be_arrays(tmp_path):

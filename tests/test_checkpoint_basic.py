@@ -12,6 +12,8 @@ from flax import nnx
 
 import jshard as js
 from jshard import checkpoint
+from jshard._errors import RunError
+from jshard.checkpoint import host_memory, storage
 from tests.micro_gpt import annotate, build, micro
 
 CONFIG = dataclasses.replace(micro().model, dropout=0.1)
@@ -123,3 +125,58 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(checkpoint.CheckpointError, match="something at that path already"):
         checkpoint.save(tmp_path / "c", {"step": 2})
     assert checkpoint.restore(tmp_path / "c", like={"step": 0}) == {"step": 1}
+
+
+def test_deleted_arrays_are_named_at_once(tmp_path):
+    donated = {"w": jnp.ones(2), "v": {"m": jnp.ones(3)}, "kept": jnp.ones(1)}
+    donated["w"].delete()
+    donated["v"]["m"].delete()
+    with pytest.raises(checkpoint.CheckpointError, match="the values of 2 leaves are gone") as caught:
+        checkpoint.save(tmp_path / "c", donated)
+    assert caught.value.where == ("w", "v/m") and "state = step(state, batch)" in str(caught.value)
+
+
+def test_what_cannot_be_asked_for_its_state_is_an_error_in_four_parts(tmp_path):
+    class Position:
+        def get_state(self):
+            raise OSError("the data are gone")
+
+        def set_state(self, state):
+            pass
+
+    with pytest.raises(RunError, match="the data are gone") as caught:
+        checkpoint.save(tmp_path / "c", {"data": Position(), "step": 1})
+    assert isinstance(caught.value.__cause__, OSError) and not list(tmp_path.iterdir())
+
+
+def told_memory(root, *, available, limit, used, cache, group):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:  {available // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(f"9:cpu:/\n{group}:/job/step\n")
+    folder, names = root / "sys/fs/cgroup/memory/job", ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    if group == "0:":
+        folder, names = root / "sys/fs/cgroup/job", ("max", "current", "inactive_file")
+        (folder / "step").mkdir(parents=True)
+        (folder / "step" / "memory.max").write_text("max\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+    (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+    return root
+
+
+@pytest.mark.parametrize("group", ["0:", "4:memory"])
+def test_free_memory_is_what_the_system_or_the_job_has_left(tmp_path, group):
+    gib = 1 << 30
+    job = told_memory(tmp_path / "a", available=9 * gib, limit=4 * gib, used=3 * gib, cache=gib, group=group)
+    host = told_memory(tmp_path / "b", available=gib, limit=4 * gib, used=gib, cache=0, group=group)
+    assert host_memory.free_bytes(job) == 2 * gib
+    assert host_memory.free_bytes(host) == gib
+    assert host_memory.free_bytes(tmp_path / "nothing") > 100 * gib
+
+
+@pytest.mark.parametrize(("free_mib", "shard_mib", "mib"), [(9999, 1, 128), (9999, 50, 200), (400, 1, 50), (9, 16, 16)])
+def test_reads_in_flight_follow_the_free_memory(monkeypatch, free_mib, shard_mib, mib):
+    monkeypatch.setattr(storage, "free_bytes", lambda: free_mib << 20)
+    wanted = {"w": np.broadcast_to(np.uint8(0), shard_mib << 20)}
+    assert storage.in_flight_bytes(wanted) == mib << 20

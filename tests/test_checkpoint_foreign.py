@@ -1,6 +1,8 @@
 """What other libraries wrote restores, sharded over eight devices: plain Orbax, PyTorch's DCP, safetensors, GPT-2."""
 
 import dataclasses
+import os
+import pickle
 
 import jax
 import jax.numpy as jnp
@@ -9,13 +11,16 @@ import optax
 import orbax.checkpoint as orbax_v0
 import pytest
 from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import v1 as orbax_v1
 
 import jshard as js
 from jshard.checkpoint import CheckpointError, CheckpointWarning
-from jshard.checkpoint.formats import write_safetensors
+from jshard.checkpoint.boxes import CheckpointSource
+from jshard.checkpoint.formats import Stored, write_safetensors
 from jshard.train import load_model_file
-from tests.dcp_fixture import split, write_dcp
+from tests.dcp_fixture import put_archive, split, write_dcp
 from tests.micro_gpt import MODELS, micro
 
 GPT = load_model_file(MODELS / "gpt.py")
@@ -66,6 +71,20 @@ def test_a_flax_user_s_state_by_plain_orbax(tmp_path):
     assert restored.kernel[...].sharding == wanted.kernel[...].sharding
 
 
+@pytest.mark.parametrize("stored", ["new", "old"])
+def test_random_keys_by_plain_orbax(tmp_path, stored):
+    """Its description does not tell keys of the new form from numbers; both restore into both."""
+    keys = {"new": jax.random.key(3), "old": jax.random.PRNGKey(3)}
+    orbax_v1.save(str(tmp_path / "c"), {"key": keys[stored]})
+    for wanted in keys.values():
+        wanted = jax.device_put(wanted, NamedSharding(js.mesh(), P()))
+        with pytest.warns(CheckpointWarning, match="no sums"):
+            restored = js.checkpoint.restore(tmp_path / "c", {"key": jax.tree.map(lambda x: x, wanted)})["key"]
+        assert restored.dtype == wanted.dtype and restored.sharding == wanted.sharding
+        as_numbers = lambda x: np.asarray(jax.random.key_data(x) if x.dtype != np.uint32 else x)
+        np.testing.assert_array_equal(as_numbers(restored), [0, 3])
+
+
 def test_safetensors(tmp_path):
     leaves = [("layer.w", W.shape, W.dtype, lambda: W), ("layer.b", B.shape, np.dtype(B.dtype), lambda: np.asarray(B))]
     write_safetensors(tmp_path / "c", leaves, max_shard_bytes=W.nbytes)  # two files and their index
@@ -79,6 +98,53 @@ def test_dcp_with_its_values(tmp_path):
     restored = js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})
     check(restored)
     assert restored["step"] == 7
+
+
+def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
+    """One that names what is not allowed is left where it is; and whoever asks for it is told."""
+    write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {"step": 7, "bad": 0, "list": [1]})
+    put_archive(tmp_path / "c", "bad", {"archive/data.pkl": pickle.dumps(os.system)})
+    assert js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})["step"] == 7
+    rename = {"model": ""}
+    with pytest.warns(CheckpointWarning, match="3 stored leaves are left out:\n  step\n  bad\n  list"):
+        check(js.checkpoint.restore(tmp_path / "c", {"model": like()}, rename=rename, extra="ignore")["model"])
+    with pytest.raises(CheckpointError, match=r"bad  stored \(\)  wanted nothing"):
+        js.checkpoint.restore(tmp_path / "c", {"model": like()})
+    with pytest.raises(CheckpointError, match="names something that may run code"):
+        js.checkpoint.restore(tmp_path / "c", {**like(), "bad": 0})
+    with pytest.raises(CheckpointError, match="list  stored nothing"):  # no number, no text
+        js.checkpoint.restore(tmp_path / "c", {**like(), "list": 0})
+
+
+def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
+    write_safetensors(tmp_path / "c", [(name, W.shape, W.dtype, lambda: W) for name in ("layer.w", "layer/w")])
+    with pytest.raises(CheckpointError, match=r"layer.w  and layer/w: layer/w"):
+        js.checkpoint.restore(tmp_path / "c", {"layer": {"w": jnp.asarray(W)}})
+    with pytest.warns(CheckpointWarning, match="1 stored leaves are left out:\n  layer/w"):
+        restored = js.checkpoint.restore(tmp_path / "c", {"m": {"w": W * 0}}, names={"w": "layer.w"}, extra="ignore")
+    np.testing.assert_array_equal(restored["m"]["w"], W)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_what_will_be_read_is_told_with_the_options_of_restore(tmp_path, form):
+    """Any box can be read, so that none is read in vain; and names, and the one name, are those of `restore`."""
+    if form == "dcp":
+        write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {})
+    else:
+        arrays = {"layer.w": W, "layer.b": np.asarray(B)}
+        write_safetensors(tmp_path / "c", [(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()])
+    mesh = js.mesh()
+    columns = jax.ShapeDtypeStruct(
+        (64, 6), W.dtype, sharding=NamedSharding(js.mesh(fsdp=2, devices=jax.devices()[:2]), P(None, "fsdp"))
+    )
+    one = {"w": jax.ShapeDtypeStruct((6, 64), W.dtype, sharding=NamedSharding(mesh, P(None, "fsdp")))}
+    told = js.checkpoint.forecast(tmp_path / "c", {"net": {"layer": {**like()["layer"], "w": columns}}})
+    assert (told.wanted_bytes, told.touched_bytes) == (W.nbytes + B.nbytes,) * 2
+    names = {"w": Stored("layer.w", transpose=True)}
+    with pytest.raises(CheckpointError, match=r"layer.b  stored"):
+        js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names)
+    told = js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names, extra="ignore")
+    assert (told.wanted_bytes, told.touched_bytes, told.host_bytes) == (W.nbytes,) * 3
 
 
 @pytest.mark.parametrize("scan", [False, True], ids=["a list of blocks", "stacked blocks"])
@@ -148,6 +214,34 @@ def test_plain_orbax_with_lists_and_tuples(tmp_path):
     np.testing.assert_array_equal(part["params"]["w"], W)
 
 
+@pytest.mark.parametrize("layout", ["v1", "v0 PyTreeCheckpointer"])
+def test_plain_orbax_with_dots_and_slashes_in_its_keys(tmp_path, layout):
+    """Orbax writes them as they are; by box, too, as the tools read."""
+    keys = {"a.b": 0, "c": {"d/e": 1, "%": 2}, "c/f": {"g.": 3, "0": 4}, "plain": 5}
+    state = jax.tree.map(lambda n: jnp.arange(4.0) + n, keys)
+    if layout == "v1":
+        orbax_v1.save(str(tmp_path / "c"), state)
+    else:
+        with orbax_v0.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+            checkpointer.save(tmp_path / "c", state)
+    with pytest.warns(CheckpointWarning, match="^[^;]*; it has no sums[^;]*$"):
+        restored = js.checkpoint.restore(tmp_path / "c", jax.tree.map(jnp.zeros_like, state))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    with pytest.raises(CheckpointError, match=r"a%2Eb  stored \(4,\)  wanted \(3,\)"):
+        js.checkpoint.restore(tmp_path / "c", {"a.b": jnp.zeros(3)})
+    source = CheckpointSource(tmp_path / "c")
+    assert source.read("a%2Eb", (slice(1, 3),)).tolist() == [1, 2]
+    assert source.read("c/f/g%2E", (slice(1, 3),)).tolist() == [4, 5]
+
+
+def test_one_name_that_is_stored_is_meant(tmp_path):
+    """Without it the path would be empty: it is left out where nothing there begins with it."""
+    write_safetensors(tmp_path / "c", [("a.b", W.shape, W.dtype, lambda: W)])
+    write_safetensors(tmp_path / "d", [("w", W.shape, W.dtype, lambda: W)])
+    for path, like in (("c", {"a": {"b": W * 0}}), ("c", {"m": {"a": {"b": W * 0}}}), ("d", {"w": W * 0})):
+        np.testing.assert_array_equal(jax.tree.leaves(js.checkpoint.restore(tmp_path / path, like))[0], W)
+
+
 def test_what_is_left_over_in_a_foreign_file_is_an_error(tmp_path):
     write_safetensors(tmp_path / "c", [(name, W.shape, W.dtype, lambda: W) for name in ("w", "more.w")])
     with pytest.raises(CheckpointError, match=r"more/w  stored \(64, 6\)  wanted nothing"):
@@ -164,5 +258,8 @@ def test_a_leaf_that_is_wanted_twice_is_two_arrays(tmp_path):
 
 def test_a_number_that_does_not_fit_is_an_error(tmp_path):
     js.checkpoint.save(tmp_path / "c", {"tokens": 5_000_000_000})
-    with pytest.raises(CheckpointError, match="A stored number is too large"):
-        js.checkpoint.restore(tmp_path / "c", {"tokens": jnp.int32(0)})
+    write_dcp(tmp_path / "d", {"w": split(W, 1)}, {"tokens": 2**70})
+    for name in "cd":
+        for wanted in (jnp.int32(0), np.int32(0), np.zeros((), np.int32)):
+            with pytest.raises(CheckpointError, match="A stored number is too large"):
+                js.checkpoint.restore(tmp_path / name, {"tokens": wanted})

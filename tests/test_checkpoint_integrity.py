@@ -17,6 +17,7 @@ import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
 from jshard.checkpoint import seal as seals
+from jshard.checkpoint import storage
 from jshard.checkpoint.sums import LeafSums, add, box_sums, device_sums
 
 FLIPS = 50
@@ -123,6 +124,26 @@ def test_a_restore_that_failed_leaves_the_next_one_alone(saved, files, tmp_path)
     with pytest.raises(RunError):
         checkpoint.restore(saved, like=state(zero=True))
     assert raw(checkpoint.restore(whole, like=state(zero=True))) == raw(state())
+
+
+def test_what_is_lost_before_the_seal_is_not_sealed(tmp_path, monkeypatch):
+    """Somebody who removes files, or another program in the same folder."""
+    write = storage.save_async
+
+    def save_async(path, *args, **options):
+        wait = write(path, *args, **options)
+
+        def loses():
+            wait()
+            (path / "state" / "large" / "c" / "3" / "0").unlink()
+            (path / "state" / "half" / "zarr.json").unlink()
+
+        return loses
+
+    monkeypatch.setattr(storage, "save_async", save_async)
+    with pytest.raises(RunError, match=r"(?s)large  7 files of 8\n *half  is missing\n  why:   2 of 6 leaves"):
+        checkpoint.save(tmp_path / "c", state())
+    assert not (tmp_path / "c").exists()
 
 
 # The sums themselves.

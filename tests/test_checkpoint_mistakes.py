@@ -83,6 +83,11 @@ def without_the_seal(run):
     restore(run, path="../unsealed")
 
 
+def half_copied_in_the_way(run):
+    (run.parent / "series" / "7").mkdir(parents=True, exist_ok=True)
+    Checkpointer(run.parent / "series").save(7, state())
+
+
 def not_one(run):
     (run.parent / "photos").mkdir(exist_ok=True)
     (run.parent / "photos" / "a.jpg").write_text("a photo")
@@ -127,6 +132,7 @@ MISTAKES = {
     "checkpoint: copied by half": half_copied,
     "checkpoint: copied without its seal": without_the_seal,
     "save: nothing is overwritten": lambda run: checkpoint.save(run / "checkpoints" / "200", state()),
+    "save: a folder that was copied by half is in the way": half_copied_in_the_way,
     "save: what is no data": lambda run: checkpoint.save(
         run / "new", {"f": print, "t": np.array(["a"]), "n": 2**70, "z": 1j, "u": jnp.ones(2, jnp.uint4)}
     ),

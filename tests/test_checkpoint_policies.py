@@ -2,6 +2,8 @@
 
 import contextlib
 import enum
+import json
+from typing import NamedTuple
 
 import flax
 import flax.linen as nn
@@ -18,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import CheckpointError, CheckpointWarning
+from jshard.checkpoint import leaves as _leaves
 
 
 class Net(nnx.Module):
@@ -146,6 +149,26 @@ def test_a_key_of_another_kind_is_refused(tmp_path):
         checkpoint.restore(tmp_path / "c", like={"key": jax.random.key(0, impl="rbg")})
 
 
+def test_a_key_of_the_old_form_becomes_one_of_the_new_and_back(tmp_path):
+    """PRNGKey's numbers are those of a typed key: one by one, stacked, over a mesh, on the host."""
+    old, sharding = jax.random.split(jax.random.PRNGKey(3), 2), NamedSharding(js.mesh(), P())
+    new = jax.random.wrap_key_data(old)
+    checkpoint.save(tmp_path / "old", {"one": old[0], "many": old, "layers": old})
+    checkpoint.save(tmp_path / "new", {"one": new[0], "many": new, "layers": new})
+    keys, numbers = jnp.broadcast_to(jax.random.key(0), 2), jnp.zeros((2, 2), jnp.uint32)
+    typed = {"one": jax.device_put(keys[0], sharding), "many": keys, "layers": [keys[0], keys[0]]}
+    plain = {"one": jax.device_put(numbers[0], sharding), "many": np.asarray(numbers), "layers": [*numbers]}
+    with pytest.warns(CheckpointWarning, match=r"4 leaves change their dtype:\n  one  uint32 -> key<fry>"):
+        restored = checkpoint.restore(tmp_path / "old", like=typed)
+    wanted = {"one": new[0], "many": new, "layers": [*new]}
+    assert raw(restored) == raw(wanted) and restored["one"].sharding == sharding
+    with pytest.warns(CheckpointWarning, match=r"4 leaves change their dtype:\n  one  key<fry> -> uint32"):
+        restored = checkpoint.restore(tmp_path / "new", like=plain)
+    assert raw(restored) == raw({"one": old[0], "many": np.asarray(old), "layers": [*old]})
+    with pytest.raises(CheckpointError, match=r"one  stored \(2,\) uint32  wanted \(4,\) key<rbg>(.|\n)*impl="):
+        checkpoint.restore(tmp_path / "old", like={"one": jax.random.key(0, impl="rbg")})
+
+
 def test_an_array_stays_on_its_device(tmp_path):
     on = lambda n: {"w": jax.device_put(jnp.ones(3), jax.devices()[n])}
     checkpoint.save(tmp_path / "c", on(3))
@@ -178,6 +201,79 @@ def test_only_the_parameters(saved):
     own = state(2)
     taken, _ = from_saved(checkpoint.restore(saved, like=own, only="params"), own)
     assert taken == {f"['model']['blocks'][{n}]['kernel'].value" for n in range(2)}
+
+
+class Flat(NamedTuple):
+    """A state as those write it who do without Flax."""
+
+    params: dict
+    opt_state: tuple
+
+
+def with_parameters(x):
+    """States of all kinds, every number of them `x`; and the beginnings of the paths of their parameters."""
+    linear = lambda: jax.tree.map(lambda _: jnp.full(2, x), nnx.Linear(1, 1, rngs=nnx.Rngs(0)))
+    w = {"w": jnp.full(2, x)}
+    moments = jax.tree.map(lambda _: jnp.full((), x), optax.adamw(1e-3).init({"params": w}))
+    frozen = flax.core.freeze({"params": w, "batch_stats": w})
+    return {
+        "Linen's variables": ({"params": w, "batch_stats": w}, {"params"}),
+        "under a name": ({"model": frozen, "opt": moments, "step": x}, {"model/params"}),
+        "TrainState": (TrainState(x, len, w, optax.identity(), moments), {"params"}),
+        "a named tuple": ({"train": Flat(w, moments)}, {"train/params"}),
+        "nested modules": ({"net": {"one": linear(), "two": [linear()]}, "other": w}, {"net"}),
+        "nnx.State": (nnx.state(linear()), {"bias", "kernel"}),
+        "nnx.State under a name": ({"m": nnx.state(linear()), "o": w}, {"m"}),
+    }
+
+
+@pytest.mark.parametrize("name", with_parameters(0.0))
+@pytest.mark.parametrize("is_abstract", [False, True], ids=["live", "abstract"])
+def test_only_the_parameters_of_other_kinds_of_states(tmp_path, name, is_abstract):
+    stored, begins = with_parameters(1.0)[name]
+    like, _ = with_parameters(0.0)[name]
+    if is_abstract:
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "shape") else x, like)
+    checkpoint.save(tmp_path / "c", stored)
+    warns = pytest.warns(CheckpointWarning, match="leaves stay without values, as `like` has them")
+    with warns if is_abstract and name != "nnx.State" else contextlib.nullcontext():
+        restored = checkpoint.restore(tmp_path / "c", like=like, only="params")
+    for path, leaf in _leaves.flatten(restored).items():
+        is_parameter = any(f"{_leaves.text(path)}/".startswith(f"{begin}/") for begin in begins)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            assert is_abstract and not is_parameter
+        else:
+            assert np.all(np.asarray(leaf) == is_parameter), path
+
+
+def test_only_the_parameters_where_there_are_none(saved):
+    with pytest.raises(CheckpointError, match="nothing under a name `params`"):
+        checkpoint.restore(saved, like={"ema": {"w": jnp.zeros(3)}}, only="params")
+
+
+def test_tied_parameters_go_to_both_places(tmp_path):
+    """They are stored under one path: who unties them says so, and who ties them leaves the others out."""
+    untied, tied = (
+        nnx.Dict(a=nnx.Linear(2, 3, rngs=nnx.Rngs(n)), b=nnx.Linear(2, 3, rngs=nnx.Rngs(9))) for n in (0, 1)
+    )
+    tied["b"] = tied["a"]
+    with_adam = lambda net: {"net": net, "adam": nnx.Optimizer(net, optax.adam(1e-3), wrt=nnx.Param)}
+    checkpoint.save(tmp_path / "c", with_adam(tied))
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.restore(tmp_path / "c", like=with_adam(untied))
+    rename = json.loads(caught.value.do.partition("If they were tied when it was saved: ")[2].partition("=")[2][:-2])
+    assert rename == {f"{name}/b": f"{name}/a" for name in ("net", "adam/opt_state/0/mu", "adam/opt_state/0/nu")}
+    restored = checkpoint.restore(tmp_path / "c", like=with_adam(untied), rename=rename)["net"]
+    assert restored["a"] is not restored["b"]
+    for name in "ab":
+        np.testing.assert_array_equal(restored[name].kernel, tied["a"].kernel)
+    checkpoint.save(tmp_path / "untied", {"net": untied})
+    with pytest.raises(CheckpointError, match=r'net/b/kernel  stored .* wanted nothing(.|\n)*extra="ignore"'):
+        checkpoint.restore(tmp_path / "untied", like={"net": tied})
+    with pytest.warns(CheckpointWarning, match="2 stored leaves are left out:\n  net/b/bias"):
+        restored = checkpoint.restore(tmp_path / "untied", like={"net": tied}, extra="ignore")["net"]
+    assert restored["a"] is restored["b"]
+    np.testing.assert_array_equal(restored["a"].kernel, untied["a"].kernel)
 
 
 def test_only_what_lies_below_a_path(saved):

@@ -126,6 +126,25 @@ def test_another_depth_is_an_error_that_names_both(saved, scan, depth):
         assert "model/blocks/" + ("3/" if depth == 4 else "2/") in one_by_one
 
 
+def test_only_one_layer_of_a_stack(tmp_path):
+    """A layer that is asked for by its path comes alone; a part with too few layers is still an error."""
+    checkpoint.save(tmp_path / "c", {"m": {"blocks": {"w": jnp.arange(6.0).reshape(3, 2)}}})
+    like = lambda *layers: {"m": {"blocks": {str(n): {"w": jnp.zeros(2)} for n in layers}}}
+    restored = checkpoint.restore(tmp_path / "c", like=like(0, 1, 2), only="m/blocks/1")["m"]["blocks"]
+    assert [layer["w"].tolist() for layer in restored.values()] == [[0, 0], [2, 3], [0, 0]]
+    alone = checkpoint.restore(tmp_path / "c", like=like(2), only="m/blocks/2/w")["m"]["blocks"]
+    assert alone["2"]["w"].tolist() == [4, 5]
+    moved = {"n": like(0)["m"]["blocks"]["0"]}
+    assert checkpoint.restore(tmp_path / "c", moved, only="n", rename={"n": "m/blocks/1"})["n"]["w"].tolist() == [2, 3]
+    with pytest.raises(CheckpointError, match="m/blocks/w  stored 3 layers  wanted 4"):
+        checkpoint.restore(tmp_path / "c", like=like(3), only="m/blocks/3")
+    for only in ("m/blocks", "params", None):
+        state = like(0, 1) if only != "params" else {"m": {"params": like(0, 1)["m"]}}
+        rename = {"m/params": "m"} if only == "params" else None
+        with pytest.raises(CheckpointError, match="m/blocks/w  stored 3 layers  wanted 2"):
+            checkpoint.restore(tmp_path / "c", like=state, only=only, rename=rename)
+
+
 def test_layers_of_several_shapes_are_no_stack(tmp_path):
     checkpoint.save(tmp_path / "c", {"a": {"0": jnp.ones((2, 3)), "1": jnp.ones((2, 4))}})
     with pytest.raises(CheckpointError, match=r"a  stored layers of shapes \(2, 3\), \(2, 4\)  wanted a stack"):

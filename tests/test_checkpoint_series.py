@@ -1,5 +1,6 @@
 """A series of checkpoints: what is interrupted, full, damaged or somebody else's never costs a good one."""
 
+import json
 import logging
 import os
 import re
@@ -23,7 +24,9 @@ import jshard as js
 from jshard._errors import RunError
 from jshard._optimizer import abstract_optimizer
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
+from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.saving import SAVING_SUFFIX
+from jshard.checkpoint.series_folder import SeriesFolder
 
 
 def state(number, size=64):
@@ -104,8 +107,12 @@ def test_older_ones_go_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
     ckpt = Checkpointer(tmp_path, keep=1)
     ckpt.save(1, {"step": 1})
     seen = []
-    before = Checkpointer._delete_old
-    monkeypatch.setattr(Checkpointer, "_delete_old", lambda self, step: (seen.append(self.steps()), before(self, step)))
+    before = SeriesFolder.delete_old
+    monkeypatch.setattr(
+        SeriesFolder,
+        "delete_old",
+        lambda self, keep, written: (seen.append(self.steps()), before(self, keep, written=written)),
+    )
     ckpt.save(2, {"step": 2})
     assert seen == [[1, 2]] and ckpt.steps() == [2]
 
@@ -121,9 +128,11 @@ def test_what_is_not_of_this_series_never_counts_and_stays(tmp_path):
         ckpt.save(step, {"step": step})
     assert ckpt.steps() == [2]
     assert set(names(tmp_path)) == {*others, "6", "2", "history.jsonl", "series.json"}
-    with pytest.raises(CheckpointError, match="something at that path already"):
+    with pytest.raises(CheckpointError, match=r"at that path already: a folder without commit_success\.txt"):
         ckpt.save(7, {"step": 7})
     assert (tmp_path / "7" / "file").read_text() == "mine"
+    with pytest.raises(CheckpointError, match="something at that path already"):
+        ckpt.save(6, {"step": 6})
 
 
 def test_a_checkpoint_copied_in_by_hand_counts_and_stays(tmp_path):
@@ -166,6 +175,46 @@ def test_an_old_one_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
 def test_at_least_one_is_kept(tmp_path, keep):
     with pytest.raises(CheckpointError, match=f"{keep} checkpoints cannot be kept"):
         Checkpointer(tmp_path, keep=keep)
+
+
+def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypatch):
+    """One of several processes may look, as for --init-from; and a folder that is mounted to be read can be."""
+    Checkpointer(tmp_path / "run" / "checkpoints").save(1, {"step": 1})
+    (tmp_path / "theirs.safetensors").touch()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.rglob("*"))}
+
+    def meeting(*args, **kwargs):
+        raise AssertionError("nobody comes to it")
+
+    with monkeypatch.context() as many:
+        many.setattr(jax, "process_count", lambda: 2)
+        many.setattr("jshard.checkpoint.shared_folder.exchange", meeting)
+        assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
+        assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
+        assert Checkpointer(tmp_path / "none").latest() is None
+        ckpt = Checkpointer(tmp_path / "run" / "checkpoints")
+    assert ckpt.latest() == 1 and ckpt.restore(like={"step": 0}) == {"step": 1}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.rglob("*"))} == before
+
+
+def test_all_processes_look_for_the_folder_once_before_the_first_save(tmp_path, monkeypatch):
+    looked = []
+    look = lambda folder, timeout_s: looked.append((folder, timeout_s, folder.exists()))
+    monkeypatch.setattr("jshard.checkpoint.series.check_shared", look)
+    ckpt = Checkpointer(tmp_path / "c", timeout_s=300)
+    assert looked == []
+    for step in (1, 2):
+        ckpt.save(step, {"step": step})
+    assert looked == [(tmp_path / "c", 300, False)]
+
+
+def test_a_series_stays_where_it_is_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ckpt = Checkpointer("c")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ckpt.save(1, {"step": 1})
+    assert ckpt.latest() == 1 and names(tmp_path) == ["c", "elsewhere"]
 
 
 # Interrupted saves.
@@ -274,6 +323,23 @@ def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
     assert names(tmp_path) == ["1", "history.jsonl", "series.json"]
 
 
+@pytest.mark.parametrize("where", ["storage.save_async", "_seal.write"], ids=["at once", "in the background"])
+def test_a_save_that_fails_may_be_a_warning_but_for_who_waits_for_it(tmp_path, monkeypatch, where):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    ckpt = Checkpointer(tmp_path, on_failure="warn")
+    text = r"(?s)goes on without a checkpoint\..*of step 1 could not be written.*No space left"
+    with monkeypatch.context() as broken:
+        broken.setattr(f"jshard.checkpoint.saving.{where}", full)
+        with pytest.warns(CheckpointWarning, match=text), ckpt:
+            ckpt.save_async(1, {"step": 1})
+        with pytest.raises(RunError, match=r"(?s)of step 2 could not be written.*No space left"):
+            ckpt.save(2, {"step": 2})
+    ckpt.save(3, {"step": 3})
+    assert ckpt.steps() == [3]
+
+
 def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch):
     checkpoints = Checkpointer(tmp_path)
     assert checkpoints.agreed_latest() is None
@@ -292,8 +358,9 @@ def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch)
 def test_other_processes_hear_why_the_first_one_failed(tmp_path, monkeypatch):
     for module in ("series", "saving"):
         monkeypatch.setattr(f"jshard.checkpoint.{module}.is_primary", lambda: False)
+    full = {"is_request": False, "what": "", "where": [], "why": "No space left on device.", "do": ""}
     monkeypatch.setattr(
-        "jshard.checkpoint.saving.exchange", lambda topic, text, timeout_s: ["No space left on device.", text]
+        "jshard.checkpoint.agreeing.exchange", lambda topic, text, timeout_s: [json.dumps([full, None]), text]
     )
     with pytest.raises(RunError, match=r"No space left on device"):
         Checkpointer(tmp_path / "c").save(1, {"step": 1})
@@ -344,6 +411,30 @@ def test_the_line_to_paste_leads_to_the_older_one(two, tmp_path):
     max(ckpt.path(1).rglob("*"), key=lambda file: file.stat().st_size).unlink()
     with pytest.raises(RunError, match=r"other complete checkpoints: none.\n.*start the run anew"):
         ckpt.restore(like=state(1, size=4096))
+
+
+def test_a_run_that_went_back_saves_the_damaged_steps_again(tmp_path):
+    """Whether the damage is seen by the sizes of the files, or only by who reads the values."""
+    large = lambda step: {"w": state(step, size=32768)["w"], "step": step}  # the values of small files have checksums
+    for step in (1, 2):
+        Checkpointer(tmp_path / "whole").save(step, large(step))
+    like = large(2)
+    for number, damage in enumerate((lambda raw: raw[:-1], lambda raw: bytes([raw[0] ^ 1]) + raw[1:])):
+        ckpt = Checkpointer(shutil.copytree(tmp_path / "whole", tmp_path / str(number)), every=1)
+        values = max(ckpt.path(2).rglob("c/*/*"), key=lambda file: file.stat().st_size)
+        values.write_bytes(damage(values.read_bytes()))
+        assert not ckpt.should_save(1) and ckpt.should_save(2) == (number == 0)
+        with pytest.warns(CheckpointWarning, match=r"(?s)going back to step 1\..*at once by set_aside_newer\(1\)"):
+            assert ckpt.restore(like=like, fall_back=True)["step"] == 1
+        assert ckpt.should_save(2)
+        with pytest.warns(CheckpointWarning, match=r"/2 is now called 2\.damaged"):
+            ckpt.save(2, like)
+        assert not ckpt.should_save(2) and names(ckpt.folder)[:3] == ["1", "2", "2.damaged"]
+        assert_equal(ckpt.restore(like=like), like)
+        ckpt.path(3).mkdir()  # copied by half
+        with pytest.warns(CheckpointWarning, match=r"/3 is now called 3\.damaged"):
+            ckpt.set_aside_newer(2)
+        ckpt.save(3, like)
 
 
 def test_another_state_is_not_damage(two):

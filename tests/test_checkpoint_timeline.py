@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from jshard import cli
+from jshard.checkpoint import history
 from jshard.checkpoint.ettr import Ettr
 from jshard.checkpoint.timeline import timelines
 
@@ -83,6 +84,15 @@ def test_waiting_for_others_makes_nobody_slow(tmp_path):
     first["phases"][0] = ["plan", -3.0, 0.01]
     (tmp_path / "history.jsonl").write_text(json.dumps(save(1, first, second, devices=(0, 1))) + "\n")
     assert timelines(tmp_path)[0].slowest is None
+
+
+def test_a_line_that_a_crash_cut_off_costs_no_other(tmp_path):
+    history.append(tmp_path, RECORDS[0])
+    with (tmp_path / history.NAME).open("a") as file:
+        file.write('{"kind": "sa')
+    history.append(tmp_path, RECORDS[1])
+    history.append(tmp_path, RECORDS[2])
+    assert [timeline.step for timeline in timelines(tmp_path)] == [10, 20, 30]
 
 
 def test_what_all_of_them_took(run, capsys):

@@ -6,6 +6,7 @@ import pty
 import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -15,7 +16,9 @@ import jshard as js
 from jshard import cli, train
 from jshard.cli import train as cli_train
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
+from jshard.cli._train_request import TrainArgs, request_of
 from jshard.train.metrics import read_metrics
+from jshard.train.run import Finished
 from tests.compiling import environment
 from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS
@@ -148,12 +151,28 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys,
     assert cli.main(["train", "my_model.py", "--resume", *how]) == 0
     assert "nothing is left to train: 3 steps are done, and 3 were asked for" in capsys.readouterr().out
 
+    # It goes on with its own parameters; a job script may say again what it began with, which may be gone.
+    again = ["train", "my_model.py", "--resume", "--init-from", "theirs.safetensors", "--dry-run"]
+    assert cli.main(again) == 2
+    assert "runs/my_model-micro-2 began with new ones, and goes on with its own." in capsys.readouterr().err
+    stored = json.loads((out / "run.json").read_text())
+    stored["options"]["init_from"] = str(folder / "theirs.safetensors")
+    (out / "run.json").write_text(json.dumps(stored))
+    assert cli.main(again) == 0
+    kept = request_of(TrainArgs(model=Path("my_model.py"), resume=True), []).options["init_from"]
+    assert kept == folder / "theirs.safetensors"
+    capsys.readouterr()
+    assert cli.main(["train", "my_model.py", "--init-from", "theirs.safetensors", "--dry-run"]) == 2
+    assert "There is no checkpoint to restore.\n  where: theirs.safetensors\n" in capsys.readouterr().err
+
 
 def test_units_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, monkeypatch):
     found = []
 
     def run_recipe(model_file, recipe, *, mesh, **rest):
         found.append(units_of(model_file, recipe, mesh))
+        if len(found) > 1:  # what is left of the others takes long, and is tested above
+            return Finished(step=1, val_loss=None, stopped_by=None, out=rest["out"], checkpoint=None, sample=None)
         return train.run_recipe(model_file, recipe, mesh=mesh, **rest)
 
     monkeypatch.setattr(cli_train, "run_recipe", run_recipe)

@@ -15,6 +15,7 @@ import jshard as js
 from jshard import cli
 from jshard.checkpoint import seal
 from jshard.checkpoint.formats import SafetensorsSource
+from tests.dcp_fixture import put_archive, split, write_dcp
 
 # As a user's file: a model of two stacked layers, whose names elsewhere are those of single ones.
 MODEL = """\
@@ -128,6 +129,19 @@ def test_ls_names_what_is_damaged_and_takes_an_older_one_as_the_latest(run, ckpt
     assert [entry["is_latest"] for entry in told["checkpoints"]] == [True, False]
     assert "is missing" in told["checkpoints"][1]["damage"][0]
     assert "DAMAGED" in ckpt("ls", folder)[1]
+
+
+def test_a_step_that_was_copied_by_half_is_listed_and_no_checkpoint(run, ckpt):
+    folder = Path(shutil.copytree(run, "run")) / "checkpoints"
+    (Path(shutil.copytree(folder / "200", folder / "300")) / "commit_success.txt").unlink()
+    code, told = ckpt("ls", "run", "--json")
+    found = [(entry["step"], entry["is_complete"], entry["is_latest"]) for entry in told["checkpoints"]]
+    assert (code, found) == (0, [(100, True, False), (200, True, True), (300, False, False)])
+    text = ckpt("ls", "run")[1]
+    assert "INCOMPLETE" in text and "300: a folder without commit_success.txt, copied by half" in text
+    code, told = ckpt("verify", "run", "--all", "--json")
+    assert (code, [verdict["is_good"] for verdict in told]) == (1, [True, True, False])
+    assert ckpt("verify", "run")[0] == 0  # the newest is that of step 200
 
 
 def test_inspect(run, ckpt):
@@ -259,6 +273,38 @@ def test_export_and_import_under_the_names_of_others(run, ckpt):
     restored = js.checkpoint.restore("back", like={"model": state(seed=3)["model"]})["model"]  # stacked again
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_export_of_what_the_model_lacks_is_refused_unless_it_is_said(run, ckpt, capsys):
+    """A model of fewer layers: the layer of a stack, and the leaves of one by one, that nobody wants."""
+    source = run / "checkpoints" / "100"
+    one_by_one = {"tokens": jnp.ones((32, 8)), "norm": jnp.ones(3)}
+    one_by_one["blocks"] = {str(n): {"kernel": jnp.ones((16, 8)), "bias": jnp.ones(8)} for n in range(2)}
+    js.checkpoint.save("c", {"model": one_by_one})
+    fewer = "--model", "model.py", "--set", "model.layers=1"
+    lines = {
+        source: ("model/blocks/bias  (2, 8): layers 1", "model/blocks/kernel  (2, 16, 8): layers 1"),
+        "c": ("model/norm  (3,)", "model/blocks/1/bias  (8,)", "model/blocks/1/kernel  (16, 8)"),
+    }
+    for path, left in lines.items():
+        assert cli.main(["ckpt", "export", str(path), "hf", *fewer]) == 2
+        told = capsys.readouterr().err
+        assert f"{len(left)} leaves are left over" in told and all(line in told for line in left), told
+        assert "--extra ignore" in told and not Path("hf").exists()
+    assert ckpt("export", source, "hf", *fewer, "--extra", "ignore")[0] == 0
+    assert set(SafetensorsSource("hf").leaves) == {"wte.weight", "h.0.weight", "h.0.bias"}
+
+
+def test_import_under_a_model_s_names_does_not_look_at_values(ckpt):
+    """PyTorch's checkpoints hold pickles beside the arrays; one that is refused is nobody's business here."""
+    arrays = {
+        "wte.weight": (32, 8),
+        **{f"h.{n}.{x}": s for n in (0, 1) for x, s in (("weight", (8, 16)), ("bias", (8,)))},
+    }
+    write_dcp(Path("c"), {name: split(np.ones(shape, np.float32), 1) for name, shape in arrays.items()}, {"bad": 1})
+    put_archive(Path("c"), "bad", {"archive/data.pkl": b"cos\nsystem\n."})
+    assert ckpt("import", "c", "out", "--model", "model.py")[0] == 0
+    assert cli.main(["ckpt", "import", "c", "all"]) == 2
 
 
 def test_export_and_import_as_they_are(run, ckpt):

@@ -34,15 +34,10 @@ LAYERS = 5
     "settings",
     [
         {},
-        {"prefetch": 0},
-        {"prefetch": 2},
-        {"prefetch": "40KB"},
-        {"prefetch": None},
-        {"remat": "dots"},
-        {"remat": "full"},
-        {"reshard_after_forward": False},
-        {"reshard_after_forward": 2},
-        {"min_size": 1},
+        {"prefetch": 0, "remat": "dots"},
+        {"prefetch": 2, "reshard_after_forward": 2},
+        {"prefetch": "40KB", "remat": "full"},
+        {"prefetch": None, "reshard_after_forward": False},
     ],
     ids=str,
 )
@@ -50,7 +45,7 @@ def test_gradients_equal_those_of_one_device(settings):
     assert_equal(Decoder(depth=3), units=Block, **settings)
 
 
-@pytest.mark.parametrize("settings", [{}, {"remat": "full"}], ids=str)
+@pytest.mark.parametrize("settings", [{"min_size": 1}, {"remat": "full"}], ids=str)
 def test_gradients_on_a_hybrid_mesh(settings):
     assert_equal(Decoder(depth=3), units=Block, mesh=js.mesh(replica=2, fsdp=4), **settings)
 

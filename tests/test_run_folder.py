@@ -236,17 +236,26 @@ def test_all_that_would_make_it_another_run_is_told_at_once(tmp_path):
     (tmp_path / ".lock").unlink()  # as in a copy
     other = make_record("a film", "xyz", model=Config(n_layer=4), batch_size=8, sequence_length=64, seed=1, num_steps=9)
     text = refused(tmp_path, record=other, resume=True)
-    assert text.startswith("The run cannot be resumed: 5 of its settings would change.\n")
+    assert text.startswith("The run cannot be resumed: 4 of its settings would change.\n")
     for line in (
         "model.n_layer  stored 3  wanted 4",
         "sequence_length  stored 32  wanted 64",
-        "batch_size  stored 16  wanted 8",
         "seed  stored 0  wanted 1",
         "data  stored a book (abc)",
         "wanted a film (xyz)",
     ):
         assert f" {line}\n" in text
-    assert "num_steps" not in text and not (tmp_path / ".lock").exists()
+    assert "num_steps" not in text and "batch_size" not in text and not (tmp_path / ".lock").exists()
+
+
+def test_batches_of_another_size_go_on_after_the_samples_that_were_given(tmp_path):
+    begin(tmp_path)
+    before = []
+    for step, size in ((10, 8), (14, 4), (12, 32), (13, 16)):  # the third one went back
+        with RunFolder.open(tmp_path, make_record(batch_size=size), resume=True) as folder:
+            before.append([folder.samples_before(number) for number in (0, 5, step)])
+            folder.started(step=step, mesh={"fsdp": 8})
+    assert before == [[0, 80, 160], [0, 80, 160 + 4 * 8], [0, 80, 160 + 2 * 8], [0, 80, 160 + 2 * 8 + 32]]
 
 
 def test_another_class_of_config_is_another_model(tmp_path):

@@ -222,8 +222,10 @@ def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
     return x, flat(nnx.jit(nnx.grad(mixed_loss))(Mixed(nnx.Rngs(0)), x))
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3, "5KB", None])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize(
+    ("prefetch", "remat"),
+    [(0, "none"), (0, "full"), (1, "none"), (1, "full"), (3, "none"), ("5KB", "full"), (None, "none")],
+)
 def test_gradients_of_units_of_all_kinds(prefetch, remat):
     x, expected = mixed_gradients()
     model, mesh = Mixed(nnx.Rngs(0)), js.mesh(replica=2, fsdp=4)

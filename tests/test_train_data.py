@@ -103,6 +103,14 @@ def test_any_step_can_be_the_first():
     assert list(loader().train(40, start_step=40)) == []
 
 
+def test_batches_of_another_size_begin_where_the_others_ended():
+    spy = Spy(WINDOWS)
+    rest = loader(of=data(spy))
+    spy.read.clear()
+    assert len(list(rest.train(9, start_step=7, start_sample=11))) == 2
+    assert spy.read == flat(rest.sample_ids(step) for step in range(4))[11:27]
+
+
 def test_every_pass_holds_every_window_once_and_in_another_order():
     steps = 2 * WINDOWS // 8 + 1
     starts = np.concatenate([batch["inputs"] for batch in loader().train(steps)])

@@ -177,6 +177,15 @@ def test_a_second_signal_a_second_later_ends_the_program(monkeypatch):
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypatch):
+    stop = StopSignal()
+    assert stop.left_s(90) is None
+    for now_s, left_s in ((10.0, 90), (30.0, 70), (200.0, 0)):  # by a signal, or by what another process says
+        monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
+        stop.told()
+        assert stop.left_s(90) == left_s and stop.left_s(None) is None
+
+
 def test_a_worker_leaves_repeated_signals_to_its_supervisor(monkeypatch):
     monkeypatch.setenv("JSHARD_WORKER", "1")
     with StopSignal() as stop:

@@ -11,19 +11,20 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors.numpy import save_file
 
 import jshard as js
 from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import Checkpointer, CheckpointWarning, history, saving
 from jshard.checkpoint.opened import OrbaxCheckpoint
-from jshard.train import load_model_file, load_text, read_metrics, run_recipe
+from jshard.train import StopSignal, load_model_file, load_text, read_metrics, run_recipe
 from jshard.train.state import create_from, restore
 from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, micro
 
+GPT = load_model_file(MODELS / "gpt.py")
 MODEL_FILE = dataclasses.replace(
-    load_model_file(__file__.replace("test_train_run", "micro_gpt")),
-    generate=load_model_file(MODELS / "gpt.py").generate,
+    load_model_file(__file__.replace("test_train_run", "micro_gpt")), generate=GPT.generate
 )
 DROPOUT = dataclasses.replace(micro().model, n_layer=1, dropout=0.1)
 RECIPE = dataclasses.replace(
@@ -165,6 +166,17 @@ def test_another_mesh_sees_the_same_samples(data, tmp_path):
     assert finished.step == 3
 
 
+def test_a_run_goes_on_with_batches_of_another_size(whole, data, tmp_path):
+    """With the next samples, none of them twice."""
+    out, source = shutil.copytree(whole[0].out, tmp_path / "run"), SpySource(data.train)
+    recipe = dataclasses.replace(RECIPE, batch_size=8, num_steps=10, eval_every=100)
+    how = {"mesh": js.mesh(), "out": out, "resume": True, "sample_tokens": 0}
+    lines = []
+    run_recipe(MODEL_FILE, recipe, data=dataclasses.replace(data, train=source), say=lines.append, **how)
+    loader = js.train.Loader(data=data, batch_size=16, seed=0, rows=range(16))
+    assert "batch_size is 8, was 16" in lines and source.read[-16:] == loader.sample_ids(8)
+
+
 def test_what_a_failed_run_says(data, tmp_path):
     recipe = dataclasses.replace(RECIPE, learning_rate=1e30, checkpoint_every=1, warmup_steps=0, num_steps=40)
     with pytest.raises(RunError, match="has left the finite numbers at step") as error:
@@ -244,6 +256,29 @@ def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
     begun, lines = trained(data, tmp_path / "run", mesh=mesh, steps=1, init_from=finished.out)
     assert f"parameters of {finished.out}" in lines
     assert metrics(begun)[0]["loss"] < 0.9 * metrics(finished)[0]["loss"]
+    _, lines = trained(data, tmp_path / "run", mesh=mesh, steps=1, resume=True, init_from=tmp_path / "gone")
+    assert any("gone is not read: the parameters are the run's own" in line for line in lines)
+
+
+def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):
+    wider = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, d_ff=2 * RECIPE.model.d_ff))
+    save_file({"transformer.wte.weight": np.zeros((256, 8), np.float32)}, tmp_path / "x.safetensors")
+    bad = {
+        "There is no checkpoint to restore": (RECIPE, tmp_path / "gone"),
+        "The checkpoint does not fit": (wider, whole[0].out),
+        r"(?s)have no names elsewhere.*gpt\.py, line \d+\n.*rotary": (RECIPE, tmp_path / "x.safetensors"),
+    }
+    for text, (recipe, source) in bad.items():
+        with pytest.raises(ShardingError, match=text) as caught:
+            run_recipe(
+                dataclasses.replace(MODEL_FILE, path=GPT.path, hf_names=GPT.hf_names),
+                recipe,
+                mesh=js.mesh(),
+                data=data,
+                out=tmp_path / "run",
+                init_from=source,
+            )
+        assert not hasattr(caught.value, "__notes__") and not (tmp_path / "run").exists()
 
 
 def test_a_stop_has_its_deadline(data, tmp_path, monkeypatch):
@@ -260,3 +295,30 @@ def test_a_stop_has_its_deadline(data, tmp_path, monkeypatch):
     with pytest.raises(RunError, match="A save does not come to an end"):
         trained(stopping, tmp_path / "run", stop_deadline_s=0.2)
     begun.set()
+
+
+def test_the_deadline_of_a_stop_counts_from_the_signal_and_for_the_save_before(data, tmp_path, monkeypatch):
+    """The save of step 3 is stuck, that of step 6 waits for it, and the signal comes: the wait has an end now."""
+    stuck, waits, left = threading.Event(), threading.Event(), []
+    left_s = StopSignal.left_s
+
+    def spied(stop, given_s):
+        left.append(left_s(stop, given_s))
+        if len(left) > 3:  # it looks again and again
+            waits.set()
+        return left[-1]
+
+    def write(folder, seal):
+        if tmp_path in folder.parents:  # not a save that another test has given up
+            waits.wait(20)
+            os.kill(os.getpid(), signal.SIGTERM)
+            stuck.wait(20)
+
+    monkeypatch.setattr(saving._seal, "write", write)
+    monkeypatch.setattr(StopSignal, "left_s", spied)
+    try:
+        with pytest.raises(RunError, match=r"(?s)does not come to an end.*checkpoints/3\n"):
+            trained(data, tmp_path / "run", stop_deadline_s=0.3)
+    finally:
+        stuck.set()
+    assert left[0] is None and 0 <= left[-1] < 0.3  # nobody had asked for the save of step 3

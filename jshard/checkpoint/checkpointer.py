@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.forecasting import Forecast
 from jshard.checkpoint.formats.names import Names
-from jshard.checkpoint.opened import ForeignCheckpoint, open_checkpoint
+from jshard.checkpoint.opened import ForeignCheckpoint, Opened, open_checkpoint
 from jshard.checkpoint.paths import local_path
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
@@ -48,7 +49,7 @@ def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = T
         timeout_s: how long to wait for other processes.
 
     Returns:
-        The save at work. Its `wait()` raises what went wrong; a program waits for it before it ends.
+        The save at work. Its `wait()` raises what went wrong; a program that ends waits for it where Python can.
 
     Raises:
         CheckpointError: there is something at `path` already, or some leaves are no data.
@@ -60,7 +61,7 @@ def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = T
     """
     path = local_path(path)
     saving = Saving(path, state, timeout_s=timeout_s)
-    return Pending(str(path), saving.finish)
+    return Pending(str(path), saving.finish, timeout_s=2 * timeout_s)
 
 
 def restore(
@@ -80,14 +81,15 @@ def restore(
 
     What is on disk knows nothing of the mesh, the strategy or the number of processes it was saved from, nor of
     whether layers were stacked for a scan: `like` may differ in all of them. All leaves are compared before any
-    is read. Dtypes may change among floating ones, and to wider integers; one warning lists them.
+    is read. Dtypes may change among floating ones, and to wider integers, and random keys between their two forms; one
+    warning lists them.
 
     Args:
         path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP) or safetensors wrote.
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
-        only: "params" reads the parameters of modules, and the beginning of a path what lies below it; all else is
-            as `like` has it.
+        only: "params" reads the parameters (the `nnx.Param`s of modules, and what lies below a name `params`), and the
+            beginning of a path what lies below it; all else is as `like` has it.
         rename: beginnings of paths in `like`, and of the stored paths that they stand for.
         missing: what to do where nothing is stored for a leaf: "error", or "init" to leave it as `like` has it.
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
@@ -109,10 +111,7 @@ def restore(
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
     opened = open_checkpoint(local_path(path), names=names, verify=verify)
-    if isinstance(opened, ForeignCheckpoint) and rename is None and isinstance(like, Mapping) and len(like) == 1:
-        name = str(next(iter(like)))
-        if not any(path.startswith(f"{name}/") for path in opened.leaves):  # others have no name for the whole model
-            rename = {name: ""}
+    rename = _without_the_one_name(opened, like) if rename is None else rename
     restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.run(verify=verify, timeout_s=timeout_s)
 
@@ -125,16 +124,22 @@ def forecast(
     rename: Mapping[str, str] | None = None,
     missing: Missing = "error",
     extra: Extra = "error",
+    names: Names | None = None,
+    read_once: bool = False,
+    verify: bool = True,
 ) -> Forecast:
     """What `restore` would read in this process, from what describes the checkpoint alone.
 
     Args:
-        path: what `save` was given.
-        like: see `restore`, as for those below.
+        path: see `restore`, as for those below.
+        like: a state of the same structure.
         only: "params", or the beginning of a path.
         rename: beginnings of paths, and what they stand for.
         missing: "error" or "init".
         extra: "error" or "ignore".
+        names: what another library calls the leaves.
+        read_once: whether shards that several processes hold are read once.
+        verify: False does without the seal if it is lost.
 
     Returns:
         Bytes, what is read in vain, and the memory it takes; as a text, one line.
@@ -146,5 +151,15 @@ def forecast(
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
-    opened = open_checkpoint(local_path(path))
-    return Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra).forecast
+    opened = open_checkpoint(local_path(path), names=names, verify=verify)
+    rename = _without_the_one_name(opened, like) if rename is None else rename
+    restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
+    return restoring.forecast
+
+
+def _without_the_one_name(opened: Opened, like: Any) -> dict[str, str] | None:
+    """A `rename` that leaves out the one name in `like`: other libraries have no name for the whole model."""
+    if not isinstance(opened, ForeignCheckpoint) or not isinstance(like, Mapping) or len(like) != 1:
+        return None
+    name = _leaves.escape(str(next(iter(like))))
+    return None if any(f"{path}/".startswith(f"{name}/") for path in opened.leaves) else {name: ""}

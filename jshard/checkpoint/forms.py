@@ -23,12 +23,14 @@ def to_read(stored: StoredLeaf, pick: Pick, wanted: Any) -> Any:
         return {"int": 0, "float": 0.0, "str": ""}[stored.dtype]
     if not isinstance(wanted, jax.ShapeDtypeStruct):
         return np.empty(stored.shape, stored.dtype)
-    is_key = jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key)
+    is_key = stored.key is not None and _is_key(wanted)
     dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
     if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
         return np.empty(stored.shape, stored.dtype)
-    shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
-    shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
+    shape = stored.shape
+    if is_key:  # that of the keys, not of their numbers
+        shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
+        shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
     sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
@@ -50,6 +52,7 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
     """A leaf in the form, dtype and sharding in which it is wanted."""
     if not isinstance(wanted, jax.ShapeDtypeStruct):
         return _on_host(pick, found, wanted)
+    found = [_same_kind(leaf, wanted) for leaf in found]
     leaf = found[0]
     if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
         array = _as_dtype(np.asarray(_picked(pick, found)), wanted.dtype)
@@ -65,16 +68,33 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
 
 def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
     """The same for leaves that are not on devices."""
-    if not hasattr(found[0], "shape") and not isinstance(wanted, np.ndarray):
+    found = [_same_kind(leaf, wanted) for leaf in found]
+    if not hasattr(found[0], "shape") and not isinstance(wanted, np.ndarray | np.generic):
         return found[0]
     array = np.asarray(_picked(pick, found))
-    return _as_dtype(array, wanted.dtype) if isinstance(wanted, np.ndarray) else array.item()
+    return _as_dtype(array, wanted.dtype) if isinstance(wanted, np.ndarray | np.generic) else array.item()
+
+
+def _same_kind(leaf: Any, wanted: Any) -> Any:
+    """A random key as its numbers, or numbers as a key, where the other is wanted."""
+    if not isinstance(leaf, jax.Array) or _is_key(leaf) == _is_key(wanted):
+        return leaf
+    return jax.random.key_data(leaf) if _is_key(leaf) else jax.random.wrap_key_data(leaf, impl=wanted.dtype)
+
+
+def _is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key)
 
 
 def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
     """An array in another dtype, but for integers that it cannot hold."""
-    cast = array.astype(dtype)
-    if jnp.issubdtype(array.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.integer) and (cast != array).any():
+    is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: of more than 64 bits
+    try:
+        cast = array.astype(dtype)
+        is_changed = is_whole and jnp.issubdtype(dtype, jnp.integer) and bool((cast != array).any())
+    except OverflowError:
+        cast, is_changed = array, True
+    if is_changed:
         raise CheckpointError(
             "A stored number is too large.",
             where=f"{array.max() if array.size == 1 else 'up to ' + str(array.max())}",

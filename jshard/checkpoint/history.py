@@ -5,13 +5,15 @@
      "processes": [{"process", "host", "began_at", "bytes", "phases": [[name, from_s, to_s], ...]}, ...]}
 
 A restore is noted with the next save: who only reads leaves the folder alone. Phases count from the `began_at` of
-their process. What cannot be written is no reason to end a run.
+their process. Bytes are those that count as written or read by it: of a shard that several processes hold, a save
+counts the first copy alone, though they may write it in parts. What cannot be written is no reason to end a run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,12 @@ NAME = "history.jsonl"
 
 def append(folder: Path, record: Mapping[str, Any]) -> None:
     """Adds a line to the history of a series."""
-    with contextlib.suppress(OSError), (folder / NAME).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    line = json.dumps(record) + "\n"
+    with contextlib.suppress(OSError), (folder / NAME).open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"  # a crash cut the last one off
+        file.write(line.encode())
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

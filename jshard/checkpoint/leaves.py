@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jshard.checkpoint.data import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.local_leaves import as_one, is_local
 
 Path = tuple[str, ...]
 
@@ -99,8 +100,10 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
         abstract: whether only the kinds matter: an array may be its shape and dtype, and no position is asked for.
 
     Raises:
-        CheckpointError: some leaves are of other kinds.
+        CheckpointError: some leaves are of other kinds, or their values are gone.
     """
+    if not abstract:
+        _refuse_deleted(leaves)
     stored: dict[str, Any] = {}
     bad = []
     for path, leaf in leaves.items():
@@ -165,7 +168,9 @@ def _stored(leaf: Any) -> Any:
         # A copy: the caller may go on to change his own. No order of bytes is told on disk.
         return array.astype(array.dtype.newbyteorder("=")) if _is_storable(array.dtype) else None
     if isinstance(leaf, jax.Array):
-        return leaf if _is_storable(leaf.dtype) else None
+        if not _is_storable(leaf.dtype):
+            return None
+        return as_one(leaf) if is_local(leaf) else leaf
     if isinstance(leaf, int):
         return int(leaf) if -(2**63) <= leaf < 2**63 else None
     if isinstance(leaf, float):
@@ -173,6 +178,17 @@ def _stored(leaf: Any) -> Any:
     if is_data_position(leaf):
         return position_text(leaf)
     return None
+
+
+def _refuse_deleted(leaves: Mapping[Path, Any]) -> None:
+    gone = [text(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and leaf.is_deleted()]
+    if gone:
+        raise CheckpointError(
+            f"The state cannot be saved: the values of {len(gone)} leaves are gone.",
+            where=gone,
+            why="these arrays are deleted; a step that donates its arguments takes their memory.",
+            do="save what the step returned: state = step(state, batch), then save(path, state). Or save before it.",
+        )
 
 
 def _is_storable(dtype: Any) -> bool:

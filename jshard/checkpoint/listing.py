@@ -9,8 +9,10 @@ from pathlib import Path
 from jshard._errors import FourPartError
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.paths import local_path
 from jshard.checkpoint.places import is_checkpoint, series_at
 from jshard.checkpoint.saving import SAVING_SUFFIX
+from jshard.checkpoint.whereabouts import INCOMPLETE
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,6 +23,7 @@ class Entry:
         path: where it lies.
         step: number of steps that were done; None where nobody said.
         is_latest: whether it is the one that a run would go on from.
+        is_complete: whether it was completed; else it is no checkpoint, and `damage` says what it may be.
         damage: what is wrong with its files, a line each; of large ones the sizes are looked at, and no values.
         num_leaves: leaves that it holds.
         num_bytes: of their values.
@@ -34,6 +37,7 @@ class Entry:
     path: Path
     step: int | None
     is_latest: bool = False
+    is_complete: bool = True
     damage: tuple[str, ...] = ()
     num_leaves: int = 0
     num_bytes: int = 0
@@ -50,7 +54,7 @@ class Listing:
 
     Attributes:
         path: the checkpoint, or the folder of the series.
-        entries: checkpoints that are complete, oldest first.
+        entries: checkpoints, and folders by step that are not complete, oldest first.
         unfinished: names of what saves have left that were interrupted, or are writing now.
     """
 
@@ -65,13 +69,16 @@ def listing(path: Path) -> Listing:
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    path = path.absolute()
+    path = local_path(path)
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if not is_checkpoint(path):
             OrbaxCheckpoint(path)  # raises, and says what is there
         return Listing(path=path, entries=(_entry(path, step=None),))
     entries = [_entry(series.path(step), step=step) for step in series.steps()]
+    for step in series.incomplete():
+        entries.append(Entry(path=series.path(step), step=step, is_complete=False, damage=(f"{INCOMPLETE}.",)))
+    entries.sort(key=lambda entry: entry.step or 0)
     latest = max((entry.step for entry in entries if entry.step is not None and not entry.damage), default=None)
     entries = [dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries]
     left = sorted(item.name for item in series.folder.iterdir() if SAVING_SUFFIX in item.name and item.is_dir())

@@ -60,6 +60,7 @@ def match(
     *,
     names: Collection[str],
     rename: Mapping[str, str],
+    part: str | None = None,
 ) -> Match:
     """Finds the stored counterpart of every wanted leaf.
 
@@ -68,6 +69,8 @@ def match(
         wanted: what is asked for, by path.
         names: the parts of the state that are asked for; what lies under others is not extra. Empty for all.
         rename: beginnings of wanted paths, and the beginnings of the stored paths they stand for.
+        part: the beginning of all wanted paths, where only a part was asked for: a layer that it names is taken out of
+            a stack without the others.
 
     Returns:
         The picks, and everything that does not fit.
@@ -82,10 +85,10 @@ def match(
         found = _as_wanted(pick, stored)
         verdict = _compare(found, leaf) or _unequal_layers(pick, stored)
         if verdict == "cast":
-            casts.append(f"{path}  {found.dtype} -> {leaf.dtype}")
+            casts.append(f"{path}  {_kind(found)} -> {_kind(leaf)}")
         elif verdict is not None:
             problems.append(f"{path}  {verdict}")
-    problems += _wrong_depths(picks, stored)
+    problems += _wrong_depths(picks, stored, part)
     used = {name for pick in picks.values() for name in pick.stored}
     below = {renamed(name, rename) for name in names}
     extra = [path for path in stored if path not in used and (not below or _is_below(path, below))]
@@ -137,11 +140,14 @@ def _as_wanted(pick: Pick, stored: Mapping[str, StoredLeaf]) -> StoredLeaf:
 def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     """What is wrong with a leaf; None for nothing, "cast" where its dtype changes."""
     if stored.shape != wanted.shape:
-        return f"stored {stored.shape}  wanted {wanted.shape}"
+        kinds = [f" {_kind(leaf)}" if stored.key or wanted.key else "" for leaf in (stored, wanted)]
+        return f"stored {stored.shape}{kinds[0]}  wanted {wanted.shape}{kinds[1]}"
     if not (stored.is_array and wanted.is_array):
         return None if _values_fit(stored.dtype, wanted.dtype) else f"stored {stored.dtype}  wanted {wanted.dtype}"
-    if (stored.key or "uint32") != (wanted.key or "uint32") and not (stored.key is None and stored.dtype == "uint32"):
-        return f"stored {_kind(stored)}  wanted {_kind(wanted)}"
+    if stored.key != wanted.key:
+        # A key of the old kind is its numbers, and Orbax does not tell the new one from them.
+        is_same = stored.dtype == wanted.dtype and None in (stored.key, wanted.key)
+        return "cast" if is_same else f"stored {_kind(stored)}  wanted {_kind(wanted)}"
     if stored.dtype == wanted.dtype:
         return None
     if _both(jnp.floating, stored, wanted) or _both(jnp.complexfloating, stored, wanted):
@@ -172,12 +178,16 @@ def _both(kind: type, first: StoredLeaf, second: StoredLeaf) -> bool:
     return all(jnp.issubdtype(jnp.dtype(leaf.dtype), kind) for leaf in (first, second))
 
 
-def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf]) -> list[str]:
+def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], part: str | None) -> list[str]:
     """Stacks of which not every layer is wanted, or more than there are."""
     layers = collections.defaultdict(set)
-    for pick in picks.values():
+    for path, pick in picks.items():
         if pick.form == "layer":
-            layers[pick.stored[0]].add(pick.layer)
+            stack = pick.stored[0]
+            # What follows the number is the end of both paths.
+            is_named = part is not None and stack.endswith(path[len(part) :])
+            depth = stored[stack].shape[0]
+            layers[stack] |= set(range(depth)) | {pick.layer} if is_named else {pick.layer}
     return [
         f"{path}  stored {stored[path].shape[0]} layers  wanted {max(found) + 1}"
         for path, found in layers.items()

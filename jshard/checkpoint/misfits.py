@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,12 +115,22 @@ def _advice(
         if ours == "" and "/" not in theirs:
             return why, f'the leaves lie under "{theirs}": restore(path, like={{"{theirs}": ...}}).'
         return why, f'they lie elsewhere: restore(path, like, rename={{"{ours}": "{theirs}"}}).'
+    if any("key<" in line for line in found.problems):
+        why = (
+            "a random key is of another kind than the one that is stored, and numbers of one are no numbers of another."
+        )
+        return (
+            why,
+            'give `like` a key of the stored kind (fry is "threefry2x32"): jax.random.key(0, impl="threefry2x32").',
+        )
     if _differ_in_dtype(found, stored, wanted):
         why = "dtypes change by themselves among floating ones, and from integers to wider ones."
         return why, "give `like` the dtypes that are stored, and change what comes back: x.astype(jnp.int32)."
     do = f"build `like` with the settings of the saved run. What it holds: jshard ckpt inspect {path}"
     if not found.problems and found.missing:
         do += '\nmissing="init" leaves what is not stored as `like` has it.'
+        if not rename and (tied := _tied(found, stored, wanted)):
+            do += f"\nIf they were tied when it was saved: restore(path, like, rename={json.dumps(tied)})."
     if not found.problems and found.extra:
         do += '\nextra="ignore" leaves out what is stored and not wanted.'
     return why, do
@@ -146,6 +157,33 @@ def _moved(found: Match, stored: Mapping[str, StoredLeaf]) -> tuple[str, str] | 
         there = {renamed(path, dict([begins])) for path in found.missing}
         if there <= stored.keys() - used and (begins[0] == "" or there >= set(found.extra)):
             return begins
+    return None
+
+
+def _tied(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> dict[str, str]:
+    """A `rename` to leaves that are used already: parameters with two paths are stored under one."""
+    if found.extra:
+        return {}
+    for key in stored:
+        begins = {path: _elsewhere(path, *_without_common_end(found.missing[0], key)) for path in found.missing}
+        there = {path: renamed(path, dict([begin])) for path, begin in begins.items() if begin is not None}
+        shapes = {path: getattr(wanted[path], "shape", ()) for path in there}
+        if len(there) == len(begins) and all(
+            path != at and at in stored and stored[at].shape == shapes[path] for path, at in there.items()
+        ):
+            return dict(begin for begin in begins.values() if begin is not None)
+    return {}
+
+
+def _elsewhere(path: str, ours: str, theirs: str) -> tuple[str, str] | None:
+    """Where in a path the keys lie in which two others differ: its beginning up to them, and with the other's keys."""
+    old, new = ours.split("/"), theirs.split("/")
+    while len(old) > 1 and len(new) > 1 and old[0] == new[0]:
+        old, new = old[1:], new[1:]
+    keys = path.split("/")
+    for place in range(1, len(keys) - len(old)):  # below the names of the state, and above the leaves
+        if keys[place : place + len(old)] == old and not new[-1].isdecimal():  # layers are alike, and not tied
+            return "/".join(keys[: place + len(old)]), "/".join([*keys[:place], *new])
     return None
 
 

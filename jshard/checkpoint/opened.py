@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import math
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,15 +12,18 @@ import jax
 import jax.numpy as jnp
 
 from jshard._errors import RunError
+from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
+from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import reason
-from jshard.checkpoint.formats import NamedSource, Source, foreign_source
+from jshard.checkpoint.formats import NamedSource, Source, StoredArray, foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.checkpoint.whereabouts import no_checkpoint
 
-_UNNAMED = StoredLeaf(shape=(), dtype="str")
+_UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
+_KINDS = {int: "int", bool: "int", float: "float", str: "str"}
 
 
 class Opened(Protocol):
@@ -33,6 +38,18 @@ class Opened(Protocol):
     path: Path
     seal: Seal | None
     leaves: Mapping[str, StoredLeaf]
+
+    def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
+        """The leaves, with the kinds of the values of Python that some paths ask for: each of the others may be unread.
+
+        Args:
+            asked: stored paths, in any form of layers.
+        """
+        ...
+
+    def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
+        """The most that a read of some leaves has in host memory beside them."""
+        ...
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """Reads some leaves.
@@ -64,6 +81,7 @@ class OrbaxCheckpoint:
 
     def __init__(self, path: Path, *, verify: bool = True) -> None:
         self.path, self._verify = path, verify
+        self._names: dict[str, str] = {}  # of leaves that are called otherwise there
         try:
             self.seal = _seal.read(path)
         except RunError:
@@ -72,14 +90,32 @@ class OrbaxCheckpoint:
             self.seal = None
         self.leaves: Mapping[str, StoredLeaf] = self._from_orbax() if self.seal is None else self.seal.leaves
 
+    def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
+        """See `Opened.leaves_for`; a leaf of others whose keys have slashes is found by the path that asks for it."""
+        places = {name: path for path, name in self._names.items()}
+        slashed = {path: places.get(_as_keys(path)) for path in asked if "%2F" in path}
+        found = {path: place for path, place in slashed.items() if place is not None}
+        self._names |= {path: self._names[place] for path, place in found.items()}
+        rest = {path: leaf for path, leaf in self.leaves.items() if path not in found.values()}
+        return rest | {path: self.leaves[place] for path, place in found.items()}
+
+    def stored_name(self, path: str) -> str:
+        """The path of a leaf as Orbax has it: others write keys with dots and slashes as they are."""
+        return self._names.get(path, path)
+
+    def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
+        """See `Opened.in_flight_bytes`."""
+        return storage.in_flight_bytes(reads)
+
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.read`."""
         # Arrays without elements are in the seal alone.
         empty = {path: like for path, like in wanted.items() if 0 in getattr(like, "shape", ())}
         found = {path: _zeros(like) for path, like in empty.items()}
-        full = {path: like for path, like in wanted.items() if path not in empty}
+        full = {self.stored_name(path): like for path, like in wanted.items() if path not in empty}
         try:
-            return found | (storage.load(self.path, full, plain=self.seal is None) if full else {})
+            loaded = storage.load(self.path, full, plain=self.seal is None) if full else {}
+            return found | {path: loaded[name] for path in wanted if (name := self.stored_name(path)) in loaded}
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
 
@@ -100,7 +136,11 @@ class OrbaxCheckpoint:
                 why=why,
                 do="copy it again, or restore another one; or this one without any check: verify=False.",
             )
-        return {path: _described(leaf) for path, leaf in found.items()}
+        leaves = {name: _described(leaf) for name, leaf in found.items()}
+        if "jshard" in mark:
+            return leaves
+        self._names = {"/".join(map(_leaves.escape, name.split("/"))): name for name in leaves}
+        return {path: leaves[name] for path, name in self._names.items()}
 
 
 class ForeignCheckpoint:
@@ -109,23 +149,37 @@ class ForeignCheckpoint:
     Args:
         path: where it lies.
         source: its arrays.
-        names: stored name of every leaf, by path.
-        values: its numbers and texts, by path.
+        names: stored name of every array, by path.
+        values: stored name of everything else, by path; it is read when it is asked for.
         unnamed: stored names that have no counterpart here.
     """
 
     seal: Seal | None = None
 
     def __init__(
-        self, path: Path, source: Source, names: Mapping[str, str], values: Mapping[str, Any], unnamed: Sequence[str]
+        self, path: Path, source: Source, names: Mapping[str, str], values: Mapping[str, str], unnamed: Sequence[str]
     ) -> None:
         self.path, self._source, self._names, self._values = path, source, names, values
-        arrays = {
-            name: StoredLeaf(shape=source.leaves[stored].shape, dtype=source.leaves[stored].dtype.name)
-            for name, stored in names.items()
-        }
-        others = {name: StoredLeaf(shape=(), dtype=type(value).__name__) for name, value in values.items()}
-        self.leaves: Mapping[str, StoredLeaf] = arrays | others | dict.fromkeys(unnamed, _UNNAMED)
+        self._value = functools.cache(lambda name: getattr(source, "values", {})[values[name]])
+        arrays = {name: _any_box_of(source.leaves[stored]) for name, stored in names.items()}
+        self.leaves: Mapping[str, StoredLeaf] = arrays | dict.fromkeys([*values, *unnamed], _UNREAD)
+
+    def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
+        """See `Opened.leaves_for`; of the values that are asked for, those that are no numbers or texts are no leaves.
+
+        Raises:
+            CheckpointError: a value's pickle names something that is not allowed.
+            RunError: it is damaged.
+        """
+        wanted = {_without_layers(path) for path in asked}
+        found = {name: type(self._value(name)) for name in self._values if _without_layers(name) in wanted}
+        leaves = {name: leaf for name, leaf in self.leaves.items() if found.get(name, str) in _KINDS}
+        kinds = {name: _KINDS[kind] for name, kind in found.items() if kind in _KINDS}
+        return leaves | {name: StoredLeaf(shape=(), dtype=kind) for name, kind in kinds.items()}
+
+    def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
+        """See `Opened.in_flight_bytes`: the boxes of one leaf for all devices here."""
+        return max(map(_boxes_bytes, reads.values()), default=0)
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.read`; host memory holds the boxes of one leaf."""
@@ -133,7 +187,7 @@ class ForeignCheckpoint:
 
     def _read(self, name: str, like: Any) -> Any:
         if name in self._values:
-            return self._values[name]
+            return self._value(name)
         stored = self._names[name]
         if not isinstance(like, jax.ShapeDtypeStruct):
             return self._source.read(stored, tuple(slice(None) for _ in self.leaves[name].shape))
@@ -160,14 +214,47 @@ def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = Tr
     if names is not None:
         named = NamedSource(source, names)
         return ForeignCheckpoint(path, named, {name: name for name in named.leaves}, {}, named.unused)
-    # Others put dots between the keys.
-    values = {_as_path(name): value for name, value in getattr(source, "values", {}).items()}
-    known = {name: value for name, value in values.items() if type(value) in (int, float, str)}
-    return ForeignCheckpoint(path, source, {_as_path(name): name for name in source.leaves}, known, ())
+    values = getattr(source, "values", {})
+    places = _by_path(path, [*source.leaves, *values])
+    arrays = {place: name for place, name in places.items() if name in source.leaves}
+    others = {place: name for place, name in places.items() if name not in source.leaves}
+    return ForeignCheckpoint(path, source, arrays, others, ())
 
 
-def _as_path(name: str) -> str:
-    return name.replace(".", "/")
+def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Stored names by our paths: others put dots between the keys."""
+    places = {name: "/".join(map(_leaves.escape, name.replace("/", ".").split("."))) for name in names}
+    found = {place: name for name, place in places.items()}
+    if len(found) < len(places):
+        twice = [name for name, place in places.items() if found[place] != name]
+        raise CheckpointError(
+            "Some names in the checkpoint are one and the same path.",
+            where=[str(path), *(f"{name}  and {found[places[name]]}: {places[name]}" for name in twice)],
+            why="dots and slashes both stand between the keys of a path.",
+            do='say what is meant: restore(path, like, names={"layer/kernel": "layer.kernel"}).',
+        )
+    return found
+
+
+def _as_keys(path: str) -> str:
+    """A path with its keys as they were before they were escaped."""
+    return path.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")
+
+
+def _without_layers(path: str) -> str:
+    return "/".join(key for key in path.split("/") if not key.isdecimal())
+
+
+def _any_box_of(leaf: StoredArray) -> StoredLeaf:
+    """An array of which any box can be read, and nothing more is."""
+    return StoredLeaf(shape=leaf.shape, dtype=leaf.dtype.name, chunk=(1,) * len(leaf.shape))
+
+
+def _boxes_bytes(like: Any) -> int:
+    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None:
+        return getattr(like, "nbytes", 0)
+    shard = math.prod(like.sharding.shard_shape(like.shape)) * jnp.dtype(like.dtype).itemsize
+    return shard * len(like.sharding.addressable_devices)
 
 
 def unreadable(path: Path, why: str) -> RunError:

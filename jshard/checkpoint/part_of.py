@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Collection, Mapping
 
 import numpy as np
 
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import Box, Source, StoredArray
+from jshard.checkpoint.formats.source import Box, StoredArray
 
 
-def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | None = None) -> Source:
+def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | None = None) -> Part:
     """The arrays below a path, without it; random keys and counts of draws are left out.
 
     Args:
@@ -24,7 +25,7 @@ def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | Non
         CheckpointError: there is nothing below it.
     """
     begin = f"{part.strip('/')}/" if part else ""
-    stored = {
+    stored: dict[str, str] = {
         path.removeprefix(begin): path
         for path in source.leaves
         if path.startswith(begin) and "/rngs/" not in path and source.opened.leaves[path].key is None
@@ -37,9 +38,10 @@ def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | Non
             do=f"jshard ckpt inspect {source.path} --depth 1",
         )
     if names is None:
-        return _Part(source, {name: (path, None) for name, path in stored.items()})
+        return Part(source, {name: (path, None) for name, path in stored.items()}, ())
     found = {name: _find(name, stored, source) for name in names}
-    return _Part(source, {name: place for name, place in found.items() if place is not None})
+    places = {name: place for name, place in found.items() if place is not None}
+    return Part(source, places, _left_over(stored.values(), places.values(), source))
 
 
 def _find(name: str, stored: Mapping[str, str], source: CheckpointSource) -> tuple[str, int | None] | None:
@@ -54,11 +56,32 @@ def _find(name: str, stored: Mapping[str, str], source: CheckpointSource) -> tup
     return None
 
 
-class _Part:
-    """Some leaves of a checkpoint under other names."""
+def _left_over(
+    stored: Collection[str], used: Collection[tuple[str, int | None]], source: CheckpointSource
+) -> list[str]:
+    """Stored leaves, and layers of them, that nobody wants, a line each."""
+    layers = collections.defaultdict(set)
+    for path, layer in used:
+        layers[path].add(layer)
+    left = [f"{path}  {source.leaves[path].shape}" for path in stored if path not in layers]
+    for path, found in layers.items():
+        if None not in found and (gone := sorted(set(range(source.leaves[path].shape[0])) - found)):
+            left.append(f"{path}  {source.leaves[path].shape}: layers {', '.join(map(str, gone))}")
+    return left
 
-    def __init__(self, source: CheckpointSource, places: Mapping[str, tuple[str, int | None]]) -> None:
-        self._source, self._places = source, places
+
+class Part:
+    """Some leaves of a checkpoint under other names: a `Source`.
+
+    Attributes:
+        leaves: see `Source`.
+        left_over: leaves of that part, and layers of stacks, that are not among them, a line each.
+    """
+
+    def __init__(
+        self, source: CheckpointSource, places: Mapping[str, tuple[str, int | None]], left_over: Collection[str]
+    ) -> None:
+        self._source, self._places, self.left_over = source, places, tuple(left_over)
         self.leaves: Mapping[str, StoredArray] = {name: self._leaf(*place) for name, place in places.items()}
 
     def _leaf(self, path: str, layer: int | None) -> StoredArray:
@@ -66,6 +89,7 @@ class _Part:
         return leaf if layer is None else StoredArray(leaf.shape[1:], leaf.dtype)
 
     def read(self, name: str, box: Box) -> np.ndarray:
+        """See `Source.read`."""
         path, layer = self._places[name]
         if layer is None:
             return self._source.read(path, box)

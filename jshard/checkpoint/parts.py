@@ -12,9 +12,11 @@ from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint import storage
+from jshard.checkpoint.agreeing import write_failed
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import quiet, reason
-from jshard.checkpoint.saving import discard_unnamed, flush, give_memory_back, keep_on_disk, unnamed, write_failed
+from jshard.checkpoint.owner import Owner
+from jshard.checkpoint.saving import flush, give_memory_back, keep_on_disk, remove_unnamed, unnamed
 from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, Sums
 
@@ -51,10 +53,12 @@ def save_parts(
     """
     _check_vacant(path)
     draft = unnamed(path)
-    _discard(path)
     described: dict[str, StoredLeaf] = {}
+    owner = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        owner = Owner(draft)
+        _discard(path)
         for part in parts:
             described |= {name: _described(leaf) for name, leaf in part.items()}
             _check_sums(path, described, part, sums or {})
@@ -62,14 +66,19 @@ def save_parts(
             del part
             give_memory_back()
             on_written(num_bytes)
+        owner.check()
         seal = _finish(draft, described, like)
         draft.rename(path)
         flush(str(path.parent))
     except Exception as error:
-        _discard(path)
+        if owner is not None:
+            _discard(path)
         if isinstance(error, CheckpointError | RunError):
             raise
         raise write_failed(path, reason(error)) from error
+    finally:
+        if owner is not None:
+            owner.release()
     return seal
 
 
@@ -84,7 +93,7 @@ def _check_vacant(path: Path) -> None:
 
 
 def _discard(path: Path) -> None:
-    discard_unnamed(path)
+    remove_unnamed(path)
     draft = unnamed(path)
     shutil.rmtree(draft.with_name(draft.name + PARTS_SUFFIX), ignore_errors=True)
 
@@ -120,12 +129,14 @@ def _finish(draft: Path, described: Mapping[str, StoredLeaf], like: Seal) -> Sea
 
     with quiet():
         ocp.partial.finalize(str(draft))
+    files = _seal.files_of(draft)
+    storage.check_whole(draft, described, files)
     chunks = _seal.chunks_of(draft)
     seal = Seal(
         leaves={
             name: _seal.with_facts(leaf, sums=leaf.sums, chunk=chunks.get(name)) for name, leaf in described.items()
         },
-        files=_seal.files_of(draft),
+        files=files,
         step=like.step,
         saved_at=like.saved_at,
         mesh=like.mesh,

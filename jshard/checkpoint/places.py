@@ -8,18 +8,22 @@ from pathlib import Path
 from jshard.checkpoint import history as _history
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.paths import local_path
-from jshard.checkpoint.series import Checkpointer
+from jshard.checkpoint.paths import local_path, refuse_buckets
+from jshard.checkpoint.series_folder import SeriesFolder
 from jshard.checkpoint.storage import is_committed
 from jshard.checkpoint.whereabouts import OF_A_RUN
 
 _OF_A_SERIES = (_history.NAME, "series.json")
 
 
-def series_at(path: Path) -> Checkpointer | None:
-    """The series at a path: its folder, or the run that holds it; None if there is none."""
+def series_at(path: Path) -> SeriesFolder | None:
+    """The series at a path: its folder, or the run that holds it; None if there is none.
+
+    It is looked at, by this process alone: nothing is written, and no other process is asked.
+    """
+    refuse_buckets(path)
     for folder in (path / OF_A_RUN, path):
-        series = Checkpointer(folder)
+        series = SeriesFolder(folder)
         if not is_checkpoint(folder) and (series.steps() or _holds(folder, _OF_A_SERIES)):
             return series
     return None

@@ -15,21 +15,20 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
-from jshard.checkpoint import storage
 from jshard.checkpoint.data import check_position, is_data_position
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.forecasting import Forecast, forecast_reads
 from jshard.checkpoint.forms import bytes_here, finish, own_mesh, to_read
 from jshard.checkpoint.history import mesh_layout
-from jshard.checkpoint.matching import match
+from jshard.checkpoint.matching import match, renamed
 from jshard.checkpoint.meeting import exchange
 from jshard.checkpoint.misfits import check_fits
 from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
+from jshard.checkpoint.parameters import parameter_paths
 from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.spread import cut_further, spreads
@@ -76,6 +75,7 @@ class Restoring:
         self.phases = Phases()
         with self.phases("plan"):
             _check_policies(missing, extra)
+            rename = dict(rename or {})
             self._live = {_leaves.text(path): (path, leaf) for path, leaf in _leaves.flatten(like).items()}
             asked = _asked(like, self._live, only)
             by_path = _leaves.abstract(dict(self._live.values()))
@@ -85,16 +85,18 @@ class Restoring:
             )
             described = {key: _seal.describe(leaf) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
+            part = only if only != "params" else None
             if only is not None:  # of parameters, what lies beside them is not asked for
-                names = asked if only == "params" else [only]
-            self.match = match(opened.leaves, described, names=names, rename=dict(rename or {}))
+                names = asked if part is None else [part]
+            self._stored = opened.leaves_for([renamed(key, rename) for key in asked])
+            self.match = match(self._stored, described, names=names, rename=rename, part=part)
             check_fits(
                 opened.path,
                 self.match,
-                opened.leaves,
+                self._stored,
                 self._wanted,
                 abstract=[key for key in self._live if isinstance(self._live[key][1], jax.ShapeDtypeStruct)],
-                rename=dict(rename or {}),
+                rename=rename,
                 missing=missing,
                 extra=extra,
             )
@@ -110,14 +112,14 @@ class Restoring:
         found: dict[str, Any] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
-                found.setdefault(path, self._spread(to_read(self.opened.leaves[path], pick, self._wanted[key])))
+                found.setdefault(path, self._spread(to_read(self._stored[path], pick, self._wanted[key])))
         return found
 
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
         reads = self.reads
-        return forecast_reads(self.opened.leaves, reads, in_flight_bytes=storage.in_flight_bytes(reads))
+        return forecast_reads(self._stored, reads, in_flight_bytes=self.opened.in_flight_bytes(reads))
 
     def _spread(self, like: Any) -> Any:
         """An array to be read, cut further where several processes would read the same."""
@@ -211,6 +213,8 @@ class Restoring:
             told.append(_list(f"{len(self.match.casts)} leaves change their dtype", self.match.casts))
         if self.match.missing:
             told.append(_list(f"{len(self.match.missing)} leaves stay as `like` has them", self.match.missing))
+        if abstract := tuple(sorted(key for key, live in self._live.items() if self._stays_abstract(key, live[1]))):
+            told.append(_list(f"{len(abstract)} leaves stay without values, as `like` has them", abstract))
         if self.match.extra:
             told.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
         if verify and self.opened.seal is None and isinstance(self.opened, OrbaxCheckpoint):
@@ -227,6 +231,9 @@ class Restoring:
             message = f"{self.opened.path} is restored; " + "\n".join(told)
             warnings.warn(message, CheckpointWarning, stacklevel=4)
 
+    def _stays_abstract(self, key: str, live: Any) -> bool:
+        return isinstance(live, jax.ShapeDtypeStruct) and key not in self.match.picks
+
 
 def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
     """The paths of `like` that are to be read."""
@@ -240,28 +247,17 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
     if only is None:
         return list(live)
     below = {key for key in live if key == only or key.startswith(f"{only}/")}
-    found = _params(like) if only == "params" else below
+    found = parameter_paths(like, live) if only == "params" else below
     if not found:
         raise CheckpointError(
             "There is nothing to restore.",
             where=f"only={only!r}",
-            why="`like` has no parameters of Flax in a module."
+            why="`like` has no parameters of nnx in a module, and nothing under a name `params`."
             if only == "params"
             else f"no path begins so; paths of `like` begin with {', '.join(sorted({k.split('/')[0] for k in live}))}.",
             do='only="params", or the beginning of a path, such as only="model/blocks".',
         )
     return [key for key in live if key in found]
-
-
-def _params(like: Any) -> set[str]:
-    """The paths of the parameters of the modules in a state; an optimizer's are moments, and not among them."""
-    parts = like.items() if isinstance(like, Mapping) else [("", like)]
-    found = set()
-    for name, value in parts:
-        if isinstance(value, nnx.Module):
-            for path, _ in nnx.to_flat_state(nnx.state(value, nnx.Param)):
-                found.add(_leaves.text((*((str(name),) if name != "" else ()), *map(str, path))))
-    return found
 
 
 def _check_policies(missing: str, extra: str) -> None:

@@ -12,7 +12,6 @@ import concurrent.futures
 import contextlib
 import ctypes
 import errno
-import json
 import os
 import shutil
 import warnings
@@ -20,16 +19,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._compat import versions
-from jshard._errors import RunError
+from jshard._compat import orbax_operations, versions
+from jshard._errors import FourPartError
 from jshard._processes import is_primary
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint import local_leaves, storage
 from jshard.checkpoint import seal as _seal
-from jshard.checkpoint import storage
+from jshard.checkpoint.agreeing import agree, in_four_parts
+from jshard.checkpoint.balanced import balanced
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.failures import reason
 from jshard.checkpoint.history import mesh_layout
-from jshard.checkpoint.meeting import exchange
+from jshard.checkpoint.owner import Owner, is_owned, owner_file
 from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.sums import LeafSums, add
 
@@ -69,22 +69,19 @@ class Saving:
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
-        with self.phases("plan"):
-            leaves = _leaves.storable(_leaves.flatten(state))
-            _refuse_nothing(path, leaves)
-            self._described = {key: _seal.describe(leaf) for key, leaf in leaves.items()}
-            self._mesh = mesh_layout(leaves)
-            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty arrays
-            self.num_bytes = sum(map(storage.local_bytes, full.values()))
-            self._tell_all("begin", lambda: self._prepare(prepare))
-            # Orbax counts its saves: a process that came late, and was given up by the others, must not begin one.
-            self._exchange("all here", "")
-        with self.phases("device_to_host"), self._errors_named():
-            # Begun before anything can overwrite the values, on the devices where they lie there.
-            sums = {key: LeafSums(leaf) for key, leaf in full.items() if self._described[key].is_array}
-            self._wait = storage.save_async(self.unnamed, full, on_written=self._note_written, timeout_s=timeout_s)
-        self._pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
-        self._totals = {key: self._pool.submit(each.total) for key, each in sums.items()}
+        self._held = contextlib.ExitStack()  # what ends with the save
+        self._owner: Owner | None = None
+        try:
+            with self.phases("plan"):
+                leaves = self._begin(state, prepare)
+                self._begin_sums(leaves)
+            with self.phases("device_to_host"), self._errors_named():
+                self._wait = storage.save_async(
+                    self.unnamed, leaves, on_written=self._note_written, timeout_s=timeout_s
+                )
+        except BaseException:
+            self._held.close()
+            raise
         self.blocked_s = self.phases.now_s()
         self.record: dict[str, Any] = {
             "began_at": self.phases.began_at,
@@ -104,43 +101,68 @@ class Saving:
         Raises:
             RunError: some process could not write its part; the folder is not a checkpoint.
         """
-        error, begin_s = None, self.blocked_s
+        with self._held, self._errors_named():
+            self._finish()
+
+    def _finish(self) -> None:
+        totals: dict[str, Any] = {}
+        error: Exception | None = None
         try:
-            with self._errors_named():
-                self._wait()
-        except RunError as failed:
-            error = failed
-        written_s = max(self._wrote_until_s, begin_s)
-        self.phases.add("write", begin_s, written_s)
-        self.phases.add("commit", written_s, self.phases.now_s())
-        with self.phases("sums"):
-            totals = {} if error else {key: total.result() for key, total in self._totals.items()}
-            self._pool.shutdown(cancel_futures=True)
-            del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
-        report = self.phases.report(num_bytes=self.num_bytes)
-        told = {"error": None if error is None else error.why, "sums": totals, "report": report}
-        heard = self._hear(told, error)
-        if error is not None:
-            raise error
-        failed = [(number, other["error"]) for number, other in enumerate(heard) if other["error"]]
-        if failed:
-            raise write_failed(self.path, "\n".join(f"process {number}: {why}" for number, why in failed))
-        self._tell_all("sealed", lambda: self._complete(heard))
+            self._wait()
+            written_s = max(self._wrote_until_s, self.blocked_s)
+            self.phases.add("write", self.blocked_s, written_s)
+            self.phases.add("commit", written_s, self.phases.now_s())
+            with self.phases("sums"):
+                totals = {key: total.result() for key, total in self._totals.items()}
+        except Exception as caught:
+            error = caught
+        del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
+        told = {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
+        heard = self._agree("written", told, error)
+        if is_primary():
+            try:
+                self._complete(heard)
+            except Exception as caught:
+                error = caught
+        self._agree("sealed", None, error)
         give_memory_back()
         self.record |= {"processes": [other["report"] for other in heard]}
 
-    def _hear(self, told: Mapping[str, Any], error: RunError | None) -> list[dict[str, Any]]:
-        """What all processes have to tell of their part."""
-        # Whoever failed had its time, and so had the others.
-        timeout_s = self._timeout_s if error is None else self._timeout_s / 4
+    def _begin(self, state: Any, prepare: Callable[[], None]) -> dict[str, Any]:
+        """Checks everything, in all processes, and returns the leaves that have a value."""
+        leaves: dict[str, Any] = {}
+        copies: dict[str, Any] = {}
+        error: Exception | None = None
         try:
-            texts = exchange(f"written {self.path}", json.dumps(told), timeout_s=timeout_s)
-        except RunError as missing:
-            if error is None:
-                raise
-            where, why = [*error.where, *missing.where], f"{error.why}\n{missing.why}"
-            raise RunError(error.what, where=where, why=why, do=error.do) from missing
-        return [json.loads(text) for text in texts]
+            found = _leaves.flatten(state)
+            leaves = _leaves.storable(found)
+            _refuse_nothing(self.path, leaves)
+            self._described = {key: _seal.describe(leaf) for key, leaf in leaves.items()}
+            by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
+            self._mesh, copies = mesh_layout(by_text), local_leaves.told(by_text)
+            if is_primary():
+                self._prepare(prepare)
+        except Exception as caught:
+            error = caught
+        local_leaves.check_equal(self._agree("begin", copies, error))
+        full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty arrays
+        full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
+        self.num_bytes = sum(map(storage.local_bytes, full.values()))
+        return full
+
+    def _begin_sums(self, leaves: Mapping[str, Any]) -> None:
+        """Begun before anything can overwrite the values, on the devices where they lie there."""
+        sums: dict[str, LeafSums] = {}
+        error: Exception | None = None
+        try:
+            sums = {key: LeafSums(leaf) for key, leaf in leaves.items() if self._described[key].is_array}
+        except Exception as caught:
+            error = caught
+        # A process that came late, and was given up by the others, must not begin what Orbax counts.
+        orbax_operations(max(self._agree("all here", orbax_operations(), error)))
+        pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
+        self._held.callback(pool.shutdown, cancel_futures=True)
+        self._totals = {key: pool.submit(each.total) for key, each in sums.items()}
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -152,12 +174,18 @@ class Saving:
                 do="save under another name, for example with the step in it.",
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if discard_unnamed(self.path):
+        self._owner = Owner(self.unnamed)
+        self._held.callback(self._owner.release)
+        if remove_unnamed(self.path):
             message = f"what an interrupted save left of {self.path} was removed."
-            warnings.warn(message, CheckpointWarning, stacklevel=6)
+            warnings.warn(message, CheckpointWarning, stacklevel=5)
 
     def _complete(self, heard: list[dict[str, Any]]) -> None:
         """Seals the folder, and gives it its name once it would survive a power cut."""
+        assert self._owner is not None
+        self._owner.check()
+        files = _seal.files_of(self.unnamed)
+        storage.check_whole(self.unnamed, self._described, files)
         chunks = _seal.chunks_of(self.unnamed)
         leaves = {}
         for key, described in self._described.items():
@@ -166,7 +194,7 @@ class Saving:
             leaves[key] = _seal.with_facts(described, sums=total, chunk=chunks.get(key))
         seal = _seal.Seal(
             leaves=leaves,
-            files=_seal.files_of(self.unnamed),
+            files=files,
             step=self._step,
             saved_at=self.phases.began_at,
             mesh=self._mesh["axes"],
@@ -182,29 +210,17 @@ class Saving:
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
 
-    def _exchange(self, topic: str, text: str) -> list[str]:
-        return exchange(f"{topic} {self.path}", text, timeout_s=self._timeout_s)
-
-    def _tell_all(self, topic: str, work: Callable[[], None]) -> None:
-        """Work by the first process; the others wait for its end, and fail if it fails."""
-        error: Exception | None = None
-        if is_primary():
-            try:
-                work()
-            except (OSError, CheckpointError) as caught:
-                error = caught
-        told = self._exchange(topic, "" if error is None else reason(error))[0]
-        if isinstance(error, CheckpointError):
-            raise error
-        if told:
-            raise write_failed(self.path, told) from error
+    def _agree(self, topic: str, told: Any, error: Exception | None) -> list[Any]:
+        return agree(topic, self.path, told, error, timeout_s=self._timeout_s)
 
     @contextlib.contextmanager
     def _errors_named(self) -> Any:
         try:
             yield
+        except FourPartError:
+            raise
         except Exception as error:
-            raise write_failed(self.path, reason(error)) from error
+            raise in_four_parts(self.path, error) from error
 
 
 def unnamed(path: Path) -> Path:
@@ -213,7 +229,16 @@ def unnamed(path: Path) -> Path:
 
 
 def discard_unnamed(path: Path) -> bool:
-    """Removes what an interrupted save left of a checkpoint, and says whether there was any."""
+    """Removes what an interrupted save left of a checkpoint, and says whether there was any; not of one at work."""
+    if is_owned(unnamed(path)):
+        return False
+    with contextlib.suppress(OSError):
+        owner_file(unnamed(path)).unlink()
+    return remove_unnamed(path)
+
+
+def remove_unnamed(path: Path) -> bool:
+    """`discard_unnamed` for whoever owns the folder."""
     left = unnamed(path)
     found = [folder for folder in (left, left.with_name(left.name + storage.UNCOMMITTED_SUFFIX)) if folder.exists()]
     for folder in found:
@@ -263,13 +288,3 @@ def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
             why="the state has no leaf with a value in it.",
             do='save(path, {"model": model, "optimizer": optimizer, "step": step})',
         )
-
-
-def write_failed(path: Path, why: str) -> RunError:
-    """The error for a checkpoint that could not be written."""
-    return RunError(
-        "The checkpoint could not be written.",
-        where=str(path),
-        why=why,
-        do="make room, or name a folder on another disk.",
-    )

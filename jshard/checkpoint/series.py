@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import operator
 import os
 import time
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -15,20 +13,18 @@ from typing import Any, Literal
 from jshard._errors import RunError
 from jshard._processes import is_primary
 from jshard.checkpoint import history as _history
-from jshard.checkpoint import ledger
-from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.checkpointer import TIMEOUT_S
-from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.failures import reason
+from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.keep import Keep
 from jshard.checkpoint.meeting import exchange
 from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.paths import refuse_buckets
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import Saving, discard_unnamed, unnamed
+from jshard.checkpoint.saving import Saving
+from jshard.checkpoint.series_folder import SeriesFolder, warn
 from jshard.checkpoint.shared_folder import check_shared
-from jshard.checkpoint.whereabouts import no_such_step, not_read, not_written, steps_in
+from jshard.checkpoint.whereabouts import no_such_step, not_read, not_written
 
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 
@@ -46,18 +42,20 @@ class Checkpointer:
     temporary ones, and counts a checkpoint without its commit mark.
 
     Args:
-        folder: made with the first save.
+        folder: made with the first save; until then nothing is written, and who only restores needs no more than to
+            read it.
         keep: how many of the newest stay, or a `Keep`.
         every: the interval of `should_save`, in steps; None where the caller decides alone.
-        on_failure: what becomes of a save that failed while training went on: "raise" at the next call, or "warn".
+        on_failure: what becomes of a `save_async` that failed: "raise", if in the background at the next call, or
+            "warn", and training goes on. `save` raises in any case.
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
     Attributes:
-        folder: where they lie.
+        folder: where they lie; absolute, so that it stays the same where the program changes its own.
         completed: the step that this object saved last, complete and on the disk.
 
     Raises:
-        CheckpointError: `keep` is less than one, or the processes do not see the same folder.
+        CheckpointError: `keep` is less than one, or another argument makes no sense.
 
     Example:
         >>> with js.checkpoint.Checkpointer("run/checkpoints", keep=3, every=100) as checkpoints:
@@ -77,7 +75,8 @@ class Checkpointer:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         refuse_buckets(folder)
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
+        self._files = SeriesFolder(self.folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.every, self.timeout_s = every, timeout_s
         if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
@@ -92,7 +91,8 @@ class Checkpointer:
         self._given_up: Pending | None = None  # still at work, and waited for in vain
         self.completed: int | None = None
         self._restores: list[dict[str, Any]] = []  # noted with the next save: who only reads leaves the folder alone
-        check_shared(self.folder, timeout_s=min(timeout_s, _SHOWN_S))
+        self._passed_over: set[int] = set()  # found damaged by a restore that went on with an older one
+        self._was_checked = False  # whether all processes see the folder
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -104,27 +104,27 @@ class Checkpointer:
             try:
                 self.wait()
             except RunError as error:
-                _warn(str(error))
+                warn(str(error))
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step lies, or would lie."""
-        return self.folder / str(step)
+        return self._files.path(step)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return steps_in(self.folder)
+        return self._files.steps()
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is complete and whose files are all there; one warning names others."""
         unreadable = []
         latest = None
         for step in reversed(self.steps()):
-            if (why := self._unreadable(step)) is None:
+            if (why := self._files.damage(step)) is None:
                 latest = step
                 break
             unreadable.append(f"{self.path(step)}: {why}")
         if unreadable:
-            _warn("these checkpoints are damaged and do not count:\n  " + "\n  ".join(unreadable))
+            warn("these checkpoints are damaged and do not count:\n  " + "\n  ".join(unreadable))
         return latest
 
     def agreed_latest(self) -> int | None:
@@ -141,8 +141,10 @@ class Checkpointer:
         return latest
 
     def should_save(self, step: int) -> bool:
-        """Whether the interval says so, and the step was not saved yet."""
-        return self.every is not None and step % self.every == 0 and step not in self.steps()
+        """Whether the interval says so, and no good checkpoint of the step is there yet."""
+        if self.every is None or step % self.every != 0:
+            return False
+        return step not in self.steps() or step in self._passed_over or self._files.damage(step) is not None
 
     def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
@@ -156,19 +158,22 @@ class Checkpointer:
             Where it lies.
 
         Raises:
-            CheckpointError: there is something at that path already.
+            CheckpointError: there is something at that path already, or the processes do not see the same folder.
             RunError: writing failed; the step does not count, and older checkpoints are as they were. Or a save
                 before failed in the background.
         """
-        self.save_async(step, state, metrics=metrics)
+        step = _checked(step)
         self.wait()
+        self._start(step, state, metrics)
+        self._end(2 * self.timeout_s)
         return self.path(step)
 
     def save_async(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> None:
         """`save` that returns when the devices' values are copied; one is at work at a time.
 
         What goes wrong later is raised by the next call of `check`, `save`, `save_async` or `wait`. A save that is
-        still at work is waited for: memory holds one copy of the state, not more.
+        still at work is waited for: memory holds one copy of the state, not more. A checkpoint of the step that is
+        damaged is renamed to `STEP.damaged`.
 
         Args:
             step: number of steps that are done.
@@ -176,25 +181,22 @@ class Checkpointer:
             metrics: what it is worth, for `Keep(best=...)` and for people.
 
         Raises:
-            CheckpointError: there is something at that path already.
+            CheckpointError: there is something at that path already, or the processes do not see the same folder.
             RunError: the values could not be copied; or a save before failed.
         """
         step = _checked(step)
         self.wait()
-        path = self.path(step)
         try:
-            saving = Saving(
-                path.absolute(),
-                state,
-                step=step,
-                metrics=metrics,
-                timeout_s=self.timeout_s,
-                prepare=lambda: self._begin(step),
-            )
+            self._start(step, state, metrics)
         except RunError as error:
-            self._failed(step, error)
-            raise not_written(path, self.steps(), error) from error
-        self._pending = Pending(str(path), lambda: self._finish(saving, step))
+            if self._on_failure == "raise":
+                raise
+            _go_on(error)
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is at work."""
+        return self._pending is not None and not self._pending.is_done()
 
     def check(self) -> None:
         """Raises what went wrong with a save in the background; without that, it costs nothing.
@@ -214,21 +216,12 @@ class Checkpointer:
         Raises:
             RunError: it failed, or did not end in time; older checkpoints are as they were.
         """
-        pending = self._pending
-        if pending is None:
-            return
         try:
-            pending.wait(2 * self.timeout_s if timeout_s is None else timeout_s)
+            self._end(2 * self.timeout_s if timeout_s is None else timeout_s)
         except RunError as error:
-            if not pending.is_done():
-                self._given_up = pending
+            if self._on_failure == "raise" or self._pending is not None:  # one that is stuck helps nobody
                 raise
-            if self._on_failure == "raise":
-                raise
-            _warn(f"training goes on without a checkpoint.\n{error}")
-        finally:
-            if pending.is_done():  # one that did not end in time is still at work
-                self._pending = None
+            _go_on(error)
 
     def restore(
         self,
@@ -247,7 +240,8 @@ class Checkpointer:
         Args:
             like: what `jshard.checkpoint.restore` takes; abstract objects will do.
             step: which one; the newest by default.
-            fall_back: whether to go on with the next older one where one is damaged; a warning says so.
+            fall_back: whether to go on with the next older one where one is damaged; a warning says so. A save of the
+                step that was passed over renames it to `STEP.damaged`, and `set_aside_newer` does so at once.
             only: see `jshard.checkpoint.restore`, as for those below.
             rename: beginnings of paths, and what they stand for.
             missing: "error" or "init".
@@ -268,38 +262,70 @@ class Checkpointer:
         while True:
             step = steps.pop()
             try:
-                opened = OrbaxCheckpoint(self.path(step).absolute(), verify=verify)
+                opened = OrbaxCheckpoint(self.path(step), verify=verify)
                 restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
                 if not (fall_back and steps):
                     raise not_read(self.path(step), self.steps(), error) from error
-                _warn(f"checkpoint {self.path(step)} is damaged; going back to step {steps[-1]}.\n{error}")
+                self._passed_over.add(step)
+                warn(
+                    f"checkpoint {self.path(step)} is damaged; going back to step {steps[-1]}.\n{error}\n"
+                    f"It is renamed when its step is saved again, or at once by set_aside_newer({steps[-1]})."
+                )
             else:
                 self._restores.append({"kind": "restore", "step": step, **restoring.record})
                 return restored
 
     def set_aside_newer(self, step: int) -> None:
-        """Renames checkpoints of later steps to `STEP.damaged`: a run that went back saves these steps again.
+        """Renames what lies there of later steps to `STEP.damaged`: a run that went back saves these steps again.
+
+        Also folders that were copied by half, and stand in the way of a save.
 
         Args:
             step: the one that was restored; every process calls it.
         """
-        for newer in self.steps() if is_primary() else []:
+        for newer in [*self.steps(), *self._files.incomplete()] if is_primary() else []:
             if newer > step:
-                path = self.path(newer)
-                aside = next(p for n in itertools.count() if not (p := _damaged_name(path, n)).exists())
-                path.rename(aside)
-                _warn(f"the damaged checkpoint {path} is now called {aside.name}.")
+                self._files.set_aside(newer)
 
-    def _begin(self, step: int) -> None:
-        """Removes what interrupted saves left, and notes that this step is ours before it is there."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        begun = ledger.begun(self.folder)
-        for old in begun:
-            discard_unnamed(self.path(old))
-        if not self.path(step).exists():  # else the save refuses, and this one is not ours
-            ledger.write(self.folder, [*(old for old in begun if old != step and self.path(old).exists()), step])
+    def _start(self, step: int, state: Any, metrics: Mapping[str, float] | None) -> None:
+        """The part of a save that training waits for."""
+        path = self.path(step)
+        try:
+            self._check_folder()
+            saving = Saving(
+                path,
+                state,
+                step=step,
+                metrics=metrics,
+                timeout_s=self.timeout_s,
+                prepare=lambda: self._files.begin(step, is_damaged=step in self._passed_over),
+            )
+        except RunError as error:
+            self._failed(step, error)
+            raise not_written(path, self.steps(), error) from error
+        self._passed_over.discard(step)
+        self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
+
+    def _check_folder(self) -> None:
+        """Finds out once whether all processes see the folder, when the first of them would write there."""
+        if not self._was_checked:
+            self._was_checked = True  # however it ends: one process alone must not come to it again
+            check_shared(self.folder, timeout_s=self.timeout_s)
+
+    def _end(self, timeout_s: float) -> None:
+        """Waits for the save at work, and raises what went wrong with it."""
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            pending.wait(timeout_s)
+        finally:
+            if pending.is_done():
+                self._pending = None
+            else:  # one that did not end in time is still at work
+                self._given_up = pending
 
     def _finish(self, saving: Saving, step: int) -> None:
         """The part of a save that happens while training goes on."""
@@ -311,11 +337,11 @@ class Checkpointer:
         self.completed = step
         self._note({"kind": "save", "step": step, **saving.record})
         if is_primary():
-            self._delete_old(step)
+            self._files.delete_old(self.keep, written=step)
 
     def _failed(self, step: int, error: RunError) -> None:
-        if is_primary() and step in ledger.begun(self.folder):
-            discard_unnamed(self.path(step))  # at once: the disk may be full
+        if is_primary():
+            self._files.discard(step)  # at once: the disk may be full
         self._note({"kind": "save", "step": step, "began_at": time.time(), "error": error.why})
 
     def _note(self, record: Mapping[str, Any]) -> None:
@@ -323,40 +349,6 @@ class Checkpointer:
         if is_primary():
             for each in noted:
                 _history.append(self.folder, each)
-
-    def _delete_old(self, step: int) -> None:
-        begun = ledger.begun(self.folder)
-        ours = {step, *(old for old in self.steps() if old in begun)}
-        stay = self.keep.stay(ours, self._metrics(ours) if self.keep.best else {}, written=step)
-        for old in ours - stay:
-            try:
-                # The new name makes it one step: a checkpoint is never there by half.
-                self.path(old).rename(unnamed(self.path(old)))
-            except OSError as error:
-                _warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
-            discard_unnamed(self.path(old))
-
-    def _metrics(self, steps: set[int]) -> dict[int, Mapping[str, float]]:
-        found = {}
-        for step in steps:
-            try:
-                seal = _seal.read(self.path(step))
-            except (RunError, CheckpointError):
-                continue
-            if seal is not None:
-                found[step] = seal.metrics
-        return found
-
-    def _unreadable(self, step: int) -> str | None:
-        """What is wrong with the files of a checkpoint, in short."""
-        try:
-            seal = OrbaxCheckpoint(self.path(step).absolute()).seal
-        except RunError as error:
-            return error.why
-        except CheckpointError:
-            return None  # of a newer jshard: whoever restores it is told
-        found = [] if seal is None else _seal.damage(self.path(step), seal)
-        return None if not found else found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
 
     def _exchange(self, topic: str, text: str) -> list[str]:
         return exchange(f"{topic} {self.folder.name}", text, timeout_s=self.timeout_s)
@@ -378,9 +370,5 @@ def _checked(step: Any) -> int:
     return number
 
 
-def _damaged_name(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, CheckpointWarning, stacklevel=3)
+def _go_on(error: RunError) -> None:
+    warn(f"training goes on without a checkpoint.\n{error}")

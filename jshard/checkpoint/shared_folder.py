@@ -1,4 +1,4 @@
-"""Whether all processes see one and the same folder: found out before the first step, and not by a lost checkpoint."""
+"""Whether all processes see one and the same folder: found out before the first save, and not by it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def check_shared(folder: Path, *, timeout_s: float) -> None:
             "The folder for checkpoints cannot be written.", where=str(folder), why=error, do="name another."
         )
     sees = _sees(folder / name)
-    told = exchange("folder seen", json.dumps([sees, socket.gethostname(), str(folder)]), timeout_s=2 * timeout_s)
+    here = json.dumps([sees, socket.gethostname(), str(folder)])
+    told = exchange("folder seen", here, timeout_s=timeout_s + _SHOWN_S)  # others may be looking still
     if is_primary():
         (folder / name).unlink(missing_ok=True)
     heard = [json.loads(text) for text in told]

@@ -7,6 +7,8 @@ everything.
 
 from __future__ import annotations
 
+import collections
+import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,9 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._compat import set_orbax_deadline
+from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.failures import quiet
-from jshard.checkpoint.seal import MARK
+from jshard.checkpoint.host_memory import free_bytes
+from jshard.checkpoint.seal import MARK, StoredLeaf
 
 # Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
 COMMIT_MARK = "commit_success.txt"
@@ -29,7 +34,10 @@ _MIB = 1 << 20
 _FILES = 4096  # about so many per process: fewer are read too coarsely, more are slow to make
 _CHUNK_BYTES = (2 * _MIB, 16 * _MIB)
 _LEAST_CHUNK_BYTES = 1 * _MIB
+LEAST_SLICE_BYTES = 2 * _MIB  # of a leaf that several devices hold: smaller parts are not shared out among them
 _IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
+_SHARE_OF_FREE = 8  # several processes may share a host
+_ARRAY = "zarr.json"  # describes an array, in its folder
 
 
 def save_async(
@@ -48,6 +56,7 @@ def save_async(
     """
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
+    set_orbax_deadline(timeout_s)
     with quiet(), saving_options(ocp, leaves, on_written, timeout_s):
         response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
 
@@ -76,6 +85,9 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
+    # Each process reads for itself, and they meet afterwards: Orbax's own meetings end after 300 s, whatever is asked.
+    context.multiprocessing.active_processes = {jax.process_index()}
+    context.multiprocessing.primary_host = jax.process_index()
     context.pytree.loading.partial_load = True  # some leaves of those that are there
     context.memory.read_concurrent_bytes = in_flight_bytes(wanted)
     with quiet(), context:
@@ -87,7 +99,8 @@ def _as_stored(stored: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
     """What is wanted, as a tree of the kinds of nodes that are stored; Orbax reads lists whole or not at all."""
     below = lambda key: f"{path}/{key}" if path else str(key)
     if isinstance(stored, Mapping):
-        return {key: _as_stored(node, wanted, below(key)) for key, node in stored.items() if _asks(wanted, below(key))}
+        found = {key: _as_stored(node, wanted, below(key)) for key, node in stored.items() if _asks(wanted, below(key))}
+        return {key: node for key, node in found.items() if not isinstance(node, dict) or node}
     if isinstance(stored, list | tuple):
         return [_as_stored(node, wanted, below(number)) for number, node in enumerate(stored)]
     if path in wanted or stored is None:
@@ -100,8 +113,12 @@ def _asks(wanted: Mapping[str, Any], path: str) -> bool:
 
 
 def in_flight_bytes(wanted: Mapping[str, Any]) -> int:
-    """The most that a read of some leaves has in memory beside them: some shards at least, and some to do at once."""
-    return max(_IN_FLIGHT_BYTES, 4 * max(map(_shard_bytes, wanted.values()), default=0))
+    """The most that a read of some leaves has in memory beside them: some shards, and enough to do at once.
+
+    Where little memory is free it is a part of that, and one shard in any case.
+    """
+    shard = max(map(_shard_bytes, wanted.values()), default=0)
+    return max(shard, min(max(_IN_FLIGHT_BYTES, 4 * shard), free_bytes() // _SHARE_OF_FREE))
 
 
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
@@ -126,6 +143,47 @@ def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
 def is_committed(path: Path) -> bool:
     """Whether a save was completed there: half-written folders and those of others have no mark."""
     return (path / COMMIT_MARK).is_file()
+
+
+def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[str, tuple[int, int | None]]) -> None:
+    """Looks whether all that was written is there.
+
+    Args:
+        folder: of the checkpoint.
+        leaves: what was written, by path.
+        files: what is there, with its size.
+
+    Raises:
+        RunError: an array, or a part of it, is missing.
+    """
+    found: collections.Counter[str] = collections.Counter()
+    depth = 1 if "" in leaves else 2  # a state that is one array has no folder for it
+    for name in files:
+        parts = name.split("/")
+        found["/".join(parts[:depth])] += parts[depth : depth + 1] == ["c"]
+    bad = []
+    for path, leaf in leaves.items():
+        array = f"{ITEM}/{path.replace('/', '.')}".rstrip("/")
+        if not leaf.is_array or not leaf.nbytes:
+            continue
+        if f"{array}/{_ARRAY}" not in files:
+            bad.append(f"{path or 'the array'}  is missing")
+        elif found[array] < (wanted := _num_files(folder / array / _ARRAY)):
+            bad.append(f"{path or 'the array'}  {found[array]} files of {wanted}")
+    if bad:
+        raise RunError(
+            "The checkpoint could not be written.",
+            where=[str(folder), *bad],
+            why=f"{len(bad)} of {len(leaves)} leaves are not there, or not whole, when all has been written.",
+            do="look for what else writes or deletes in that folder, and save again.",
+        )
+
+
+def _num_files(described: Path) -> int:
+    """In how many files an array is stored."""
+    array = json.loads(described.read_bytes())
+    cut = array["chunk_grid"]["configuration"]["chunk_shape"]
+    return math.prod(-(-size // part) for size, part in zip(array["shape"], cut, strict=True))
 
 
 def chunk_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget_bytes: int) -> int | None:
@@ -199,7 +257,7 @@ def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[],
     saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh; the seal tells it to people
     # By default this follows the text of JAX_PLATFORMS. A leaf that all processes hold is written once, in parts.
     saving.use_replica_parallel = jax.process_count() > 1
-    saving.min_slice_bytes_for_replica_parallel = _CHUNK_BYTES[0]
+    saving.min_slice_bytes_for_replica_parallel = LEAST_SLICE_BYTES
     here = sum(map(local_bytes, leaves.values()))
     budget = int(min(max(here / _FILES, _CHUNK_BYTES[0]), _CHUNK_BYTES[1]))
 

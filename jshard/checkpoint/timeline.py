@@ -26,7 +26,7 @@ class Row:
     Attributes:
         process: its number.
         host: where it ran.
-        num_bytes: that it wrote or read.
+        num_bytes: that count as written or read by it; see `history`.
         began_s: when it began, after the first one.
         phases: name, begin and end of each, in seconds after the first process began.
     """

@@ -7,9 +7,10 @@ from pathlib import Path
 
 from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.storage import is_committed
+from jshard.checkpoint.storage import COMMIT_MARK, is_committed
 
 OF_A_RUN = "checkpoints"  # the folder of a run that holds them
+INCOMPLETE = f"a folder without {COMMIT_MARK}, copied by half, or of a save that did not end, or of another program"
 
 
 def no_checkpoint(path: Path) -> CheckpointError:
@@ -75,9 +76,28 @@ def _no_series(folder: Path) -> tuple[str, str]:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps with a complete checkpoint, oldest first."""
+    return [step for step in _numbers_in(folder) if is_committed(folder / str(step))]
+
+
+def incomplete_in(folder: Path) -> list[int]:
+    """Steps whose folder is no complete checkpoint, oldest first."""
+    steps = _numbers_in(folder)
+    return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
+
+
+def incomplete(path: Path) -> CheckpointError:
+    """The error for a step that cannot be saved, as a folder of its name is there that counts for nothing."""
+    return CheckpointError(
+        "The checkpoint cannot be written.",
+        where=str(path),
+        why=f"there is something at that path already: {INCOMPLETE}.",
+        do=f"look at it, and move it away: mv {path} {path}.incomplete",
+    )
+
+
+def _numbers_in(folder: Path) -> list[int]:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    steps = [int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name]
-    return sorted(step for step in steps if is_committed(folder / str(step)))
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
 
 
 def _nearby(path: Path) -> tuple[str, Path | None]:

@@ -12,6 +12,8 @@ from typing import Annotated, Any
 import tyro
 
 from jshard._errors import ShardingError
+from jshard.checkpoint.paths import local_path
+from jshard.checkpoint.whereabouts import OF_A_RUN, no_checkpoint, steps_in
 from jshard.cli._config import config_json
 from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
 from jshard.cli._steps_option import parse_steps
@@ -28,7 +30,8 @@ from jshard.train.settings.recipe_check import check_recipe
 from jshard.train.settings.units import parse_units, with_units
 
 _RUNS = Path("runs")
-_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer")  # options that a resumed run takes over
+# Options that a resumed run takes over.
+_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer", "init_from")
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 
@@ -74,9 +77,11 @@ class TrainArgs:
     """Continue the run in --out (by default the newest of this recipe) from its last checkpoint, with its options."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Begin with the parameters of a checkpoint: of jshard (a checkpoint, or a run), of Orbax, of PyTorch's distributed
-    checkpoints, or safetensors; the model file's `hf_names` says what others call them."""
+    checkpoints, or safetensors; the model file's `hf_names` says what others call them. A run that is resumed goes on
+    with its own, and reads them again only if it has saved none."""
     stop_deadline: Annotated[float | None, tyro.conf.arg(metavar="SECONDS")] = None
-    """How long the save of a run that is asked to stop (SIGTERM) may take; by default there is no limit."""
+    """How long after the signal a run that is asked to stop (SIGTERM) waits for its saves; by default as long as they
+    take."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Annotated[int, tyro.conf.arg(metavar="N")] = 256
@@ -121,6 +126,7 @@ class Request:
         absolute = {  # a run may be resumed from another folder
             "data": [path.absolute() for path in self.args.data],
             "tokenizer": self.args.tokenizer and self.args.tokenizer.absolute(),
+            "init_from": self.args.init_from and self.args.init_from.absolute(),
         }
         return {key: getattr(self.args, key) for key in _WHAT} | absolute | {"recipe": self.name}
 
@@ -165,7 +171,8 @@ class Request:
             data=self.args.data,
             tokenizer=self.args.tokenizer,
             out=self.out,
-            options={"track": self.track, "workers": self.args.workers, "processes": self.args.processes},
+            options={key: getattr(self.args, key) for key in ("workers", "processes", "init_from")}
+            | {"track": self.track},
         )
 
 
@@ -180,9 +187,12 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
         out = out or RunFolder.newest(_RUNS, _stem(args, model_file.recipe(args.recipe)[0]))
         # A job script may always say --resume: the first time there is nothing to take up.
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
+        _check_origin(args, stored or {}, out)
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
     if out is not None and not args.resume:
         RunFolder.check_vacant(out)  # now: the data may take minutes to read
+    if args.init_from is not None and not _has_checkpoints(out) and not local_path(args.init_from).exists():
+        raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
     given = {key: getattr(args, option) for option, key in _KEYS.items()}
     recipe = override(recipe, [*args.set, *(f"{key}={value}" for key, value in given.items() if value is not None)])
@@ -229,6 +239,24 @@ def _check_auto(args: TrainArgs) -> None:
         )
 
 
+def _has_checkpoints(out: Path | None) -> bool:
+    return out is not None and bool(steps_in(out / OF_A_RUN))
+
+
+def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) -> None:
+    """Of a run that has checkpoints --init-from can only say again what it began with, as job scripts do."""
+    if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out):
+        return
+    began = stored["init_from"]
+    if began is None or Path(began) != args.init_from.absolute():
+        raise ShardingError(
+            "The run began with other parameters.",
+            where=f"--resume --init-from {args.init_from}",
+            why=f"{out} began with {'new ones' if began is None else f'those of {began}'}, and goes on with its own.",
+            do="leave out --init-from; or begin a new run: without --resume, in another --out.",
+        )
+
+
 def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     """The arguments, and where they say nothing what the run was begun with; what was chosen for it stays."""
     if args.auto and stored:
@@ -241,7 +269,7 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
         elif key in map(_key, args.set):
             taken.pop(option, None)
     as_given = {"data": lambda paths: tuple(map(Path, paths)), "tokenizer": lambda path: path and Path(path)}
-    as_given["unit"] = tuple
+    as_given |= {"unit": tuple, "init_from": as_given["tokenizer"]}
     taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
     return dataclasses.replace(args, **taken | {"set": (*settings, *args.set)})
 

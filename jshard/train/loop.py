@@ -218,7 +218,9 @@ class _Loop:
         self._wait(in_flight=0)
         if self._stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
             asked = int(self._agreement.start(self._stop.received or 0))
-            self._stopped_by = signal.Signals(asked) if asked else None
+            if asked:
+                self._stopped_by = signal.Signals(asked)
+                self._stop.told()
         return Fitted(done, self._val_loss, self._stopped_by)
 
     def _do(self, batch: Any, number: int) -> Scalars:
@@ -261,6 +263,7 @@ class _Loop:
             _check_finite(step, scalars)
             if asked:
                 self._stopped_by = signal.Signals(int(asked))
+                self._stop.told()
 
     def _between_steps(self, step: int, *, last: int) -> None:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""

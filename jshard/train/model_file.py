@@ -107,6 +107,29 @@ class ModelFile:
             )
         return name, _made(self.path, name, self.recipes[name])
 
+    def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
+        """What `hf_names` says of a config; None where the file has no such function.
+
+        Args:
+            config: of the model.
+
+        Raises:
+            ModelFileError: there are no such names for this config.
+        """
+        if self.hf_names is None:
+            return None
+        try:
+            return self.hf_names(config)
+        except FourPartError:
+            raise
+        except ValueError as error:
+            raise ModelFileError(
+                "The parameters of this config have no names elsewhere.",
+                where=place_in(self.path, error),
+                why=f"hf_names says: {error}.",
+                do="choose a config that it knows; or a checkpoint of jshard, whose names are the model's own.",
+            ) from error
+
 
 def load_model_file(path: str | Path) -> ModelFile:
     """Runs a model file and picks its names.

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jshard._errors import RunError, ShardingError
 from jshard._processes import is_primary
+from jshard.checkpoint.whereabouts import OF_A_RUN, steps_in
 from jshard.train import launch
 from jshard.train.data import Data, DataError, Loader, local_rows
 from jshard.train.folder.run_folder import RunFolder
@@ -43,7 +44,7 @@ from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.sample import sample_text
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.recipe_check import check_batch, check_recipe
-from jshard.train.state import batch_like
+from jshard.train.state import batch_like, check_source
 from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
 
@@ -108,8 +109,9 @@ def run_recipe(
         sample_tokens: tokens that the model writes in the end, if its file says how; 0 for none.
         profile: numbers of steps to profile, such as range(11, 16); see `StepProfile`.
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
-        init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads.
-        stop_deadline_s: how long the last save of a run that is asked to stop may take; no limit by default.
+        init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
+            checkpoints of its own goes on from these, and does not read it again.
+        stop_deadline_s: how long after the signal a run that is asked to stop waits for its saves; no limit by default.
         say: prints a line.
 
     Returns:
@@ -128,6 +130,8 @@ def run_recipe(
     _check_vocabulary(recipe, data)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
+    if init_from is not None and not (resume and steps_in(Path(out) / OF_A_RUN)):
+        check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
     record = RunRecord.of(recipe, name=name, model_file=model_file.path, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
@@ -153,20 +157,21 @@ class _Job:
         init_from: Path | None,
         stop_deadline_s: float | None,
     ) -> None:
-        self._compiler_options, self._init_from, self._stop_deadline_s = compiler_options, init_from, stop_deadline_s
+        self._compiler_options, self._init_from, self._stop = compiler_options, init_from, StopSignal()
         self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
         self._folder, self._say, self._to_profile = folder, say, profile
-        self._checkpoints = RunCheckpoints(model_file, recipe, mesh, folder, say)
+        left_s = lambda: self._stop.left_s(stop_deadline_s)
+        self._checkpoints = RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s)
 
     def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
         """Trains, and tells with an error how to go on after it."""
         try:
-            with StopSignal() as stop:
+            with self._stop:
                 model, optimizer, start_step = self._checkpoints.state(self._init_from)
                 if start_step < self._recipe.num_steps:
                     step = self._step(model, optimizer, start_step)
                     del model, optimizer  # the step holds them, and gives their memory to its results
-                    fitted = self._fit(step, start_step, loader, eval_loader, track, stop)
+                    fitted = self._fit(step, start_step, loader, eval_loader, track)
                     model = step.model
                 else:
                     fitted = Fitted(start_step)
@@ -190,20 +195,15 @@ class _Job:
         return f"nothing is left to train: {done} steps are done, and {asked}; --steps {2 * done} goes on."
 
     def _fit(
-        self,
-        step: TrainStep,
-        start_step: int,
-        loader: Loader,
-        eval_loader: Loader,
-        track: Sequence[str],
-        stop: StopSignal,
+        self, step: TrainStep, start_step: int, loader: Loader, eval_loader: Loader, track: Sequence[str]
     ) -> Fitted:
         recipe = self._recipe
         like = batch_like(self._data, eval_loader.batch_size, self._mesh)
         eval_step = EvalStep(self._model_file.loss_fn, step, like)
         tracker, note = self._tracker(step, start_step, track)
         profile = self._profile(step, start_step, note)
-        batches = loader.train(recipe.num_steps, start_step=start_step)
+        start_sample = self._folder.samples_before(start_step)
+        batches = loader.train(recipe.num_steps, start_step=start_step, start_sample=start_sample)
         try:
             with self._checkpoints:  # whatever comes, a save at work comes to its end
                 fitted = fit(
@@ -222,10 +222,10 @@ class _Job:
                         do=lambda done: self._checkpoints.save(step, done),
                         check=self._checkpoints.check,
                     ),
-                    stop=stop,
+                    stop=self._stop,
                     profile=profile,
                 )
-                self._checkpoints.wait(None if fitted.stopped_by is None else self._stop_deadline_s)
+                self._checkpoints.wait()
             return fitted
         finally:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come

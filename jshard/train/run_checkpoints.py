@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from jshard.train.settings.recipe import Recipe
 from jshard.train.state import create, create_from, restore
 from jshard.train.step import TrainStep
 
+_LOOK_S = 0.02
+
 State = tuple[nnx.Module, nnx.Optimizer[Any], int]
 
 
@@ -30,15 +33,24 @@ class RunCheckpoints:
         mesh: the devices.
         folder: of the run.
         say: prints a line.
+        left_s: how long a wait for a save may take; None for as long as it needs.
 
     Attributes:
         is_begun: whether there is something to go on from: a run that is refused leaves nothing.
     """
 
     def __init__(
-        self, model_file: ModelFile, recipe: Recipe, mesh: Mesh, folder: RunFolder, say: Callable[[str], object]
+        self,
+        model_file: ModelFile,
+        recipe: Recipe,
+        mesh: Mesh,
+        folder: RunFolder,
+        say: Callable[[str], object],
+        *,
+        left_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
+        self._left_s = left_s
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by its step
         self._noted: int | None = None
@@ -61,6 +73,7 @@ class RunCheckpoints:
         """
         latest = self._series.agreed_latest()
         if latest is None:
+            self._series.set_aside_newer(-1)  # what was copied by half would stand in the way of a save
             return *self._new(init_from), 0
         try:
             state = restore(self._model_file, self._recipe, self._mesh, self._series, latest)
@@ -73,7 +86,9 @@ class RunCheckpoints:
                 why=f"{self._model_file.path} now builds another model, or another optimizer, than the run has.",
                 do="resume with the file as it was; or begin a new run: without --resume, in another --out.",
             ) from error
-        path = self._series.path(state[2])
+        path = self._path(state[2])
+        if init_from is not None:
+            self._say(f"--init-from {init_from} is not read: the parameters are the run's own")
         self._series.set_aside_newer(state[2])
         self._say(f"resumed from {path}")
         launch.note(step=state[2], checkpoint=str(path))
@@ -89,6 +104,7 @@ class RunCheckpoints:
             keep_on_disk(self._folder.metrics)  # a checkpoint that survives a power cut has its record
         state = {"model": step.model, "optimizer": step.optimizer, "step": done}
         metrics = {"val_loss": self._val_losses[done]} if done in self._val_losses else None
+        self.wait()  # for the one before
         self._series.save_async(done, state, metrics=metrics)
         self._note()
 
@@ -97,14 +113,17 @@ class RunCheckpoints:
         self._series.check()
         self._note()
 
-    def wait(self, timeout_s: float | None) -> None:
-        """Waits until no save is at work."""
-        self._series.wait(timeout_s)
+    def wait(self) -> None:
+        """Waits until no save is at work; from the signal on that ends the run, as long as there is time for it."""
+        until_s = time.monotonic() + self._series.timeout_s
+        while self._series.is_saving and self._left_s() is None and time.monotonic() < until_s:
+            time.sleep(_LOOK_S)  # the signal may come while it waits
+        self._series.wait(self._left_s())
 
     def latest(self) -> Path | None:
         """The newest one."""
         latest = self._series.latest()
-        return None if latest is None else self._series.path(latest)
+        return None if latest is None else self._path(latest)
 
     def how_to_go_on(self) -> str:
         """What to tell with an error."""
@@ -114,15 +133,20 @@ class RunCheckpoints:
         return f"last good checkpoint: {path}; --out {self._folder.path} --resume goes on from it."
 
     def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
-        self.is_begun = True
         if init_from is None:
-            return create(self._model_file, self._recipe, self._mesh)
-        begun = create_from(self._model_file, self._recipe, self._mesh, init_from)
-        self._say(f"parameters of {init_from}")
+            begun = create(self._model_file, self._recipe, self._mesh)
+        else:
+            begun = create_from(self._model_file, self._recipe, self._mesh, init_from)
+            self._say(f"parameters of {init_from}")
+        self.is_begun = True
         return begun
+
+    def _path(self, step: int) -> Path:
+        """Of a checkpoint, as the folder of the run was given."""
+        return self._folder.checkpoints / str(step)
 
     def _note(self) -> None:
         """Tells the supervisor of a checkpoint that has become complete."""
         if (done := self._series.completed) != self._noted and done is not None:
             self._noted = done
-            launch.note(checkpoint=str(self._series.path(done)))
+            launch.note(checkpoint=str(self._path(done)))

@@ -13,9 +13,10 @@ from jax.sharding import Mesh
 from jshard._init import abstract_init, shard_init
 from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer, shard_optimizer
-from jshard.checkpoint import Checkpointer
+from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
+from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.places import checkpoint_at
 from jshard.train.data import Data
 from jshard.train.model_file import ModelFile
@@ -56,10 +57,7 @@ def restore(
         CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
         RunError: all are damaged, or cannot be read.
     """
-    model = abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
+    model = _abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(model, recipe.optimizer())
     state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step, fall_back=True)
     return state["model"], state["optimizer"], int(state["step"])
@@ -78,16 +76,30 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
         The model and the optimizer.
 
     Raises:
-        CheckpointError: there is no checkpoint, or its parameters do not fit the model.
+        ShardingError: there is no checkpoint, or its parameters do not fit the model.
         RunError: it is damaged, or cannot be read.
     """
+    found, names = _source(model_file, recipe, path)
     model = _new_model(model_file, recipe, mesh)
-    found = checkpoint_at(path)
-    names = None
-    if model_file.hf_names is not None and foreign_source(found) is not None:
-        names = model_file.hf_names(recipe.model)
     model = restore_state(found, like={"model": model}, only="params", names=names)["model"]
     return model, shard_optimizer(model, recipe.optimizer())
+
+
+def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:
+    """Raises what `create_from` would raise of a source that does not fit, before there is an array.
+
+    Args:
+        model_file: see `create_from`, as for those below.
+        recipe: its config and its seed.
+        mesh: the devices.
+        path: what the parameters are to be read from.
+
+    Raises:
+        ShardingError: there is no checkpoint, or its parameters do not fit the model.
+        RunError: what describes it is damaged.
+    """
+    found, names = _source(model_file, recipe, path)
+    forecast(found, like={"model": _abstract_model(model_file, recipe, mesh)}, only="params", names=names)
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
@@ -99,6 +111,20 @@ def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[st
         return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
 
     return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
+
+
+def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Names | None]:
+    """The checkpoint that a path means, and what it calls the parameters if others wrote it."""
+    found = checkpoint_at(path)
+    is_foreign = foreign_source(found) is not None
+    return found, model_file.names_elsewhere(recipe.model) if is_foreign else None
+
+
+def _abstract_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
+    return abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+    )
 
 
 def _new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:

@@ -7,6 +7,7 @@ flat list of donated arrays, and is put back into the objects only when somebody
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -105,7 +106,7 @@ class TrainStep:
         """The compiled program, to be read."""
         return self._program
 
-    @property
+    @functools.cached_property
     def peak_bytes(self) -> int:
         """Bytes per device that the compiled program holds at once: state, batch and temporaries."""
         return program_bytes(self._program)

@@ -19,9 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard import checkpoint
+from jshard._compat import coordinator
 from jshard._errors import FourPartError
 from jshard.checkpoint import storage
 from jshard.checkpoint.meeting import exchange
+from jshard.checkpoint.saving import Saving
+from jshard.checkpoint.sums import LeafSums
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
 
 PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
@@ -58,7 +61,29 @@ def matrix():
 def not_shared():
     """Each process is given a folder of its own."""
     checkpoint.shared_folder._SHOWN_S = 0.5
-    return told(lambda: checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}"))
+    own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
+    assert own.latest() is None and not own.folder.exists()
+    return told(lambda: own.save(1, state(1)))
+
+
+def balance():
+    """Bytes that each process writes of arrays that both hold whole, and the same after a restore."""
+    everywhere = NamedSharding(js.mesh(), PartitionSpec())
+    values = {f"w{i}": np.full((256 + i, 256), i, np.float32) for i in range(16)}
+    held = {
+        name: jax.make_array_from_callback(x.shape, everywhere, lambda box, x=x: x[box]) for name, x in values.items()
+    }
+    before = written_bytes()
+    checkpoint.save(FOLDER / "balance", held)
+    found = {"bytes": written_bytes() - before}
+    restored = checkpoint.restore(FOLDER / "balance", like=held)
+    found["equal"] = all(np.array_equal(restored[name], x) for name, x in values.items())
+    found["sharding"] = all(restored[name].sharding == everywhere for name in values)
+    return found
+
+
+def written_bytes():
+    return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
 
 
 def series(name):
@@ -79,6 +104,47 @@ def is_state(found, number):
     pairs = zip(found["w"].addressable_shards, wanted["w"].addressable_shards, strict=True)
     same = all(bool(jnp.array_equal(a.data, b.data)) for a, b in pairs)
     return same and np.array_equal(found["ids"], wanted["ids"]) and found["step"] == number
+
+
+def apart():
+    """What fails in one process fails in both at once, and the same path is good the next time."""
+    found = {}
+    mine = {"key": jax.random.key(1), "count": jnp.asarray(3), "grid": jnp.arange(6.0).reshape(2, 3)}
+    checkpoint.save(FOLDER / "local", {**state(1), **mine})
+    restored = checkpoint.restore(FOLDER / "local", like={**state(0), **mine})
+    found["local"] = is_state(restored, 1) and all(same(restored[name], mine[name]) for name in mine)
+    found["alone"] = same(checkpoint.restore(FOLDER / "local", like={"key": jax.random.key(0)})["key"], mine["key"])
+    until, kept = time.monotonic() + 20, coordinator().key_value_dir_get
+    of_before = lambda: [key for key, _ in kept("jshard/") if "/apart/" not in key]  # the other may be further on
+    while of_before() and time.monotonic() < until:
+        time.sleep(0.01)
+    found["kept"] = of_before()
+
+    save = lambda timeout_s=60, **others: told(
+        lambda: checkpoint.save(FOLDER / "apart", {**state(1), **others}, timeout_s=timeout_s)
+    )
+    found["other values"] = save(key=jax.random.key(PROCESS))
+    found["no data"] = save(f=print if PROCESS == 1 else 1)
+    for process, owner, part in ((0, Saving, "_prepare"), (1, LeafSums, "__init__"), (1, storage, "save_async")):
+        works = getattr(owner, part)
+        if process == PROCESS:
+            setattr(owner, part, fails)
+        found[part] = save(timeout_s=2 if owner is storage else 60)  # Orbax waits for it
+        setattr(owner, part, works)
+    exchange("afterwards", "", timeout_s=60)  # one was told at once what the other one waited for
+    found["afterwards"] = save()
+    found["equal"] = is_state(checkpoint.restore(FOLDER / "apart", like=state(0)), 1)
+    return found
+
+
+def same(a, b):
+    keys = jnp.issubdtype(b.dtype, jax.dtypes.prng_key)
+    a, b = (jax.random.key_data(x) if keys else x for x in (a, b))
+    return np.array_equal(a, b)
+
+
+def fails(*args, **options):
+    raise ValueError("not foreseen")
 
 
 def stall():

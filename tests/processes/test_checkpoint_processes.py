@@ -59,7 +59,7 @@ def read(folder, part, process):
 def test_two_processes(tmp_path):
     for seed, layout in enumerate(LAYOUTS):
         checkpoint.save(tmp_path / f"one {layout}", filled(layout, seed))
-    codes = end(start_two(tmp_path, "matrix", "not_shared", "stall"))
+    codes = end(start_two(tmp_path, "matrix", "balance", "not_shared", "apart", "stall"))
     assert codes == [0, 0], [(tmp_path / f"stderr-{process}").read_text()[-3000:] for process in range(2)]
 
     # The matrix, by what each process holds; and what two have written, on layouts of one.
@@ -71,8 +71,17 @@ def test_two_processes(tmp_path):
         restored = checkpoint.restore(tmp_path / f"two {source}", like=abstract(target))
         assert differences(restored, target, seed) == []
 
+    what_both_hold_is_written_by_both(tmp_path)
     folders_that_are_not_shared(tmp_path)
+    what_fails_in_one_process(tmp_path)
     a_process_that_is_stopped(tmp_path)
+
+
+def what_both_hold_is_written_by_both(folder):
+    found = [read(folder, "balance", process) for process in range(2)]
+    assert all(each["equal"] and each["sharding"] for each in found)
+    few, many = sorted(each["bytes"] for each in found)
+    assert few > 0.8 * many and few > 2 * 2**20, found
 
 
 def folders_that_are_not_shared(folder):
@@ -84,6 +93,22 @@ def folders_that_are_not_shared(folder):
         f"  why:   process 0 on {host} wrote a file into {folder}/own-0, and these did not see it in 0 s.\n"
         "  do:    name a folder on a file system that all hosts have, by the same path."
     }
+
+
+def what_fails_in_one_process(folder):
+    """Both are told at once, and what was saved before or is saved afterwards is good."""
+    for process in range(2):
+        found = read(folder, "apart", process)
+        assert found["local"] and found["alone"] and found["equal"] and not found["afterwards"]
+        assert found["kept"] == []  # no save leaves anything in the service that the processes share
+        assert "  where: key  of process 0 and of process 1\n" in found["other values"]["text"]
+        assert "1 leaves are no data.\n  where: f  a builtin_function" in found["no data"]["text"]
+        assert {found[name]["type"] for name in ("other values", "no data")} == {"CheckpointError"}
+        for name in ("_prepare", "__init__", "save_async"):
+            assert found[name]["type"] == "RunError"
+            assert "ValueError: not foreseen" in found[name]["text"] or (process, name) == (0, "save_async")
+        at_once = ("other values", "no data", "_prepare", "__init__")
+        assert "waited" not in "".join(found[name]["text"] for name in at_once)
 
 
 def a_process_that_is_stopped(folder):

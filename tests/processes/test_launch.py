@@ -180,30 +180,30 @@ def test_what_a_stop_brings_about_is_no_loss(capfd, harmless, tmp_path, actions)
 # One test for all that needs jax, which takes seconds to start.
 def test_real_processes_meet_work_and_leave(capfd):
     real = [sys.executable, str(HERE / "jax_worker.py")]
+    assert launch.supervise([*real, "2"], processes=2) == 0
+    out, err = capfd.readouterr()
+    assert out == "total 3, 2 of 4 devices\n"
+    assert "native chatter" in err and "Gloo" not in err
+
+    assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
+    told = plain(capfd.readouterr().err)
+    assert told.endswith(
+        KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
+    )
+    assert "failed" not in told and "Terminating process" not in told
+
+    # What a worker has told itself, be it before it met the others, needs no report.
+    assert launch.supervise([*real, "0"], processes=2, deadlines=PATIENT) == 1
+    assert capfd.readouterr().err.replace("native chatter\n", "") == (
+        "RunError: The disk is full.\n  where: /data\n  why:   0 bytes are free.\n  do:    df -h\n"
+    )
+
+    # Without their supervisor the workers end.
     options = json.dumps({"processes": 2})
     orphan = subprocess.Popen(
         [sys.executable, str(HERE / "supervise.py"), options, *real, "100000"], stdout=subprocess.PIPE, text=True
     )
     try:
-        assert launch.supervise([*real, "2"], processes=2) == 0
-        out, err = capfd.readouterr()
-        assert out == "total 3, 2 of 4 devices\n"
-        assert "native chatter" in err and "Gloo" not in err
-
-        assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
-        told = plain(capfd.readouterr().err)
-        assert told.endswith(
-            KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
-        )
-        assert "failed" not in told and "Terminating process" not in told
-
-        # What a worker has told itself, be it before it met the others, needs no report.
-        assert launch.supervise([*real, "0"], processes=2, deadlines=PATIENT) == 1
-        assert capfd.readouterr().err.replace("native chatter\n", "") == (
-            "RunError: The disk is full.\n  where: /data\n  why:   0 bytes are free.\n  do:    df -h\n"
-        )
-
-        # Without their supervisor the workers end.
         assert orphan.stdout is not None
         assert any("total 3" in line for line in iter(orphan.stdout.readline, ""))
         children = Path(f"/proc/{orphan.pid}/task/{orphan.pid}/children").read_text().split()

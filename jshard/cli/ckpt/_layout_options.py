@@ -51,7 +51,8 @@ class Model:
         Raises:
             ShardingError: the file does not say.
         """
-        if self.file.hf_names is None:
+        names = self.file.names_elsewhere(self.recipe.model)
+        if names is None:
             raise ShardingError(
                 "The model file does not say what its parameters are called elsewhere.",
                 where=str(self.file.path),
@@ -59,7 +60,7 @@ class Model:
                 do="add it: its result maps each path, such as blocks/0/mlp/up/kernel, to a name; see models/gpt.py.\n"
                 "Without --model all leaves keep their names.",
             )
-        return self.file.hf_names(self.recipe.model)
+        return names
 
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""

@@ -13,7 +13,7 @@ from jshard._errors import RunError, ShardingError
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.formats import ForeignSource, Source, whole_leaves, write_safetensors
 from jshard.checkpoint.formats.names import Names
-from jshard.checkpoint.part_of import part_of
+from jshard.checkpoint.part_of import Part, part_of
 from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
@@ -44,6 +44,8 @@ class ExportArgs:
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
     """Another value for the recipe, as often as needed: --set model.n_layer=4."""
+    extra: Literal["error", "ignore"] = "error"
+    """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
     """Most of a file, in 10^9 bytes."""
     no_verify: bool = False
@@ -60,9 +62,8 @@ def run(argv: Sequence[str]) -> int:
     ours = CheckpointSource(path)
     if not args.no_verify:
         _check_good(ours)
-    source: Source = part_of(ours, args.part, names=None if model is None else model.names())
-    if model is not None:
-        source = _named(args, source, model.names())
+    part = part_of(ours, args.part, names=None if model is None else model.names())
+    source: Source = part if model is None else _named(args, part, model.names())
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("export", total) as note:
         files = write_safetensors(
@@ -87,7 +88,7 @@ def _check_good(ours: CheckpointSource) -> None:
         )
 
 
-def _named(args: ExportArgs, source: Source, names: Names) -> Source:
+def _named(args: ExportArgs, source: Part, names: Names) -> Source:
     missing = [path for path in names if path not in source.leaves]
     if missing:
         raise ShardingError(
@@ -95,5 +96,13 @@ def _named(args: ExportArgs, source: Source, names: Names) -> Source:
             where=[str(args.path), *("/".join(filter(None, (args.part, path))) for path in missing)],
             why=f"hf_names of {args.model} lists {len(names)} leaves.",
             do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.",
+        )
+    if source.left_over and args.extra == "error":
+        raise ShardingError(
+            f"The checkpoint is not of this model: {len(source.left_over)} leaves are left over.",
+            where=[str(args.path), *source.left_over],
+            why=f"hf_names of {args.model} lists {len(names)} leaves, and not these: what is written would lack them.",
+            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N;\n"
+            "--extra ignore leaves them out.",
         )
     return ForeignSource(source, names)

@@ -52,10 +52,11 @@ def run(argv: Sequence[str]) -> int:
     args = parse(ImportArgs, argv, command="jshard ckpt import", example="gpt2/model.safetensors out")
     model = Model.load(args.model, args.recipe, args.set)
     mesh = cpu_mesh(args.mesh)
-    source, values = _opened(args.path)
+    source = _opened(args.path)
     names = None if model is None else model.names()
+    values = _values(source) if names is None else {}
     if names is not None:
-        source, values = NamedSource(source, names), {}
+        source = NamedSource(source, names)
         _check_whole(args, source)
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     below = "model" if names is not None else ""
@@ -65,11 +66,9 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _opened(path: Path) -> tuple[Source, Mapping[str, Any]]:
-    """The arrays, and the numbers and texts beside them."""
+def _opened(path: Path) -> Source:
     if is_checkpoint(path):
-        ours = CheckpointSource(path.absolute())
-        return ours, ours.values()
+        return CheckpointSource(path.absolute())
     found = foreign_source(path)
     if found is None:
         raise CheckpointError(
@@ -78,9 +77,13 @@ def _opened(path: Path) -> tuple[Source, Mapping[str, Any]]:
             why="no such file or folder." if not path.exists() else "it is of no format that is known here.",
             do="give a .safetensors file or a folder of them, a folder with .metadata, or one that Orbax wrote.",
         )
-    # Values of Python travel where they are plain numbers and texts; what lists PyTorch keeps has no place here.
-    values = getattr(found, "values", {})
-    return found, {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+    return found
+
+
+def _values(source: Source) -> Mapping[str, Any]:
+    """The numbers and texts beside the arrays; what lists PyTorch keeps has no place here."""
+    values = source.values() if isinstance(source, CheckpointSource) else getattr(source, "values", {})
+    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
 
 
 def _check_whole(args: ImportArgs, source: NamedSource) -> None:

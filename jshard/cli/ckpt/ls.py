@@ -58,6 +58,8 @@ def _version(entry: Entry) -> str:
 
 
 def _state(entry: Entry) -> str:
+    if not entry.is_complete:
+        return "INCOMPLETE"
     return "DAMAGED" if entry.damage else "latest" if entry.is_latest else "complete"
 
 

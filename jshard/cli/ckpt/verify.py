@@ -8,9 +8,9 @@ from pathlib import Path
 
 import tyro
 
-from jshard.checkpoint.listing import listing
+from jshard.checkpoint.listing import Entry, listing
 from jshard.checkpoint.places import checkpoint_at
-from jshard.checkpoint.verifying import Verdict, verify
+from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, progress, size
 from jshard.inspect.tables import add_row, made_table, printed
@@ -37,20 +37,21 @@ class VerifyArgs:
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt verify`."""
     args = parse(VerifyArgs, argv, command="jshard ckpt verify", example="runs/gpt-tiny")
-    if args.all:
-        sizes = {entry.path: entry.num_bytes for entry in listing(args.path).entries}
-    else:
-        path = checkpoint_at(args.path, args.step)
-        sizes = {path: sum(entry.num_bytes for entry in listing(path).entries)}
+    entries = listing(args.path if args.all else checkpoint_at(args.path, args.step)).entries
     verdicts = []
-    with progress("verify", sum(sizes.values())) as note:
-        for path in sizes:
-            verdicts.append(verify(path, on_read=note))
+    with progress("verify", sum(entry.num_bytes for entry in entries)) as note:
+        for entry in entries:
+            verdicts.append(verify(entry.path, on_read=note) if entry.is_complete else _incomplete(entry))
             if not args.json:
                 print(_told(verdicts[-1]))
     if args.json:
         print(as_json([_to_json(verdict) for verdict in verdicts]))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
+
+
+def _incomplete(entry: Entry) -> Verdict:
+    findings = tuple(Finding(leaf=None, file=None, why=why) for why in entry.damage)
+    return Verdict(path=entry.path, findings=findings, num_leaves=0, num_bytes=0, num_files=0)
 
 
 def _told(verdict: Verdict) -> str:

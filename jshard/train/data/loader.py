@@ -2,8 +2,9 @@
 
 A `Source` is anything with a length whose items are dicts of arrays: windows of text, or images, or what a
 model file makes up. The sample that row `r` of step `s` reads is a pure function of (seed, number of
-samples, `s * batch_size + r`). Neither the mesh nor the number of processes enters, so a run may continue on other
-machines with the very samples it would have seen.
+samples, `s * batch_size + r`); a run whose batches have changed their size counts the samples of the steps before.
+Neither the mesh nor the number of processes enters, so a run may continue on other machines with the very samples it
+would have seen.
 """
 
 from __future__ import annotations
@@ -100,16 +101,17 @@ class Loader:
         """Indices into `data.train` of the whole global batch of a step, whatever rows are read here.
 
         Args:
-            step: number of the step, from 0.
+            step: number of the step, from 0, in a run whose batches all have this size.
         """
-        return self._ids(self._order(), step, range(self.batch_size))
+        return self._ids(self._order(), step * self.batch_size, range(self.batch_size))
 
-    def train(self, num_steps: int, *, start_step: int = 0) -> Batches:
+    def train(self, num_steps: int, *, start_step: int = 0, start_sample: int | None = None) -> Batches:
         """The batches of a run, shuffled anew in every pass over the data.
 
         Args:
             num_steps: steps of the whole run.
             start_step: steps that were done before, whose batches are left out.
+            start_sample: samples that those batches held, of whatever size they were; by default of this one.
 
         Returns:
             An iterator of `num_steps - start_step` dicts of arrays: `rows` of each global batch.
@@ -119,7 +121,8 @@ class Loader:
             RunError: a sample cannot be read, or a worker process died; when the batch with it is asked for.
         """
         reader, order = self._reader("train", RunError), self._order()
-        ids = lambda step: self._ids(order, step, self.rows)
+        start_sample = start_step * self.batch_size if start_sample is None else start_sample
+        ids = lambda step: self._ids(order, start_sample + (step - start_step) * self.batch_size, self.rows)
         if not self.workers:
             yield from _prefetched(lambda step: reader.batch(ids(step)), start_step, num_steps)
             return
@@ -155,8 +158,7 @@ class Loader:
 
         return grain.MapDataset.range(len(self.data.train)).shuffle(self.seed).repeat()
 
-    def _ids(self, order: Any, step: int, rows: Sequence[int]) -> list[int]:
-        first = step * self.batch_size
+    def _ids(self, order: Any, first: int, rows: Sequence[int]) -> list[int]:
         return [int(order[first + row]) for row in rows]
 
 

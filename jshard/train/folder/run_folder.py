@@ -60,6 +60,7 @@ class RunFolder:
         self.config, self.notices = record.recipe, list[str]()
         self._record = record
         self._lock: RunLock | None = None
+        self._batch_sizes: list[tuple[int, int]] = []
 
     @classmethod
     def open(
@@ -106,6 +107,7 @@ class RunFolder:
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             check_agree([report["asked"] for report in reports], [report["host"] for report in reports])
             folder.notices = said["notices"]
+            folder._batch_sizes = said["batch_sizes"]
             _check_shared(gather(folder._view(said["token"], wait_s)), folder.path)
             undo.pop_all()
         return folder
@@ -120,6 +122,16 @@ class RunFolder:
         """The folder for a `Checkpointer`."""
         return self.path / "checkpoints"
 
+    def samples_before(self, step: int) -> int:
+        """Samples that the steps before one were given: the batches of a resumed run may have had several sizes.
+
+        Args:
+            step: number of steps that are done.
+        """
+        sizes = self._batch_sizes or [(0, self.config["batch_size"])]
+        ends = [*(begin for begin, _ in sizes[1:]), step]
+        return sum(max(0, min(end, step) - begin) * size for (begin, size), end in zip(sizes, ends, strict=True))
+
     def started(self, *, step: int, mesh: Mesh | Mapping[str, int]) -> None:
         """Notes in run.json that the run goes on from a step, where and with which versions.
 
@@ -130,6 +142,7 @@ class RunFolder:
         degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
         start = {
             "step": step,
+            "batch_size": self.config["batch_size"],
             "mesh": degrees,
             "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -220,6 +233,7 @@ class RunFolder:
         RunLock.check_free(self.path / _LOCK)
         stored = _read(self.path)
         self.notices += record.check_continues(stored, where=where)
+        self._batch_sizes = _batch_sizes(stored)
         with _writing(self.path):
             self._lock = RunLock(self.path / _LOCK, token)
         before = stored["starts"][-1]["versions"] if stored["starts"] else stored["versions"]
@@ -237,6 +251,7 @@ class RunFolder:
         parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
         asked = {"resume": self.is_resumed, **self._record.said()}
         told = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
+        told["batch_sizes"] = self._batch_sizes
         return json.dumps(told | {"host": socket.gethostname()})
 
     def _check_told(self, said: Mapping[str, Any]) -> None:
@@ -308,6 +323,15 @@ def _read(path: Path) -> dict[str, Any]:
             do="put a copy of that file back; the checkpoints are untouched, and a new run can start in another --out.",
         ) from error
     return stored
+
+
+def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """From which step on the batches of a run had which size; a start at an earlier step has taken later ones back."""
+    found: list[tuple[int, int]] = []
+    for start in stored["starts"]:
+        size = start.get("batch_size", stored["recipe"]["batch_size"])
+        found = [*((begin, before) for begin, before in found if begin < start["step"]), (start["step"], size)]
+    return found
 
 
 def _write(path: Path, record: Mapping[str, Any]) -> None:

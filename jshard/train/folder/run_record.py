@@ -10,7 +10,7 @@ from typing import Any
 from jshard._errors import ShardingError
 from jshard.train.folder.as_json import tree
 
-_FIXED = ("model", "sequence_length", "batch_size", "seed")  # with other values it would be another run
+_FIXED = ("model", "sequence_length", "seed")  # with other values it would be another run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,120 @@
+"""The folder of a series: which checkpoints lie there, which of them are whole, and which may go."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+from jshard._errors import RunError
+from jshard.checkpoint import ledger
+from jshard.checkpoint import seal as _seal
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.failures import reason
+from jshard.checkpoint.keep import Keep
+from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.saving import discard_unnamed, unnamed
+from jshard.checkpoint.storage import is_committed
+from jshard.checkpoint.whereabouts import incomplete, incomplete_in, steps_in
+
+
+class SeriesFolder:
+    """The files of a series, as one process sees them. What only one may do, the first process is to call.
+
+    Args:
+        folder: where the checkpoints lie; it need not be there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step lies, or would lie."""
+        return self.folder / str(step)
+
+    def steps(self) -> list[int]:
+        """Steps with a complete checkpoint, oldest first."""
+        return steps_in(self.folder)
+
+    def incomplete(self) -> list[int]:
+        """Steps whose folder is no complete checkpoint, oldest first."""
+        return incomplete_in(self.folder)
+
+    def damage(self, step: int) -> str | None:
+        """What is wrong with the files of a complete checkpoint, in short; None if they are all there."""
+        try:
+            seal = OrbaxCheckpoint(self.path(step)).seal
+        except RunError as error:
+            return error.why
+        except CheckpointError:
+            return None  # of a newer jshard: whoever restores it is told
+        found = [] if seal is None else _seal.damage(self.path(step), seal)
+        return None if not found else found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+
+    def begin(self, step: int, *, is_damaged: bool) -> None:
+        """Removes what interrupted saves left, and notes that this step is ours before it is there.
+
+        Args:
+            step: the one that is saved.
+            is_damaged: whether what lies there of this step is known to be damaged.
+
+        Raises:
+            CheckpointError: something lies there that was never completed.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        begun = ledger.begun(self.folder)
+        for old in begun:
+            discard_unnamed(self.path(old))
+        path = self.path(step)
+        if is_committed(path) and (is_damaged or self.damage(step) is not None):
+            self.set_aside(step)
+        if path.is_dir() and not is_committed(path):
+            raise incomplete(path)
+        if not path.exists():  # else the save refuses, and this one is not ours
+            ledger.write(self.folder, [*(old for old in begun if old != step and self.path(old).exists()), step])
+
+    def discard(self, step: int) -> None:
+        """Removes what a save of ours that failed has left."""
+        if step in ledger.begun(self.folder):
+            discard_unnamed(self.path(step))
+
+    def set_aside(self, step: int) -> None:
+        """Renames a damaged checkpoint to `STEP.damaged`, so that the step can be saved again."""
+        path = self.path(step)
+        aside = next(p for n in itertools.count() if not (p := _damaged_name(path, n)).exists())
+        path.rename(aside)
+        warn(f"the damaged checkpoint {path} is now called {aside.name}.")
+
+    def delete_old(self, keep: Keep, *, written: int) -> None:
+        """Deletes what no rule keeps, of what the series wrote."""
+        begun = ledger.begun(self.folder)
+        ours = {written, *(old for old in self.steps() if old in begun)}
+        stay = keep.stay(ours, self._metrics(ours) if keep.best else {}, written=written)
+        for old in ours - stay:
+            try:
+                # The new name makes it one step: a checkpoint is never there by half.
+                self.path(old).rename(unnamed(self.path(old)))
+            except OSError as error:
+                warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
+            discard_unnamed(self.path(old))
+
+    def _metrics(self, steps: set[int]) -> dict[int, Mapping[str, float]]:
+        found = {}
+        for step in steps:
+            try:
+                seal = _seal.read(self.path(step))
+            except (RunError, CheckpointError):
+                continue
+            if seal is not None:
+                found[step] = seal.metrics
+        return found
+
+
+def warn(message: str) -> None:
+    """What became of a checkpoint, for whoever called the series."""
+    warnings.warn(message, CheckpointWarning, stacklevel=3)
+
+
+def _damaged_name(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))
