@@ -4,9 +4,10 @@ Example:
     >>> import jshard as js
 """
 
-from typing import TYPE_CHECKING
+import typing as _typing
 
 from jshard import checkpoint as checkpoint
+from jshard import kernels as kernels
 from jshard._annotate import fully_shard as fully_shard
 from jshard._errors import AnnotationError as AnnotationError
 from jshard._errors import CallError as CallError
@@ -36,8 +37,9 @@ from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation
 from jshard.inspect.explain import explain as explain
 from jshard.inspect.profile.trace import trace as trace
+from jshard.kernels.shaping import overlap as overlap
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from jshard import train as train
 
 __version__ = "0.1.0"

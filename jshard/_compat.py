@@ -248,12 +248,13 @@ def automatic_axes() -> dict[str, int]:
 
 
 def parsed_program(program: str | bytes) -> Any:
-    """A module of MLIR, as `Lowered.as_text()` and the custom calls in it hold one; kernels of Mosaic GPU among them."""
-    import jax.experimental.mosaic.gpu as mosaic_gpu
+    """A module of MLIR, as `Lowered.as_text()` holds one, and in it the custom calls of Mosaic GPU."""
+    import jax.experimental.mosaic.gpu as module
     from jax.interpreters import mlir
 
     context = mlir.make_ir_context()
     context.allow_unregistered_dialects = True  # the modules of kernels are in a frozen form of their dialects
+    mosaic_gpu: Any = module  # its dialect is not in the names that it exports
     mosaic_gpu.dialect.register_dialect(context)
     with context, mlir.ir.Location.unknown():
         return mlir.ir.Module.parse(program)
@@ -265,3 +266,11 @@ def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
 
     wrap: Any = getattr(module, "compute_on2", module.compute_on)  # the first until 0.11
     return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
+
+
+def pallas_transposed(ref: Any) -> Any:
+    """A matrix in shared memory, its dims swapped."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    own = vars(plgpu).get("transpose_ref")  # deprecated since references do it themselves
+    return own(ref, (1, 0)) if own else ref.transpose((1, 0))

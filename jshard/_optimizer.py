@@ -48,7 +48,8 @@ def shard_optimizer(
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
     """
     optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
-    if all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(nnx.state(model, nnx.Param))):
+    arrays = jax.tree.leaves(nnx.state(model))
+    if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
         return optimizer
     graphdef, state = nnx.split(optimizer)
     shardings = jax.tree.map(lambda x: x.sharding, state)

@@ -44,6 +44,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True  # one table embeds the tokens and scores them
     positions: str = "learned"  # or "rotary"
+    mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
@@ -54,6 +55,8 @@ class GPTConfig:
             raise ValueError(f"d_model={self.d_model} does not split into n_head={self.n_head}")
         if self.positions not in ("learned", "rotary"):
             raise ValueError(f"positions={self.positions!r} is neither 'learned' nor 'rotary'")
+        if self.mlp not in ("plain", "pallas"):
+            raise ValueError(f"mlp={self.mlp!r} is neither 'plain' nor 'pallas'")
 
 
 # ---- The model -------------------------------------------------------------------------------
@@ -115,10 +118,14 @@ class MLP(nnx.Module):
     """The feed-forward half of a block: widen, bend, narrow, each position on its own."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.pallas = config.mlp == "pallas"
         self.up = linear(config.d_model, config.d_ff, std=0.02, rngs=rngs)
         self.down = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        if self.pallas:
+            up, down = self.up, self.down
+            return js.kernels.mlp(x_BTD, up.kernel[...], down.kernel[...], b_up=up.bias[...], b_down=down.bias[...])
         h_BTF = jax.nn.gelu(self.up(x_BTD))
         return self.down(h_BTF)
 

@@ -141,7 +141,6 @@ CASES: dict[str, str | tuple[str, int]] = {
     "resume: damaged record": "train model.py --out damaged --resume",
     "resume: another model": "train model.py --out run --resume --set model.n_layer=3 --set model.d_model=32",
     "resume: another seed": "train model.py --out run --resume --seed 7",
-    "resume: another batch size": "train model.py --out run --resume --set batch_size=32",
     "resume: other data": "train model.py --out run --resume --data other.txt",
     "resume: another length of sequences": "train model.py --out run --resume --set sequence_length=16",
     "resume: other layers in the file": "train wider.py --out run --resume --steps 4",

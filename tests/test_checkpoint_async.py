@@ -1,5 +1,6 @@
 """Saves in the background: of the values at the call, one at a time, and never lost without a word."""
 
+import errno
 import logging
 import os
 import shutil
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
-from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, failures, storage
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, failures, saving, storage
 from jshard.checkpoint.keep import Keep
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.saving import SAVING_SUFFIX
@@ -196,6 +197,67 @@ def test_two_saves_do_not_write_into_one_folder(tmp_path, gate):
     second.save(2, state(2))
     assert second.steps() == [1, 2] and is_state(second.restore(state(0), step=1), 1)
     assert not list(tmp_path.glob(f"*{SAVING_SUFFIX}*"))
+
+
+def test_a_disk_that_is_full_when_a_save_begins_does_not_lock_the_step(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", lambda *_: (_ for _ in ()).throw(full()))
+        with pytest.raises(RunError, match="No space left"):
+            Checkpointer(tmp_path).save(1, state(1))
+    assert not list(tmp_path.glob("*.owner"))
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, state(1))
+    assert ckpt.steps() == [1]
+
+
+def test_what_cannot_be_tidied_up_hides_no_error(tmp_path, monkeypatch):
+    """As where the file system turned read-only."""
+    opened = os.open
+
+    def refuses(path, flags, *mode, **options):
+        if str(path).endswith(".owner") and not flags & os.O_CREAT:
+            raise OSError(errno.EROFS, "read-only")
+        return opened(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refuses)
+    monkeypatch.setattr(saving.storage, "save_async", lambda *_, **__: (_ for _ in ()).throw(full()))
+    with pytest.raises(RunError, match="No space left"):
+        Checkpointer(tmp_path).save(1, state(1))
+
+
+FORKED = """
+import os, pathlib, signal, sys
+from jshard.checkpoint.owner import Owner, is_owned, _held
+draft = pathlib.Path(sys.argv[1])
+owner = Owner(draft)
+assert is_owned(draft)
+child = os.fork()
+if not child:
+    signal.pause()
+for number in _held:  # as if this process were killed
+    os.close(number)
+try:
+    assert not is_owned(draft)
+finally:
+    os.kill(child, signal.SIGKILL)
+"""
+
+
+def test_a_child_does_not_hold_the_lock_of_a_save(tmp_path):
+    """Workers of `multiprocessing` are forks on Linux, and outlive a process that is killed."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, str(tmp_path / "1.saving")], check=True, timeout=60)
+
+
+def test_where_no_thread_can_be_started_the_step_can_be_saved_again(tmp_path, monkeypatch):
+    ckpt = Checkpointer(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            saving, "Pending", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("can't start new thread"))
+        )
+        with pytest.raises(RunError, match="can't start new thread"):
+            ckpt.save_async(1, state(1))
+    ckpt.save(1, state(1))
+    assert ckpt.steps() == [1]
 
 
 def test_a_save_whose_folder_was_taken_is_not_sealed(tmp_path, gate):

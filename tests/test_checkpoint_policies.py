@@ -203,6 +203,13 @@ def test_only_the_parameters(saved):
     assert taken == {f"['model']['blocks'][{n}]['kernel'].value" for n in range(2)}
 
 
+class WithHead(NamedTuple):
+    """A part of a state that holds a module."""
+
+    head: nnx.Module
+    moments: nnx.State
+
+
 class Flat(NamedTuple):
     """A state as those write it who do without Flax."""
 
@@ -221,6 +228,7 @@ def with_parameters(x):
         "under a name": ({"model": frozen, "opt": moments, "step": x}, {"model/params"}),
         "TrainState": (TrainState(x, len, w, optax.identity(), moments), {"params"}),
         "a named tuple": ({"train": Flat(w, moments)}, {"train/params"}),
+        "a module in a named tuple": (WithHead(linear(), nnx.state(linear())), {"head"}),
         "nested modules": ({"net": {"one": linear(), "two": [linear()]}, "other": w}, {"net"}),
         "nnx.State": (nnx.state(linear()), {"bias", "kernel"}),
         "nnx.State under a name": ({"m": nnx.state(linear()), "o": w}, {"m"}),

@@ -156,7 +156,7 @@ def test_unknown_command_names_the_nearest(capsys):
     assert capsys.readouterr().err == (
         "ShardingError: There is no command 'trian'.\n"
         "  where: jshard trian\n"
-        "  why:   the commands are train, plan, trace, ckpt.\n"
+        "  why:   the commands are train, plan, trace, ckpt, occupancy, tune.\n"
         "  do:    jshard train\n"
     )
 

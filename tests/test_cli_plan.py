@@ -233,10 +233,10 @@ def test_a_compiler_that_takes_too_long_is_stopped(folder, monkeypatch):
 
 def test_errors_of_the_child_come_over_as_they_are():
     told = OptionError("No.", where=["a", "b"], why="1", do="2")
-    again = module._rebuilt(json.loads(json.dumps(module.as_json(told))))
+    again = module.rebuilt(json.loads(json.dumps(module.as_json(told))))
     assert type(again) is OptionError and str(again) == str(told)
     unknown = module.as_json(told) | {"kind": "ErrorOfTheModelFile", "is_request": False}
-    assert type(module._rebuilt(unknown)) is RunError
+    assert type(module.rebuilt(unknown)) is RunError
 
 
 @without_gpu_compiler

@@ -48,7 +48,7 @@ def sharded(config=MICRO):
 
 
 def test_file_stays_short():
-    assert len((MODELS / "gpt.py").read_text().splitlines()) <= 360
+    assert len((MODELS / "gpt.py").read_text().splitlines()) <= 370
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2_small", "gpt2_xl"])
@@ -148,6 +148,45 @@ def test_sharded_loss_is_that_of_the_plain_model():
     batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
     plain = nnx.jit(gpt.loss_fn)(build(), batch)
     np.testing.assert_allclose(nnx.jit(gpt.loss_fn)(model, js.shard_batch(batch, mesh)), plain, rtol=1e-6)
+
+
+def step_of(config, mesh, ids):
+    """Loss and gradients of one batch, sharded."""
+    model = js.shard_init(lambda: build(config), lambda model: gpt.annotate(model, mesh))
+    loss, grads = nnx.jit(nnx.value_and_grad(gpt.loss_fn))(model, {"inputs": ids[:, :-1], "targets": ids[:, 1:]})
+    return float(loss), {str(path): np.asarray(x, np.float32) for path, x in jax.tree.leaves_with_path(grads)}
+
+
+def test_kernels_of_pallas_leave_the_loss_as_it_is():
+    """On a CPU their twins run; in float32 these do what Flax's layers do, in every bit."""
+    ids = tokens((8, 17))
+    loss, grads = step_of(MICRO, js.mesh(), ids)
+    found, found_grads = step_of(dataclasses.replace(MICRO, mlp="pallas"), js.mesh(), ids)
+    assert found == loss
+    for path, x in grads.items():
+        np.testing.assert_array_equal(found_grads[path], x, err_msg=path)
+
+
+@pytest.mark.timeout(200)
+def test_kernels_of_pallas_step_by_step_are_their_twins(monkeypatch):
+    """Two layers in bfloat16 on one device: the interpreter of kernels knows no more."""
+    config = dataclasses.replace(MICRO, n_layer=2, d_model=64, d_ff=64, compute_dtype="bfloat16")
+    ids, mesh = tokens((2, 9)), js.mesh(devices=jax.devices()[:1])
+    loss, grads = step_of(config, mesh, ids)
+    calls = []
+    small = js.kernels.Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2)
+
+    def interpreted(*args, **options):
+        calls.append(args)
+        return mlp(*args, backend="interpret", occupancy=small, **options)
+
+    mlp = js.kernels.mlp
+    monkeypatch.setattr(js.kernels, "mlp", interpreted)
+    found, found_grads = step_of(dataclasses.replace(config, mlp="pallas"), mesh, ids)
+    assert len(calls) >= 2
+    assert found == pytest.approx(loss, rel=1e-4)
+    for path, x in grads.items():
+        assert np.linalg.norm(found_grads[path] - x) <= 2e-2 * np.linalg.norm(x), path
 
 
 def test_generate_continues_past_the_block_size():

@@ -258,6 +258,18 @@ def test_batches_of_another_size_go_on_after_the_samples_that_were_given(tmp_pat
     assert before == [[0, 80, 160], [0, 80, 160 + 4 * 8], [0, 80, 160 + 2 * 8], [0, 80, 160 + 2 * 8 + 32]]
 
 
+def test_a_run_of_before_there_were_other_sizes_has_that_of_its_recipe(tmp_path):
+    begin(tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    for start in record["starts"]:
+        del start["batch_size"]
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    for step in (10, 20):
+        with RunFolder.open(tmp_path, make_record(batch_size=4), resume=True) as folder:
+            assert folder.samples_before(step) == 160 + (step - 10) * 4
+            folder.started(step=step, mesh={"fsdp": 8})
+
+
 def test_another_class_of_config_is_another_model(tmp_path):
     begin(tmp_path)
     Other = dataclasses.make_dataclass("Other", [("n_layer", int, 3), ("width", int, 8)], frozen=True)

@@ -257,7 +257,7 @@ def test_a_run_begins_with_the_parameters_of_another(whole, data, tmp_path):
     assert f"parameters of {finished.out}" in lines
     assert metrics(begun)[0]["loss"] < 0.9 * metrics(finished)[0]["loss"]
     _, lines = trained(data, tmp_path / "run", mesh=mesh, steps=1, resume=True, init_from=tmp_path / "gone")
-    assert any("gone is not read: the parameters are the run's own" in line for line in lines)
+    assert any("gone, and goes on with its own" in line for line in lines)
 
 
 def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):

@@ -56,6 +56,29 @@ def test_products_of_a_library(batch: int):
     assert found.matmuls == 1
 
 
+def kernel(name: str, *operands: str, out: str = "bf16[64,256]{1,0}") -> Work:
+    names = [f"%x{i}" for i in range(len(operands))]
+    return work_of(
+        *(f"{name} = {shape} constant({{...}})" for name, shape in zip(names, operands, strict=True)),
+        f'%y = {out} custom-call({", ".join(names)}), custom_call_target="mosaic_gpu_v2",'
+        f' metadata={{op_name="jit(f)/jshard.kernels.k[mosaic]/{name}/mpmd_map"}}',
+    )
+
+
+def test_products_of_our_kernels():
+    """Every matrix but the first is multiplied with it; vectors are added."""
+    x, w, wide, b = "bf16[64,128]{1,0}", "bf16[128,256]{1,0}", "bf16[256,128]{1,0}", "bf16[256]{0}"
+    flops = 2 * 64 * 128 * 256
+    assert kernel("jshard_matmul_nn_persistent", x, w).flops == (("bf16", flops),)
+    assert kernel("jshard_matmul_nt_tiled", x, wide, b).flops == (("bf16", flops),)
+    kept = f"({', '.join(['bf16[64,256]{1,0}'] * 3)})"
+    gated = kernel("jshard_mlp_silu_persistent", x, w, w, out=kept)
+    assert gated.flops == (("bf16", 2 * flops),) and gated.matmuls == 2
+    assert gated.memory_bytes == 2 * (64 * 128 + 2 * 128 * 256 + 3 * 64 * 256)
+    assert kernel("jshard_rms_norm", wide, b, out="bf16[256,128]{1,0}").flops == ()
+    assert kernel("someones_matmul", x, w).uncounted == ("mosaic_gpu_v2",)
+
+
 @pytest.mark.parametrize(("target", "products"), [("__cudnn$fmhaSoftmax", 2), ("__cudnn$fmhaSoftmaxBackward", 5)])
 def test_attention_of_a_library(target: str, products: int):
     heads = "bf16[2,128,4,64]{3,2,1,0}"

@@ -29,8 +29,8 @@ def agree(topic: str, path: Path, told: Any, error: Exception | None, *, timeout
         FourPartError: this process cannot go on, or another one cannot, or did not come.
     """
     own = None if error is None else in_four_parts(path, error)
-    # Whoever failed had its time, and so had the others.
-    timeout_s = timeout_s if own is None else timeout_s / 4
+    # Whoever waited for the others in vain has had its time, and so had they.
+    timeout_s = timeout_s / 4 if isinstance(error, TimeoutError) else timeout_s
     try:
         texts = exchange(f"{topic} {path}", json.dumps([_parts(own), told]), timeout_s=timeout_s)
     except RunError as missing:

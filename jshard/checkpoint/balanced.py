@@ -69,5 +69,6 @@ def _shifted(leaf: jax.Array, shift: int) -> jax.Array:
     assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
     mesh = sharding.mesh
     devices = np.roll(mesh.devices, -shift, axis=mesh.axis_names.index(spreads(sharding)[0]))
-    moved = NamedSharding(Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types), sharding.spec)
-    return jax.make_array_from_single_device_arrays(leaf.shape, moved, [x.data for x in leaf.addressable_shards])
+    moved = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    placed = NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(leaf.shape, placed, [x.data for x in leaf.addressable_shards])

@@ -61,7 +61,7 @@ def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = T
     """
     path = local_path(path)
     saving = Saving(path, state, timeout_s=timeout_s)
-    return Pending(str(path), saving.finish, timeout_s=2 * timeout_s)
+    return saving.in_background(saving.finish, timeout_s=2 * timeout_s)
 
 
 def restore(

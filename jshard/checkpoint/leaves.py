@@ -104,6 +104,7 @@ def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str,
     """
     if not abstract:
         _refuse_deleted(leaves)
+        _refuse_elsewhere(leaves)
     stored: dict[str, Any] = {}
     bad = []
     for path, leaf in leaves.items():
@@ -188,6 +189,18 @@ def _refuse_deleted(leaves: Mapping[Path, Any]) -> None:
             where=gone,
             why="these arrays are deleted; a step that donates its arguments takes their memory.",
             do="save what the step returned: state = step(state, batch), then save(path, state). Or save before it.",
+        )
+
+
+def _refuse_elsewhere(leaves: Mapping[Path, Any]) -> None:
+    """Refuses arrays of which this process has no part: it could not help to save them."""
+    bad = [text(path) for path, leaf in leaves.items() if isinstance(leaf, jax.Array) and not leaf.addressable_shards]
+    if bad:
+        raise CheckpointError(
+            f"The state cannot be saved: of {len(bad)} arrays process {jax.process_index()} has no part.",
+            where=bad,
+            why="they lie on devices of other processes alone, and all processes save together.",
+            do="put them onto a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
         )
 
 

@@ -19,6 +19,7 @@ from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 
 _SUFFIX = ".owner"
+_held: set[int] = set()  # files that are locked
 
 
 class Owner:
@@ -43,8 +44,14 @@ class Owner:
             )
         mine = {"host": socket.gethostname(), "process_id": os.getpid(), "token": secrets.token_hex(8)}
         self._text = json.dumps(mine)
-        os.truncate(self._number, 0)
-        os.pwrite(self._number, self._text.encode(), 0)
+        _held.add(self._number)
+        try:
+            os.truncate(self._number, 0)
+            os.pwrite(self._number, self._text.encode(), 0)
+        except OSError:  # a full disk must not lock the step for good
+            self._path.unlink(missing_ok=True)
+            self._close()
+            raise
 
     def check(self) -> None:
         """Whether the folder is ours still.
@@ -67,8 +74,13 @@ class Owner:
         with contextlib.suppress(OSError):
             if self._path.read_text() == self._text:
                 self._path.unlink()
-        os.close(self._number)
-        self._number = None
+        self._close()
+
+    def _close(self) -> None:
+        if self._number is not None:
+            _held.discard(self._number)
+            os.close(self._number)
+            self._number = None
 
 
 def owner_file(draft: Path) -> Path:
@@ -77,10 +89,10 @@ def owner_file(draft: Path) -> Path:
 
 
 def is_owned(draft: Path) -> bool:
-    """Whether a save is at work in a folder."""
+    """Whether a save is at work in a folder, as far as can be seen."""
     try:
         number = _locked(owner_file(draft), create=False)
-    except FileNotFoundError:
+    except OSError:
         return False
     if number is not None:
         os.close(number)
@@ -102,6 +114,17 @@ def _locked(path: Path, *, create: bool) -> int | None:
             if os.path.samestat(os.fstat(number), os.stat(path)):
                 return number
         os.close(number)  # whoever had it removed it meanwhile
+
+
+def _let_go_in_a_child() -> None:
+    """A lock outlives its process while a fork of it has the file open."""
+    for number in _held:
+        with contextlib.suppress(OSError):
+            os.close(number)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
 def _told(path: Path) -> str:

@@ -2,7 +2,7 @@
 
 They are the `nnx.Param`s of modules, wherever these lie, and what lies below a name `params`: Linen's variables, the
 `params` of a `TrainState`. An optimizer's state has the parameters' names too, and holds moments; those of Optax are
-named tuples, and no further looked into.
+named tuples, in which only modules are looked into.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
     return {path for path in paths if any(above in begins for above in _and_above(path))}
 
 
-def _begins(value: Any, path: _leaves.Path) -> Iterator[_leaves.Path]:
-    """The beginnings of the paths of parameters in a part of a state."""
+def _begins(value: Any, path: _leaves.Path, *, within: bool = False) -> Iterator[_leaves.Path]:
+    """The beginnings of the paths of parameters in a part of a state; `within` a named tuple those of modules alone."""
     if isinstance(value, nnx.Optimizer):
         return
-    if path[-1:] == (_NAME,):
+    if path[-1:] == (_NAME,) and not within:
         yield path
-    elif isinstance(value, nnx.Pytree | nnx.State):
+    elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
         # Variables of a part itself lie under their own names, and those of a module in a pytree one key deeper.
         for inner, variable in nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value)):
             if isinstance(variable, nnx.Param):
                 yield *path, *map(str, inner)
     else:
-        is_tuple_of_names = isinstance(value, tuple) and hasattr(value, "_fields")
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
         for key, child in _children(value):
-            if key == _NAME or not is_tuple_of_names:
-                yield from _begins(child, (*path, key))
+            yield from _begins(child, (*path, key), within=within or (is_named and key != _NAME))
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:

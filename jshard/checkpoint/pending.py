@@ -35,8 +35,10 @@ class Pending:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
         _wait_at_the_end()
-        _unheard.add(self)
         self._thread.start()
+        _unheard.add(self)
+        if self.is_done() and self._error is None:
+            _unheard.discard(self)
 
     def is_done(self) -> bool:
         """Whether it has ended, well or not."""

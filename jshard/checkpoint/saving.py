@@ -25,11 +25,13 @@ from jshard._processes import is_primary
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import local_leaves, storage
 from jshard.checkpoint import seal as _seal
-from jshard.checkpoint.agreeing import agree, in_four_parts
+from jshard.checkpoint.agreeing import agree, in_four_parts, write_failed
 from jshard.checkpoint.balanced import balanced
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.failures import reason
 from jshard.checkpoint.history import mesh_layout
 from jshard.checkpoint.owner import Owner, is_owned, owner_file
+from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.sums import LeafSums, add
 
@@ -95,6 +97,24 @@ class Saving:
         """Where the checkpoint lies until it is complete."""
         return unnamed(self.path)
 
+    def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
+        """Does the rest in a thread of its own.
+
+        Args:
+            work: it; calls `finish`.
+            timeout_s: how long the end of the program waits for it.
+
+        Raises:
+            RunError: no thread can be started, as where the program is about to end.
+        """
+        try:
+            return Pending(str(self.path), work, timeout_s=timeout_s)
+        except RuntimeError as error:
+            with contextlib.suppress(Exception):
+                self._wait()  # what is written already would stand in the way of another save
+            self._held.close()
+            raise write_failed(self.path, reason(error)) from error
+
     def finish(self) -> None:
         """Waits until the checkpoint is complete and on the disk, in all processes.
 
@@ -130,7 +150,7 @@ class Saving:
 
     def _begin(self, state: Any, prepare: Callable[[], None]) -> dict[str, Any]:
         """Checks everything, in all processes, and returns the leaves that have a value."""
-        leaves: dict[str, Any] = {}
+        full: dict[str, Any] = {}
         copies: dict[str, Any] = {}
         error: Exception | None = None
         try:
@@ -140,13 +160,13 @@ class Saving:
             self._described = {key: _seal.describe(leaf) for key, leaf in leaves.items()}
             by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
             self._mesh, copies = mesh_layout(by_text), local_leaves.told(by_text)
+            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
+            full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
             if is_primary():
                 self._prepare(prepare)
         except Exception as caught:
             error = caught
         local_leaves.check_equal(self._agree("begin", copies, error))
-        full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty arrays
-        full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
         self.num_bytes = sum(map(storage.local_bytes, full.values()))
         return full
 

@@ -14,6 +14,7 @@ from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.keep import Keep
 from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.owner import is_owned
 from jshard.checkpoint.saving import discard_unnamed, unnamed
 from jshard.checkpoint.storage import is_committed
 from jshard.checkpoint.whereabouts import incomplete, incomplete_in, steps_in
@@ -72,7 +73,8 @@ class SeriesFolder:
         if path.is_dir() and not is_committed(path):
             raise incomplete(path)
         if not path.exists():  # else the save refuses, and this one is not ours
-            ledger.write(self.folder, [*(old for old in begun if old != step and self.path(old).exists()), step])
+            there = lambda old: self.path(old).exists() or is_owned(unnamed(self.path(old)))  # another may be saving it
+            ledger.write(self.folder, [*(old for old in begun if old != step and there(old)), step])
 
     def discard(self, step: int) -> None:
         """Removes what a save of ours that failed has left."""

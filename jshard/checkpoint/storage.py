@@ -118,7 +118,7 @@ def in_flight_bytes(wanted: Mapping[str, Any]) -> int:
     Where little memory is free it is a part of that, and one shard in any case.
     """
     shard = max(map(_shard_bytes, wanted.values()), default=0)
-    return max(shard, min(max(_IN_FLIGHT_BYTES, 4 * shard), free_bytes() // _SHARE_OF_FREE))
+    return max(1, shard, min(max(_IN_FLIGHT_BYTES, 4 * shard), free_bytes() // _SHARE_OF_FREE))
 
 
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

@@ -25,10 +25,12 @@ COMMANDS = {
     "plan": "what a recipe needs, compiled for a cluster that you need not own",
     "trace": "what a profile of a run says: computing, communicating, both, idle",
     "ckpt": "what is in checkpoints: ls, inspect, verify, diff, reshard, import, export, timeline",
+    "occupancy": "how many blocks of a kernel an SM holds, and whether a collective finds room beside them",
+    "tune": "which setting of a kernel is best beside a model's collectives: measured, or ranked without a GPU",
 }
 
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
-    f"  {name:<8}{summary}" for name, summary in COMMANDS.items()
+    f"  {name:<11}{summary}" for name, summary in COMMANDS.items()
 )
 _USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error."
 

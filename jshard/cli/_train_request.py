@@ -248,7 +248,7 @@ def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) 
     if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out):
         return
     began = stored["init_from"]
-    if began is None or Path(began) != args.init_from.absolute():
+    if began is None or Path(began).resolve() != args.init_from.resolve():
         raise ShardingError(
             "The run began with other parameters.",
             where=f"--resume --init-from {args.init_from}",

@@ -24,8 +24,9 @@ from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory
 
 RESULT, PROGRAM, ERROR = "result.json", "step.hlo", "error.json"  # what the child leaves
-_OUTPUT = "output.txt"
+OUTPUT = "output.txt"  # what it says
 _LAST_LINES = 8
+_DEBUG = "--debug shows all of it; an error in the model file is to be corrected there."
 _OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
 
 
@@ -125,15 +126,15 @@ def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> Compile
         asked = json.dumps(dataclasses.asdict(request))
         code = _run_child(request, asked, folder, timeout_s)
         if (folder / ERROR).exists():
-            raise _rebuilt(json.loads((folder / ERROR).read_text()))
+            raise rebuilt(json.loads((folder / ERROR).read_text()))
         if code or not (folder / RESULT).exists():
-            raise _crashed(request, code, folder)
+            raise crashed(f"{request.model} for {request.topology}", code, folder)
         return _read(folder)
 
 
 def _run_child(request: CompileRequest, asked: str, folder: Path, timeout_s: float) -> int:
     command = [sys.executable, "-m", "jshard.cluster.child", asked, str(folder)]
-    with (folder / _OUTPUT).open("wb") as output:
+    with (folder / OUTPUT).open("wb") as output:
         try:
             done = subprocess.run(
                 command,
@@ -196,7 +197,7 @@ def as_json(error: FourPartError) -> dict[str, Any]:
     return {"kind": kind, "is_request": is_request, **parts}
 
 
-def _rebuilt(told: dict[str, Any]) -> FourPartError:
+def rebuilt(told: dict[str, Any]) -> FourPartError:
     """The child's error; of a class that only the child knows, as one of the two kinds that end a command."""
     kind, is_request = told.pop("kind"), told.pop("is_request")
     base = ShardingError if is_request else RunError
@@ -210,18 +211,17 @@ def _subclasses(cls: type[FourPartError]) -> Iterator[type[FourPartError]]:
         yield from _subclasses(sub)
 
 
-def _crashed(request: CompileRequest, code: int, folder: Path) -> CompileError:
-    said = (folder / _OUTPUT).read_text(errors="replace").splitlines()
+def crashed(subject: str, code: int, folder: Path, do: str = _DEBUG) -> CompileError:
+    """What is told of a child that ended without a result, or an error of its own."""
+    said = (folder / OUTPUT).read_text(errors="replace").splitlines()
     last = [line for line in said if line.strip()][-_LAST_LINES:]
     ending = f"signal {-code}" if code < 0 else f"exit code {code}"
     killed = code == -9
     told = CompileError(
         "The process that compiles has failed.",
-        where=f"{request.model} for {request.topology}",
+        where=subject,
         why="\n".join([f"{ending}; its last lines:" if last else f"{ending}, and it said nothing.", *last]),
-        do="give it more memory: the system stops a process with signal 9 that takes too much."
-        if killed
-        else "--debug shows all of it; an error in the model file is to be corrected there.",
+        do="give it more memory: the system stops a process with signal 9 that takes too much." if killed else do,
     )
     if os.environ.get("JSHARD_DEBUG", "0") not in ("", "0"):
         told.add_note("\n".join(["all that it said:", *said]))

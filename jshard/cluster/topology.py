@@ -112,11 +112,12 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     return build(topology)
 
 
-def require_compiler(platform: str) -> None:
+def require_compiler(platform: str, *, where: str = "jshard plan --topology") -> None:
     """Checks that the compiler of a platform is installed, without loading it.
 
     Args:
         platform: "gpu" or "tpu".
+        where: what asks for it, for the error.
 
     Raises:
         MissingExtraError: it is not, or not in the version of jaxlib.
@@ -126,7 +127,7 @@ def require_compiler(platform: str) -> None:
         why, do = problem
         raise MissingExtraError(
             f"The {platform.upper()} compiler is not installed.",
-            where="jshard plan --topology",
+            where=where,
             why=why,
             do=do,
         )

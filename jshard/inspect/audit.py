@@ -149,6 +149,7 @@ class Audit:
             "not_overlapped_in_loops": [w.name for w in self.not_overlapped()],
             "memory_per_device": memory,
             "differences": [dataclasses.asdict(d) for d in self.differences],
+            "kernels": [dataclasses.asdict(use) for use in self.schedule.kernels],
             "notes": list(self.schedule.notes),
             "ok": self.ok,
         }
@@ -248,7 +249,8 @@ def _memory_table(memory: CompiledMemory) -> Table:
 
 
 def _closing_lines(found: Audit) -> list[str]:
-    lines = [f"Not counted: {note}" for note in found.schedule.notes]
+    lines = [f"Kernels: {', '.join(map(str, found.schedule.kernels))}."] if found.schedule.kernels else []
+    lines += [f"Not counted: {note}" for note in found.schedule.notes]
     exposed = sorted(found.not_overlapped(), key=lambda w: -w.full_bytes * w.executions)
     if not any(w.is_async for w in found.schedule.windows):
         lines.append("Every collective blocks: nothing is computed beside one, as on CPU.")

@@ -9,6 +9,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard.inspect.kernel_use import KernelUse, kernels_in
 from jshard.inspect.module import ProgramError, parse_module
 from jshard.inspect.steps import Step, Window
 from jshard.inspect.walk import Walk
@@ -24,6 +25,7 @@ class Schedule:
         num_devices: devices that run it together.
         flops: floating-point operations of one run, loops counted; with those that are computed again for backward.
         notes: what could not be counted, in words.
+        kernels: those of `jshard.kernels` in it, and which form of each.
     """
 
     windows: tuple[Window, ...]
@@ -31,6 +33,7 @@ class Schedule:
     num_devices: int
     flops: float
     notes: tuple[str, ...] = ()
+    kernels: tuple[KernelUse, ...] = ()
 
     @property
     def in_loops(self) -> tuple[Window, ...]:
@@ -91,4 +94,6 @@ def read_schedule(
             why="nothing sent would read as everything hidden.",
             do="see whether the arrays are sharded at all: print(js.explain(model))",
         )
-    return Schedule(tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes))
+    return Schedule(
+        tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes), kernels=kernels_in(module)
+    )

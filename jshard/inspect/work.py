@@ -19,6 +19,7 @@ _FREE = frozenset(
 _SLICES = ("dynamic-slice", "slice", "gather")
 _GEMMS = "__cublas", "__onednn$matmul", "__triton_gemm"
 _ATTENTION = "__cudnn$fmha"
+MOSAIC, _KERNEL = "mosaic_gpu", "/jshard_"  # kernels of Pallas, and the names of those in jshard.kernels
 _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound"
 
 
@@ -142,7 +143,20 @@ def _custom_call(home: Computation, call: Instruction) -> Work:
         return _product(dtype, 2 * math.sqrt(math.prod(sizes) / batch))
     if name.startswith(_ATTENTION):
         return _attention(home, call, backward="Backward" in name)
+    if name.startswith(MOSAIC) and _KERNEL in call.op_name:
+        return _kernel(home, call)
     return Work() if name.startswith(_NOTHING) else Work(uncounted=(name,))
+
+
+def _kernel(home: Computation, call: Instruction) -> Work:
+    """Our own kernels: products of the first operand with every other matrix; or norms, which have none."""
+    operands = [_array(home.operand(call, i)) for i in range(len(call.operands))]
+    if "_norm" in call.op_name.rpartition(_KERNEL)[2]:
+        return Work()
+    (dtype, left), *others = operands
+    out = math.prod(_array(call)[1])
+    rights = [math.prod(dims) for _, dims in others if len(dims) == 2]
+    return added(_product(dtype, 2 * math.sqrt(float(math.prod(left)) * right * out)) for right in rights)
 
 
 def _target(call: Instruction) -> str:

@@ -88,7 +88,7 @@ class RunCheckpoints:
             ) from error
         path = self._path(state[2])
         if init_from is not None:
-            self._say(f"--init-from {init_from} is not read: the parameters are the run's own")
+            self._say(f"the run began with the parameters of {init_from}, and goes on with its own")
         self._series.set_aside_newer(state[2])
         self._say(f"resumed from {path}")
         launch.note(step=state[2], checkpoint=str(path))

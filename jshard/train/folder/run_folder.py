@@ -151,7 +151,9 @@ class RunFolder:
         }
         stored = _read(self.path)
         with _writing(self.path):
-            _write(self.path, stored | self._record.as_json() | {"starts": [*stored["starts"], start]})
+            # A run that was begun by an older jshard has the size of its batches in the recipe alone.
+            before = [{"batch_size": stored["recipe"]["batch_size"], **old} for old in stored["starts"]]
+            _write(self.path, stored | self._record.as_json() | {"starts": [*before, start]})
 
     def close(self) -> None:
         """Lets others have the folder."""

@@ -1,0 +1,138 @@
+"""`jshard tune MODEL.py`: which setting of a kernel is best beside the collectives of a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+import tyro
+from flax import nnx
+
+import jshard as js
+from jshard._errors import FourPartError, ShardingError
+from jshard.cli._arguments import parse
+from jshard.cli._mesh_option import num_devices, open_mesh
+from jshard.cli._train_request import TrainArgs, request_of
+from jshard.cli.train import own_data
+from jshard.kernels.occupancy import OccupancyWarning, footprint
+from jshard.kernels.shaping.device import Device, device_named
+from jshard.kernels.tuning.cache import default_path
+from jshard.kernels.tuning.report import NOT_MEASURED, TuneReport
+from jshard.kernels.tuning.tune import rank, tune
+from jshard.train.model_file import refuses_batches
+from jshard.train.settings.recipe_check import check_batch
+from jshard.train.state import batch_like
+
+_ASSUMED = "h200"  # where there is no GPU and none is named
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneArgs:
+    """Measures the matrix products of a model beside a load like its collectives, and keeps which setting is best.
+
+    On a GPU each product of the model's units is timed as XLA computes it and with every distinct setting of
+    js.kernels.matmul, alone and beside the load; js.overlap reads what came of it. Without a GPU, or for one that is
+    named, settings are ranked by the model of occupancy, and nothing is measured. Exit codes: 0 done, 1 the work
+    failed, 2 the request was wrong.
+    """
+
+    model: tyro.conf.Positional[Path]
+    """Python file with the model, its annotation and its recipes, e.g. models/gpt.py."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another value for the recipe, as often as needed: --set batch_size=512 --set model.n_layer=4."""
+    unit: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another setting for the units than the annotation's: --unit remat=full."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """Degrees of the mesh axes of the run, e.g. replica=8,fsdp=64: they need not be here (default: fsdp=8)."""
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
+    """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the GPU that is
+    here is measured; without one it is h200."""
+    footprint: Annotated[str, tyro.conf.arg(metavar="KIND")] = "ring"
+    """What runs beside the kernels: ring, tree, nvls, pat, p2p, symmetric, copy-engine."""
+    nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
+    """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
+    ctas: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """Blocks of a collective; an assumption by default."""
+    cache: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """File to keep what was measured; by default one in the user's cache folder."""
+    again: bool = False
+    """Measure again what the file has."""
+    json: bool = False
+    """Print JSON with all settings, and nothing else."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard tune`."""
+    args = parse(TuneArgs, argv, command="jshard tune")
+    asked = TrainArgs(model=args.model, recipe=args.recipe, set=args.set, unit=args.unit, mesh=args.mesh, dry_run=True)
+    request = request_of(asked, argv)
+    mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
+    check_batch(request.recipe, mesh)
+    device, is_here = _device(args)
+    recipe, model_file = request.recipe, request.model_file
+    rows = recipe.batch_size // recipe.accumulate
+    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    if model_file.data is not None:
+        batch = batch_like(own_data(request), rows)
+    model = js.abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
+        lambda model: model_file.annotate(model, mesh),
+    )
+    try:
+        report = _report(args, model, model_file.loss_fn, batch, device, is_here=is_here)
+    except FourPartError:
+        raise
+    except ValueError as error:  # as a model raises that is asked for more than it can do
+        raise refuses_batches(model_file.path, error) from error
+    print(report.to_json() if args.json else report)
+    return 0
+
+
+def _report(
+    args: TuneArgs, model: nnx.Module, loss: object, batch: object, device: Device, *, is_here: bool
+) -> TuneReport:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", OccupancyWarning)
+        comm = footprint(args.footprint, gpu=device.gpu, version=args.nccl or None, ctas=args.ctas)  # type: ignore[arg-type]
+    for warning in caught:
+        _say(str(warning.message))
+    asked = {"model": model, "loss": loss, "batch": batch, "device": device, "comm": comm}
+    if not is_here:
+        headline = f"--gpu {args.gpu}: {_NAMED}" if args.gpu else NOT_MEASURED
+        return dataclasses.replace(rank(**asked), headline=headline)  # type: ignore[arg-type]
+    path = args.cache or default_path()
+    report = tune(**asked, path=path, again=args.again, say=_say)  # type: ignore[arg-type]
+    _say(f"kept in {path}")
+    return report
+
+
+_NAMED = NOT_MEASURED.partition(": ")[2]
+
+
+def _device(args: TuneArgs) -> tuple[Device, bool]:
+    """The GPU to tune for, and whether it is here to be measured."""
+    device = device_named(args.gpu or None)
+    is_here = not args.gpu and device.platform == "gpu"
+    if not args.gpu and device.platform != "gpu":
+        device = device_named(_ASSUMED)
+    if device.why_unshaped or device.gpu is None:
+        raise ShardingError(
+            "There is nothing to tune for this GPU.",
+            where=f"--gpu {args.gpu}" if args.gpu else device.title,
+            why=device.why_unshaped,
+            do=f"--gpu {_ASSUMED}, or run it on an H100 or H200.",
+        )
+    return device, is_here
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)

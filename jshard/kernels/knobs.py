@@ -1,0 +1,100 @@
+"""`Occupancy`: how much of a GPU a kernel may hold, and so how much it leaves to communication."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jshard._errors import ShardingError
+
+WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
+LEAST_TILE = 64
+
+
+class KernelError(ShardingError):
+    """A kernel that cannot run on these arrays, with these knobs, or on this device."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Occupancy:
+    """How much of the GPU a kernel holds. Frozen and hashable, so that it can be a static argument.
+
+    A *persistent* kernel starts one block on each multiprocessor that it may have, which walks over the tiles until
+    all are done: it leaves room by `reserved_sms`. Any other starts a block for each tile, and several of them share
+    a multiprocessor: it leaves room by `smem_pad_bytes`, of which every block takes so much shared memory that fewer
+    fit (arXiv 2606.09200).
+
+    Args:
+        tile_m: rows of the output that a block makes at a time; a multiple of 64, of 128 if persistent.
+        tile_n: columns of them; a multiple of 64.
+        tile_k: how far each step goes along the dim that is summed; a multiple of 64.
+        stages: steps whose operands are in shared memory at once, 2 or more.
+        persistent: one block for each multiprocessor, of two computing warpgroups and one that loads.
+        reserved_sms: multiprocessors that a persistent kernel leaves alone.
+        smem_pad_bytes: shared memory that each block takes and does not use; rounded up to 1,024.
+        latency_ns: how long the compiler's scheduler is told that one call takes, as a measurement had it; by default
+            it is told an estimate. Without a word it takes a kernel for free, and hides no communication behind it.
+
+    Raises:
+        KernelError: a knob is outside what any GPU has.
+
+    Example:
+        >>> js.kernels.Occupancy(reserved_sms=16)
+        >>> js.kernels.Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2, smem_pad_bytes=56_320)
+    """
+
+    tile_m: int = 256
+    tile_n: int = 128
+    tile_k: int = 64
+    stages: int = 4
+    persistent: bool = True
+    reserved_sms: int = 0
+    smem_pad_bytes: int = 0
+    latency_ns: int | None = None
+
+    def __post_init__(self) -> None:
+        rows = 2 * WARPGROUP_ROWS if self.persistent else WARPGROUP_ROWS
+        wrong = [
+            *_not_multiple(self, "tile_m", rows),
+            *_not_multiple(self, "tile_n", LEAST_TILE),
+            *_not_multiple(self, "tile_k", LEAST_TILE),
+            *_below(self, "stages", 2),
+            *_below(self, "reserved_sms", 0),
+            *_below(self, "smem_pad_bytes", 0),
+            *(_below(self, "latency_ns", 1) if self.latency_ns is not None else ()),
+        ]
+        if self.reserved_sms and not self.persistent:
+            wrong.append(
+                (
+                    "reserved_sms",
+                    "reserved_sms is of a persistent kernel: where the blocks of another run is the GPU's to say.",
+                )
+            )
+        if wrong:
+            names, why = zip(*wrong, strict=True)
+            raise KernelError(
+                "The knobs of a kernel do not fit together.",
+                where=[f"Occupancy({name}={getattr(self, name)!r})" for name in names],
+                why="\n".join(why),
+                do="Occupancy(tile_m=256, tile_n=128, tile_k=64, stages=4, reserved_sms=16)",
+            )
+
+    @property
+    def padded_bytes(self) -> int:
+        """`smem_pad_bytes` as the kernel takes it: buffers begin at multiples of 1,024."""
+        return -(-self.smem_pad_bytes // 1024) * 1024
+
+
+def with_half_the_rows(knobs: Occupancy) -> Occupancy:
+    """The same with tiles of half the rows, as far as there can be."""
+    least = 2 * WARPGROUP_ROWS if knobs.persistent else WARPGROUP_ROWS
+    half = knobs.tile_m // 2
+    return knobs if half % least else dataclasses.replace(knobs, tile_m=half)
+
+
+def _not_multiple(knobs: Occupancy, name: str, unit: int) -> list[tuple[str, str]]:
+    value = getattr(knobs, name)
+    return [] if value > 0 and value % unit == 0 else [(name, f"{name} is a multiple of {unit}.")]
+
+
+def _below(knobs: Occupancy, name: str, least: int) -> list[tuple[str, str]]:
+    return [] if getattr(knobs, name) >= least else [(name, f"{name} is {least} or more.")]

@@ -1,0 +1,165 @@
+"""`mlp`: the feed-forward half of a block, whose activation is part of the first product."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Literal, cast
+
+import jax
+import jax.numpy as jnp
+
+from jshard.kernels.call import Call, check_sizes, decide
+from jshard.kernels.knobs import KernelError, Occupancy, with_half_the_rows
+from jshard.kernels.matmul import gradients, plain_matmul, product, sum_of_rows
+from jshard.kernels.shapes import as_matrix, as_row, vary_alike
+from jshard.kernels.where import Backend
+
+Activation = Literal["gelu", "silu"]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": jax.nn.gelu, "silu": jax.nn.silu}
+
+
+def mlp(
+    x: jax.Array,
+    w_up: jax.Array,
+    w_down: jax.Array,
+    *,
+    w_gate: jax.Array | None = None,
+    b_up: jax.Array | None = None,
+    b_down: jax.Array | None = None,
+    activation: Activation = "gelu",
+    occupancy: Occupancy | None = None,
+    backend: Backend = "auto",
+) -> jax.Array:
+    """A feed-forward layer: `act(x @ w_up + b_up) @ w_down + b_down`, or gated, `(act(x @ w_gate) * (x @ w_up)) @ ...`.
+
+    With a gate and "silu" it is SwiGLU (arXiv 2002.05202). The activation is computed in float32 on the sums of the
+    first product, before they leave the registers: one kernel in place of two or three, and no array between them.
+    Backward keeps what the activation was taken of, and not what came of it. Runs where `matmul` does.
+
+    Args:
+        x: (..., D).
+        w_up: (D, F), of the same dtype as all arrays here.
+        w_down: (F, D).
+        w_gate: (D, F), or none.
+        b_up: (F,), or none; not with a gate.
+        b_down: (D,), or none.
+        activation: "gelu" (its tanh form, as `jax.nn.gelu`) or "silu".
+        occupancy: how much of the GPU each product may hold; with a gate the first one has tiles of half the rows.
+        backend: as of `matmul`.
+
+    Returns:
+        (..., D) in the dtype of `x`.
+
+    Raises:
+        KernelError: the sizes do not go together, or the device has not what is asked for.
+
+    Example:
+        >>> x, up, down = jnp.ones((8, 64)), jnp.ones((64, 256)), jnp.ones((256, 64))
+        >>> js.kernels.mlp(x, up, down).shape
+        (8, 64)
+    """
+    named = {"x": x, "w_up": w_up, "w_down": w_down, "w_gate": w_gate, "b_up": b_up, "b_down": b_down}
+    given = {name: array for name, array in named.items() if array is not None}
+    _check(given, activation)
+    firsts = [w_up] if w_gate is None else [w_gate, w_up]
+    call = decide("mlp", backend, occupancy, given.values())
+    with call.named():
+        if call.is_plain:
+            return plain_matmul(plain_hidden(x, firsts, b_up, activation), w_down, b_down)
+        names = [name for name in named if name in given]
+        arrays = dict(zip(names, vary_alike(as_matrix(x), *(given[name] for name in names[1:])), strict=True))
+        return cast(jax.Array, _mlp(call, activation, arrays)).reshape(x.shape)
+
+
+def plain_hidden(x: jax.Array, ws: Sequence[jax.Array], bias: jax.Array | None, activation: Activation) -> jax.Array:
+    """The twin of the first half, as XLA compiles it."""
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    before = [jnp.matmul(x, w, preferred_element_type=wide) for w in ws]
+    if bias is not None:
+        before = [before[0] + as_row(bias, before[0])]
+    return _bend(activation, *before).astype(x.dtype)
+
+
+def _bend(activation: Activation, first: jax.Array, *second: jax.Array) -> jax.Array:
+    """The activation of one product, times the other one if there is."""
+    bent = ACTIVATIONS[activation](first)
+    return bent * second[0] if second else bent
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _mlp(call: Call, activation: Activation, arrays: dict[str, jax.Array]) -> jax.Array:
+    (h_MF,) = _products(call, activation, arrays, keep=False)
+    return product(call, h_MF, arrays["w_down"], arrays.get("b_down"))
+
+
+def _forward(call: Call, activation: Activation, arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple]:
+    h_MF, *before = _products(call, activation, arrays, keep=True)
+    return product(call, h_MF, arrays["w_down"], arrays.get("b_down")), (arrays, before)
+
+
+def _backward(call: Call, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[dict[str, jax.Array]]:
+    arrays, before = kept
+    with call.named():
+        wide = [each.astype(jnp.float32) for each in before]
+        h_MF, bend_back = jax.vjp(functools.partial(_bend, activation), *wide)
+        dh_MF, d_down = gradients(call, h_MF.astype(dy_MD.dtype), arrays["w_down"], dy_MD)
+        d_before = [each.astype(dy_MD.dtype) for each in bend_back(dh_MF.astype(jnp.float32))]
+        firsts = _firsts(arrays)
+        pairs = [gradients(call, arrays["x"], arrays[name], d) for name, d in zip(firsts, d_before, strict=True)]
+        dx_MD = sum((dx for dx, _ in pairs[1:]), start=pairs[0][0])
+        found = {"x": dx_MD, "w_down": d_down} | {name: dw for name, (_, dw) in zip(firsts, pairs, strict=True)}
+        biases = {"b_up": d_before[0], "b_down": dy_MD}
+        return (found | {name: sum_of_rows(d) for name, d in biases.items() if name in arrays},)
+
+
+_mlp.defvjp(_forward, _backward)
+
+
+def _firsts(arrays: dict[str, jax.Array]) -> list[str]:
+    """The products whose result the activation takes: that under it comes first."""
+    return ["w_gate", "w_up"] if "w_gate" in arrays else ["w_up"]
+
+
+def _products(call: Call, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
+    """The hidden layer on Mosaic GPU; with `keep` also what the activation was taken of."""
+    from jshard.kernels.mosaic.product import Product  # slow to import, and only where a kernel runs
+    from jshard.kernels.mosaic.run import run
+
+    ws = [arrays[name] for name in _firsts(arrays)]
+    biases = [arrays["b_up"]] if "b_up" in arrays else []
+
+    def epilogue(first: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
+        before = (first + rest[0],) if biases else (first, *rest)
+        return (_bend(activation, *before), *(before if keep else ()))
+
+    what = Product(f"jshard_{call.name}_{activation}", False, False, len(ws), epilogue, 1 + keep * len(ws))
+    # Each element of the output has two sums in the registers, which hold no more of them.
+    knobs = call.knobs if len(ws) == 1 else with_half_the_rows(call.knobs)
+    return run(what, arrays["x"], ws, biases, knobs=knobs, here=call.here, interpret=call.interpret)
+
+
+def _check(given: dict[str, jax.Array], activation: str) -> None:
+    """Refuses sizes that do not go together, all at once.
+
+    Raises:
+        KernelError: some do not.
+    """
+    if activation not in ACTIVATIONS:
+        raise KernelError(
+            "mlp has no such activation.",
+            where=f"activation={activation!r}",
+            why=f"it is one of {', '.join(map(repr, ACTIVATIONS))}.",
+            do='activation="silu" with w_gate for SwiGLU.',
+        )
+    d = given["x"].shape[-1:]
+    f = given["w_up"].shape[-1:]
+    wanted = {"w_up": (*d, *f), "w_gate": (*d, *f), "w_down": (*f, *d), "b_up": f, "b_down": d}
+    wrong = [
+        f"{name} is {wanted[name]} for an x of {given['x'].shape} and a w_up of {given['w_up'].shape}."
+        for name, array in given.items()
+        if name != "x" and array.shape != wanted[name]
+    ]
+    if {"w_gate", "b_up"} <= given.keys():
+        wrong.append("b_up is only for a layer without a gate.")
+    check_sizes("mlp", given, wrong, "js.kernels.mlp(x, w_up, w_down, w_gate=w_gate)")

@@ -1,0 +1,85 @@
+"""A kernel that makes rows of its outputs from rows of its inputs: one warpgroup holds a row in its registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from jshard import _compat
+from jshard.kernels.knobs import Occupancy
+from jshard.kernels.latency import stated, traffic_ns
+from jshard.kernels.shapes import vary
+from jshard.kernels.where import Place
+
+_ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks by multiprocessor where each keeps a sum
+
+
+def run_rows(
+    name: str,
+    row: Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]],
+    xs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    *,
+    num_out: int,
+    num_sums: int = 0,
+    knobs: Occupancy,
+    here: Place,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Runs a function of rows.
+
+    Args:
+        name: of the kernel.
+        row: takes a row of each of `xs`, then the vectors, in float32; gives rows of the outputs, and what is added
+            to each of the sums over all rows.
+        xs: (R, D), of one dtype; D is a multiple of 128.
+        vectors: (D,) each.
+        num_out: how many outputs (R, D) there are, in the dtype of `xs`.
+        num_sums: how many sums (D,) there are, in float32.
+        knobs: what is padded.
+        here: the device.
+        interpret: whether to run step by step on a CPU.
+
+    Returns:
+        The outputs, then the sums.
+    """
+    rows, width = xs[0].shape
+    blocks = min(rows, _BLOCKS_BACKWARD * here.sms) if num_sums else -(-rows // _ROWS_FORWARD)
+    load = lambda ref, index: _compat.pallas_load(ref, index, interpret=interpret).astype(jnp.float32)
+
+    def body(*refs: Any) -> None:
+        x_refs, v_refs, out_refs = refs[: len(xs)], refs[len(xs) :][: len(vectors)], refs[len(xs) + len(vectors) :]
+        held = [load(ref, slice(None)) for ref in v_refs]
+
+        def walk(loop: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            at = loop.index[0]
+            outs, terms = row(*(load(ref, at) for ref in x_refs), *held)
+            for ref, out in zip(out_refs[:num_out], outs, strict=True):
+                ref[at] = out.astype(ref.dtype)
+            return tuple(total + term for total, term in zip(carry, terms, strict=True))
+
+        start = tuple(jnp.zeros((width,), jnp.float32) for _ in range(num_sums))
+        totals = plgpu.nd_loop((rows,), collective_axes="block", init_carry=start)(walk)
+        for ref, total in zip(out_refs[num_out : num_out + num_sums], totals, strict=True):
+            ref[lax.axis_index("block")] = total
+
+    like = jax.ShapeDtypeStruct((rows, width), xs[0].dtype)
+    moved_bytes = (len(xs) + num_out) * rows * width * xs[0].dtype.itemsize
+    with stated(knobs.latency_ns or traffic_ns(moved_bytes, kind=here.kind)):
+        results = _compat.mosaic_kernel(
+            body,
+            name=name,
+            out_type=[like] * num_out + [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * num_sums,
+            scratch=[plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else [],
+            grid=(blocks,),
+            grid_names=("block",),
+            interpret=interpret,
+        )(*xs, *vectors)
+    axes = frozenset[str]().union(*map(_compat.varying_axes, (*xs, *vectors)))
+    results = [vary(result, axes) for result in results]
+    return [*results[:num_out], *(each.sum(0) for each in results[num_out:])]

@@ -1,0 +1,156 @@
+"""The table of `jshard occupancy`: blocks on a multiprocessor and drain, for each kernel and kind of collective."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jshard.inspect.tables import add_row, made_table, printed
+from jshard.kernels.occupancy.blocks import Block, limits, refusals, resident
+from jshard.kernels.occupancy.footprints import CommFootprint
+from jshard.kernels.occupancy.gpus import GpuFacts
+from jshard.kernels.occupancy.plans import Plan, plans
+from jshard.kernels.occupancy.shipped import ShippedKernel
+
+_LEGEND = """\
+a block: threads x registers, shared memory. per SM: blocks at once. drain: blocks that must end on one SM before one
+of the collective begins there; of a persistent kernel all must (kernel). Only a measurement says what is quickest."""
+_SHORT = {"shared memory": "SMEM"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Row:
+    """What there is to say of one kernel on a GPU.
+
+    Attributes:
+        kernel: as it was compiled.
+        refusals: why it cannot run there; then nothing else is said.
+        blocks_per_sm: without padding.
+        bound_by: what runs out first.
+        plans: the ways to leave room for each collective, the favourite first.
+    """
+
+    kernel: ShippedKernel
+    refusals: tuple[str, ...] = ()
+    blocks_per_sm: int = 0
+    bound_by: str = ""
+    plans: tuple[tuple[Plan, ...], ...] = ()
+
+    def drain(self, place: int) -> int | None:
+        """Drain of the kernel as it is, beside the collective in that place; None: it waits for the whole kernel."""
+        as_it_is = [p for p in self.plans[place] if not p.smem_pad_bytes and p.blocks_per_sm == self.blocks_per_sm]
+        return next(plan.drain for plan in as_it_is if not plan.reserved_sms)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OccupancyReport:
+    """Kernels on one GPU beside some collectives; printed it is a table.
+
+    Attributes:
+        gpu: the GPU.
+        footprints: what the collectives take.
+        rows: one for each kernel.
+    """
+
+    gpu: GpuFacts
+    footprints: tuple[CommFootprint, ...]
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        facts = self.gpu
+        head = f"{facts.title}: {facts.num_sms} SMs of {facts.smem_per_sm_bytes // 1024} KiB shared memory"
+        tables = [self._table(i, f"beside {self._told(comm)}") for i, comm in enumerate(self.footprints)]
+        if not tables:
+            tables = [self._table(None, f"what a collective takes on {facts.title} is not known")]
+        refused = [f"{row.kernel.label}: {why}" for row in self.rows for why in row.refusals]
+        return "\n\n".join([head, *tables, *(["\n".join(refused)] if refused else []), _LEGEND])
+
+    def to_dict(self) -> dict[str, Any]:
+        """All that is in the report, with its sources, as JSON has it."""
+        facts = dataclasses.asdict(dataclasses.replace(self.gpu, sources={})) | {"sources": dict(self.gpu.sources)}
+        return {
+            "gpu": facts,
+            "footprints": [dataclasses.asdict(footprint) for footprint in self.footprints],
+            "kernels": [self._row_dict(row) for row in self.rows],
+        }
+
+    def to_json(self) -> str:
+        """The same as text."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def _table(self, place: int | None, title: str) -> str:
+        more = [] if place is None else ["drain>", "best by the model"]
+        table = made_table(title, "kernel", "a block>", "per SM>", "bound by", *more)
+        for row in self.rows:
+            kernel = row.kernel
+            cells = [kernel.label, f"{kernel.threads} x {kernel.registers}, {kernel.smem_bytes:,} B"]
+            if row.refusals:
+                cells += ["-", "cannot run", *("-" for _ in more)]
+            else:
+                cells += [f"{row.blocks_per_sm}", _SHORT.get(row.bound_by, row.bound_by)]
+                cells += [] if place is None else [_drain(row.drain(place)), _said(row.plans[place][0])]
+            add_row(table, *cells)
+        return printed(table).rstrip()
+
+    def _told(self, comm: CommFootprint) -> str:
+        if not comm.ctas:
+            return f"{comm}: no SM"
+        block = f"{comm.threads} x {comm.registers}, {comm.smem_bytes:,} B"
+        at_once = resident(self.gpu, Block(comm.threads, comm.registers, comm.smem_bytes))
+        return f"{comm}: {comm.ctas} blocks of {block}, {at_once} on an empty SM"
+
+    def _row_dict(self, row: Row) -> dict[str, Any]:
+        said: dict[str, Any] = {"kernel": row.kernel.label, **dataclasses.asdict(row.kernel)}
+        if row.refusals:
+            return said | {"refusals": list(row.refusals)}
+        said |= {"blocks_per_sm": row.blocks_per_sm, "limits": limits(self.gpu, row.kernel.block)}
+        beside: Mapping[str, Any] = {
+            str(footprint): {"drain": row.drain(i), "plans": [dataclasses.asdict(plan) for plan in row.plans[i]]}
+            for i, footprint in enumerate(self.footprints)
+        }
+        return said | {"beside": beside}
+
+
+def occupancy_report(
+    gpu: GpuFacts, kernels: Sequence[ShippedKernel], footprints: Sequence[CommFootprint] = ()
+) -> OccupancyReport:
+    """Blocks on a multiprocessor, drain and plans of kernels beside collectives.
+
+    Args:
+        gpu: the GPU.
+        kernels: as compiled.
+        footprints: what may run beside them; none where nothing is known.
+
+    Example:
+        >>> report = occupancy_report(gpu("h200"), shipped_kernels(gpu("h200")), [COPY_ENGINE])
+    """
+    return OccupancyReport(
+        gpu=gpu, footprints=tuple(footprints), rows=tuple(_row(gpu, kernel, footprints) for kernel in kernels)
+    )
+
+
+def _row(gpu: GpuFacts, kernel: ShippedKernel, footprints: Sequence[CommFootprint]) -> Row:
+    found = refusals(gpu, kernel.block)
+    if found:
+        return Row(kernel=kernel, refusals=found)
+    each = limits(gpu, kernel.block)
+    return Row(
+        kernel=kernel,
+        blocks_per_sm=resident(gpu, kernel.block),
+        bound_by=min(each, key=lambda name: each[name]),
+        plans=tuple(plans(gpu, kernel.block, comm, persistent=kernel.persistent) for comm in footprints),
+    )
+
+
+def _drain(blocks: int | None) -> str:
+    return "kernel" if blocks is None else f"{blocks}"
+
+
+def _said(plan: Plan) -> str:
+    if plan.reserved_sms:
+        return f"reserve {plan.reserved_sms} SMs"
+    if plan.smem_pad_bytes:
+        return f"pad {plan.smem_pad_bytes:,}: {plan.blocks_per_sm} per SM, drain {_drain(plan.drain)}"
+    return "as it is"

@@ -1,0 +1,128 @@
+"""The side of XLA and NCCL: channels, priority, copy engines, and which version of NCCL knows which variable."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from jshard.kernels.occupancy import COPY_ENGINE, CommFootprint, GpuFacts, OccupancyError, footprint, resident
+from jshard.kernels.shaping.result import Reason
+
+_LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+_PRIORITY = "xla_gpu_enable_highest_priority_async_stream"
+_SYMMETRIC = "xla_gpu_experimental_enable_nccl_symmetric_buffers"
+_POLICY_SINCE = (2, 28)  # NCCL_CTA_POLICY=ZERO: the copy engines
+_RING_THREADS = 544
+_FEWER = 256  # NCCL_NTHREADS: with its synchronising warp 288 threads
+
+_IN_FLIGHT = 4
+_CAUTION = (
+    "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
+)
+_ASSUMED = "ctas: an assumption"  # in the source of a footprint
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """What is asked of XLA and of NCCL.
+
+    Attributes:
+        options: for the compiler, to be checked against its table.
+        environment: variables of NCCL.
+        reasons: for each of both.
+        notes: what else to know.
+    """
+
+    options: Mapping[str, Any]
+    environment: Mapping[str, str]
+    reasons: tuple[Reason, ...]
+    notes: tuple[str, ...] = ()
+
+
+def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | None, version: str | None) -> Side:
+    """What is asked of XLA and NCCL beside the kernels.
+
+    Args:
+        comm: what a collective takes; None where that is not known.
+        gpu: the GPU; None where it is not known.
+        ctas: blocks for which there is room; None where they are not to be bounded.
+        version: of NCCL, as the caller said it.
+
+    Raises:
+        OccupancyError: this NCCL has no copy engines.
+    """
+    common = [
+        Reason(_LIMIT, str(_IN_FLIGHT), "fact", "1 by default: a window closes when the next collective begins."),
+        Reason(_PRIORITY, "True", "fact", "the default, stated: with it a collective has the next block's place."),
+    ]
+    options: dict[str, Any] = {_LIMIT: _IN_FLIGHT, _PRIORITY: True}
+    if comm is None or gpu is None or not gpu.is_nvidia:
+        return Side(options, {}, tuple(common))
+    if comm.name == COPY_ENGINE.name:
+        return _copy_engines(options, common, version)
+    if comm.name == "symmetric":
+        options[_SYMMETRIC] = True
+        common.append(Reason(_SYMMETRIC, "True", "fact", "symmetric kernels need NCCL's symmetric memory."))
+    if ctas is not None:
+        name = "xla_gpu_nccl_p2p_max_nchannels" if comm.name == "p2p" else "xla_gpu_nccl_collective_max_nchannels"
+        options[name] = ctas
+        common.append(Reason(name, str(ctas), "model", "no more blocks than there is room for; XLA hands it to NCCL."))
+    environment, notes = _threads(comm, gpu, common)
+    if _ASSUMED in comm.source:
+        told = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
+        notes = (f"{told} comm=footprint(..., ctas=N) says it.", *notes)
+    if _SYMMETRIC in options:
+        notes = (*notes, _CAUTION)
+    return Side(options, environment, tuple(common), notes)
+
+
+def _copy_engines(options: dict[str, Any], reasons: list[Reason], version: str | None) -> Side:
+    if version is not None and _parsed(version) < _POLICY_SINCE:
+        raise OccupancyError(
+            "This NCCL moves nothing by the copy engines.",
+            where=f'comm="{COPY_ENGINE.name}", nccl="{version}"',
+            why="NCCL_CTA_POLICY=ZERO is known since 2.28.",
+            do='comm="ring", or NCCL 2.28 or newer.',
+        )
+    why = "NCCL 2.28 and newer: gathers and all-to-alls move by the copy engines. It may cost bandwidth."
+    reasons += [
+        Reason(_SYMMETRIC, "True", "fact", "the copy engines need NCCL's symmetric memory."),
+        Reason("NCCL_CTA_POLICY", "ZERO", "fact", why),
+    ]
+    notes = (
+        "Reduce-scatters and all-reduces compute: copy engines cannot do them, and they still take multiprocessors.",
+        _CAUTION,
+    )
+    return Side(options | {_SYMMETRIC: True}, {"NCCL_CTA_POLICY": "ZERO"}, tuple(reasons), notes)
+
+
+def _parsed(version: str) -> tuple[int, ...]:
+    if re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
+        return tuple(map(int, version.split(".")))
+    raise OccupancyError(
+        "The version of NCCL cannot be read.",
+        where=f'nccl="{version}"',
+        why="it is no version of the form 2.30.7.",
+        do='nccl="2.30.7"',
+    )
+
+
+def _threads(comm: CommFootprint, gpu: GpuFacts, reasons: list[Reason]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """NCCL_NTHREADS, where the footprint has other threads than NCCL's own; else what they would change."""
+    beside = comm.block
+    if comm.name != "ring" or beside is None:
+        return {}, ()
+    if comm.threads != _RING_THREADS:
+        asked = str(comm.threads - 32)
+        why = f"the footprint has {comm.threads} threads, of which one warp synchronises; NCCL's own is 512."
+        reasons.append(Reason("NCCL_NTHREADS", asked, "fact", why))
+        return {"NCCL_NTHREADS": asked}, ()
+    fewer = footprint("ring", gpu=gpu, version=comm.version, ctas=comm.ctas, nccl_nthreads=_FEWER).block
+    assert fewer is not None
+    now, then = resident(gpu, beside), resident(gpu, fewer)
+    if then <= now:
+        return {}, ()
+    line = f"Not chosen, as nobody measured it: with NCCL_NTHREADS={_FEWER} a multiprocessor holds {then} of its"
+    return {}, (f"{line} blocks for {now}, and fewer are to be left: comm=footprint(..., nccl_nthreads={_FEWER}).",)

@@ -1,0 +1,183 @@
+"""`tune`: measures the products of a model on the GPU that is here; `rank` orders their settings by the model alone."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from flax import nnx
+
+from jshard import _compat
+from jshard._errors import ShardingError
+from jshard._plan import ShardPlan
+from jshard._plan import plan as plan_of
+from jshard.cluster.assumptions import Assumptions
+from jshard.kernels.occupancy import CommFootprint
+from jshard.kernels.shaping.device import Device
+from jshard.kernels.shaping.products import SIXTEEN_BITS, Product, by_shape, products_of
+from jshard.kernels.shaping.waiting import times_of_unit
+from jshard.kernels.tuning import cache as stored
+from jshard.kernels.tuning.agree import of_first
+from jshard.kernels.tuning.candidates import candidates
+from jshard.kernels.tuning.choose import choose
+from jshard.kernels.tuning.measure import Bench, GpuBench, measure
+from jshard.kernels.tuning.report import Row, TuneReport
+
+_CALLS = 3  # a product of forward, and its two gradients
+
+
+class TuneError(ShardingError):
+    """Tuning where nothing can be measured."""
+
+
+def rank(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Device, comm: CommFootprint) -> TuneReport:
+    """Every distinct setting for each product of a model, ranked by the model of occupancy. Nothing is measured.
+
+    Args:
+        model: the annotated model, concrete or abstract.
+        loss: function of the model and the batch.
+        batch: the global batch, abstract or real.
+        device: a GPU that the model of occupancy knows.
+        comm: what runs beside the kernels.
+    """
+    plan, products = plan_of(model), products_of(model, loss, batch)
+    loads = _loads(plan, products, device)
+    assert device.gpu is not None
+    rows = []
+    for product, same in by_shape(products).items():
+        load_bytes, load_ns = loads[product]
+        found = ()
+        if not _left_to_xla(product):
+            how = {"m": product.m, "n": product.n, "k": product.k, "load_ns": load_ns}
+            found = candidates(device.gpu, comm, **how)
+        rows.append(Row(product, same, _left_to_xla(product), load_bytes, load_ns, ranked=found))
+    return TuneReport(device.title, comm, tuple(rows))
+
+
+def tune(
+    model: nnx.Module,
+    loss: Callable[..., Any],
+    batch: Any,
+    *,
+    device: Device,
+    comm: CommFootprint,
+    path: Path,
+    again: bool = False,
+    say: Callable[[str], object] = lambda line: None,
+    bench: Callable[[Product, CommFootprint, int], Bench] = GpuBench,
+) -> TuneReport:
+    """Measures the products of a model, and keeps what came of it in a file.
+
+    In several processes the first one measures, and its choices are those of all.
+
+    Args:
+        model: as of `rank`.
+        loss: as of `rank`.
+        batch: as of `rank`.
+        device: the GPU that is here.
+        comm: as of `rank`.
+        path: the file; what is in it for the same key is not measured again.
+        again: measure it again all the same.
+        say: is told what is being measured.
+        bench: runs a product.
+
+    Raises:
+        TuneError: inside of a trace.
+        CacheError: the file is none of ours, or cannot be written.
+    """
+    refuse_in_a_trace()
+    ranked = rank(model, loss, batch, device=device, comm=comm)
+
+    def work() -> str:
+        known = stored.load(path)
+        for row in ranked.rows:
+            key = key_of(row.product, device, comm)
+            if row.left_to_xla or (key in known and not again):
+                continue
+            say(f"measuring {row.product.kernel} {row.product.shape} {row.product.dtype}: {len(row.ranked)} settings")
+            entry = _measured(row, bench(row.product, comm, row.load_bytes), say)
+            stored.store(path, {key: entry})  # now: what was measured is kept if the next one fails
+            known[key] = entry
+        keys = [key_of(row.product, device, comm) for row in ranked.rows]
+        return stored.text_of({key: known[key] for key in keys if key in known})
+
+    entries = stored.parsed(of_first(work, where="jshard tune"), path)
+    return ranked.with_measured([entries.get(key_of(row.product, device, comm)) for row in ranked.rows])
+
+
+def refuse_in_a_trace() -> None:
+    """Raises inside of `jax.jit` and the like, where nothing runs and nothing can be timed.
+
+    Raises:
+        TuneError: it is so.
+    """
+    if _compat.is_tracer(jnp.zeros(())):  # what is computed in a trace becomes part of it
+        raise TuneError(
+            "Kernels cannot be tuned while a program is traced.",
+            where="tune(...) inside of jax.jit, shard_map, grad or scan",
+            why="nothing runs there, so nothing can be timed; and a measurement would change what is traced.",
+            do="tune before: jshard tune MODEL.py; js.overlap(model, loss=..., batch=...) reads what was measured.",
+        )
+
+
+def key_of(product: Product, device: Device, comm: CommFootprint) -> stored.Key:
+    """What a measurement of a product holds for."""
+    return stored.Key(
+        kernel=product.kernel,
+        shape=product.shape,
+        dtype=product.dtype,
+        device=device.kind or device.title,
+        jax=_compat.jax_version(),
+        footprint=stored.footprint_text(comm),
+    )
+
+
+def _measured(row: Row, bench: Bench, say: Callable[[str], object]) -> stored.Entry:
+    found = measure(bench, [one.setting for one in row.ranked])
+    for setting, why in found.failed:
+        say(f"  left out, as it does not run: {setting}: {why}")
+    return stored.Entry(
+        choice=choose(found.timings),
+        timings=found.timings,
+        load_bytes=row.load_bytes,
+        when=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _left_to_xla(product: Product) -> str:
+    if product.dtype in SIXTEEN_BITS:
+        return ""
+    return f"{product.dtype}: the kernels take bfloat16 and float16"
+
+
+def _loads(plan: ShardPlan, products: Sequence[Product], device: Device) -> Mapping[Product, tuple[int, float]]:
+    """For each size of product, bytes and nanoseconds of the collectives that are beside one call of it.
+
+    A unit's collectives, forward and backward, are shared out over its products and their gradients by their work.
+    """
+    num_devices = 1
+    for _, degree in plan.mesh:
+        num_devices *= degree
+    assumptions = device.assumptions(num_devices)
+    of_unit = {unit.name: _of_unit(plan, unit, assumptions, products) for unit in plan.units}
+    found = {}
+    for product, same in by_shape(tuple(products)).items():
+        calls = _CALLS * sum(each.count for each in same)
+        shares = [(each.flops, *of_unit.get(each.unit, (0.0, 0.0))) for each in same]
+        found[product] = (
+            round(sum(flops * num_bytes for flops, num_bytes, _ in shares) / calls),
+            sum(flops * ns for flops, _, ns in shares) / calls,
+        )
+    return found
+
+
+def _of_unit(
+    plan: ShardPlan, unit: Any, assumptions: Assumptions | None, products: Sequence[Product]
+) -> tuple[float, float]:
+    """Bytes and nanoseconds of a unit's collectives, for each floating-point operation of its products in forward."""
+    times = times_of_unit(plan, unit, assumptions, products)
+    flops = sum(product.flops for product in products if product.unit == unit.name)
+    return (times.wire_bytes / flops, 1e9 * sum(times.communication_s) / flops) if flops else (0.0, 0.0)

@@ -1,0 +1,120 @@
+"""Where a kernel will run, as known while a program is traced, and which of its forms it is then."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Collection
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jshard import _compat
+from jshard.kernels.knobs import KernelError
+
+Backend = Literal["auto", "mosaic", "interpret", "xla"]
+BACKENDS = ("auto", "mosaic", "interpret", "xla")
+"""Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first that can."""
+
+_HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
+_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A device to trace for.
+
+    Attributes:
+        platform: "gpu", "tpu" or "cpu".
+        kind: the driver's name for it.
+        sms: its multiprocessors.
+        smem_limit_bytes: the most shared memory of a block.
+        is_hopper: whether the kernels run on it.
+    """
+
+    platform: str
+    kind: str
+    sms: int = _HOPPER_SMS
+    smem_limit_bytes: int = _HOPPER_SMEM_BYTES
+    is_hopper: bool = False
+
+
+def place() -> Place:
+    """The device of the mesh that is in use, or of this process.
+
+    Of a mesh that was made from a description, as for a compile without hardware, the devices are not there: their
+    kind and number of multiprocessors are.
+    """
+    device = _compat.abstract_device()
+    if device is None:
+        device = jax.devices()[0]
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    return Place(
+        platform=platform,
+        kind=device.device_kind,
+        sms=getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _HOPPER_SMS,
+        smem_limit_bytes=getattr(device, "shared_memory_per_block_optin", None) or _HOPPER_SMEM_BYTES,
+        is_hopper=platform == "gpu" and _is_hopper(device),
+    )
+
+
+def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, reasons: Collection[str] = ()) -> str:
+    """Which form of a kernel runs.
+
+    Args:
+        name: of the kernel.
+        backend: what was asked for.
+        arrays: what it computes with: their dtypes decide, too.
+        here: the device.
+        reasons: why else the kernel cannot run.
+
+    Returns:
+        "mosaic", "interpret" or "xla".
+
+    Raises:
+        KernelError: there is no such backend, or "mosaic" was asked for and cannot be.
+    """
+    if backend not in BACKENDS:
+        raise KernelError(
+            f"{name} has no such backend.",
+            where=f"backend={backend!r}",
+            why=f"it is one of {', '.join(map(repr, BACKENDS))}.",
+            do='backend="auto"',
+        )
+    if backend == "xla":
+        return "xla"
+    reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
+    if not reasons:
+        return "interpret" if backend == "interpret" else "mosaic"
+    if backend == "auto":
+        return "xla"
+    raise KernelError(
+        f"{name} cannot run on Mosaic GPU here.",
+        where=[f"backend={backend!r}", f"device: {here.kind}"],
+        why="\n".join(f"{reason}." for reason in reasons),
+        do='backend="auto" takes the plain form where the kernel cannot run.',
+    )
+
+
+def _device_reasons(here: Place, backend: str) -> list[str]:
+    if backend == "interpret":
+        return []
+    axes = _compat.automatic_axes()
+    found = [] if here.is_hopper else [f"{here.kind} is no Hopper GPU, whose tensor cores the kernel is written for"]
+    if axes:
+        named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
+        found.append(f"arrays may be split over {named}, and a kernel takes whole arrays: XLA would gather them")
+    return found
+
+
+def _array_reasons(arrays: Collection[Any]) -> list[str]:
+    dtypes = {np.dtype(x.dtype).name for x in arrays}
+    if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"}:
+        return []
+    return [f"it takes bfloat16 or float16, one of them for all arrays, and these are {', '.join(sorted(dtypes))}"]
+
+
+def _is_hopper(device: Any) -> bool:
+    capability = getattr(device, "compute_capability", None)
+    return capability == "9.0" if capability else bool(_HOPPER.search(device.device_kind))
