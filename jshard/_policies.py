@@ -117,17 +117,24 @@ class UnitPolicy:
     sync_batch_norm: bool = True
 
 
+KERNEL_PRODUCT = "jshard.kernels product"
+"""What the results of our own kernels' products are called: policies see no matrix product in a kernel."""
+
+
 def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
     """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
     if remat == "full":
         return None
     inner = {
         "none": jax.checkpoint_policies.everything_saveable,
-        "dots": jax.checkpoint_policies.dots_saveable,
+        "dots": jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(KERNEL_PRODUCT)
+        ),
     }.get(remat, remat)  # type: ignore[arg-type]
 
     def policy(prim: Any, *args: Any, **params: Any) -> Any:
-        return False if prim.name in _FREE else inner(prim, *args, **params)
+        is_free = prim.name in _FREE and params.get("name") != KERNEL_PRODUCT
+        return False if is_free else inner(prim, *args, **params)
 
     return policy
 

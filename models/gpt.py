@@ -45,6 +45,7 @@ class GPTConfig:
     tied: bool = True  # one table embeds the tokens and scores them
     positions: str = "learned"  # or "rotary"
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
+    reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
@@ -118,14 +119,15 @@ class MLP(nnx.Module):
     """The feed-forward half of a block: widen, bend, narrow, each position on its own."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
-        self.pallas = config.mlp == "pallas"
+        self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
         self.up = linear(config.d_model, config.d_ff, std=0.02, rngs=rngs)
         self.down = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        if self.pallas:
-            up, down = self.up, self.down
-            return js.kernels.mlp(x_BTD, up.kernel[...], down.kernel[...], b_up=up.bias[...], b_down=down.bias[...])
+        if self.occupancy is not None:
+            up_DF, down_FD = self.up.kernel[...], self.down.kernel[...]
+            biases = {"b_up": self.up.bias[...], "b_down": self.down.bias[...]}
+            return js.kernels.mlp(x_BTD, up_DF, down_FD, **biases, occupancy=self.occupancy)
         h_BTF = jax.nn.gelu(self.up(x_BTD))
         return self.down(h_BTF)
 

@@ -231,9 +231,12 @@ from jshard.checkpoint.owner import Owner, is_owned, _held
 draft = pathlib.Path(sys.argv[1])
 owner = Owner(draft)
 assert is_owned(draft)
+here, there = os.pipe()
 child = os.fork()
 if not child:
+    os.write(there, b"!")
     signal.pause()
+os.read(here, 1)  # it is there
 for number in _held:  # as if this process were killed
     os.close(number)
 try:

@@ -178,7 +178,7 @@ def test_kernels_of_pallas_step_by_step_are_their_twins(monkeypatch):
 
     def interpreted(*args, **options):
         calls.append(args)
-        return mlp(*args, backend="interpret", occupancy=small, **options)
+        return mlp(*args, **options | {"backend": "interpret", "occupancy": small})
 
     mlp = js.kernels.mlp
     monkeypatch.setattr(js.kernels, "mlp", interpreted)

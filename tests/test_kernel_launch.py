@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jshard as js
+from jshard._policies import checkpoint_policy
 from jshard.kernels import Occupancy
 from jshard.kernels.latency import product_ns, traffic_ns
 from jshard.kernels.launch import Launch, launches
@@ -196,6 +197,26 @@ def test_inside_loops_remat_and_other_programs():
     program = lowered(jax.grad(loss, (0, 1)), of(128, 128), of(3, 128, 128))
     names = [launch.name.removeprefix("jshard_matmul_") for launch in launches(program)]
     assert sorted(names) == ["nn_tiled", "nn_tiled", "nt_tiled", "tn_tiled"]
+
+
+def test_a_policy_that_keeps_products_keeps_those_of_kernels():
+    def run(policy):
+        two = lambda x, w: js.kernels.matmul(jnp.sin(js.kernels.matmul(x, w)), w)
+        inner = jax.checkpoint(two, policy=checkpoint_policy(policy))
+        loss = lambda x, w: inner(x, w).astype(jnp.float32).sum()
+        return len(launches(lowered(jax.value_and_grad(loss, argnums=(0, 1)), of(256, 256), of(256, 256))))
+
+    assert (run("none"), run("dots"), run("full")) == (2 + 4, 2 + 4, 2 + 4 + 1)
+
+
+def test_of_a_batch_one_kernel_runs_after_another():
+    """All at once they would take the multiprocessors that one leaves."""
+    knobs = Occupancy(reserved_sms=16)
+    batched = jax.vmap(functools.partial(js.kernels.matmul, occupancy=knobs))
+    (found,) = launches(lowered(batched, of(3, M, K), of(3, K, N)))
+    assert found.grid == (116, 1, 1)
+    (norm,) = launches(lowered(jax.vmap(js.kernels.rms_norm, in_axes=(0, None)), of(4, 256, 128), of(128)))
+    assert norm.grid == (32, 1, 1)
 
 
 def test_kernels_inside_shard_map_are_those_of_a_shard():

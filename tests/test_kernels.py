@@ -5,6 +5,7 @@ that kernels lower there is in test_kernel_launch.py. It fills what a kernel is 
 After an exception inside a kernel it hangs: every test here has a time limit.
 """
 
+import dataclasses
 import functools
 
 import hypothesis.strategies as st
@@ -218,3 +219,8 @@ def test_in_a_loop():
 
     found, wanted = (jax.jit(jax.grad(loss, (0, 1)), static_argnums=2)(x, ws, how) for how in ("interpret", "xla"))
     assert [error(a, np.asarray(b, np.float64)) < 1e-2 for a, b in zip(found, wanted, strict=True)] == [True, True]
+
+
+def test_persistent_over_one_step_and_many_tiles_for_each_block():
+    """A block goes on to its next tile while nothing of the last one is under way: with one step all would be."""
+    check_matmul(384, 64, 128, bias=False, occupancy=dataclasses.replace(PERSISTENT, reserved_sms=131))

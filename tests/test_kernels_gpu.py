@@ -19,7 +19,8 @@ FORMS = {
     "tiled": Occupancy(persistent=False, tile_m=128),
     "padded": Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2, smem_pad_bytes=56_320),
 }
-SHAPES = [(1, 1, 1), (64, 64, 64), (1000, 500, 300), (513, 1031, 777), (2048, 1024, 1536)]
+# The last ones have several tiles for each multiprocessor: blocks walk on, after one step along k or after some.
+SHAPES = [(1, 1, 1), (64, 64, 64), (1000, 500, 300), (513, 1031, 777), (8192, 64, 4096), (4096, 320, 8192)]
 SINGLE = 2e-3  # relative error of one product or norm
 
 

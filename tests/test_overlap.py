@@ -17,7 +17,6 @@ import jshard as js
 from jshard import _compat
 from jshard.cluster.option_table import OPTIONS
 from jshard.kernels import Occupancy, shaping
-from jshard.kernels.call import decide
 from jshard.kernels.occupancy import CommFootprint, OccupancyError, footprint, gpu
 from jshard.kernels.shaping import kernels as shaping_kernels
 from jshard.kernels.shaping import overlap
@@ -432,18 +431,3 @@ def test_the_plan_of_a_cluster_of_any_size_will_do():
         big = js.plan(abstract(Config(layers=2, width=512, hidden=2048), js.mesh(fsdp=512, devices=512)))
     assert dict(big.mesh)["fsdp"] == mesh.shape["fsdp"]
     assert overlap(big, device="gb200").units[1].communication_s[0] > 0
-
-
-def test_kernels_take_what_was_chosen_unless_they_are_told(plan):
-    shaped = dataclasses.replace(overlap(plan, device="h200"), backends={"matmul": "xla"})
-    x = jnp.ones((8, 8), jnp.bfloat16)
-    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
-        with shaped.applied():
-            mlp, plain = decide("mlp", "auto", None, [x]), decide("matmul", "auto", None, [x])
-            told = decide("matmul", "mosaic", Occupancy(reserved_sms=1), [x])
-        after = decide("matmul", "auto", None, [x])
-    assert (mlp.form, mlp.knobs) == ("mosaic", shaped.occupancy["mlp"]) and mlp.knobs.reserved_sms == 16
-    assert plain.form == "xla"
-    assert (told.form, told.knobs.reserved_sms) == ("mosaic", 1)
-    assert (after.form, after.knobs) == ("mosaic", Occupancy())

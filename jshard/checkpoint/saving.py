@@ -76,11 +76,12 @@ class Saving:
         try:
             with self.phases("plan"):
                 leaves = self._begin(state, prepare)
-                self._begin_sums(leaves)
+                sums = self._begin_sums(leaves)
             with self.phases("device_to_host"), self._errors_named():
                 self._wait = storage.save_async(
                     self.unnamed, leaves, on_written=self._note_written, timeout_s=timeout_s
                 )
+            self._finish_sums(sums)
         except BaseException:
             self._held.close()
             raise
@@ -170,7 +171,7 @@ class Saving:
         self.num_bytes = sum(map(storage.local_bytes, full.values()))
         return full
 
-    def _begin_sums(self, leaves: Mapping[str, Any]) -> None:
+    def _begin_sums(self, leaves: Mapping[str, Any]) -> dict[str, LeafSums]:
         """Begun before anything can overwrite the values, on the devices where they lie there."""
         sums: dict[str, LeafSums] = {}
         error: Exception | None = None
@@ -180,6 +181,10 @@ class Saving:
             error = caught
         # A process that came late, and was given up by the others, must not begin what Orbax counts.
         orbax_operations(max(self._agree("all here", orbax_operations(), error)))
+        return sums
+
+    def _finish_sums(self, sums: Mapping[str, LeafSums]) -> None:
+        """In threads of their own, once the values are copied: before, they would take the cores from the copy."""
         pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
         self._held.callback(pool.shutdown, cancel_futures=True)
         self._totals = {key: pool.submit(each.total) for key, each in sums.items()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
@@ -13,10 +12,6 @@ from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.kernels.where import Backend, Place, choose, place
 
 DEFAULT = Occupancy()
-_applied: contextvars.ContextVar[tuple[Mapping[str, Occupancy], Mapping[str, Backend]]] = contextvars.ContextVar(
-    "jshard.kernels",
-    default=({}, {}),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +61,7 @@ def decide(
     Args:
         name: of the kernel.
         backend: what was asked for.
-        occupancy: what was asked for; that of `applied`, or `default`, if nothing was.
+        occupancy: what was asked for; `default` if nothing was.
         arrays: what it computes with.
         default: knobs that suit this kernel.
         reasons: why the arrays' sizes are not for it, if they are not.
@@ -74,25 +69,10 @@ def decide(
     Raises:
         KernelError: there is no such backend, or it cannot be had here.
     """
-    shaped, backends = _applied.get()
     here = place()
-    backend = backends.get(name, backend) if backend == "auto" else backend
     empty = ["one of the arrays is empty"] if any(0 in x.shape for x in arrays) else []
     form = choose(name, backend, arrays, here, [*reasons, *empty])
-    return Call(name, form, occupancy or shaped.get(name, default), here)
-
-
-@contextlib.contextmanager
-def applied(occupancy: Mapping[str, Occupancy], backends: Mapping[str, Backend]) -> Iterator[None]:
-    """Inside, kernels that are called without an occupancy or a backend of their own have these, by name.
-
-    It is read while a program is traced: what was traced before stays as it is.
-    """
-    token = _applied.set((occupancy, backends))
-    try:
-        yield
-    finally:
-        _applied.reset(token)
+    return Call(name, form, occupancy or default, here)
 
 
 def check_sizes(name: str, arrays: Mapping[str, jax.Array], wrong: Sequence[str], do: str) -> None:

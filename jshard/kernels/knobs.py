@@ -31,8 +31,9 @@ class Occupancy:
         persistent: one block for each multiprocessor, of two computing warpgroups and one that loads.
         reserved_sms: multiprocessors that a persistent kernel leaves alone.
         smem_pad_bytes: shared memory that each block takes and does not use; rounded up to 1,024.
-        latency_ns: how long the compiler's scheduler is told that one call takes, as a measurement had it; by default
-            it is told an estimate. Without a word it takes a kernel for free, and hides no communication behind it.
+        latency_ns: how long the compiler's scheduler is told that one product takes, as a measurement had it; by
+            default it is told an estimate. Without a word it takes a kernel for free, and hides no communication
+            behind it.
 
     Raises:
         KernelError: a knob is outside what any GPU has.

@@ -129,9 +129,13 @@ def _products(call: Call, activation: Activation, arrays: dict[str, jax.Array], 
     ws = [arrays[name] for name in _firsts(arrays)]
     biases = [arrays["b_up"]] if "b_up" in arrays else []
 
+    # float16 ends at 65,504: infinite, what is kept for backward would make NaN of a gradient.
+    limit = float(jnp.finfo(jnp.float16).max)
+    in_range = lambda x: jnp.clip(x, -limit, limit) if ws[0].dtype == jnp.float16 else x
+
     def epilogue(first: jax.Array, *rest: jax.Array) -> tuple[jax.Array, ...]:
         before = (first + rest[0],) if biases else (first, *rest)
-        return (_bend(activation, *before), *(before if keep else ()))
+        return (_bend(activation, *before), *(map(in_range, before) if keep else ()))
 
     what = Product(f"jshard_{call.name}_{activation}", False, False, len(ws), epilogue, 1 + keep * len(ws))
     # Each element of the output has two sums in the registers, which hold no more of them.

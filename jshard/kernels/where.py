@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Collection
 from typing import Any, Literal
@@ -46,9 +47,10 @@ def place() -> Place:
     Of a mesh that was made from a description, as for a compile without hardware, the devices are not there: their
     kind and number of multiprocessors are.
     """
-    device = _compat.abstract_device()
+    device: Any = _compat.abstract_device()
     if device is None:
-        device = jax.devices()[0]
+        default = getattr(jax.config, "jax_default_device", None)
+        device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
     return Place(
         platform=platform,
@@ -85,12 +87,12 @@ def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, re
     if backend == "xla":
         return "xla"
     reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
+    if backend == "auto" and (reasons or _may_be_split()):
+        return "xla"
     if not reasons:
         return "interpret" if backend == "interpret" else "mosaic"
-    if backend == "auto":
-        return "xla"
     raise KernelError(
-        f"{name} cannot run on Mosaic GPU here.",
+        f"{name} cannot run {'step by step' if backend == 'interpret' else 'on Mosaic GPU'} here.",
         where=[f"backend={backend!r}", f"device: {here.kind}"],
         why="\n".join(f"{reason}." for reason in reasons),
         do='backend="auto" takes the plain form where the kernel cannot run.',
@@ -98,14 +100,20 @@ def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, re
 
 
 def _device_reasons(here: Place, backend: str) -> list[str]:
-    if backend == "interpret":
-        return []
     axes = _compat.automatic_axes()
+    if backend == "interpret":
+        several = axes or math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
+        return ["the interpreter of kernels runs on one device, and the mesh in use has several"] if several else []
     found = [] if here.is_hopper else [f"{here.kind} is no Hopper GPU, whose tensor cores the kernel is written for"]
     if axes:
         named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
         found.append(f"arrays may be split over {named}, and a kernel takes whole arrays: XLA would gather them")
     return found
+
+
+def _may_be_split() -> bool:
+    """Whether nothing says that arrays are whole: no mesh is in use, and there are several devices."""
+    return _compat.abstract_device() is None and jax.device_count() > 1
 
 
 def _array_reasons(arrays: Collection[Any]) -> list[str]:

@@ -162,8 +162,16 @@ class Operands:
     def _spec(self, tile: int, *, across: bool) -> plgpu.BlockSpec:
         k = self.knobs.tile_k
         shape, index = ((k, tile), lambda i: (i, 0)) if across else ((tile, k), lambda i: (0, i))
-        # A step may begin before the tensor cores have read the one before: its tiles are kept for one step more.
-        return plgpu.BlockSpec(shape, index, transforms=layout(shape[1], self.dtype), delay_release=1)
+        return plgpu.BlockSpec(shape, index, transforms=layout(shape[1], self.dtype), delay_release=self._open_steps)
+
+    @property
+    def _open_steps(self) -> int:
+        """Steps whose products may be under way when the next one begins: their tiles are kept so much longer.
+
+        None where one pipeline follows another, as blocks walk over tiles: what is kept when a pipeline ends is not
+        waited for by the next, which would load over it.
+        """
+        return 0 if self.knobs.persistent else 1
 
     def windows(self, a: Any, bs: Sequence[Any], rows: Any, cols: Any) -> list[Any]:
         """What a block reads of the operands for the rows and columns of its tile."""
@@ -175,7 +183,7 @@ class Operands:
         a = _compat.pallas_transposed(a) if self.product.a_transposed else a
         for b, total in zip(bs, sums, strict=True):
             plgpu.wgmma(total, a, _compat.pallas_transposed(b) if self.product.b_transposed else b)
-        plgpu.wgmma_wait(len(sums))  # for the step before
+        plgpu.wgmma_wait(self._open_steps * len(sums))
 
 
 def layout(minor: int, dtype: Any) -> tuple[Any, ...]:

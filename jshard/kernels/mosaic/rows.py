@@ -70,16 +70,17 @@ def run_rows(
 
     like = jax.ShapeDtypeStruct((rows, width), xs[0].dtype)
     moved_bytes = (len(xs) + num_out) * rows * width * xs[0].dtype.itemsize
+    kernel = _compat.mosaic_kernel(
+        body,
+        name=name,
+        out_type=[like] * num_out + [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * num_sums,
+        scratch=[plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else [],
+        grid=(blocks,),
+        grid_names=("block",),
+        interpret=interpret,
+    )
     with stated(knobs.latency_ns or traffic_ns(moved_bytes, kind=here.kind)):
-        results = _compat.mosaic_kernel(
-            body,
-            name=name,
-            out_type=[like] * num_out + [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * num_sums,
-            scratch=[plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else [],
-            grid=(blocks,),
-            grid_names=("block",),
-            interpret=interpret,
-        )(*xs, *vectors)
+        results = jax.custom_batching.sequential_vmap(lambda *arrays: kernel(*arrays))(*xs, *vectors)
     axes = frozenset[str]().union(*map(_compat.varying_axes, (*xs, *vectors)))
     results = [vary(result, axes) for result in results]
     return [*results[:num_out], *(each.sum(0) for each in results[num_out:])]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -14,7 +13,6 @@ from rich.text import Text
 
 from jshard.inspect.explain import human_bytes
 from jshard.inspect.tables import add_row, made_table, printed
-from jshard.kernels.call import applied
 from jshard.kernels.knobs import Occupancy
 from jshard.kernels.occupancy import CommFootprint
 from jshard.kernels.shaping.waiting import UnitTimes
@@ -74,13 +72,6 @@ class Overlap:
     def exports(self) -> tuple[str, ...]:
         """Lines for the shell that starts the run."""
         return tuple(f"export {name}={value}" for name, value in self.environment.items())
-
-    def applied(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, kernels that are not told an occupancy or a backend of their own take those chosen here.
-
-        They are read while a program is traced: trace and compile it inside, and run it where you like.
-        """
-        return applied(self.occupancy, self.backends)
 
     def __str__(self) -> str:
         return printed(self)

@@ -38,12 +38,11 @@ def overlap(
 ) -> Overlap:
     """Chooses how much of a GPU the kernels of a step leave to its collectives, and what XLA and NCCL are told.
 
-    Nothing is set and nothing is run: the result says what to call `js.kernels` with (inside `with shaped.applied():`
-    they take it by themselves), what to compile with, and what to export, and for each what it rests on. Persistent
-    kernels leave the multiprocessors that a collective fills, as long as that costs less than waiting; kernels of small
-    blocks are padded. What `jshard tune` has measured on the same kind of device counts for more than any model. Where
-    the kernels do not run, nothing is left. In several processes all of them call it, and what the first one has
-    measured counts.
+    Nothing is set and nothing is run: the result says what to call `js.kernels` with, what to compile with, and what
+    to export, and for each what it rests on. Persistent kernels leave the multiprocessors that a collective fills, as
+    long as that costs less than waiting; kernels of small blocks are padded. What `jshard tune` has measured on the
+    same kind of device counts for more than any model. Where the kernels do not run, nothing is left. In several
+    processes all of them call it, and what the first one has measured counts.
 
     Args:
         model_or_plan: an annotated model, of nnx or Linen, concrete or abstract, or its plan.

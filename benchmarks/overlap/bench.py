@@ -1,0 +1,177 @@
+"""Measures a group of settings side by side: every round times each of them once, so that clocks change for all."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping
+from typing import Protocol
+
+import jax
+
+from benchmarks.overlap.grid import COLLECTIVE_BYTES, DOT, PLACEMENTS, Group, Setting, Size
+from benchmarks.overlap.programs import MOST_ERROR, wrong_result
+from benchmarks.overlap.records import Row
+from jshard._errors import FourPartError
+
+ROUNDS = 9
+_SIZING = 3  # times from which the size of the half load is taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What is moved beside a product.
+
+    Attributes:
+        kind: the collective: "all-reduce", "all-gather"; "copies" where a kernel stands for one.
+        name: "half", as long as half of XLA's dot takes, or "full", 896 MB.
+        num_bytes: that it moves.
+    """
+
+    kind: str
+    name: str
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """One time of both; the other fields as in `records.Row`, None where the blocks are not recorded."""
+
+    both_ms: float
+    waited_ms: float | None = None
+    span_ms: float | None = None
+    comm_sms: int | None = None
+
+
+class Bench(Protocol):
+    """Runs products and loads; one for each way to have a load.
+
+    Attributes:
+        kinds: of loads.
+        priorities: of a load, "default" first.
+    """
+
+    kinds: tuple[str, ...]
+    priorities: tuple[str, ...]
+
+    def prepare(self, size: Size, setting: Setting) -> float:
+        """Compiles and warms up a product; the relative error of its result beside XLA's dot."""
+        ...
+
+    def compute_ms(self, setting: Setting) -> float:
+        """A product alone."""
+        ...
+
+    def load_ms(self, load: Load) -> float:
+        """A load alone."""
+        ...
+
+    def sequential_ms(self, setting: Setting, load: Load) -> float:
+        """A load after a product."""
+        ...
+
+    def both(self, setting: Setting, load: Load, priority: str) -> Beside:
+        """A load that begins when the product holds the GPU."""
+        ...
+
+
+def measure(bench: Bench, group: Group, *, rounds: int = ROUNDS) -> tuple[tuple[Row, ...], dict[str, str]]:
+    """Medians of a group, and why settings could not run.
+
+    Args:
+        bench: that runs it.
+        group: XLA's dot must be its first setting, and must run.
+        rounds: how often each is timed.
+    """
+    errors: dict[Setting, float] = {}
+    failed: dict[str, str] = {}
+    for setting in group.settings:
+        try:
+            errors[setting] = bench.prepare(group.size, setting)
+            if not errors[setting] <= MOST_ERROR:
+                raise wrong_result(setting.told, errors.pop(setting))
+        except (FourPartError, jax.errors.JaxRuntimeError) as error:
+            if setting.form == DOT:
+                raise
+            failed[f"{group.size.name}/{setting.told}"] = next(iter(str(error).splitlines()), type(error).__name__)
+    loads = _loads(bench, group.settings[0])
+    comp: dict[Setting, list[float]] = {}
+    comm: dict[Load, list[float]] = {}
+    both: dict[tuple[Setting, Load, str], list[Beside]] = {}
+    for _ in range(rounds):
+        for load in loads:
+            comm.setdefault(load, []).append(bench.load_ms(load))
+        for setting in errors:
+            comp.setdefault(setting, []).append(bench.compute_ms(setting))
+            for load in loads:
+                for mode, found in _together(bench, setting, load):
+                    both.setdefault((setting, load, mode), []).append(found)
+    rows = tuple(
+        _row(group, setting, load, mode, comp[setting], comm[load], found, errors[setting])
+        for (setting, load, mode), found in both.items()
+    )
+    return rows, failed
+
+
+def mode_of(setting: Setting, priority: str) -> str:
+    """The name of a mode."""
+    return ("shaped" if setting.is_shaped else "baseline") + (" + priority" if priority == "high" else "")
+
+
+def _loads(bench: Bench, dot: Setting) -> list[Load]:
+    """Of each kind the whole collective, and as much of it as takes half as long as XLA's dot."""
+    found = []
+    median = lambda time: statistics.median(time() for _ in range(_SIZING))
+    dot_ms = median(lambda: bench.compute_ms(dot))
+    for kind in bench.kinds:
+        full = Load(kind, "full", COLLECTIVE_BYTES)
+        full_ms = median(lambda full=full: bench.load_ms(full))
+        found += [Load(kind, "half", round(COLLECTIVE_BYTES * dot_ms / 2 / full_ms)), full]
+    return found
+
+
+def _together(bench: Bench, setting: Setting, load: Load) -> list[tuple[str, Beside]]:
+    found = [(mode_of(setting, priority), bench.both(setting, load, priority)) for priority in bench.priorities]
+    if not setting.is_shaped:
+        found.insert(0, ("sequential", Beside(bench.sequential_ms(setting, load))))
+    return found
+
+
+def _row(
+    group: Group,
+    setting: Setting,
+    load: Load,
+    mode: str,
+    comp: list[float],
+    comm: list[float],
+    found: list[Beside],
+    error: float,
+) -> Row:
+    times = [one.both_ms for one in found]
+    middle = sorted(found, key=lambda one: one.both_ms)[len(found) // 2]  # its blocks are told of
+    drains: Mapping[str, str] = dict(zip(PLACEMENTS, setting.drains, strict=True))
+    return Row(
+        group=group.name,
+        size=group.size.name,
+        form=setting.form,
+        pad_bytes=setting.pad_bytes,
+        reserved_sms=setting.reserved_sms,
+        blocks_per_sm=setting.blocks_per_sm,
+        drain_even=drains["even"],
+        drain_pooled=drains["pooled"],
+        load=str(load),
+        load_bytes=load.num_bytes,
+        mode=mode,
+        comp_ms=statistics.median(comp),
+        comm_ms=statistics.median(comm),
+        both_ms=statistics.median(times),
+        least_ms=min(times),
+        most_ms=max(times),
+        relative_error=error,
+        waited_ms=middle.waited_ms,
+        span_ms=middle.span_ms,
+        comm_sms=middle.comm_sms,
+    )

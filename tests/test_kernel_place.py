@@ -1,0 +1,69 @@
+"""Where a kernel runs and where its twin: by the device, the mesh, and what is asked."""
+
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+
+import jshard as js
+from jshard.kernels import KernelError, where
+
+ARRAYS = [jnp.ones((8, 8), jnp.bfloat16)]
+HOPPER = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)
+
+
+def form(backend="auto", arrays=ARRAYS):
+    return where.choose("matmul", backend, arrays, where.place())
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with one such GPU, which is the first device of the process."""
+    monkeypatch.setattr(jax, "devices", lambda platform=None: [HOPPER])
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def test_on_a_cpu_the_twin():
+    assert form() == "xla" and form("xla") == "xla"
+    with pytest.raises(KernelError, match="cpu is no Hopper GPU"):
+        form("mosaic")
+
+
+def test_on_a_hopper_the_kernel_but_not_for_other_dtypes(hopper):
+    assert form() == form("mosaic") == "mosaic"
+    assert form(arrays=[jnp.ones((8, 8))]) == "xla"
+
+
+def test_what_is_computed_on_the_cpu_of_a_machine_with_a_gpu(hopper):
+    with jax.default_device(ARRAYS[0].device):
+        assert form() == "xla"
+
+
+def test_of_several_devices_nobody_knows_what_is_split(hopper, monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert form() == "xla" and form("mosaic") == "mosaic"  # who asks for it knows
+
+
+@pytest.mark.parametrize(
+    ("kind", "cores", "found"), [("NVIDIA H100 80GB HBM3", 132, "mosaic"), ("NVIDIA B200", 148, "xla")]
+)
+def test_of_a_device_that_is_not_there_its_kind(kind, cores, found):
+    device = AbstractDevice(device_kind=kind, num_cores=cores, platform="gpu")
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device)):
+        assert form() == found and where.place().sms == cores
+
+
+def test_axes_over_which_xla_splits_arrays():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
+    for axis_type, found in ((AxisType.Auto, "xla"), (AxisType.Manual, "mosaic")):
+        mesh = AbstractMesh((2,), ("tensor",), axis_types=(axis_type,), abstract_device=device)
+        with jax.sharding.use_abstract_mesh(mesh):
+            assert form() == found
+
+
+def test_the_interpreter_runs_on_one_device():
+    with jax.set_mesh(js.mesh()), pytest.raises(KernelError, match="cannot run step by step here"):
+        form("interpret")
+    assert form("interpret") == "interpret"
