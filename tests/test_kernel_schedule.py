@@ -90,8 +90,7 @@ def test_as_many_gathers_overlap_as_with_a_product_of_xla(backward: bool, monkey
     assert hidden(windows(js.kernels.matmul, backward=backward)) < hidden(plain)
 
 
-@functools.cache
-def scanned(mlp: str) -> Audit:
+def scanned(mlp: str, profile: str | None = "fastest") -> Audit:
     """A training step of a GPT whose blocks are scanned with the next one's parameters gathered ahead."""
     config = GPTConfig(
         vocab_size=512,
@@ -109,7 +108,7 @@ def scanned(mlp: str) -> Audit:
     optimizer = abstract_optimizer(model, optax.adamw(1e-3))
     tokens = jax.ShapeDtypeStruct((8, 1024), jnp.int32, sharding=batch_sharding(mesh()))
     lowered = lower_step(loss_fn, model, optimizer, {"inputs": tokens, "targets": tokens})
-    return audit(lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu")), model=model)
+    return audit(lowered.compile(compiler_options=js.compiler_options(profile, platform="gpu")), model=model)
 
 
 def test_in_a_scan_with_prefetch_every_large_collective_has_a_product_beside_it():
@@ -123,3 +122,16 @@ def test_in_a_scan_with_prefetch_every_large_collective_has_a_product_beside_it(
     # Forward, its second run for backward, and four gradients of two products each.
     assert (use.kernel, use.form) == ("mlp", "mosaic") and use.calls >= 2 + 2 + 4
     assert "Kernels: mlp on Mosaic GPU" in str(ours) and not plain.schedule.kernels
+
+
+def test_in_a_scan_without_further_options_the_statement_decides(monkeypatch: pytest.MonkeyPatch):
+    """By default one collective is under way at a time, and the scheduler goes by how long things take."""
+
+    def hidden(found: Audit) -> int:
+        large = [w for w in found.schedule.in_loops if w.full_bytes >= LARGE_BYTES and w.phase == "forward"]
+        return sum(w.is_overlapped for w in large)
+
+    plain, ours = hidden(scanned("plain", None)), hidden(scanned("pallas", None))
+    assert ours == plain >= 3
+    monkeypatch.setattr("jshard.kernels.mosaic.run.stated", lambda latency_ns: contextlib.nullcontext())
+    assert hidden(scanned("pallas", None)) < ours
