@@ -193,8 +193,8 @@ def test_rows_columns_and_boxes_that_changed_places_show(data, dtype, shape, see
     order[[first, second]] = second, first
     swapped = np.take(values, order, axis=dim)
     lines = [np.take(values, n, dim) for n in (first, second)]
-    if lines[0].tobytes() == lines[1].tobytes() or (dtype in NARROW and lines[0].sum() == lines[1].sum()):
-        return  # lines of one sum change places unseen: rare, but for bits
+    if whole(lines[0])[0] == whole(lines[1])[0]:
+        return  # lines of one sum change places unseen: rare, but for small numbers
     assert whole(swapped) != whole(values)
 
 

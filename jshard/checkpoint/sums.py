@@ -6,7 +6,7 @@ are numbered through. Two sums are kept, modulo 2**64: of all words, and of all 
 
 - a change of a single word always shows, as it changes the first sum;
 - segments that changed places, and rows and boxes with them, show in the second, as do changes of several words;
-- what cancels within one segment does not show.
+- what cancels within one segment does not show, nor that rows or boxes whose sums are equal have changed places.
 
 Sums over disjoint boxes add up: every process sums the shards it holds, and what is stored are the totals. No mesh
 shows in them. They are no defence against somebody who changes values on purpose.
