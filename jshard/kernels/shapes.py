@@ -25,8 +25,13 @@ def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
 
     Outside of a kernel's own gradient: so JAX sums over the axes what each of the devices has of it.
     """
-    axes = frozenset[str]().union(*map(_compat.varying_axes, arrays))
+    axes = varying_over(*arrays)
     return tuple(vary(x, axes) for x in arrays)
+
+
+def varying_over(*arrays: jax.Array) -> frozenset[str]:
+    """Axes over which at least one of some arrays is different."""
+    return frozenset[str]().union(*map(_compat.varying_axes, arrays))
 
 
 def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -144,6 +144,39 @@ def _advice(product: Product, knobs: Occupancy, dtype: Any, smem_limit_bytes: in
     return "Occupancy(), whose tiles fit."
 
 
+class Refs(NamedTuple):
+    """What the body of a kernel is given: arrays in device memory, and shared memory."""
+
+    a: Any
+    bs: Sequence[Any]
+    vectors: Sequence[Any]
+    outs: Sequence[Any]
+    stage: Any  # shared memory through which outputs leave
+
+    @classmethod
+    def of(cls, product: Product, refs: Sequence[Any], num_vectors: int) -> Refs:
+        """Sorts them as they come."""
+        bs = 1 + product.num_b
+        vectors = bs + num_vectors
+        outs = vectors + product.num_out
+        return cls(refs[0], refs[1:bs], refs[bs:vectors], refs[vectors:outs], refs[outs])
+
+
+class Tile(NamedTuple):
+    """Where a tile of the outputs lies."""
+
+    rows: Any
+    cols: Any
+    first_col: jax.Array
+
+    @classmethod
+    def at(cls, number: jax.Array, tiles: tuple[int, int], knobs: Occupancy) -> Tile:
+        """The tile of a number: blocks that run at the same time share rows and columns."""
+        m, n = plgpu.planar_snake(number, tiles, 0, _GROUP)
+        first_row, first_col = m * knobs.tile_m, n * knobs.tile_n
+        return cls(pl.ds(first_row, knobs.tile_m), pl.ds(first_col, knobs.tile_n), first_col)
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
     """How the tiles of a product's operands come into shared memory: the same for both forms of the kernel."""
@@ -173,10 +206,14 @@ class Operands:
         """
         return 0 if self.knobs.persistent else 1
 
-    def windows(self, a: Any, bs: Sequence[Any], rows: Any, cols: Any) -> list[Any]:
-        """What a block reads of the operands for the rows and columns of its tile."""
-        of_a = a.at[:, rows] if self.product.a_transposed else a.at[rows]
-        return [of_a, *(b.at[cols] if self.product.b_transposed else b.at[:, cols] for b in bs)]
+    def windows(self, refs: Refs, tile: Tile) -> list[Any]:
+        """What a block reads of the operands for a tile."""
+        of_a = refs.a.at[:, tile.rows] if self.product.a_transposed else refs.a.at[tile.rows]
+        return [of_a, *(b.at[tile.cols] if self.product.b_transposed else b.at[:, tile.cols] for b in refs.bs)]
+
+    def accumulators(self, rows: int) -> list[Any]:
+        """Registers of a warpgroup for its rows of a tile, of each product."""
+        return [plgpu.WGMMAAccumulatorRef((rows, self.knobs.tile_n), jnp.float32)] * self.product.num_b
 
     def multiply(self, a: Any, bs: Sequence[Any], sums: Sequence[Any]) -> None:
         """One step along k: adds the products of the tiles in shared memory to the sums in registers."""
@@ -193,23 +230,44 @@ def layout(minor: int, dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def place(tile: jax.Array, tiles: tuple[int, int]) -> tuple[jax.Array, jax.Array]:
-    """Where the tile of a number lies: blocks that run at the same time share rows and columns."""
-    return plgpu.planar_snake(tile, tiles, 0, _GROUP)
-
-
-def spread(vectors: Sequence[Any], first: jax.Array, shape: tuple[int, int], *, interpret: bool) -> list[jax.Array]:
+def spread(refs: Refs, first: jax.Array, shape: tuple[int, int], *, interpret: bool) -> list[jax.Array]:
     """A part of each vector in device memory, from the element `first` on, as every row of a tile."""
     cols = pl.ds(first, shape[1])
-    parts = [_compat.pallas_load(vector, cols, interpret=interpret).astype(jnp.float32) for vector in vectors]
+    parts = [_compat.pallas_load(vector, cols, interpret=interpret).astype(jnp.float32) for vector in refs.vectors]
     return [jax.lax.broadcast_in_dim(part, shape, (1,)) for part in parts]
 
 
-def scratch(knobs: Occupancy, dtype: Any) -> list[Any]:
-    """Shared memory beside the pipeline's: that for outputs, and that which is taken and never touched."""
+def launched(
+    product: Product,
+    body: Callable[..., None],
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    knobs: Occupancy,
+    *,
+    form: str,
+    **how: Any,
+) -> list[jax.Array]:
+    """Runs a body, which takes what `Refs.of` sorts.
+
+    Args:
+        product: what is computed.
+        body: of the kernel.
+        a: one operand.
+        bs: the others.
+        vectors: rows of n.
+        knobs: tiles and padding.
+        form: of the kernel, for its name.
+        **how: the grid, the threads, and whether it is interpreted.
+    """
+    m, n, _ = product.sizes(a, bs[0])
     shape = out_shape(knobs)
-    padding = [plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else []
-    return [plgpu.SMEM(shape, dtype, transforms=layout(shape[-1], dtype)), *padding]
+    # What outputs leave through; and what is taken and never touched.
+    scratch = [plgpu.SMEM(shape, a.dtype, transforms=layout(shape[-1], a.dtype))]
+    scratch += [plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else []
+    out_type = [jax.ShapeDtypeStruct((m, n), a.dtype)] * product.num_out
+    kernel = _compat.mosaic_kernel(body, name=f"{product.name}_{form}", out_type=out_type, scratch=scratch, **how)
+    return kernel(a, *bs, *vectors)
 
 
 def _tile(size: int, most: int, least: int) -> int:

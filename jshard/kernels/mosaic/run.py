@@ -14,7 +14,7 @@ from jshard.kernels.latency import product_ns, stated
 from jshard.kernels.mosaic.persistent import persistent
 from jshard.kernels.mosaic.product import Product, check_fits, fitted, padded
 from jshard.kernels.mosaic.tiled import tiled
-from jshard.kernels.shapes import vary
+from jshard.kernels.shapes import vary, varying_over
 from jshard.kernels.where import Place
 
 
@@ -68,5 +68,5 @@ def run(
     with stated(latency_ns):
         outs = launch(a, bs, vectors)
     # The kernel's own type does not say over which axes of a mesh its results differ.
-    axes = frozenset[str]().union(*map(_compat.varying_axes, (a, *bs, *vectors)))
+    axes = varying_over(a, *bs, *vectors)
     return [checkpoint_name(vary(out[:m, :n], axes), KERNEL_PRODUCT) for out in outs]
