@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard._errors import AnnotationError
+from jshard._kernel_names import PRODUCT
 
 Remat = str | Callable[..., Any]
 """`"none"`, `"dots"`, `"full"`, or a policy from `jax.checkpoint_policies`."""
@@ -117,10 +118,6 @@ class UnitPolicy:
     sync_batch_norm: bool = True
 
 
-KERNEL_PRODUCT = "jshard.kernels product"
-"""What the results of our own kernels' products are called: policies see no matrix product in a kernel."""
-
-
 def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
     """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
     if remat == "full":
@@ -128,12 +125,12 @@ def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
     inner = {
         "none": jax.checkpoint_policies.everything_saveable,
         "dots": jax.checkpoint_policies.save_from_both_policies(
-            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(KERNEL_PRODUCT)
+            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(PRODUCT)
         ),
     }.get(remat, remat)  # type: ignore[arg-type]
 
     def policy(prim: Any, *args: Any, **params: Any) -> Any:
-        is_free = prim.name in _FREE and params.get("name") != KERNEL_PRODUCT
+        is_free = prim.name in _FREE and params.get("name") != PRODUCT
         return False if is_free else inner(prim, *args, **params)
 
     return policy

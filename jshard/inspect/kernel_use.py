@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import re
 
+from jshard._kernel_names import kernels_of
 from jshard.inspect.module import Module
 from jshard.inspect.work import MOSAIC
 
-_SCOPE = re.compile(r"jshard\.kernels\.(\w+)\[(\w+)\]")
 _FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA"}
 
 
@@ -37,6 +36,6 @@ def kernels_in(module: Module) -> tuple[KernelUse, ...]:
     calls: collections.Counter[tuple[str, str]] = collections.Counter()
     for computation in module.computations.values():
         for instruction in computation.instructions:
-            for found in set(_SCOPE.findall(instruction.op_name)):
+            for found in set(kernels_of(instruction.op_name)):
                 calls[found] += f'custom_call_target="{MOSAIC}' in instruction.attributes
     return tuple(KernelUse(*found, count) for found, count in sorted(calls.items()))

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from jshard._kernel_names import PREFIX
 from jshard.inspect.module import Computation, Instruction, Module, arrays, item_bytes
 
 # They move no data, or move it beside the computation.
@@ -19,7 +20,7 @@ _FREE = frozenset(
 _SLICES = ("dynamic-slice", "slice", "gather")
 _GEMMS = "__cublas", "__onednn$matmul", "__triton_gemm"
 _ATTENTION = "__cudnn$fmha"
-MOSAIC, _KERNEL = "mosaic_gpu", "/jshard_"  # kernels of Pallas, and the names of those in jshard.kernels
+MOSAIC, _KERNEL = "mosaic_gpu", f"/{PREFIX}"  # kernels of Pallas, and the names of those in jshard.kernels
 _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound"
 
 

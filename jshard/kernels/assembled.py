@@ -6,13 +6,13 @@ Its lines go into `jshard/kernels/occupancy/shipped.py`. It needs the extra `pla
 from __future__ import annotations
 
 from jshard import _compat
+from jshard._kernel_names import PREFIX
 from jshard.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard.kernels.knobs import Occupancy, with_half_the_rows
 from jshard.kernels.occupancy.shipped import Form
 
 _SIZE = 4096  # of each dim of the products; what a block takes does not depend on it
 _WIDTHS = (1024, 4096)  # of the norms' rows, on which it does
-_PREFIX = "jshard_"
 
 TILED = tuple(
     Occupancy(persistent=False, tile_m=tile_m, tile_n=tile_n, stages=stages)
@@ -55,7 +55,7 @@ def assembled(compiled: tuple[tuple[CompiledKernel, ...], ...]) -> tuple[Form, .
 
 def _is_told(call: KernelCall, kernel: CompiledKernel) -> bool:
     """Of an MLP the first product: the others are those of `matmul`."""
-    return call.kernel != "mlp" or kernel.launch.name.startswith(f"{_PREFIX}mlp_{call.settings['activation']}")
+    return call.kernel != "mlp" or kernel.launch.name.startswith(f"{PREFIX}mlp_{call.settings['activation']}")
 
 
 def _form(call: KernelCall, kernel: CompiledKernel) -> Form:
@@ -66,7 +66,7 @@ def _form(call: KernelCall, kernel: CompiledKernel) -> Form:
         knobs = with_half_the_rows(knobs) if "w_gate" in call.shapes else knobs
         tiles, persistent = f"{knobs.tile_m}x{knobs.tile_n}x{knobs.tile_k}/{knobs.stages}", knobs.persistent
     smem_bytes = launch.smem_bytes + kernel.static_bytes
-    return Form(launch.name.removeprefix(_PREFIX), tiles, launch.threads, kernel.registers, smem_bytes, persistent)
+    return Form(launch.name.removeprefix(PREFIX), tiles, launch.threads, kernel.registers, smem_bytes, persistent)
 
 
 def main() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax
 
+from jshard._kernel_names import scope
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.kernels.where import Backend, Place, choose, place
 
@@ -43,7 +44,7 @@ class Call:
     @contextlib.contextmanager
     def named(self) -> Iterator[None]:
         """Inside, operations carry the name of the kernel and its form: the audit reads them from the program."""
-        with jax.named_scope(f"jshard.kernels.{self.name}[{self.form}]"):
+        with jax.named_scope(scope(self.name, self.form)):
             yield
 
 

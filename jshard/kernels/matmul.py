@@ -9,6 +9,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 
+from jshard._kernel_names import PREFIX
 from jshard.kernels.call import Call, check_sizes, decide
 from jshard.kernels.knobs import Occupancy
 from jshard.kernels.shapes import as_matrix, as_row, vary_alike
@@ -113,7 +114,7 @@ def product(call: Call, a: jax.Array, b: jax.Array, bias: jax.Array | None = Non
     from jshard.kernels.mosaic.product import Product  # slow to import, and only where a kernel runs
     from jshard.kernels.mosaic.run import run
 
-    what = Product(f"jshard_{call.name}_{kind}", kind[0] == "t", kind[1] == "t", 1, _sum)
+    what = Product(f"{PREFIX}{call.name}_{kind}", kind[0] == "t", kind[1] == "t", 1, _sum)
     vectors = [] if bias is None else [bias]
     return run(what, a, [b], vectors, knobs=call.knobs, here=call.here, interpret=call.interpret)[0]
 

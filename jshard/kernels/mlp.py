@@ -9,6 +9,7 @@ from typing import Literal, cast
 import jax
 import jax.numpy as jnp
 
+from jshard._kernel_names import PREFIX
 from jshard.kernels.call import Call, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy, with_half_the_rows
 from jshard.kernels.matmul import gradients, plain_matmul, product, sum_of_rows
@@ -137,7 +138,7 @@ def _products(call: Call, activation: Activation, arrays: dict[str, jax.Array], 
         before = (first + rest[0],) if biases else (first, *rest)
         return (_bend(activation, *before), *(map(in_range, before) if keep else ()))
 
-    what = Product(f"jshard_{call.name}_{activation}", False, False, len(ws), epilogue, 1 + keep * len(ws))
+    what = Product(f"{PREFIX}{call.name}_{activation}", False, False, len(ws), epilogue, 1 + keep * len(ws))
     # Each element of the output has two sums in the registers, which hold no more of them.
     knobs = call.knobs if len(ws) == 1 else with_half_the_rows(call.knobs)
     return run(what, arrays["x"], ws, biases, knobs=knobs, here=call.here, interpret=call.interpret)

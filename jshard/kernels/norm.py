@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard._kernel_names import PREFIX
 from jshard.kernels.call import Call, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.kernels.shapes import as_matrix, as_row, vary_alike
@@ -155,7 +156,7 @@ def _rows(call: Call, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Arr
         y = kind.normal(h)[0] * scale
         return (sum(bias, start=y), *([h] if len(xs) > 1 else [])), ()
 
-    y, *h = run_rows(f"jshard_{kind.name}", row, xs, vectors, num_out=len(xs), **_how(call))
+    y, *h = run_rows(f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs), **_how(call))
     return y, h[0] if h else xs[0]
 
 
@@ -182,7 +183,7 @@ def _backward(call: Call, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array,
 
     with call.named():
         dx, *sums = run_rows(
-            f"jshard_{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors), **_how(call)
+            f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors), **_how(call)
         )
         return (dx,) * num_x, tuple(each.astype(like.dtype) for each, like in zip(sums, vectors, strict=True))
 

@@ -8,7 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
-from jshard._policies import KERNEL_PRODUCT
+from jshard._kernel_names import PRODUCT
 from jshard.kernels.knobs import Occupancy
 from jshard.kernels.latency import product_ns, stated
 from jshard.kernels.mosaic.persistent import persistent
@@ -69,4 +69,4 @@ def run(
         outs = launch(a, bs, vectors)
     # The kernel's own type does not say over which axes of a mesh its results differ.
     axes = varying_over(a, *bs, *vectors)
-    return [checkpoint_name(vary(out[:m, :n], axes), KERNEL_PRODUCT) for out in outs]
+    return [checkpoint_name(vary(out[:m, :n], axes), PRODUCT) for out in outs]

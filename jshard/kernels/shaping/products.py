@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +12,11 @@ import jax
 from flax import nnx
 from jax.extend import core as jex
 
+from jshard._kernel_names import kernels_of
 from jshard._plan import plan as plan_of
 from jshard.engine.context import shapes_only
 from jshard.inspect.walk import unit_and_phase
 
-_SCOPE = re.compile(r"jshard\.kernels\.(\w+)\[(\w+)\]")
 SIXTEEN_BITS = ("bfloat16", "float16")
 
 
@@ -138,7 +137,7 @@ def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[Product]:
 
 def _kernel(place: str) -> tuple[str, str]:
     """Name and form of the kernel that something is part of; empty where it is of none."""
-    found = _SCOPE.findall(place)
+    found = kernels_of(place)
     return found[-1] if found else ("", "")
 
 
