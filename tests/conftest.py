@@ -3,6 +3,7 @@
 import gc
 import os
 import tempfile
+from collections.abc import Iterator
 
 from tests.compiling import XLA_FLAGS
 
@@ -17,6 +18,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 LONG = ("test_the_page_is_true", "test_two_processes_train_like_one")
 
@@ -43,3 +45,14 @@ def pytest_collection_finish() -> None:
     """What was imported and collected lives to the end."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def no_stored_programs() -> Iterator[None]:
+    """A compiler without devices cannot load a program that the tests' cache has kept."""
+    folder = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
+    yield
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()

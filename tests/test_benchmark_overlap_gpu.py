@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from benchmarks.overlap import (
     conclusion,
@@ -19,10 +18,11 @@ from benchmarks.overlap import (
 from benchmarks.overlap.bench import Load
 from benchmarks.overlap.gpu_bench import CupyBench, ProgramBench
 from benchmarks.overlap.grid import DOT, Setting, Size, groups
-from jshard._errors import MissingExtraError, RunError
-from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
+from jshard._errors import RunError
+from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import audit
 from jshard.kernels.tuning.load import load_shape
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.made_up_overlap import H200, RING
 
 # What CuPy launches.
@@ -178,28 +178,10 @@ def test_the_source_compiles_to_the_registers_that_are_wanted(tmp_path, define, 
 # The programs of NVIDIA's compiler.
 
 
-def missing():
-    try:
-        require_compiler("gpu")
-    except MissingExtraError as error:
-        return str(error)
-    return ""
-
-
-@pytest.fixture
-def no_stored_programs():
-    """A compiler without devices cannot load a program that the tests' cache has kept."""
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
-
-
-@pytest.mark.skipif(bool(missing()), reason=missing().replace("\n", " ") or "the compiler is here")
+@needs_gpu_compiler
+@pytest.mark.usefixtures("no_stored_programs")
 @pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "copies"])
-def test_the_load_begins_with_the_second_product(kind, no_stored_programs):
+def test_the_load_begins_with_the_second_product(kind):
     count = 1 if kind == "copies" else 8
     mesh = jax.sharding.Mesh(np.array(topology_devices(parse_topology(f"h200:1x{count}"))), (programs.AXIS,))
     split, whole = jax.P(programs.AXIS), jax.P()

@@ -9,7 +9,8 @@ import shlex
 import pytest
 
 from jshard import cli
-from tests.test_cli_plan import folder, needs_gpu_compiler, plan  # noqa: F401
+from tests.gpu_compiler import needs_gpu_compiler
+from tests.test_cli_plan import folder, plan  # noqa: F401
 
 pytestmark = [needs_gpu_compiler, pytest.mark.usefixtures("folder")]
 

@@ -1,6 +1,5 @@
 """`jshard plan`: the plan without a cluster, the request for one, its process, and a report that tells what fits."""
 
-import importlib.util
 import json
 import re
 import sys
@@ -24,11 +23,10 @@ from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
 from jshard.train import TrainStep, create, load_model_file
 from jshard.train.state import batch_like
+from tests.gpu_compiler import MISSING, needs_gpu_compiler
 from tests.micro_gpt import MODELS, micro
 
-HAS_GPU_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is not None
-needs_gpu_compiler = pytest.mark.skipif(not HAS_GPU_COMPILER, reason="needs the extra plan-gpu")
-without_gpu_compiler = pytest.mark.skipif(HAS_GPU_COMPILER, reason="is about a missing extra plan-gpu")
+without_gpu_compiler = pytest.mark.skipif(not MISSING, reason="is about a missing extra plan-gpu")
 
 # As a user's file: the model of tests/micro_gpt.py.
 MODEL = f"""\

@@ -8,23 +8,12 @@ import pytest
 from jshard import _compat
 from jshard._errors import MissingExtraError
 from jshard.cluster.compile import CompileError
-from jshard.cluster.topology import require_compiler
 from jshard.kernels import KernelError, Occupancy, compiled
 from jshard.kernels.assembled import assembled, calls
 from jshard.kernels.compiled import KernelCall, assembler, compile_calls
 from jshard.kernels.launch import Launch
 from jshard.kernels.occupancy import GPUS, shipped_kernels
-
-
-def missing() -> str:
-    try:
-        require_compiler("gpu")
-    except MissingExtraError as error:
-        return str(error)
-    return ""
-
-
-compiles = pytest.mark.skipif(bool(missing()), reason=missing().replace("\n", " ") or "the compiler is here")
+from tests.gpu_compiler import MISSING, needs_gpu_compiler
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +21,7 @@ def shipped():
     return compile_calls(calls(), timeout_s=900)
 
 
-@compiles
+@needs_gpu_compiler
 @pytest.mark.timeout(1200)
 def test_every_kernel_compiles_without_spills_and_its_products_run_on_the_tensor_cores(shipped):
     found = [kernel for kernels in shipped for kernel in kernels]
@@ -44,7 +33,7 @@ def test_every_kernel_compiles_without_spills_and_its_products_run_on_the_tensor
         assert kernel.registers * kernel.launch.threads <= 65_536
 
 
-@compiles
+@needs_gpu_compiler
 @pytest.mark.timeout(1200)
 def test_the_table_is_what_is_compiled_now(shipped):
     """If this fails for a change that is meant, `python -m jshard.kernels.assembled` prints the new table."""
@@ -56,7 +45,7 @@ def test_the_table_is_what_is_compiled_now(shipped):
         assert [kernel.registers for kernel in told] == [form.registers for form in forms]
 
 
-@compiles
+@needs_gpu_compiler
 @pytest.mark.timeout(300)
 def test_what_cannot_run_is_told_as_the_kernel_tells_it():
     wanted = KernelCall(
@@ -66,7 +55,7 @@ def test_what_cannot_run_is_told_as_the_kernel_tells_it():
         compile_calls([wanted])
 
 
-@pytest.mark.skipif(not missing(), reason="the compiler is here")
+@pytest.mark.skipif(not MISSING, reason="the compiler is here")
 def test_without_the_extra():
     with pytest.raises(MissingExtraError) as told:
         compile_calls(calls())

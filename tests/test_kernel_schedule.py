@@ -12,43 +12,22 @@ import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard._errors import MissingExtraError
 from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
-from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
+from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.steps import Window
 from jshard.train.step import lower_step
 from models.gpt import GPT, GPTConfig, annotate, loss_fn
+from tests.gpu_compiler import needs_gpu_compiler
 
-
-def missing() -> str:
-    try:
-        require_compiler("gpu")
-    except MissingExtraError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing().replace("\n", " ") or "the compiler is here")
+pytestmark = [needs_gpu_compiler, pytest.mark.usefixtures("no_stored_programs")]
 
 LAYERS, WIDTH = 4, 4096
 LARGE_BYTES = 2**20  # below it are biases and norms, gathered in no time
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_stored_programs():
-    """A compiler without devices cannot load a program that the tests' cache has kept."""
-    folder = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
 
 
 @functools.cache

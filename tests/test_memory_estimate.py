@@ -6,7 +6,7 @@ The configurations are some of benchmarks/memory.py. It needs the extra `plan-gp
 import pytest
 
 from benchmarks import memory
-from tests.test_cli_plan import needs_gpu_compiler
+from tests.gpu_compiler import needs_gpu_compiler
 
 CASES = {case.name: case for case in memory.FULL}
 

@@ -10,8 +10,8 @@ from jshard._errors import MissingExtraError
 from jshard.cluster import topology as module
 from jshard.cluster.compile import child_environment
 from jshard.cluster.topology import TopologyError, parse_topology, require_compiler
+from tests.gpu_compiler import needs_gpu_compiler
 
-HAS_GPU_COMPILER = importlib.util.find_spec("jax_cuda12_plugin") is not None
 HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
 
 
@@ -149,7 +149,7 @@ def devices_of(*texts):
     return done.stdout.splitlines()
 
 
-@pytest.mark.skipif(not HAS_GPU_COMPILER, reason="needs the extra plan-gpu")
+@needs_gpu_compiler
 def test_devices_of_gpu_clusters():
     names = ["h100:2x8", "h200:1x8", "a100-40:1x4", "a100-80:2x2x2", "b200:1x8", "gb200:2x4"]
     assert devices_of(*names) == [f"{name} {parse_topology(name).num_devices} gpu" for name in names]

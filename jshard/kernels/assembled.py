@@ -9,7 +9,7 @@ from jshard import _compat
 from jshard._kernel_names import PREFIX
 from jshard.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard.kernels.knobs import Occupancy, with_half_the_rows
-from jshard.kernels.occupancy.shipped import Form
+from jshard.kernels.occupancy.shipped import ShippedKernel
 
 _SIZE = 4096  # of each dim of the products; what a block takes does not depend on it
 _WIDTHS = (1024, 4096)  # of the norms' rows, on which it does
@@ -43,14 +43,14 @@ def calls() -> tuple[KernelCall, ...]:
     return (*matmuls, *mlps, *norms)
 
 
-def assembled(compiled: tuple[tuple[CompiledKernel, ...], ...]) -> tuple[Form, ...]:
+def assembled(compiled: tuple[tuple[CompiledKernel, ...], ...]) -> tuple[ShippedKernel, ...]:
     """Lines of the table.
 
     Args:
         compiled: what `compile_calls(calls())` gave.
     """
     each = [(call, kernel) for call, kernels in zip(calls(), compiled, strict=True) for kernel in kernels]
-    return tuple(_form(call, kernel) for call, kernel in each if _is_told(call, kernel))
+    return tuple(_shipped(call, kernel) for call, kernel in each if _is_told(call, kernel))
 
 
 def _is_told(call: KernelCall, kernel: CompiledKernel) -> bool:
@@ -58,7 +58,7 @@ def _is_told(call: KernelCall, kernel: CompiledKernel) -> bool:
     return call.kernel != "mlp" or kernel.launch.name.startswith(f"{PREFIX}mlp_{call.settings['activation']}")
 
 
-def _form(call: KernelCall, kernel: CompiledKernel) -> Form:
+def _shipped(call: KernelCall, kernel: CompiledKernel) -> ShippedKernel:
     launch, knobs = kernel.launch, call.occupancy
     if knobs is None:
         tiles, persistent = str(call.shapes["x"][1]), False
@@ -66,19 +66,20 @@ def _form(call: KernelCall, kernel: CompiledKernel) -> Form:
         knobs = with_half_the_rows(knobs) if "w_gate" in call.shapes else knobs
         tiles, persistent = f"{knobs.tile_m}x{knobs.tile_n}x{knobs.tile_k}/{knobs.stages}", knobs.persistent
     smem_bytes = launch.smem_bytes + kernel.static_bytes
-    return Form(launch.name.removeprefix(PREFIX), tiles, launch.threads, kernel.registers, smem_bytes, persistent)
+    name = launch.name.removeprefix(PREFIX)
+    return ShippedKernel(name, tiles, launch.threads, kernel.registers, smem_bytes, persistent)
 
 
 def main() -> None:
     """Prints the lines, and where they are from."""
     found = compile_calls(calls())
     print(f'_SOURCE = "compiled for {found[0][0].arch} by {assembler()} with jax {_compat.jax_version()}"')
-    print("_FORMS = (", *map(_line, assembled(found)), ")", sep="\n")
+    print("_KERNELS = (", *map(_line, assembled(found)), ")", sep="\n")
 
 
-def _line(form: Form) -> str:
-    name, tiles, threads, registers, smem_bytes, persistent = form
-    return f'    Form("{name}", "{tiles}", {threads}, {registers}, {smem_bytes:_}, {persistent}),'
+def _line(kernel: ShippedKernel) -> str:
+    form, takes = f'"{kernel.name}", "{kernel.tiles}"', f"{kernel.threads}, {kernel.registers}, {kernel.smem_bytes:_}"
+    return f"    ShippedKernel({form}, {takes}, {kernel.persistent}),"
 
 
 if __name__ == "__main__":

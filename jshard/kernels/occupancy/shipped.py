@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
 
 from jshard.kernels.occupancy.blocks import Block
 from jshard.kernels.occupancy.gpus import GpuFacts
 
+# By `python -m jshard.kernels.assembled`, as is the table below; a test compiles them again.
+_SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+
+@dataclasses.dataclass(frozen=True)
 class ShippedKernel:
     """A kernel in one form.
 
@@ -29,7 +31,7 @@ class ShippedKernel:
     registers: int
     smem_bytes: int
     persistent: bool
-    source: str
+    source: str = _SOURCE
 
     @property
     def label(self) -> str:
@@ -46,44 +48,31 @@ class ShippedKernel:
         return name in (self.name, self.label) or self.name.startswith(f"{name}_")
 
 
-class Form(NamedTuple):
-    """A line of the table: see `ShippedKernel`."""
-
-    name: str
-    tiles: str
-    threads: int
-    registers: int
-    smem_bytes: int
-    persistent: bool
-
-
-# By `python -m jshard.kernels.assembled`; a test compiles them again.
-_SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
-_FORMS = (
-    Form("matmul_nn_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    Form("matmul_nt_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    Form("matmul_tn_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    Form("matmul_nn_tiled", "128x128x64/4", 128, 154, 163_873, False),
-    Form("matmul_nt_tiled", "128x128x64/4", 128, 154, 163_873, False),
-    Form("matmul_tn_tiled", "128x128x64/4", 128, 154, 163_873, False),
-    Form("matmul_nn_tiled", "64x128x64/3", 128, 90, 90_137, False),
-    Form("matmul_nt_tiled", "64x128x64/3", 128, 90, 90_137, False),
-    Form("matmul_tn_tiled", "64x128x64/3", 128, 90, 90_137, False),
-    Form("matmul_nn_tiled", "64x64x64/2", 128, 58, 40_977, False),
-    Form("matmul_nt_tiled", "64x64x64/2", 128, 58, 40_977, False),
-    Form("matmul_tn_tiled", "64x64x64/2", 128, 58, 40_977, False),
-    Form("mlp_gelu_persistent", "256x128x64/4", 384, 168, 229_441, True),
-    Form("mlp_gelu_tiled", "128x128x64/4", 128, 194, 163_873, False),
-    Form("mlp_silu_persistent", "128x128x64/4", 384, 168, 229_441, True),
-    Form("mlp_silu_tiled", "64x128x64/4", 128, 255, 180_257, False),
-    Form("rms_norm", "1024", 128, 40, 2_049, False),
-    Form("rms_norm_backward", "1024", 128, 56, 2_049, False),
-    Form("layer_norm", "1024", 128, 55, 2_049, False),
-    Form("layer_norm_backward", "1024", 128, 72, 2_049, False),
-    Form("rms_norm", "4096", 128, 96, 2_049, False),
-    Form("rms_norm_backward", "4096", 128, 206, 2_049, False),
-    Form("layer_norm", "4096", 128, 167, 2_049, False),
-    Form("layer_norm_backward", "4096", 128, 254, 2_049, False),
+_KERNELS = (
+    ShippedKernel("matmul_nn_persistent", "256x128x64/4", 384, 168, 229_441, True),
+    ShippedKernel("matmul_nt_persistent", "256x128x64/4", 384, 168, 229_441, True),
+    ShippedKernel("matmul_tn_persistent", "256x128x64/4", 384, 168, 229_441, True),
+    ShippedKernel("matmul_nn_tiled", "128x128x64/4", 128, 154, 163_873, False),
+    ShippedKernel("matmul_nt_tiled", "128x128x64/4", 128, 154, 163_873, False),
+    ShippedKernel("matmul_tn_tiled", "128x128x64/4", 128, 154, 163_873, False),
+    ShippedKernel("matmul_nn_tiled", "64x128x64/3", 128, 90, 90_137, False),
+    ShippedKernel("matmul_nt_tiled", "64x128x64/3", 128, 90, 90_137, False),
+    ShippedKernel("matmul_tn_tiled", "64x128x64/3", 128, 90, 90_137, False),
+    ShippedKernel("matmul_nn_tiled", "64x64x64/2", 128, 58, 40_977, False),
+    ShippedKernel("matmul_nt_tiled", "64x64x64/2", 128, 58, 40_977, False),
+    ShippedKernel("matmul_tn_tiled", "64x64x64/2", 128, 58, 40_977, False),
+    ShippedKernel("mlp_gelu_persistent", "256x128x64/4", 384, 168, 229_441, True),
+    ShippedKernel("mlp_gelu_tiled", "128x128x64/4", 128, 194, 163_873, False),
+    ShippedKernel("mlp_silu_persistent", "128x128x64/4", 384, 168, 229_441, True),
+    ShippedKernel("mlp_silu_tiled", "64x128x64/4", 128, 255, 180_257, False),
+    ShippedKernel("rms_norm", "1024", 128, 40, 2_049, False),
+    ShippedKernel("rms_norm_backward", "1024", 128, 56, 2_049, False),
+    ShippedKernel("layer_norm", "1024", 128, 55, 2_049, False),
+    ShippedKernel("layer_norm_backward", "1024", 128, 72, 2_049, False),
+    ShippedKernel("rms_norm", "4096", 128, 96, 2_049, False),
+    ShippedKernel("rms_norm_backward", "4096", 128, 206, 2_049, False),
+    ShippedKernel("layer_norm", "4096", 128, 167, 2_049, False),
+    ShippedKernel("layer_norm_backward", "4096", 128, 254, 2_049, False),
 )
 # The other products of an MLP are those of matmul.
 
@@ -94,5 +83,7 @@ def shipped_kernels(gpu: GpuFacts) -> tuple[ShippedKernel, ...]:
     Args:
         gpu: the GPU.
     """
-    source = _SOURCE if gpu.arch == "sm_90" else f"{_SOURCE}; not compiled for {gpu.arch}"
-    return tuple(ShippedKernel(**form._asdict(), source=source) for form in _FORMS)
+    if gpu.arch == "sm_90":
+        return _KERNELS
+    source = f"{_SOURCE}; not compiled for {gpu.arch}"
+    return tuple(dataclasses.replace(kernel, source=source) for kernel in _KERNELS)
