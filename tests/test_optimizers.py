@@ -1,7 +1,6 @@
 """Any Optax optimizer on sharded state: the updates of one device, state that lies as the plan says, one trace."""
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,11 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from benchmarks.optimizers import OPTIMIZERS, STEPS
 from tests.helpers import placed
 from tests.parity import flat
 
-STEPS = 4
+LOOK_AT_MATRICES = ("adam, clip by the global norm", "adafactor", "lamb", "muon", "shampoo")
 ROWS = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
 
 
@@ -40,33 +40,6 @@ def plain() -> MLP:
 
 def sharded(mesh: jax.sharding.Mesh) -> MLP:
     return placed(plain, lambda model: js.fully_shard(model, units=nnx.Linear, mesh=mesh))
-
-
-def matrices(params):
-    """A mask: only matrices decay."""
-    return jax.tree.map(lambda x: x.ndim > 1, params)
-
-
-OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
-    "sgd": lambda: optax.sgd(0.1),
-    "momentum": lambda: optax.sgd(0.1, momentum=0.9, nesterov=True),
-    "adamw": lambda: optax.adamw(1e-3),
-    "adamw, decay of matrices": lambda: optax.adamw(1e-3, weight_decay=0.1, mask=matrices),
-    "adamw, schedule": lambda: optax.adamw(optax.warmup_cosine_decay_schedule(1e-4, 1e-2, 2, STEPS)),
-    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1e-2), optax.adam(1e-3)),
-    "block rms, noise free": lambda: optax.chain(optax.clip_by_block_rms(1e-2), optax.sgd(0.1)),
-    "lion": lambda: optax.lion(1e-4),
-    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32),
-    "adafactor, not factored": lambda: optax.adafactor(1e-2, factored=False),
-    "lamb": lambda: optax.lamb(1e-3),
-    "muon": lambda: optax.contrib.muon(1e-3),
-    "several steps": lambda: optax.MultiSteps(optax.adamw(1e-3), 2).gradient_transformation(),
-    "ema": lambda: optax.chain(optax.ema(0.9), optax.sgd(0.1)),
-    "parts": lambda: optax.partition(
-        {"matrix": optax.adamw(1e-3), "vector": optax.sgd(0.1)},
-        lambda params: jax.tree.map(lambda x: "matrix" if x.ndim > 1 else "vector", params),
-    ),
-}
 
 
 def train(model: MLP, optimizer: nnx.Optimizer, steps: int = STEPS) -> int:
@@ -140,6 +113,23 @@ def test_the_updates_of_one_device(name, mesh):
         assert x.sharding.is_equivalent_to(placed[path], x.ndim), path
     for x in arrays(model, nnx.Param).values():
         assert x.nbytes < 4096 or {s.data.nbytes for s in x.addressable_shards} == {x.nbytes // 4}
+
+
+@pytest.mark.parametrize("name", LOOK_AT_MATRICES)
+def test_what_looks_at_whole_matrices_beside_a_tensor_axis(name):
+    mesh = js.mesh(tensor=2)
+
+    def annotate(model: MLP) -> None:
+        model.up.kernel.set_metadata(out_sharding=(None, "tensor"))
+        model.down.kernel.set_metadata(out_sharding=("tensor", None))
+        js.fully_shard(model, units=nnx.Linear, mesh=mesh)
+
+    with nnx.use_eager_sharding(False):
+        model = placed(plain, annotate)
+        optimizer = js.shard_optimizer(model, OPTIMIZERS[name]())
+        train(model, optimizer)
+    assert model.up.kernel.get_raw_value().sharding.spec == P("fsdp", "tensor")
+    assert distance(flat(nnx.state(model, nnx.Param)), on_one_device(name)) <= 2e-6
 
 
 def test_an_abstract_model_has_an_abstract_optimizer(mesh):
@@ -217,7 +207,7 @@ def test_averaged_parameters_stay_sharded(mesh):
 # ZeRO-1: the optimizer's state of replicated parameters, sharded over the replicas.
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "momentum", "global norm"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd, Nesterov momentum", "adam, clip by the global norm"])
 def test_zero1_shards_the_state_and_not_the_parameters(name):
     mesh = js.mesh(replica=-1, fsdp=1)
     model = sharded(mesh)
