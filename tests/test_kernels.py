@@ -18,59 +18,24 @@ from hypothesis import Phase, given, settings
 import jshard as js
 from jshard import _compat
 from jshard.kernels import Occupancy
+from tests.kernel_truth import SINGLE, both_ways, drawn, error, exact, exact_mlp, exact_norm, too_far
 
 pytestmark = pytest.mark.timeout(240)
 
 TILED = Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2)
 PERSISTENT = Occupancy(tile_m=128, tile_n=64, stages=2, reserved_sms=130)  # two blocks walk over the tiles
-SINGLE = 2e-3  # relative error of one product or norm, whose many results are rounded to bfloat16; one errs up to 2**-8
-
-
-def drawn(seed, *shapes, dtype=jnp.bfloat16, scale=1.0):
-    random = np.random.default_rng(seed)
-    return [jnp.asarray(scale * random.standard_normal(shape), dtype) for shape in shapes]
-
-
-def exact(*arrays):
-    return [np.asarray(x, np.float64) for x in arrays]
-
-
-def error(found, wanted):
-    """Relative, over the whole array; NaN where something was not written."""
-    assert found.shape == wanted.shape
-    found = np.asarray(found, np.float64)
-    return float(np.linalg.norm(found - wanted) / np.linalg.norm(wanted))
-
-
-def allowed(wanted):
-    return SINGLE if wanted.size >= 1000 else 2.0**-8
-
-
-def both_ways(function, arrays, dy):
-    """Results and gradients, of one program."""
-
-    def run(arrays, dy):
-        y, back = jax.vjp(lambda arrays: function(**arrays), arrays)
-        return y, back(dy)[0]
-
-    return jax.jit(run)(arrays, dy)
-
-
-def compared(found, wanted):
-    errors = {name: error(a, wanted[name]) for name, a in found.items()}
-    assert {name: e for name, e in errors.items() if not e <= allowed(wanted[name])} == {}
 
 
 def check_matmul(m, k, n, *, bias, dtype=jnp.bfloat16, occupancy=TILED, lead=()):
     x, w, b, dy = drawn(m + 1000 * k + n, (*lead, m, k), (k, n), (n,), (*lead, m, n), dtype=dtype)
     arrays = {"x": x, "w": w} | ({"bias": b} if bias else {})
     call = functools.partial(js.kernels.matmul, occupancy=occupancy, backend="interpret")
-    y, grads = both_ways(call, arrays, dy)
+    y, grads = both_ways(call, arrays, dy).compile()(arrays, dy)
     assert y.dtype == dtype and {g.dtype for g in grads.values()} == {jnp.dtype(dtype)}
     x64, w64, b64, dy64 = exact(x, w, b, dy)
     rows = lambda a: a.reshape(-1, a.shape[-1])
     wanted = {"x": dy64 @ w64.T, "w": rows(x64).T @ rows(dy64), "bias": rows(dy64).sum(0)}
-    compared({"y": y, **grads}, wanted | {"y": x64 @ w64 + bias * b64})
+    assert too_far({"y": y, **grads}, wanted | {"y": x64 @ w64 + bias * b64}) == {}
 
 
 @settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
@@ -87,39 +52,11 @@ def test_more_tiles_than_blocks_visit_before_they_go_on():
     x, w = drawn(5, (600, 64), (64, 66))
     y = js.kernels.matmul(x, w, occupancy=TILED, backend="interpret")
     x64, w64 = exact(x, w)
-    compared({"y": y}, {"y": x64 @ w64})
+    assert too_far({"y": y}, {"y": x64 @ w64}) == {}
 
 
 def test_matmul_persistent_with_fewer_blocks_than_tiles():
     check_matmul(130, 70, 66, bias=True, occupancy=PERSISTENT)
-
-
-def hidden(activation, gated, a, *rest):
-    """The activation and its derivative by what it is taken of, in float64."""
-    if activation == "silu":
-        s = 1 / (1 + np.exp(-a))
-        y, slope = a * s, s * (1 + a * (1 - s))
-    else:
-        c = np.sqrt(2 / np.pi)
-        t = np.tanh(c * (a + 0.044715 * a**3))
-        y = 0.5 * a * (1 + t)
-        slope = 0.5 * (1 + t) + 0.5 * a * (1 - t**2) * c * (1 + 3 * 0.044715 * a**2)
-    return (y * rest[0], [slope * rest[0], y]) if gated else (y, [slope])
-
-
-def exact_mlp(activation, arrays, dy):
-    """Result and gradients in float64."""
-    given, dy = {name: np.asarray(a, np.float64) for name, a in arrays.items()}, np.asarray(dy, np.float64)
-    firsts = ["w_gate", "w_up"] if "w_gate" in given else ["w_up"]
-    before = [given["x"] @ given[name] for name in firsts]
-    before[0] = before[0] + given.get("b_up", 0)
-    h, slopes = hidden(activation, "w_gate" in given, *before)
-    dh = dy @ given["w_down"].T
-    d_before = [dh * slope for slope in slopes]
-    grads = {name: given["x"].T @ d for name, d in zip(firsts, d_before, strict=True)}
-    grads |= {"x": sum(d @ given[name].T for name, d in zip(firsts, d_before, strict=True)), "w_down": h.T @ dy}
-    grads |= {"b_up": d_before[0].sum(0), "b_down": dy.sum(0)}
-    return h @ given["w_down"] + given.get("b_down", 0), {name: grads[name] for name in given}
 
 
 @pytest.mark.parametrize("activation", ["gelu", "silu"])
@@ -139,23 +76,13 @@ def test_mlp_errs_no_more_than_its_twin(activation):
 
     def errors(backend):
         call = functools.partial(js.kernels.mlp, activation=activation, occupancy=TILED, backend=backend)
-        y, grads = both_ways(call, arrays, dy)
+        y, grads = both_ways(call, arrays, dy).compile()(arrays, dy)
         return {"y": error(y, wanted)} | {name: error(g, wanted_grads[name]) for name, g in grads.items()}
 
     twin, kernel = errors("xla"), errors("interpret")
     assert max(twin.values()) < 1e-2
     more = {"y": 1.1, "b_down": 1.1}
     assert {name: (e, twin[name]) for name, e in kernel.items() if not e <= more.get(name, 1.6) * twin[name]} == {}
-
-
-def exact_norm(centred, eps, h, scale, bias, dy):
-    """Result and gradients in float64, of the sum that is normalised, the scale and the bias."""
-    h = h - centred * h.mean(-1, keepdims=True)
-    inverse = 1 / np.sqrt((h * h).mean(-1, keepdims=True) + eps)
-    normal, scaled = h * inverse, dy * scale
-    dh = scaled - normal * (scaled * normal).mean(-1, keepdims=True)
-    dh = inverse * (dh - centred * scaled.mean(-1, keepdims=True))
-    return normal * scale + bias, dh, (dy * normal).sum(0), dy.sum(0)
 
 
 @pytest.mark.parametrize("residual", [False, True], ids=["", "residual"])
@@ -167,7 +94,8 @@ def test_norms(name, residual):
     scale, bias = drawn(4, (width,), (width,))
     arrays = {"x": x, "scale": scale} | ({"bias": bias} if centred else {}) | ({"residual": added} if residual else {})
     call = functools.partial(getattr(js.kernels, name), eps=1e-3, backend="interpret")
-    found, grads = both_ways(call, arrays, (dy, dh) if residual else dy)
+    cotangents = (dy, dh) if residual else dy
+    found, grads = both_ways(call, arrays, cotangents).compile()(arrays, cotangents)
     x64, added64, dy64, dh64, scale64, bias64 = exact(x, added, dy, dh, scale, bias)
     stream = x64 + residual * added64
     # Backward takes the sum as it was stored, and a mistake of the kernel in that would show in `found[1]`.
@@ -176,9 +104,9 @@ def test_norms(name, residual):
     _, dx, d_scale, d_bias = exact_norm(centred, 1e-3, kept, scale64, 0, dy64)
     dx = dx + residual * dh64
     if residual:
-        compared({"stream": found[1]}, {"stream": stream})
+        assert too_far({"stream": found[1]}, {"stream": stream}) == {}
         found = found[0]
-    compared({"y": found, **grads}, {"y": y, "x": dx, "residual": dx, "scale": d_scale, "bias": d_bias})
+    assert too_far({"y": found, **grads}, {"y": y, "x": dx, "residual": dx, "scale": d_scale, "bias": d_bias}) == {}
 
 
 def test_a_tile_that_is_left_out_is_seen(monkeypatch):

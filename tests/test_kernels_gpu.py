@@ -2,14 +2,12 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import jshard as js
 from jshard.kernels import Occupancy
-from tests.test_kernels import error, exact, exact_mlp, exact_norm
+from tests.kernel_truth import SINGLE, both_ways, drawn, exact, exact_mlp, exact_norm, too_far
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -21,26 +19,13 @@ FORMS = {
 }
 # The last ones have several tiles for each multiprocessor: blocks walk on, after one step along k or after some.
 SHAPES = [(1, 1, 1), (64, 64, 64), (1000, 500, 300), (513, 1031, 777), (8192, 64, 4096), (4096, 320, 8192)]
-SINGLE = 2e-3  # relative error of one product or norm
 
 
-def drawn(seed, *shapes, dtype=jnp.bfloat16):
-    random = np.random.default_rng(seed)
-    return [jnp.asarray(random.standard_normal(shape), dtype) for shape in shapes]
-
-
-def both_ways(function, arrays, dy):
-    def run(arrays, dy):
-        y, back = jax.vjp(lambda arrays: function(**arrays), arrays)
-        return y, back(dy)[0]
-
-    lowered = jax.jit(run).lower(arrays, dy)
+def on_gpu(function, arrays, dy):
+    """Results and gradients by the kernels."""
+    lowered = both_ways(function, arrays, dy)
     assert "mosaic_gpu" in lowered.as_text()
     return lowered.compile()(arrays, dy)
-
-
-def close(found, wanted, limit=SINGLE):
-    assert error(found, wanted) <= max(limit, 2.0**-8 if wanted.size < 1000 else 0)  # a single element errs so much
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
@@ -50,10 +35,10 @@ def test_matmul(form, mkn, dtype):
     m, k, n = mkn
     x, w, b, dy = drawn(m, (m, k), (k, n), (n,), (m, n), dtype=dtype)
     call = functools.partial(js.kernels.matmul, occupancy=FORMS[form], backend="mosaic")
-    y, grads = both_ways(call, {"x": x, "w": w, "bias": b}, dy)
+    y, grads = on_gpu(call, {"x": x, "w": w, "bias": b}, dy)
     x, w, b, dy = exact(x, w, b, dy)
-    for found, wanted in ((y, x @ w + b), (grads["x"], dy @ w.T), (grads["w"], x.T @ dy), (grads["bias"], dy.sum(0))):
-        close(found, wanted)
+    wanted = {"y": x @ w + b, "x": dy @ w.T, "w": x.T @ dy, "bias": dy.sum(0)}
+    assert too_far({"y": y, **grads}, wanted) == {}
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -66,11 +51,10 @@ def test_mlp(activation, form):
     b_up, b_down = drawn(8, (f,), (d,))
     arrays |= {"w_gate": gate / 16} if activation == "silu" else {"b_up": b_up, "b_down": b_down}
     call = functools.partial(js.kernels.mlp, activation=activation, occupancy=FORMS[form], backend="mosaic")
-    y, grads = both_ways(call, arrays, dy)
+    y, grads = on_gpu(call, arrays, dy)
     wanted, wanted_grads = exact_mlp(activation, arrays, dy)
-    close(y, wanted, 2 * SINGLE)
-    for name, grad in grads.items():
-        close(grad, wanted_grads[name], 4 * SINGLE)
+    assert too_far({"y": y}, {"y": wanted}, limit=2 * SINGLE) == {}
+    assert too_far(grads, wanted_grads, limit=4 * SINGLE) == {}
 
 
 @pytest.mark.parametrize("width", [128, 1024, 4096])
@@ -81,11 +65,10 @@ def test_norms(name, width):
     scale, bias = drawn(2, (width,), (width,))
     arrays = {"x": x, "scale": scale, "residual": residual} | ({"bias": bias} if centred else {})
     call = functools.partial(getattr(js.kernels, name), eps=1e-5, backend="mosaic")
-    (y, stream), grads = both_ways(call, arrays, (dy, dh))
+    (y, stream), grads = on_gpu(call, arrays, (dy, dh))
     x, residual, scale, bias, dy, dh, kept = exact(x, residual, scale, bias, dy, dh, stream)
-    close(stream, x + residual)
-    close(y, exact_norm(centred, 1e-5, x + residual, scale, centred * bias, dy)[0])
+    normal = exact_norm(centred, 1e-5, x + residual, scale, centred * bias, dy)[0]
+    assert too_far({"y": y, "stream": stream}, {"y": normal, "stream": x + residual}) == {}
     _, dx, d_scale, d_bias = exact_norm(centred, 1e-5, kept, scale, 0, dy)
     wanted = {"x": dx + dh, "residual": dx + dh, "scale": d_scale, "bias": d_bias}
-    for each, grad in grads.items():
-        close(grad, wanted[each])
+    assert too_far(grads, wanted) == {}
