@@ -1,0 +1,102 @@
+"""Scikit-learn's handwritten digits, as data for the model files beside this one.
+
+1,797 real images of 8 x 8 pixels with the digit that each shows. They come with scikit-learn itself (`pip install
+scikit-learn`), so nothing is downloaded. This is no model file: who copies `resnet.py` or `vdit.py` copies `digits.py`
+into the same folder, which is where `jshard train` looks for what a model file imports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import numpy as np
+
+from jshard.train import Data, DataError
+
+NUM_CLASSES = 10
+IMAGE_SHAPE = (8, 8, 1)  # height, width, channels
+HELD_OUT = 320
+_SPLIT_SEED = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Digits:
+    """One part of the digits: sample `i` is {"image": float32 (size, size, channels), "label": int32}.
+
+    The pixels have zero mean and unit variance. The held-out digits are always the same ones, drawn once from all.
+
+    Attributes:
+        part: "train" (1,477 images) or "held_out" (320).
+        size: height and width; a multiple of 8 shows each pixel as a square of them.
+        channels: how often the one that there is is repeated.
+        shift: an image is moved by up to so many of its 8 pixels, down and to the right, either way, as the seed and
+            `i` say; what moves in is empty.
+        copies: how often each image is there, each time moved otherwise.
+        seed: of the moves.
+    """
+
+    part: str
+    size: int = 8
+    channels: int = 1
+    shift: int = 0
+    copies: int = 1
+    seed: int = 0
+
+    def __len__(self) -> int:
+        return self.copies * len(_parts()[self.part][1])
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        images, labels = _parts()[self.part]
+        image, label = images[index % len(labels)], labels[index % len(labels)]
+        if self.shift:
+            rng = np.random.default_rng((self.seed, index))
+            image = _moved(image, *rng.integers(-self.shift, self.shift + 1, 2))
+        times = self.size // image.shape[0]
+        image = image.repeat(times, axis=0).repeat(times, axis=1).repeat(self.channels, axis=2)
+        return {"image": (image - _MEAN) / _STD, "label": label}
+
+
+def digits(*, size: int = 8, channels: int = 1, shift: int = 0, copies: int = 1, seed: int = 0) -> Data:
+    """The digits as `data(recipe)` of a model file returns them; the held-out ones are never moved."""
+    train = Digits("train", size, channels, shift, copies, seed)
+    held_out = Digits("held_out", size, channels)
+    moved = f" ({copies} x, moved by up to {shift} px)" if shift else ""
+    return Data(
+        train=train,
+        held_out=held_out,
+        description=f"handwritten digits of scikit-learn: {len(_parts()['train'][1]):,} to train on{moved}, "
+        f"{len(held_out):,} held out",
+        fingerprint=f"sklearn digits, split {_SPLIT_SEED}, {train}",
+    )
+
+
+# Of the pixels of all images, which go from 0 to 1.
+_MEAN, _STD = np.float32(0.3053), np.float32(0.3760)
+
+
+def _moved(image: np.ndarray, down: int, right: int) -> np.ndarray:
+    height, width, _ = image.shape
+    margin = max(abs(down), abs(right))
+    padded = np.pad(image, ((margin, margin), (margin, margin), (0, 0)))
+    return padded[margin - down :, margin - right :][:height, :width]
+
+
+@functools.cache
+def _parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Images (pixels 0 to 1) and labels of both parts; read once per process."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise DataError(
+            "The digits need the package scikit-learn.",
+            where="models/digits.py",
+            why="the images come with it, and it is not installed.",
+            do="pip install scikit-learn",
+        ) from error
+    pixels, labels = map(np.asarray, load_digits(return_X_y=True))
+    images = (pixels.reshape(-1, *IMAGE_SHAPE) / 16).astype(np.float32)
+    labels = labels.astype(np.int32)
+    order = np.random.default_rng(_SPLIT_SEED).permutation(len(labels))
+    held_out, train = order[:HELD_OUT], order[HELD_OUT:]
+    return {"train": (images[train], labels[train]), "held_out": (images[held_out], labels[held_out])}

@@ -1,0 +1,463 @@
+"""A diffusion transformer to read from top to bottom: DiT (Peebles & Xie 2022, arXiv 2212.09748), for images and video.
+
+    jshard train models/vdit.py                         # the tiny recipe: handwritten digits of 8 x 8 pixels
+    jshard train models/vdit.py --recipe tiny_video     # digits that move
+    jshard plan models/vdit.py --recipe vdit_4b --topology h100:16x8
+
+An image is a video of one frame. The model turns noise into videos of a class by rectified flow (Liu et al. 2022,
+arXiv 2209.03003): it learns with what velocity a sample moves on the straight line from noise to video. Who copies
+this file copies `digits.py` beside it, too, or brings other `data`.
+
+Names end in the dims of the array they hold:
+
+    B  batch                 N  patches, of all frames                   D  model width (d_model)
+    T  frames                P  numbers in a patch                       H  heads
+    Y  rows                  S  sinusoids that a time is told in         K  width of one head (D / H)
+    X  columns               M  modulations of a block: 6, or 2
+    C  channels
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from digits import IMAGE_SHAPE, NUM_CLASSES, Digits
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+import jshard as js
+from jshard.train import Batch, Data, Recipe
+
+NUM_SINUSOIDS = 256
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VDiTConfig:
+    """Size and kind of a diffusion transformer. Parameters are float32 whatever `compute_dtype` says."""
+
+    num_frames: int = 1  # of an image
+    image_size: int = 8  # rows, and columns
+    channels: int = 1
+    patch_frames: int = 1
+    patch_size: int = 2
+    num_classes: int = NUM_CLASSES
+    n_layer: int = 4
+    n_head: int = 4
+    d_model: int = 128
+    label_dropout: float = 0.1  # part of the samples that train the model without class, for guidance
+    scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
+    # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
+    compute_dtype: str = "float32"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.num_frames % self.patch_frames or self.image_size % self.patch_size:
+            raise ValueError(
+                f"patches of {self.patch_frames} x {self.patch_size} x {self.patch_size} do not tile "
+                f"num_frames={self.num_frames} of image_size={self.image_size}"
+            )
+        if self.d_model % self.n_head or self.d_model % 4:
+            raise ValueError(
+                f"d_model={self.d_model} does not split into n_head={self.n_head} and 4 parts of positions"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of one sample: T, Y, X, C."""
+        return (self.num_frames, self.image_size, self.image_size, self.channels)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        """Patches in time, down and to the right; N is their product."""
+        side = self.image_size // self.patch_size
+        return (self.num_frames // self.patch_frames, side, side)
+
+    @property
+    def patch_shape(self) -> tuple[int, int, int, int]:
+        """Of one patch: frames, rows, columns, channels; P is their product."""
+        return (self.patch_frames, self.patch_size, self.patch_size, self.channels)
+
+
+# ---- Patches and positions ---------------------------------------------------------------------
+
+
+def patchify(video_BTYXC: jax.Array, config: VDiTConfig) -> jax.Array:
+    """Cuts videos into patches in time and space, in reading order; `unpatchify` puts them together again."""
+    (t, y, x), (f, h, w, c) = config.grid, config.patch_shape
+    cut = video_BTYXC.reshape(-1, t, f, y, h, x, w, c).transpose(0, 1, 3, 5, 2, 4, 6, 7)
+    return cut.reshape(-1, t * y * x, f * h * w * c)
+
+
+def unpatchify(patches_BNP: jax.Array, config: VDiTConfig) -> jax.Array:
+    (t, y, x), (f, h, w, c) = config.grid, config.patch_shape
+    cut = patches_BNP.reshape(-1, t, y, x, f, h, w, c).transpose(0, 1, 4, 2, 5, 3, 6, 7)
+    return cut.reshape(-1, *config.shape)
+
+
+def sinusoids(at: jax.Array, width: int) -> jax.Array:
+    """Numbers as waves of many lengths, in a new last dim: what is near looks alike, near or far."""
+    frequency_s = 10_000.0 ** (-jnp.arange(width // 2) / (width // 2))
+    angle = jnp.multiply.outer(at.astype(jnp.float32), frequency_s)
+    return jnp.concatenate([jnp.cos(angle), jnp.sin(angle)], axis=-1)
+
+
+def positions(config: VDiTConfig) -> jax.Array:
+    """Where each patch is: half of the features tell its row, half its column; the frame is added to both."""
+    (t, y, x), D = config.grid, config.d_model
+    rows_YXD = jnp.broadcast_to(sinusoids(jnp.arange(y), D // 2)[:, None], (y, x, D // 2))
+    columns_YXD = jnp.broadcast_to(sinusoids(jnp.arange(x), D // 2)[None], (y, x, D // 2))
+    place_TYXD = jnp.concatenate([rows_YXD, columns_YXD], axis=-1)[None]
+    if t > 1:
+        place_TYXD += sinusoids(jnp.arange(t), D)[:, None, None]
+    return place_TYXD.reshape(t * y * x, D)
+
+
+# ---- The model -------------------------------------------------------------------------------
+
+
+def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.xavier_uniform(), rngs=rngs)
+
+
+def linear_from_zero(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
+    """The zero of adaLN-Zero: what goes through it does nothing at first, and learns from there."""
+    return nnx.Linear(d_in, d_out, kernel_init=nnx.initializers.zeros, rngs=rngs)
+
+
+def layer_norm(config: VDiTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """Without parameters: scale and shift come from time and class."""
+    return nnx.LayerNorm(config.d_model, epsilon=1e-6, use_bias=False, use_scale=False, rngs=rngs)
+
+
+class Modulation(nnx.Module):
+    """Time and class as `num` rows of the model's width, equal for all patches of a sample."""
+
+    def __init__(self, config: VDiTConfig, num: int, *, rngs: nnx.Rngs):
+        self.num = num
+        self.rows = linear_from_zero(config.d_model, num * config.d_model, rngs=rngs)
+
+    def __call__(self, c_BD: jax.Array) -> list[jax.Array]:
+        rows_BMD = self.rows(nnx.silu(c_BD)).reshape(len(c_BD), self.num, -1)
+        return jnp.split(rows_BMD, self.num, axis=1)
+
+
+def modulated(x_BND: jax.Array, shift_B1D: jax.Array, scale_B1D: jax.Array) -> jax.Array:
+    return x_BND * (1 + scale_B1D) + shift_B1D
+
+
+class Attention(nnx.Module):
+    """Each patch mixes in what all patches of all frames hold."""
+
+    def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
+        D = config.d_model
+        self.n_head = config.n_head
+        self.qkv = linear(D, 3 * D, rngs=rngs)
+        self.out = linear(D, D, rngs=rngs)
+
+    def __call__(self, x_BND: jax.Array) -> jax.Array:
+        B, N, D = x_BND.shape
+        qkv_BNHK = self.qkv(x_BND).reshape(B, N, 3 * self.n_head, D // self.n_head)
+        y_BNHK = jax.nn.dot_product_attention(*jnp.split(qkv_BNHK, 3, axis=2))
+        return self.out(y_BNHK.reshape(B, N, D))
+
+
+class MLP(nnx.Module):
+    """The feed-forward half of a block: widen, bend, narrow, each patch on its own."""
+
+    def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
+        self.up = linear(config.d_model, 4 * config.d_model, rngs=rngs)
+        self.down = linear(4 * config.d_model, config.d_model, rngs=rngs)
+
+    def __call__(self, x_BND: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(x_BND)))
+
+
+class Block(nnx.Module):
+    """One layer: attention, then feed-forward, each shifted, scaled and gated by time and class."""
+
+    def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
+        self.modulation = Modulation(config, 6, rngs=rngs)
+        self.norm = layer_norm(config, rngs)  # has no parameters: one serves both halves
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs)
+
+    def __call__(self, x_BND: jax.Array, c_BD: jax.Array) -> jax.Array:
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(c_BD)
+        x_BND = x_BND + gate1 * self.attention(modulated(self.norm(x_BND), shift1, scale1))
+        return x_BND + gate2 * self.mlp(modulated(self.norm(x_BND), shift2, scale2))
+
+
+def list_of_blocks(config: VDiTConfig, rngs: nnx.Rngs) -> nnx.List:
+    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+
+
+def stacked_blocks(config: VDiTConfig, rngs: nnx.Rngs) -> Block:
+    """All blocks in one module, whose variables have a leading dim of layers."""
+
+    @nnx.split_rngs(splits=config.n_layer)
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def build(rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
+
+    return build(rngs)
+
+
+class Condition(nnx.Module):
+    """Time and class as one row of features. Class `num_classes` stands for none."""
+
+    def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
+        D, normal = config.d_model, nnx.initializers.normal(0.02)
+        self.up = nnx.Linear(NUM_SINUSOIDS, D, kernel_init=normal, rngs=rngs)
+        self.down = nnx.Linear(D, D, kernel_init=normal, rngs=rngs)
+        self.labels = nnx.Embed(config.num_classes + 1, D, embedding_init=normal, rngs=rngs)
+        self.labels.dtype = None  # computes in the dtype that the table has at the moment
+
+    def __call__(self, t_B: jax.Array, labels_B: jax.Array) -> jax.Array:
+        time_BS = sinusoids(1000 * t_B, NUM_SINUSOIDS).astype(self.up.kernel.dtype)
+        return self.down(nnx.silu(self.up(time_BS))) + self.labels(labels_B)
+
+
+class VDiT(nnx.Module):
+    """Videos on their way from noise in, the velocity of every number out."""
+
+    def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        P = int(np.prod(config.patch_shape))
+        self.patches = linear(P, config.d_model, rngs=rngs)
+        self.condition = Condition(config, rngs=rngs)
+        self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        self.modulation = Modulation(config, 2, rngs=rngs)
+        self.norm = layer_norm(config, rngs)
+        self.out = linear_from_zero(config.d_model, P, rngs=rngs)
+
+    def __call__(self, video_BTYXC: jax.Array, t_B: jax.Array, labels_B: jax.Array) -> jax.Array:
+        patches_BNP = patchify(video_BTYXC, self.config).astype(self.patches.kernel.dtype)
+        x_BND = self.patches(patches_BNP)
+        x_BND += positions(self.config).astype(x_BND.dtype)[None]
+        c_BD = self.condition(t_B, labels_B)
+        if self.config.scan:
+            x_BND = js.scan_layers(self.blocks, x_BND, c_BD)
+        else:
+            for block in self.blocks:
+                x_BND = block(x_BND, c_BD)
+        shift, scale = self.modulation(c_BD)
+        return unpatchify(self.out(modulated(self.norm(x_BND), shift, scale)), self.config)
+
+
+@nnx.jit(static_argnames="num_steps")
+def sample(
+    model: VDiT, labels_B: jax.Array, *, key: jax.Array, num_steps: int = 50, guidance: float = 2.0
+) -> jax.Array:
+    """A video for each label: follows the model's velocity from noise, in equal steps (Euler's method).
+
+    Guidance (Ho & Salimans 2022, arXiv 2207.12598) goes beyond the velocity with class, away from that without; 1 is
+    none. `jshard train` samples text only, so this is for a script or a notebook, where this file is `vdit`:
+
+        checkpoints = js.checkpoint.Checkpointer("runs/vdit-tiny/checkpoints")
+        model, _, _ = js.train.restore(js.train.load_model_file("vdit.py"), vdit.tiny(), js.mesh(), checkpoints)
+        videos = vdit.sample(model, jnp.arange(16) % 10, key=jax.random.key(0))  # as many as split over the devices
+    """
+    config, graphdef, state = model.config, *nnx.split(model)  # the loop below is JAX's: it takes arrays
+    no_label_B = jnp.full_like(labels_B, config.num_classes)
+
+    def step(number: jax.Array, video_BTYXC: jax.Array) -> jax.Array:
+        t_B = jnp.full(labels_B.shape, number / num_steps, jnp.float32)
+        here = nnx.merge(graphdef, state)
+        with_class, without = (here(video_BTYXC, t_B, labels).astype(jnp.float32) for labels in (labels_B, no_label_B))
+        return video_BTYXC + (without + guidance * (with_class - without)) / num_steps
+
+    noise_BTYXC = jax.random.normal(key, (len(labels_B), *config.shape))
+    return jax.lax.fori_loop(0, num_steps, step, noise_BTYXC)
+
+
+# ---- What `jshard train` asks of a model file ---------------------------------------------------
+
+
+def build(config: VDiTConfig, rngs: nnx.Rngs) -> VDiT:
+    return VDiT(config, rngs=rngs)
+
+
+def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
+    """A unit for each block (or the stack of them); the root keeps what comes before and after."""
+    config = model.config
+    precision = outer = None
+    if config.compute_dtype != "float32":
+        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+        outer = dataclasses.replace(precision, cast_inputs=False)  # a time in bfloat16 would be a coarse one
+    blocks, stacked = ([model.blocks], 1) if config.scan else (model.blocks, 0)
+    for block in blocks:
+        js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=stacked)
+    js.fully_shard(model, mesh=mesh, mixed_precision=outer)
+
+
+def noised(config: VDiTConfig, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Noise, time and label of each sample. They are drawn from its own seed, so any mesh draws the same."""
+
+    def draw(seed: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        noise_key, time_key, label_key = jax.random.split(jax.random.key(seed), 3)
+        dropped = jax.random.bernoulli(label_key, config.label_dropout)
+        return jax.random.normal(noise_key, config.shape), jax.random.uniform(time_key), dropped
+
+    noise_BTYXC, t_B, dropped_B = jax.vmap(draw)(batch["seed"])
+    return noise_BTYXC, t_B, jnp.where(dropped_B, config.num_classes, batch["label"])
+
+
+def loss_fn(model: VDiT, batch: Batch) -> jax.Array:
+    """Mean squared error of the velocity: equation 1 of arXiv 2209.03003, noise at time 0 and video at time 1."""
+    video_BTYXC = batch["video"]
+    noise_BTYXC, t_B, labels_B = noised(model.config, batch)
+    t_B1111 = t_B[:, None, None, None, None]
+    between_BTYXC = t_B1111 * video_BTYXC + (1 - t_B1111) * noise_BTYXC
+    velocity_BTYXC = model(between_BTYXC, t_B, labels_B).astype(jnp.float32)
+    return jnp.square(velocity_BTYXC - (video_BTYXC - noise_BTYXC)).mean()
+
+
+@dataclasses.dataclass(frozen=True)
+class Clips:
+    """Digits that cross an empty canvas at constant velocity and bounce off its edges; on one of their size they stay.
+
+    Sample `i` shows digit `i % digits`. Where it starts, how it moves and the seed of its noise know only the part
+    and `i`: there are `copies` of each digit, so that training sees each under many noises, and the held-out samples
+    have the same noise always.
+    """
+
+    part: str
+    shape: tuple[int, int, int, int]
+    copies: int = 1
+
+    def __len__(self) -> int:
+        return self.copies * len(Digits(self.part))
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        digits = Digits(self.part)
+        digit = digits[index % len(digits)]
+        rng = np.random.default_rng((self.part == "held_out", index))
+        height, width, _ = IMAGE_SHAPE
+        room_2 = np.array([self.shape[1] - height, self.shape[2] - width])
+        start_2, velocity_2 = rng.uniform(0, room_2), rng.uniform(-2, 2, 2)
+        video_TYXC = np.full(self.shape, digit["image"].min(), np.float32)
+        for t, frame_YXC in enumerate(video_TYXC):
+            y, x = bounced(start_2 + t * velocity_2, room_2)
+            frame_YXC[y : y + height, x : x + width] = digit["image"]
+        return {"video": video_TYXC, "label": digit["label"], "seed": rng.integers(2**32, dtype=np.uint32)}
+
+
+def bounced(way_2: np.ndarray, room_2: np.ndarray) -> np.ndarray:
+    """Where one is after a way between two walls, in whole pixels."""
+    there_and_back_2 = np.maximum(2 * room_2, 1)
+    return (room_2 - np.abs(way_2 % there_and_back_2 - room_2)).round().clip(0).astype(int)
+
+
+def data(recipe: Recipe) -> Data:
+    """Digits on the canvas of the config, the same in all channels. For the large recipes they stand in for latents."""
+    config: VDiTConfig = recipe.model
+    train, held_out = Clips("train", config.shape, copies=1000), Clips("held_out", config.shape)
+    size = " x ".join(map(str, config.shape))
+    return Data(
+        train=train,
+        held_out=held_out,
+        description=f"moving digits of scikit-learn, {size}: {len(train):,} to train on, {len(held_out):,} held out",
+        fingerprint=f"moving sklearn digits {size}, copies {train.copies}",
+    )
+
+
+def flops(recipe: Recipe) -> tuple[float, str]:
+    """Weights that see every patch, weights that see a sample (the modulations), and attention of all with all."""
+    config: VDiTConfig = recipe.model
+    B, L, D, N = recipe.batch_size, config.n_layer, config.d_model, int(np.prod(config.grid))
+    num = B * L * (72 * D**2 * N + 36 * D**2 + 12 * D * N**2)
+    return float(num), f"{B:,} samples x {L} layers x (72 x {D}^2 x {N} + 36 x {D}^2 + 12 x {D} x {N}^2)"
+
+
+# ---- Recipes: a whole run as a value --------------------------------------------------------------
+
+
+def tiny() -> Recipe:
+    """1.3M parameters, digits of 8 x 8 pixels: trains on two CPU cores in minutes, to a validation loss of 0.49.
+
+    Of its samples, a logistic regression that knows 96% of the real held-out digits takes 97% for the digit that was
+    asked for, and all of those with guidance 2.
+    """
+    return Recipe(
+        model=VDiTConfig(),
+        sequence_length=1,  # is for text
+        batch_size=64,
+        num_steps=2000,
+        learning_rate=2e-3,
+        warmup_steps=100,
+        weight_decay=0.0,
+        eval_every=500,
+    )
+
+
+def tiny_video() -> Recipe:
+    """The same model over 8 frames of 16 x 16 pixels, in which a digit moves."""
+    config = VDiTConfig(num_frames=8, image_size=16, patch_frames=2, patch_size=4)
+    return dataclasses.replace(tiny(), model=config, batch_size=32, num_steps=1500)
+
+
+def dit_xl_2() -> Recipe:
+    """DiT-XL/2 for ImageNet of 256 x 256 pixels as latents of 32 x 32 x 4; its batch, rate and steps.
+
+    675M parameters: the paper's count, less the table of positions and the half of the output that tells variances.
+    """
+    return Recipe(
+        model=VDiTConfig(
+            image_size=32,
+            channels=4,
+            num_classes=1000,
+            n_layer=28,
+            n_head=16,
+            d_model=1152,
+            scan=True,
+            compute_dtype="bfloat16",
+            remat="full",
+        ),
+        sequence_length=1,
+        batch_size=256,
+        num_steps=400_000,
+        learning_rate=1e-4,
+        warmup_steps=1000,
+        weight_decay=0.0,
+        b2=0.999,
+    )
+
+
+def vdit_4b() -> Recipe:
+    """4.0B parameters, the size of the vDiT that ByteCheckpoint (arXiv 2407.20143) trains; depth and width are ours.
+
+    16 frames of latents of 32 x 32 x 4, in 2048 patches.
+    """
+    return Recipe(
+        model=VDiTConfig(
+            num_frames=16,
+            image_size=32,
+            channels=4,
+            patch_frames=2,
+            num_classes=1000,
+            n_layer=34,
+            n_head=20,
+            d_model=2560,
+            scan=True,
+            compute_dtype="bfloat16",
+            remat="full",
+        ),
+        sequence_length=1,
+        batch_size=512,
+        num_steps=200_000,
+        learning_rate=1e-4,
+        warmup_steps=2000,
+        weight_decay=0.0,
+        b2=0.999,
+    )
+
+
+RECIPES = {
+    "tiny": tiny,
+    "tiny_video": tiny_video,
+    "dit_xl_2": dit_xl_2,
+    "vdit_4b": vdit_4b,
+}
