@@ -270,9 +270,9 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
     linears["mlp/down"] = "mlp.c_proj"  # all of them (in, out), as Flax has them
     for layer in range(config.n_layer):
         for ours, theirs in (norms | linears).items():
-            weight, parts = "scale" if ours in norms else "kernel", 3 if ours == "attention/qkv" else 1
-            names[f"blocks/{layer}/{ours}/{weight}"] = Stored(f"transformer.h.{layer}.{theirs}.weight", parts=parts)
-            names[f"blocks/{layer}/{ours}/bias"] = Stored(f"transformer.h.{layer}.{theirs}.bias", parts=parts)
+            for kind, last in (("scale" if ours in norms else "kernel", "weight"), ("bias", "bias")):
+                name = f"transformer.h.{layer}.{theirs}.{last}"
+                names[f"blocks/{layer}/{ours}/{kind}"] = Stored(name, parts=3) if "qkv" in ours else name
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)  # torch's Linear is (out, in)
     return names
