@@ -279,6 +279,10 @@ def _place_arrays(module: nnx.Module) -> None:
             continue
         done.add(id(variable))
         value = variable.get_raw_value()
+        if _given_spec(
+            variable
+        ):  # placed here; Flax would place it, and the optimizer's copies of it, by the model's axes
+            variable.set_metadata(eager_sharding=False)
         sharding = NamedSharding(cast(Any, unit.mesh), unit.by_path[path].placement.partition_spec)
         if isinstance(value, jax.ShapeDtypeStruct):
             variable.set_raw_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))

@@ -1,8 +1,8 @@
-"""Named meshes: `replica` copies of the model, each sharded over `fsdp`, each layer split over `tensor`."""
+"""Named meshes: `replica` copies of the model, each sharded over `fsdp`, split further over `expert` and `tensor`."""
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from jshard._errors import CallError, MeshError
 
-REPLICA, FSDP, TENSOR = AXES = ("replica", "fsdp", "tensor")
-DATA_AXES = (REPLICA, FSDP)
+REPLICA, FSDP, EXPERT, TENSOR = AXES = ("replica", "fsdp", "expert", "tensor")
+DATA_AXES = (REPLICA, FSDP, EXPERT)
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 
@@ -21,20 +21,22 @@ def mesh(
     *,
     replica: int = 1,
     fsdp: int = -1,
+    expert: int = 1,
     tensor: int = 1,
     devices: Sequence[jax.Device] | int | None = None,  # pyright: ignore[reportInvalidTypeForm]
     **unknown: int,
 ) -> AnyMesh:
-    """Lays the devices out over the axes `replica`, `fsdp` and `tensor`.
+    """Lays the devices out over the axes `replica`, `fsdp`, `expert` and `tensor`.
 
-    The batch is split over `replica` and `fsdp`; parameters are sharded over `fsdp` and repeated over
-    `replica`; `tensor` is left to the model's own annotations. The innermost axis, `tensor`, then `fsdp`,
-    lies on the devices with the fastest links: devices are ordered by slice, process and id (on TPU by
-    their place in the torus), so that neighbours share a host.
+    The batch is split over all but `tensor`; parameters are sharded over `fsdp` and repeated over `replica`;
+    `expert` and `tensor` split the parameters that the model's own annotations say, and repeat the others. The
+    innermost axes lie on the devices with the fastest links: devices are ordered by slice, process and id (on TPU
+    by their place in the torus), so that neighbours share a host.
 
     Args:
         replica: degree of the replica axis; -1 takes the devices that the other axes leave.
         fsdp: degree of the sharding axis; -1 (the default) likewise.
+        expert: degree of the axis that experts lie on; -1 likewise. Of degree 1 the mesh has no such axis.
         tensor: degree of the tensor axis; -1 likewise.
         devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
             that need not exist: good for `js.plan` and `js.explain`, not for arrays.
@@ -52,20 +54,21 @@ def mesh(
         >>> dict(mesh.shape)
         {'replica': 2, 'fsdp': 4, 'tensor': 1}
     """
-    asked = {REPLICA: replica, FSDP: fsdp, TENSOR: tensor}
+    asked = {REPLICA: replica, FSDP: fsdp, EXPERT: expert, TENSOR: tensor}
     found: list[Any] | None = None
     _check_devices(devices)
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
-    sizes = _fill(asked, unknown, count)
-    types = (AxisType.Auto,) * len(AXES)
+    shape = {axis: n for axis, n in _fill(asked, unknown, count).items() if axis != EXPERT or n > 1}
+    axes, sizes = tuple(shape), tuple(shape.values())
+    types = (AxisType.Auto,) * len(axes)
     if found is None:
-        return AbstractMesh(sizes, AXES, axis_types=types)
+        return AbstractMesh(sizes, axes, axis_types=types)
     if found[0].platform == "tpu":
-        return jax.make_mesh(sizes, AXES, axis_types=types, devices=found)
+        return jax.make_mesh(sizes, axes, axis_types=types, devices=found)
     ordered = sorted(found, key=lambda d: (getattr(d, "slice_index", 0), d.process_index, d.id))
-    return Mesh(np.array(ordered).reshape(sizes), AXES, axis_types=types)
+    return Mesh(np.array(ordered).reshape(sizes), axes, axis_types=types)
 
 
 def _check_devices(devices: Any) -> None:
@@ -80,9 +83,10 @@ def _check_devices(devices: Any) -> None:
         )
 
 
-def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> tuple[int, ...]:
+def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> dict[str, int]:
     """The degrees in axis order, with -1 replaced by what is left."""
-    where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (asked | unknown).items()) + ")"
+    told = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
+    where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (told | unknown).items()) + ")"
     known = ", ".join(AXES)
     if unknown:
         names = ", ".join(repr(k) for k in unknown)
@@ -110,7 +114,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> tuple[i
             do=f"give all but one a number, e.g. js.mesh(replica=1, fsdp=-1, tensor={max(asked[TENSOR], 1)}).",
         )
     if count < 1 or count % fixed or (not open_axes and fixed != count):
-        product = " x ".join(str(v) for v in asked.values() if v != -1)
+        product = " x ".join(str(v) for v in told.values() if v != -1)
         does = "does not divide" if open_axes and count > 0 else "is not"
         raise MeshError(
             "The mesh does not match the devices.",
@@ -118,8 +122,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> tuple[i
             why=f"{product} = {fixed} {does} {count}, the number of devices.",
             do="let one axis take the rest, e.g. js.mesh(replica=1, fsdp=-1), or pass devices=jax.devices()[:n].",
         )
-    sizes = {k: count // fixed if v == -1 else v for k, v in asked.items()}
-    return tuple(sizes.values())
+    return {k: count // fixed if v == -1 else v for k, v in asked.items()}
 
 
 def check_mesh(value: Any) -> AnyMesh:
@@ -163,7 +166,12 @@ def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
 
 def data_degree(mesh: AnyMesh) -> int:
     """How many shards the batch is split into."""
-    return math.prod(degree(mesh, a) for a in data_axes(mesh))
+    return data_shards(dict(mesh.shape))
+
+
+def data_shards(degrees: Mapping[str, int]) -> int:
+    """How many shards a mesh of these degrees splits the batch into."""
+    return math.prod(degrees.get(axis, 1) for axis in DATA_AXES)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -190,7 +198,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
         mesh: the mesh of the model.
 
     Returns:
-        The same pytree of global arrays, sharded over `replica` and `fsdp` on the leading dim.
+        The same pytree of global arrays, sharded over the data axes on the leading dim.
 
     Raises:
         CallError: a leading dim is not divisible by the number of data shards.

@@ -2,14 +2,14 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jshard._errors import AnnotationError
-from jshard._mesh import FSDP
+from jshard._mesh import AXES, FSDP
 from jshard._policies import MixedPrecision
 
 Entry = str | tuple[str, ...] | None
@@ -73,6 +73,16 @@ class Placement:
         return PartitionSpec(*self.spec)
 
 
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes in an entry of a spec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
+    """A spec that says only what lies on some axes, for a region that is manual over them."""
+    return PartitionSpec(*[tuple(n for n in axes_of(entry) if n in axes) or None for entry in entries])
+
+
 @dataclasses.dataclass(frozen=True)
 class PlacementRule:
     """What decides a parameter's placement, besides its shape.
@@ -114,13 +124,14 @@ def place(
     """
     degrees = dict(rule.degrees)
     degree = degrees[FSDP]
-    _check_given(path, given, degrees)
+    given = tuple(_present(entry, degrees) for entry in given)
+    _check_given(path, shape, given, degrees)
     free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
     dim, because = _choose(path, shape, free, degree, rule, ignored)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
         entries[dim] = FSDP
-    shards = math.prod(degrees.get(n, 1) for e in entries for n in (e if isinstance(e, tuple) else (e,)) if n)
+    shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     precision = rule.mixed_precision
     gathered = precision.param or jnp.dtype(dtype).name
     return Placement(
@@ -137,9 +148,18 @@ def place(
     )
 
 
-def _check_given(path: str, given: tuple[Entry, ...], degrees: dict[str, int]) -> None:
-    """Raises for a model's own annotation that names no mesh axis, or the one that is jshard's to give."""
-    names = [n for e in given for n in (e if isinstance(e, tuple) else (e,)) if n is not None]
+def _present(entry: Entry, degrees: dict[str, int]) -> Entry:
+    """An entry of a model's own annotation without axes of degree 1: they split nothing, and `fsdp` may have the dim.
+
+    A mesh that lacks an axis of `js.mesh` has it with degree 1.
+    """
+    left = tuple(n for n in axes_of(entry) if degrees.get(n, 1 if n in AXES else 0) != 1 or n == FSDP)
+    return entry if left == axes_of(entry) else left or None
+
+
+def _check_given(path: str, shape: tuple[int, ...], given: tuple[Entry, ...], degrees: dict[str, int]) -> None:
+    """Raises for a model's own annotation that names no mesh axis, or jshard's own, or one that does not divide."""
+    names = [n for entry in given for n in axes_of(entry)]
     wrong = [n for n in names if n not in degrees or n == FSDP]
     if wrong:
         others = ", ".join(a for a in degrees if a != FSDP)
@@ -148,6 +168,16 @@ def _check_given(path: str, given: tuple[Entry, ...], degrees: dict[str, int]) -
             where=f"{path}  out_sharding={given}",
             why=f"{', '.join(map(repr, wrong))}: a model may name {others}; {FSDP!r} is given by fully_shard.",
             do="translate logical axes, or leave them out: variable.set_metadata(out_sharding=(None, 'tensor')).",
+        )
+    pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
+    uneven = [d for d, (size, n) in enumerate(zip(shape, pieces, strict=False)) if size % n]
+    if uneven:
+        told = "; ".join(f"dim {d} over {', '.join(axes_of(given[d]))} ({pieces[d]})" for d in uneven)
+        raise AnnotationError(
+            "A dim does not divide by the axis that the model's own sharding gives it.",
+            where=f"{path}  shape {tuple(shape)}  out_sharding={given}",
+            why=f"{told}: every device holds an equal part.",
+            do="choose a degree that divides it, or leave the axis out for this parameter.",
         )
 
 

@@ -27,6 +27,7 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
+from jshard import parallel
 from jshard.checkpoint.formats import Stored
 from jshard.train import Batch, Recipe
 
@@ -47,6 +48,7 @@ class GPTConfig:
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
     reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
+    split_sequence: bool = False  # between products, over the `tensor` axis: less memory for activations
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
@@ -102,17 +104,17 @@ class Attention(nnx.Module):
         D = config.d_model
         self.n_head = config.n_head
         self.rotary = config.positions == "rotary"
-        self.qkv = linear(D, 3 * D, std=0.02, rngs=rngs)
+        self.qkv = nnx.LinearGeneral(D, (3, D), kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
         self.out = linear(D, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
-        qkv_BTHK = self.qkv(x_BTD).reshape(B, T, 3 * self.n_head, D // self.n_head)
-        q_BTHK, k_BTHK, v_BTHK = jnp.split(qkv_BTHK, 3, axis=2)
+        qkv_BT3HK = self.qkv(x_BTD).reshape(B, T, 3, self.n_head, -1)
+        q_BTHK, k_BTHK, v_BTHK = jnp.unstack(parallel.hold(qkv_BT3HK, None, None, None, "tensor"), axis=2)
         if self.rotary:
             q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
         y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-        return self.out(y_BTHK.reshape(B, T, D))
+        return self.out(parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, D))
 
 
 class MLP(nnx.Module):
@@ -136,6 +138,7 @@ class Block(nnx.Module):
     """One layer: attention, then feed-forward, each read through a norm and added back."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        self.along = (None, "tensor") if config.split_sequence else (None,)
         self.attention_norm = layer_norm(config, rngs)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = layer_norm(config, rngs)
@@ -143,12 +146,8 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD)))
-        return x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD)))
-
-
-def list_of_blocks(config: GPTConfig, rngs: nnx.Rngs) -> nnx.List:
-    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        x_BTD = parallel.hold(x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD))), *self.along)
+        return parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *self.along)
 
 
 def stacked_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block:
@@ -172,7 +171,10 @@ class GPT(nnx.Module):
         if config.positions == "learned":
             self.positions = embed(config.block_size, D, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
-        self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        if config.scan:
+            self.blocks = stacked_blocks(config, rngs)
+        else:
+            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
         self.norm = layer_norm(config, rngs)
         if not config.tied:
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
@@ -225,12 +227,17 @@ def build(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
     return GPT(config, rngs=rngs)
 
 
+# The last dims on the `tensor` axis, where the mesh has one: heads, features and tokens lie apart.
+OUT, IN = ("tensor",), ("tensor", None)
+TENSOR = {"*/qkv/*": OUT, "*/up/*": OUT, "*/out/kernel": IN, "*/down/kernel": IN, "tokens/embedding": IN}
+
+
 def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
-    precision = None
-    if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+    parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
+    low = config.compute_dtype != "float32"
+    precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
     if config.scan:
         js.fully_shard(model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1)
     else:
@@ -263,9 +270,9 @@ def hf_names(config: GPTConfig) -> dict[str, str | Stored]:
     linears["mlp/down"] = "mlp.c_proj"  # all of them (in, out), as Flax has them
     for layer in range(config.n_layer):
         for ours, theirs in (norms | linears).items():
-            weight = "scale" if ours in norms else "kernel"
-            names[f"blocks/{layer}/{ours}/{weight}"] = f"transformer.h.{layer}.{theirs}.weight"
-            names[f"blocks/{layer}/{ours}/bias"] = f"transformer.h.{layer}.{theirs}.bias"
+            for kind, last in (("scale" if ours in norms else "kernel", "weight"), ("bias", "bias")):
+                name = f"transformer.h.{layer}.{theirs}.{last}"
+                names[f"blocks/{layer}/{ours}/{kind}"] = Stored(name, parts=3) if "qkv" in ours else name
     if not config.tied:
         names["head/kernel"] = Stored("lm_head.weight", transpose=True)  # torch's Linear is (out, in)
     return names

@@ -145,10 +145,11 @@ LLAMA = {
     "gate_up": Stored("w1.weight", "w3.weight", transpose=True, dim=1),
     "table": Stored("first", "second", dim=0),
     "norm": "norm.weight",
+    "fused": Stored("fused.weight", parts=3),
 }
 THEIRS = {
     **{f"w{name}.weight": (rows, 6) for name, rows in {"q": 8, "k": 4, "v": 4, "1": 10, "3": 10}.items()},
-    **{"wo.weight": (6, 8), "first": (3, 5), "second": (3, 5), "norm.weight": (6,)},
+    **{"wo.weight": (6, 8), "first": (3, 5), "second": (3, 5), "norm.weight": (6,), "fused.weight": (6, 12)},
 }
 
 
@@ -162,6 +163,7 @@ def test_joined_and_turned_leaves_are_read_box_by_box():
         "gate_up": np.concatenate([theirs["w1.weight"].T, theirs["w3.weight"].T], axis=1),
         "table": np.concatenate([theirs["first"], theirs["second"]]),
         "norm": theirs["norm.weight"],
+        "fused": theirs["fused.weight"].reshape(6, 3, 4),
     }
     rng = np.random.default_rng(0)
     for path, array in whole.items():
@@ -199,6 +201,10 @@ def test_names_that_do_not_fit_are_told():
         "  why:   they are joined along dim -1; the other dims, and dtypes, must be equal.\n"
         "  do:    mend the table of names."
     )
+    with pytest.raises(CheckpointError, match=r"fused is not 3 parts(.|\n)*fused.weight  \(6, 13\)"):
+        NamedSource(Arrays({"fused.weight": numbered((6, 13))}), {"fused": LLAMA["fused"]})
+    with pytest.raises(ValueError, match="one array"):
+        Stored("fused.weight", parts=3, transpose=True)
     with pytest.raises(CheckpointError, match="qkv cannot be cut into 3 arrays"):
         ForeignSource(Arrays({"qkv": numbered((6, 17))}), LLAMA)
     with pytest.raises(CheckpointError) as caught:
@@ -206,6 +212,6 @@ def test_names_that_do_not_fit_are_told():
     assert str(caught.value) == (
         "1 leaves have no name in the other format.\n"
         "  where: opt_state/mu\n"
-        "  why:   the table of names speaks of 5 leaves, and not of these.\n"
+        "  why:   the table of names speaks of 6 leaves, and not of these.\n"
         "  do:    export the parameters alone, or add the names to the table (hf_names in models/gpt.py)."
     )

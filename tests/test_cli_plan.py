@@ -96,8 +96,8 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
             "MeshError: The mesh does not match the devices.\n"
             "  where: --mesh fsdp=4\n"
             "  why:   1 x 4 x 1 = 4 is not 8, the number of devices.\n"
-            "  do:    --mesh fsdp=-1 for all devices; the axes are replica, fsdp, tensor, and one may be -1 for the"
-            " rest.\n",
+            "  do:    --mesh fsdp=-1 for all devices; the axes are replica, fsdp, expert, tensor, and one may be -1"
+            " for the rest.\n",
         ),
         (
             ["--topology", "h100:4x8"],

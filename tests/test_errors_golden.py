@@ -22,6 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from jshard import parallel
 from jshard._revise import revise
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 
@@ -180,6 +181,17 @@ def with_logical_axes() -> nnx.Linear:
     return module
 
 
+def over_tensor(*entries, mesh=None) -> nnx.Linear:
+    module = linear()
+    module.kernel.set_metadata(out_sharding=entries)
+    return shard(module, mesh=mesh or js.mesh(fsdp=2, tensor=4))
+
+
+def hold(*entries):
+    mesh = js.mesh(fsdp=2, tensor=4)
+    call(shard(Model(lambda model, x: parallel.hold(model.out(x)[:, :62], *entries), nnx.Rngs(0)), mesh=mesh), X)
+
+
 def two_meshes():
     model = Model(print, nnx.Rngs(0))
     shard(model.inner, mesh=js.mesh(replica=2))
@@ -254,6 +266,13 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: wrapped call": lambda: shard(Wrapped()),
     "fully_shard: ignored matches nothing": lambda: shard(linear(), ignored=["kernel", "layers/*"]),
     "fully_shard: logical axes": lambda: shard(with_logical_axes()),
+    "fully_shard: a tensor axis that does not divide": lambda: over_tensor(
+        None, "tensor", mesh=js.mesh(tensor=3, fsdp=2, devices=6)
+    ),
+    "parallel.split: fewer dims": lambda: parallel.split(linear(), {"bias": (None, "tensor")}),
+    "parallel.split: no such parameter": lambda: parallel.split(linear(), {"up/kernel": (None, "tensor")}),
+    "parallel.hold: a data axis": lambda: parallel.hold(jnp.zeros((16, 64)), "fsdp", "model"),
+    "parallel.hold: does not divide": lambda: hold(None, "tensor"),
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard as js
-from jshard._mesh import FSDP, REPLICA, TENSOR
+from jshard._mesh import FSDP, REPLICA, TENSOR, data_shards
 from jshard._plan import ShardPlan, UnitPlan
 from jshard._revise import has_inner_units, repeated_layers, revise
 from jshard.cluster.machine import Machine
@@ -111,7 +111,7 @@ class Costs:
         recipe = override(self.recipe, variant.settings)
         way = self._way(tuple(variant.mesh.items()), tuple(variant.units.items()))
         plan = way.plan
-        rows = recipe.batch_size // recipe.accumulate // (variant.mesh[REPLICA] * variant.mesh[FSDP])
+        rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
         saved = self._saved(rows, str(variant.units.get("remat", "")), variant.mesh.get(TENSOR, 1))
         compute_s = self._compute_s(plan, recipe, rows, variant)
         saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + way.kept_bytes)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jshard._errors import AnnotationError
-from jshard._mesh import FSDP, REPLICA
+from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.variants import Variant
 from jshard.train.settings.overrides import SettingError
@@ -111,7 +111,7 @@ def _ways(costs: Costs, mesh: Mapping[str, int], batch_sizes: Sequence[int]) -> 
         split = dict(mesh) | {REPLICA: devices // fsdp, FSDP: fsdp}
         keep: list[Any] = [True, False] if fsdp > 1 else [True]
         keep += [costs.machine.near] if 1 < costs.machine.near < fsdp and fsdp % costs.machine.near == 0 else []
-        for n, reshard, remat in itertools.product(_microbatches(batch_size, devices), keep, _REMATS):
+        for n, reshard, remat in itertools.product(_microbatches(batch_size, data_shards(mesh)), keep, _REMATS):
             units = {"reshard_after_forward": reshard, "remat": remat}
             yield Variant(
                 name=name_of(split, units, n),
@@ -137,10 +137,10 @@ def _splits(devices: int) -> list[int]:
     return divisors[::-1]
 
 
-def _microbatches(batch_size: int, devices: int) -> list[int]:
-    """Numbers of microbatches that divide evenly over the devices; of many powers of two and what leaves a sequence."""
-    rows = batch_size // devices
-    if rows * devices != batch_size:
+def _microbatches(batch_size: int, shards: int) -> list[int]:
+    """Numbers of microbatches that divide evenly over the shards; of many powers of two and what leaves a sequence."""
+    rows = batch_size // shards
+    if rows * shards != batch_size:
         return []
     divisors = [n for n in range(1, rows + 1) if rows % n == 0]
     return divisors if len(divisors) <= _MOST_SPLITS else [n for n in divisors if n & (n - 1) == 0 or n == rows]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from jshard._errors import AnnotationError
-from jshard._mesh import FSDP, REPLICA
+from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard.cluster.compare import Compared, compile_variant
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
@@ -59,7 +59,7 @@ def suggestions(
 def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
     """The ways that can hold less: layers computed again, microbatches, parameters spread wider and let go."""
     devices, recipe = mesh[REPLICA] * mesh[FSDP], costs.recipe
-    rows = recipe.batch_size // recipe.accumulate // devices
+    rows = recipe.batch_size // recipe.accumulate // data_shards(mesh)
     microbatches = [n for n in range(1, rows + 1) if rows % n == 0]
     remats = (None, *_REMATS.get(costs.remat, ("full",)))
     meshes = [dict(mesh)] + ([dict(mesh) | {REPLICA: 1, FSDP: devices}] if mesh[REPLICA] > 1 else [])

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree
 from jshard._nnx import Member, Unit, plain_class, unit_of
+from jshard._placement import spec_over
 from jshard._plan import root_forgotten
 from jshard.engine.collectives import all_gather, reduce_scatter
 from jshard.engine.context import copies_scope
@@ -128,7 +129,7 @@ def _layout(members: list[Member | None], unit: Unit) -> tuple[Mesh, list[Partit
     assert isinstance(mesh, Mesh), "the model has arrays"
     assert None not in members, "every parameter of the root is a member of it"
     axes = data_axes(mesh)
-    specs = [PartitionSpec(*[e if e in axes else None for e in m.placement.spec]) for m in members if m is not None]
+    specs = [spec_over(axes, m.placement.spec) for m in members if m is not None]
     manual = set(axes) | {a for a, size in mesh.shape.items() if size == 1}
     return mesh, specs, {"mesh": mesh, "axis_names": manual}
 

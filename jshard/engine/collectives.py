@@ -8,7 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._mesh import FSDP, data_axes
-from jshard._placement import Placement
+from jshard._placement import Placement, axes_of
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
 
@@ -62,7 +62,7 @@ def scatter(full: jax.Array, placement: Placement) -> jax.Array:
 
 
 def all_reduce(gradient: jax.Array, mesh: Mesh, like: jax.Array) -> jax.Array:
-    """The sum over the data axes on which the stored shard is the same: over `replica`, if it is sharded."""
+    """The sum over the data axes on which the stored shard is the same: not over those that it is split over."""
     extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(gradient) - _compat.varying_axes(like))
     return (lax.psum(gradient, extra) if extra else gradient).astype(like.dtype)
 
@@ -133,11 +133,10 @@ def _keep_other_axes(collective: Callable, x: jax.Array, placement: Placement) -
     In a partly manual region XLA would replicate a `tensor` axis before a collective over `fsdp`; being
     manual over it too, around just the collective, avoids that.
     """
-    spec = placement.spec[len(placement.spec) - x.ndim :]
-    others = tuple(None if e is None or e == FSDP else e for e in spec)
-    names = {n for e in others for n in (e if isinstance(e, tuple) else (e,)) if n is not None}
-    names -= _compat.manual_axes()
+    manual = _compat.manual_axes()
+    automatic = lambda entry: tuple(n for n in axes_of(entry) if n not in manual) or None
+    kept = PartitionSpec(*map(automatic, placement.spec[len(placement.spec) - x.ndim :]))
+    names = {n for entry in kept for n in axes_of(entry)}
     if not names:
         return collective
-    kept = PartitionSpec(*others)
     return jax.shard_map(collective, in_specs=kept, out_specs=kept, axis_names=names)

@@ -18,6 +18,7 @@ from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._placement import spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.chain import Chain
@@ -110,7 +111,7 @@ class _Island:
         placement = member.placement
         check_scanned(member, ndim, self.call.where)
         entries = placement.spec[len(placement.spec) - ndim :]
-        return PartitionSpec(*[e if e in self.axes else None for e in entries])
+        return spec_over(self.axes, entries)
 
     def _body(self, params: list, state: list, arrays: list) -> list:
         if self.copies is not None:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jshard._mesh import REPLICA, data_axes, degree
+from jshard._mesh import FSDP, data_axes, data_degree, degree
 from jshard._placement import Placement
 from jshard.engine.chain import Place, tie
 from jshard.engine.collectives import (
@@ -111,7 +111,7 @@ class _Wires:
     def __init__(self, placements: list[Placement], mesh: Mesh, reshard: bool | int) -> None:
         self._placements, self._mesh, self._reshard = placements, mesh, reshard
         self.axes = data_axes(mesh)
-        self.has_replicas = degree(mesh, REPLICA) > 1
+        self.has_replicas = data_degree(mesh) > degree(mesh, FSDP)
 
     def gather(self, shards: list) -> list:
         return gather_unit(self.varied(shards), self._placements, self._mesh)

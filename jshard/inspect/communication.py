@@ -2,12 +2,13 @@
 
 import collections
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import jax.numpy as jnp
 
-from jshard._mesh import FSDP, REPLICA
-from jshard._placement import Placement
+from jshard._mesh import DATA_AXES, FSDP
+from jshard._placement import Placement, axes_of
 from jshard._plan import ShardPlan
 from jshard.inspect.hlo import KINDS, ring_bytes
 
@@ -53,19 +54,20 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
 
 
 def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
-    fsdp, replica = degrees[FSDP], degrees.get(REPLICA, 1)
+    fsdp, on = degrees[FSDP], {n for entry in placement.spec for n in axes_of(entry)}
+    same = tuple(a for a in DATA_AXES if degrees.get(a, 1) > 1 and a not in on)  # where the stored shard is the same
+    num_same = math.prod(degrees[a] for a in same)
     reduce, gather = placement.reduce_dtype, placement.gathered_dtype
     full = placement.gathered_bytes
     reduced = full // jnp.dtype(gather).itemsize * jnp.dtype(reduce).itemsize
     if placement.dim is None:
-        axes = tuple(a for a in (REPLICA, FSDP) if degrees.get(a, 1) > 1)
-        if axes:
-            yield Traffic("all-reduce", axes, fsdp * replica, reduce, reduced, "gradients of the replicated")
+        if same:
+            yield Traffic("all-reduce", same, num_same, reduce, reduced, "gradients of the replicated")
         return
     yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
     if reshard is not False:
         size = fsdp if reshard is True else int(reshard)
         yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
     yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
-    if replica > 1:
-        yield Traffic("all-reduce", (REPLICA,), replica, reduce, reduced // fsdp, "gradients, over replicas")
+    if same:
+        yield Traffic("all-reduce", same, num_same, reduce, reduced // fsdp, "gradients, over replicas")

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 from collections.abc import Iterable, Mapping
 
-from jshard._mesh import FSDP, REPLICA
+from jshard._mesh import DATA_AXES, EXPERT
 from jshard._plan import ShardPlan
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import KINDS, ring_bytes
@@ -55,8 +55,8 @@ def differences(
 ) -> tuple[Difference, ...]:
     """Compares the collectives of a program with those that its plan asks for.
 
-    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over other
-    axes than `fsdp` and `replica` are the model's own, and not compared.
+    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`
+    and the exchange with experts are the model's own, and not compared.
 
     Args:
         windows: the collectives, with their axes.
@@ -64,7 +64,8 @@ def differences(
         accumulate: as in `js.value_and_grad`.
         sync: likewise.
     """
-    ours = [w for w in windows if w.axes and set(w.axes) <= {FSDP, REPLICA} and w.kind in KINDS]
+    data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
+    ours = [w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))]
     compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
     least = TOLERANCE * plan.num_parameters
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}

@@ -21,9 +21,11 @@ class Stored:
         transpose: they are stored with the dims reversed, as the kernels of `torch.nn.Linear` are.
         dim: of our leaf, along which they are joined.
         sizes: of ours along `dim` that each gets when it is exported; equal parts by default.
+        parts: the last dim of the one array there is so many parts, which ours has in a dim of their own before it.
 
     Example:
         >>> Stored("lm_head.weight", transpose=True)
+        >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here
         >>> Stored("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight", transpose=True, sizes=(64, 16, 16))
     """
 
@@ -31,9 +33,15 @@ class Stored:
     transpose: bool
     dim: int
     sizes: tuple[int, ...]
+    parts: int
 
-    def __init__(self, *names: str, transpose: bool = False, dim: int = -1, sizes: tuple[int, ...] = ()) -> None:
-        for field, value in (("names", names), ("transpose", transpose), ("dim", dim), ("sizes", sizes)):
+    def __init__(
+        self, *names: str, transpose: bool = False, dim: int = -1, sizes: tuple[int, ...] = (), parts: int = 1
+    ) -> None:
+        if parts > 1 and (transpose or len(names) > 1):
+            raise ValueError(f"parts={parts} are those of one array with its dims in our order")
+        fields = {"names": names, "transpose": transpose, "dim": dim, "sizes": sizes, "parts": parts}
+        for field, value in fields.items():
             object.__setattr__(self, field, value)
 
 
@@ -62,7 +70,7 @@ class NamedSource:
     Example:
         >>> source = NamedSource(SafetensorsSource("gpt2/"), gpt.hf_names(config))
         >>> source.leaves["blocks/0/attention/qkv/kernel"].shape
-        (768, 2304)
+        (768, 3, 768)
     """
 
     def __init__(self, source: Source, names: Names) -> None:
@@ -88,6 +96,8 @@ class NamedSource:
         """A box of one of our leaves: reads what lies in it of each stored part."""
         stored, parts = self._parts[name]
         limits = bounds(box, self.leaves[name].shape)
+        if stored.parts > 1:
+            return _parts_of(self._source, parts[0][0], limits, self.leaves[name].shape[-1])
         if len(parts) == 1:
             return _turned(self._source.read(parts[0][0], _turned_box(limits, stored)), stored)
         dim = stored.dim % len(limits)
@@ -130,6 +140,8 @@ class ForeignSource:
             stored = _stored(names[path])
             for name, begin, end in _cuts(path, stored, leaf):
                 shape = _resized(leaf.shape, stored, end - begin)
+                if stored.parts > 1:
+                    shape = (*leaf.shape[:-2], leaf.shape[-2] * leaf.shape[-1])
                 self.leaves[name] = StoredArray(shape[::-1] if stored.transpose else shape, leaf.dtype)
                 self._origin[name] = path, stored, begin, end
 
@@ -137,6 +149,10 @@ class ForeignSource:
         """A box of a leaf as the other library has it."""
         path, stored, begin, _ = self._origin[name]
         limits = list(bounds(box, self.leaves[name].shape))
+        if stored.parts > 1:
+            *lead, last = limits
+            values = self._source.read(path, (*(slice(*limit) for limit in lead), slice(None), slice(None)))
+            return np.ascontiguousarray(values.reshape(*values.shape[:-2], -1)[..., slice(*last)])
         if stored.transpose:
             limits.reverse()
         if len(stored.names) > 1:
@@ -171,7 +187,7 @@ def _joined(
     leaves = [source.leaves[name] for name in names]
     shapes = [leaf.shape[::-1] if stored.transpose else leaf.shape for leaf in leaves]
     if len(names) == 1:
-        return StoredArray(shapes[0], leaves[0].dtype), (stored, [(names[0], 0, 0)])
+        return StoredArray(_in_parts(path, shapes[0], stored), leaves[0].dtype), (stored, [(names[0], 0, 0)])
     alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1 and leaves[0].shape != ()
     if not alike or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
         raise CheckpointError(
@@ -185,6 +201,27 @@ def _joined(
         begin, end = end, end + shape[stored.dim]
         parts.append((name, begin, end))
     return StoredArray(_resized(shapes[0], stored, end), leaves[0].dtype), (stored, parts)
+
+
+def _in_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
+    """Our shape for one that is stored, whose last dim may be several parts."""
+    if stored.parts == 1:
+        return shape
+    if not shape or shape[-1] % stored.parts:
+        raise CheckpointError(
+            f"What is stored of {path} is not {stored.parts} parts.",
+            where=f"{stored.names[0]}  {shape}",
+            why=f"its last dim does not divide by {stored.parts}.",
+            do="mend the table of names.",
+        )
+    return (*shape[:-1], stored.parts, shape[-1] // stored.parts)
+
+
+def _parts_of(source: Source, name: str, limits: tuple[tuple[int, int], ...], width: int) -> np.ndarray:
+    """A box of our leaf whose last two dims are one there."""
+    *lead, (first, last), (begin, end) = limits
+    values = source.read(name, (*(slice(*limit) for limit in lead), slice(first * width, last * width)))
+    return np.ascontiguousarray(values.reshape(*values.shape[:-1], last - first, width)[..., begin:end])
 
 
 def _cuts(path: str, stored: Stored, leaf: StoredArray) -> list[tuple[str, int, int]]:

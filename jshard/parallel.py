@@ -1,0 +1,140 @@
+"""What a model says about the axes that are its own: `tensor`, which splits its layers, and `expert`.
+
+    from jshard import parallel
+
+    parallel.split(model, {"blocks/*/up/kernel": (None, "tensor"), "blocks/*/down/kernel": ("tensor", None)})
+    x_BTD = parallel.hold(x_BTD, None, "tensor", None)     # inside the model: activations split along the sequence
+    y_EBCD = parallel.from_experts(experts(parallel.to_experts(x_EBCD)))
+
+All of it changes nothing where the mesh lacks the axis, and in global view: the model stays right on one device.
+"""
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+
+import jax
+from flax import nnx
+from jax import lax
+
+from jshard import _compat
+from jshard._errors import AnnotationError, CallError
+from jshard._mesh import AXES, DATA_AXES, EXPERT
+from jshard._nnx import dotted, plain_class
+from jshard._placement import Entry, axes_of, spec_over
+
+
+def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
+    """Says which dims of a model's parameters lie on which axes of the mesh.
+
+    To be called before `js.fully_shard`, which shards another dim of them over `fsdp`. The same can be said one by
+    one, by `variable.set_metadata(out_sharding=...)`.
+
+    Args:
+        model: the model, or a part of it.
+        table: for path patterns, the mesh axis of each dim, or None. Entries are those of the last dims: leading
+            dims of stacked layers need none. The first pattern that fits a parameter counts.
+
+    Raises:
+        AnnotationError: a pattern fits no parameter, or has more entries than a parameter has dims.
+
+    Example:
+        >>> parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
+    """
+    unused, deep = dict.fromkeys(table), []
+    params = [(dotted(path), v) for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Param)]
+    for path, variable in params:
+        pattern = next((p for p in table if fnmatch.fnmatch(path, p)), None)
+        if pattern is None:
+            continue
+        unused.pop(pattern, None)
+        entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
+        deep += [f"{path}  {ndim} dims, {pattern!r}: {entries}"] if len(entries) > ndim else []
+        variable.set_metadata(out_sharding=(None,) * (ndim - len(entries)) + entries)
+    where = f"parallel.split({plain_class(model).__name__}, ...)"
+    if deep:
+        raise AnnotationError(
+            "A parameter has fewer dims than the table says.",
+            where=[f"{where}: {one}" for one in deep],
+            why="there is an entry for each of the last dims.",
+            do='parallel.split(model, {"*/up/kernel": (None, "tensor")})',
+        )
+    if unused:
+        raise AnnotationError(
+            "A pattern of the table fits no parameter.",
+            where=[f"{where}: {pattern!r}" for pattern in unused],
+            why=f"the parameters are {', '.join(path for path, _ in params[:4])}{', ...' if len(params) > 4 else ''}.",
+            do="leave it out, or mend it; * stands for anything.",
+        )
+
+
+def hold(x: jax.Array, *entries: Entry) -> jax.Array:
+    """Holds an activation inside the model to a split over the `tensor` axis, which else the compiler chooses.
+
+    Between the products of a layer that is split over `tensor`, a sequence that is split too takes a part of the
+    memory, and costs no more communication: `hold(x_BTD, None, "tensor", None)`. Without axes, `hold(k_BTHK)`, it is
+    whole on each device of the axis. The batch is split over the data axes in any case, and has None here.
+
+    Args:
+        x: an array that has a batch dim.
+        *entries: the mesh axis of each dim, or None; None for what is left out.
+
+    Raises:
+        CallError: an axis is not the model's to give, or a dim does not divide by its degree.
+
+    Example:
+        >>> x_BTD = parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
+    """
+    named = [n for entry in entries for n in axes_of(entry)]
+    if wrong := [n for n in named if n not in AXES or n in DATA_AXES]:
+        raise CallError(
+            "An activation cannot be held to an axis.",
+            where=f"parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
+            why=f"{', '.join(map(repr, wrong))}: the data axes split the batch, and 'tensor' is the model's own.",
+            do='parallel.hold(x, None, "tensor")',
+        )
+    degrees = _compat.automatic_axes()
+    if not _compat.manual_axes() or not degrees:
+        return x
+    uneven = [d for d, entry in enumerate(entries) for n in axes_of(entry) if x.shape[d] % degrees.get(n, 1)]
+    if uneven:
+        raise CallError(
+            "An activation cannot be split over an axis.",
+            where=f"parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
+            why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
+            do="choose a length that divides, or leave the axis out.",
+        )
+    return lax.with_sharding_constraint(x, spec_over(tuple(degrees), entries))
+
+
+def to_experts(x: jax.Array) -> jax.Array:
+    """Sends what each data shard has for each expert to where the expert lies: one all-to-all over `expert`.
+
+    Args:
+        x: (experts, batch, ...): for every expert, the inputs that this data shard's part of the batch has for it.
+
+    Returns:
+        (experts here, batch of all shards along the axis, ...); without an `expert` axis, x.
+
+    Example:
+        >>> h_EBCD = self.experts(parallel.to_experts(x_EBCD))
+    """
+    return lax.all_to_all(x, EXPERT, split_axis=0, concat_axis=1, tiled=True) if _has_experts() else x
+
+
+def from_experts(x: jax.Array) -> jax.Array:
+    """The way back of `to_experts`: brings what the experts made of each data shard's inputs back to it.
+
+    Args:
+        x: (experts here, batch of all shards along the axis, ...).
+
+    Returns:
+        (experts, batch, ...).
+
+    Example:
+        >>> y_EBCD = parallel.from_experts(h_EBCD)
+    """
+    return lax.all_to_all(x, EXPERT, split_axis=1, concat_axis=0, tiled=True) if _has_experts() else x
+
+
+def _has_experts() -> bool:
+    return EXPERT in _compat.manual_axes()

@@ -1,0 +1,281 @@
+"""A mixture of experts to read from top to bottom, after Mixtral: the model, its sharding, its loss and its recipes.
+
+    jshard train models/moe.py                                   # the tiny recipe, minutes on a laptop
+    jshard train models/moe.py --mesh fsdp=4,expert=2            # the experts on an axis of their own
+    jshard train models/moe.py --recipe mixtral_8x7b --mesh fsdp=8,expert=8 --dry-run
+
+In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
+`expert` axis they lie apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and
+the tokens travel to them and back. `parallel.to_experts` and `from_experts` are all that the model knows of it.
+
+A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
+passes that expert by. As places are counted in each sequence by itself, it does not matter how the batch is split.
+
+Names end in the dims of the array they hold:
+
+    B  batch                 D  model width (d_model)       H  heads      E  experts
+    T  position in sequence  F  width of an expert (d_ff)   K  width of one head (D / H)
+    V  vocabulary            C  places of a sequence at an expert
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+import jshard as js
+from jshard import parallel
+from jshard.train import Batch, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Size and kind of the model. Parameters are float32 whatever `compute_dtype` says."""
+
+    vocab_size: int = 32_000
+    n_layer: int = 32
+    n_head: int = 32
+    n_kv_head: int = 8  # keys and values are shared by groups of heads
+    d_model: int = 4096
+    d_ff: int = 14_336
+    n_expert: int = 8
+    top_k: int = 2
+    capacity: float = 1.25  # places at the experts, by those that an even load needs; n_expert / top_k drops no token
+    balance: float = 0.02  # weight of the loss that keeps the load even
+    rotary_base: float = 1e6
+    # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
+    compute_dtype: str = "float32"
+    remat: str = "none"
+
+    def __post_init__(self) -> None:
+        if self.d_model % self.n_head or self.n_head % self.n_kv_head:
+            raise ValueError(f"d_model={self.d_model} over {self.n_head} heads over {self.n_kv_head} does not divide")
+        if not 1 <= self.top_k <= self.n_expert:
+            raise ValueError(f"top_k={self.top_k} of n_expert={self.n_expert} cannot be chosen")
+
+
+# ---- The model -------------------------------------------------------------------------------
+
+
+def linear(d_in: int, d_out: int, *, rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(d_in, d_out, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
+
+
+def rms_norm(config: MoEConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:
+    return nnx.RMSNorm(config.d_model, epsilon=1e-5, rngs=rngs)
+
+
+def rotate(x_BTHK: jax.Array, base: float) -> jax.Array:
+    """Rotary positions: turns each pair of features by an angle that grows with the position."""
+    T, K = x_BTHK.shape[1], x_BTHK.shape[3]
+    frequency_k = base ** (-jnp.arange(K // 2) / (K // 2))
+    angle_TK = jnp.arange(T)[:, None] * frequency_k[None]
+    cos, sin = jnp.cos(angle_TK)[None, :, None], jnp.sin(angle_TK)[None, :, None]
+    x1, x2 = jnp.split(x_BTHK.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+    return turned.astype(x_BTHK.dtype)
+
+
+class Attention(nnx.Module):
+    """Causal self-attention whose heads share keys and values in groups."""
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        D, self.base = config.d_model, config.rotary_base
+        self.width = D // config.n_head
+        self.q = linear(D, D, rngs=rngs)
+        self.k = linear(D, config.n_kv_head * self.width, rngs=rngs)
+        self.v = linear(D, config.n_kv_head * self.width, rngs=rngs)
+        self.out = linear(D, D, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        heads = lambda x_BTD: x_BTD.reshape(*x_BTD.shape[:2], -1, self.width)
+        q_BTHK, k_BTHK, v_BTHK = heads(self.q(x_BTD)), heads(self.k(x_BTD)), heads(self.v(x_BTD))
+        q_BTHK, k_BTHK = rotate(q_BTHK, self.base), rotate(k_BTHK, self.base)
+        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
+        return self.out(y_BTHK.reshape(x_BTD.shape))
+
+
+class Experts(nnx.Module):
+    """E feed-forward layers side by side, each on the tokens that were sent to it."""
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        E, D, F = config.n_expert, config.d_model, config.d_ff
+        normal = lambda *shape: nnx.Param(nnx.initializers.normal(0.02)(rngs.params(), shape))
+        self.gate, self.up, self.down = normal(E, D, F), normal(E, D, F), normal(E, F, D)
+
+    def __call__(self, x_EBCD: jax.Array) -> jax.Array:
+        gate_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, self.gate[...])
+        up_EBCF = jnp.einsum("ebcd,edf->ebcf", x_EBCD, self.up[...])
+        return jnp.einsum("ebcf,efd->ebcd", jax.nn.silu(gate_EBCF) * up_EBCF, self.down[...])
+
+
+class MoE(nnx.Module):
+    """The feed-forward half of a block: a router, and the experts it sends each token to."""
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.router = linear(config.d_model, config.n_expert, rngs=rngs)
+        self.experts = Experts(config, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        """The mixture, and for each expert the share of the tokens sent to it and the mean of its scores."""
+        score_BTE = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32))
+        weight_BTn, chosen_BTn = jax.lax.top_k(score_BTE, self.config.top_k)
+        weight_BTn = weight_BTn / weight_BTn.sum(-1, keepdims=True)
+        send_BTEC, sent_BTE = self.places(chosen_BTn)
+        weight_BTE = (jax.nn.one_hot(chosen_BTn, self.config.n_expert) * weight_BTn[..., None]).sum(2)
+        x_EBCD = parallel.to_experts(jnp.einsum("btec,btd->ebcd", send_BTEC.astype(x_BTD.dtype), x_BTD))
+        y_EBCD = parallel.from_experts(self.experts(x_EBCD))
+        take_BTEC = (send_BTEC * weight_BTE[..., None]).astype(x_BTD.dtype)
+        y_BTD = jnp.einsum("btec,ebcd->btd", take_BTEC, y_EBCD)
+        return y_BTD, (sent_BTE.mean((0, 1)) / self.config.top_k, score_BTE.mean((0, 1)))
+
+    def places(self, chosen_BTn: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """1 where a token has a place at an expert; and the tokens sent, with those that find none.
+
+        First choices come before second ones, and earlier tokens before later ones.
+        """
+        (B, T, n), E = chosen_BTn.shape, self.config.n_expert
+        C = math.ceil(self.config.capacity * n * T / E)
+        sent_BnTE = jax.nn.one_hot(chosen_BTn.swapaxes(1, 2), E)
+        place_BnTE = (jnp.cumsum(sent_BnTE.reshape(B, n * T, E), axis=1) - 1).reshape(sent_BnTE.shape)
+        send_BnTEC = jax.nn.one_hot(jnp.where(sent_BnTE > 0, place_BnTE, C).astype(jnp.int32), C)
+        return send_BnTEC.sum(1), sent_BnTE.sum(1)
+
+
+class Block(nnx.Module):
+    """One layer: attention, then the mixture, each read through a norm and added back."""
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = rms_norm(config, rngs)
+        self.attention = Attention(config, rngs=rngs)
+        self.moe_norm = rms_norm(config, rngs)
+        self.moe = MoE(config, rngs=rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD))
+        y_BTD, load = self.moe(self.moe_norm(x_BTD))
+        return x_BTD + y_BTD, load
+
+
+class Model(nnx.Module):
+    """Tokens in, for each position the scores of the token that comes next out, and how uneven the load is."""
+
+    def __init__(self, config: MoEConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        V, D = config.vocab_size, config.d_model
+        self.tokens = nnx.Embed(V, D, embedding_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.tokens.dtype = None  # computes in the dtype it has at the moment
+
+        @nnx.split_rngs(splits=config.n_layer)
+        @nnx.vmap(in_axes=0, out_axes=0)
+        def build(rngs: nnx.Rngs) -> Block:
+            return Block(config, rngs=rngs)
+
+        self.blocks = build(rngs)  # all of them in one module, whose variables have a leading dim of layers
+        self.norm = rms_norm(config, rngs)
+        self.head = linear(D, V, rngs=rngs)
+
+    def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The scores; and E x the sum of share x score over the experts of a layer, which is 1 for an even load."""
+        x_BTD, load = js.scan_layers(self.blocks, self.tokens(tokens_BT), collect=True)
+        # Means over the whole batch before their product: each data shard has seen its part only.
+        share_LE, score_LE = js.batch_mean(load)
+        uneven = self.config.n_expert * (share_LE * score_LE).sum(-1).mean()
+        return self.head(self.norm(x_BTD)), uneven
+
+
+# ---- What `jshard train` asks of a model file ---------------------------------------------------
+
+
+def build(config: MoEConfig, rngs: nnx.Rngs) -> Model:
+    return Model(config, rngs=rngs)
+
+
+def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
+    """The stack of blocks, the head and the rest are units; experts lie on `expert`, heads and widths on `tensor`."""
+    config = model.config
+    parallel.split(
+        model,
+        {
+            "*/experts/down": ("expert", "tensor", None),
+            "*/experts/*": ("expert", None, "tensor"),
+            "*/attention/out/kernel": ("tensor", None),
+            "*/attention/*/kernel": (None, "tensor"),
+            "head/kernel": (None, "tensor"),
+        },
+    )
+    precision = None
+    if config.compute_dtype != "float32":
+        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+    js.fully_shard(model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1)
+    js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
+    js.fully_shard(model, mesh=mesh, mixed_precision=precision)
+
+
+def loss_fn(model: Model, batch: Batch) -> jax.Array:
+    """Mean cross entropy in nats per token over the whole (global) batch, and what an uneven load costs."""
+    logits_BTV, uneven = model(batch["inputs"])
+    loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV.astype(jnp.float32), batch["targets"])
+    return loss_BT.mean() + model.config.balance * uneven
+
+
+def num_active(config: MoEConfig) -> int:
+    """Parameters that a token passes through: of the experts `top_k`, and no table of tokens."""
+    D, layers = config.d_model, config.n_layer
+    attention = 2 * D * D + 2 * D * D * config.n_kv_head // config.n_head
+    experts = config.top_k * 3 * D * config.d_ff + D * config.n_expert
+    return layers * (attention + experts + 2 * D) + D + D * config.vocab_size
+
+
+def flops(recipe: Recipe) -> tuple[float, str]:
+    """Arithmetic of a step: 6 x active parameters x tokens."""
+    active, tokens = num_active(recipe.model), recipe.batch_size * recipe.sequence_length
+    return 6.0 * active * tokens, f"6 x {active:,} active parameters x {tokens:,} tokens"
+
+
+# ---- Recipes: a whole run as a value --------------------------------------------------------------
+
+
+def tiny() -> Recipe:
+    """2.3M parameters over bytes, 0.9M of them for each token: trains on two CPU cores in minutes."""
+    return Recipe(
+        model=MoEConfig(
+            vocab_size=256,
+            n_layer=3,
+            n_head=4,
+            n_kv_head=2,
+            d_model=128,
+            d_ff=256,
+            rotary_base=1e4,
+        ),
+        sequence_length=128,
+        batch_size=32,
+        num_steps=400,
+        learning_rate=3e-3,
+        warmup_steps=50,
+        eval_every=100,
+        eval_sequences=512,
+    )
+
+
+def mixtral_8x7b() -> Recipe:
+    """The size of Mixtral 8x7B: 46.7B parameters, 12.9B of them for each token."""
+    return Recipe(
+        model=MoEConfig(compute_dtype="bfloat16", remat="full"),
+        sequence_length=4096,
+        batch_size=1024,
+        num_steps=100_000,
+        learning_rate=3e-4,
+        warmup_steps=2000,
+        eval_every=1000,
+    )
+
+
+RECIPES = {"tiny": tiny, "mixtral_8x7b": mixtral_8x7b}

@@ -1,0 +1,195 @@
+"""Experts on an axis of their own: models/moe.py trains as on one device, tokens travel and experts do not."""
+
+import dataclasses
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import parallel
+from jshard.inspect.communication import traffic_of
+from jshard.train import load_model_file
+from tests.helpers import compile_to_read
+from tests.micro_gpt import MODELS
+from tests.parity import assert_parity
+
+MOE_FILE = load_model_file(MODELS / "moe.py")
+moe = sys.modules[MOE_FILE.build.__module__]
+
+# Room for fewer tokens than are sent: some find no place.
+MICRO = dataclasses.replace(
+    MOE_FILE.recipe("tiny")[1].model, n_layer=4, n_head=2, n_kv_head=1, d_model=32, d_ff=64, capacity=1.0
+)
+IDS = np.random.default_rng(0).integers(0, 256, (16, 17), dtype=np.int32)
+BATCH = {"inputs": IDS[:, :-1], "targets": IDS[:, 1:]}
+THREE = {"replica": 2, "fsdp": 2, "expert": 2}
+
+
+def build(config=MICRO):
+    return MOE_FILE.build(config, nnx.Rngs(0))
+
+
+def annotator(mesh):
+    return lambda model: MOE_FILE.annotate(model, mesh)
+
+
+def planned(mesh, config=MICRO):
+    return js.plan(js.abstract_init(lambda: build(config), annotator(mesh)))
+
+
+@pytest.mark.parametrize("axes", [THREE, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+def test_training_is_that_of_one_device(axes):
+    mesh = js.mesh(**axes)
+    assert_parity(build, annotator(mesh), moe.loss_fn, (BATCH,))
+
+
+def test_accumulation_that_syncs_last_keeps_experts_apart():
+    """The balance is a product of means over a batch, and so another for each microbatch: it is left out."""
+    config = dataclasses.replace(MICRO, balance=0.0, n_layer=2)
+    grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
+    mesh = js.mesh(fsdp=4, expert=2)
+    assert_parity(lambda: build(config), annotator(mesh), moe.loss_fn, (BATCH,), grad=grad, steps=2)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A step on replica x fsdp x expert: its collectives and its plan."""
+    mesh = js.mesh(**THREE)
+    model = js.abstract_init(build, annotator(mesh))
+    step = nnx.jit(lambda model, batch: nnx.value_and_grad(moe.loss_fn)(model, batch))
+    return js.audit(compile_to_read(step.lower(model, BATCH).lowered), model=model)
+
+
+def test_experts_lie_apart_and_are_sharded_besides(compiled):
+    gate = compiled.plan.leaf("blocks/moe/experts/gate").placement
+    assert gate.spec == (None, "expert", None, "fsdp") and gate.shards == 4
+    assert gate.gathered_bytes * 2 == gate.logical_bytes  # never more than those that lie here
+    assert compiled.plan.leaf("blocks/attention/q/kernel").placement.shards == 2
+
+
+def test_only_tokens_travel_over_the_expert_axis(compiled):
+    over = [row for row in compiled.rows if "expert" in row.over]
+    assert {row.kind for row in over} == {"all-to-all", "all-reduce"}
+    exchange = [row for row in over if row.kind == "all-to-all"]
+    for phase in ("forward", "backward"):  # there and back in every layer
+        assert sum(row.executions for row in exchange if row.phase == phase) == 2 * MICRO.n_layer
+    batch, length = 16 // 8, 16
+    places = MICRO.n_expert * math.ceil(MICRO.capacity * MICRO.top_k * length / MICRO.n_expert)
+    each = batch * places * MICRO.d_model * 4
+    assert sum(row.total_bytes for row in exchange) == 4 * MICRO.n_layer * each
+
+
+def test_gradients_of_experts_are_not_summed_over_the_expert_axis(compiled):
+    experts = [leaf for leaf in compiled.plan.leaves if "/experts/" in leaf.path]
+    others = [leaf for leaf in compiled.plan.leaves if "/experts/" not in leaf.path]
+    found = dict.fromkeys((("replica",), ("replica", "expert"), ("replica", "fsdp", "expert")), 0)
+    for row in compiled.rows:
+        if row.kind == "all-reduce":
+            found[row.over] += row.total_bytes
+    assert found["replica",] == sum(leaf.placement.bytes_per_device for leaf in experts)
+    shards = sum(leaf.placement.bytes_per_device for leaf in others if leaf.placement.dim is not None)
+    assert found["replica", "expert"] == shards
+    asked = {t.axes: t.full_bytes for t in traffic_of(compiled.plan) if t.kind == "all-reduce"}
+    assert asked["replica",] == found["replica",] and asked["replica", "expert"] == shards
+
+
+def test_the_audit_does_not_take_the_exchange_for_a_difference(compiled):
+    """XLA:CPU merges the two gathers of the last layer, which lie next to each other; nothing else differs."""
+    assert {d.planned for d in compiled.differences} <= {"all-gather"}
+    assert {d.compiled for d in compiled.differences} == {None}
+
+
+def test_a_mesh_without_the_axis_shards_experts_like_anything_else():
+    assert dict(js.mesh(expert=1).shape) == {"replica": 1, "fsdp": 8, "tensor": 1}
+    assert planned(js.mesh()).leaf("blocks/moe/experts/gate").placement.spec == (None, None, None, "fsdp")
+
+
+def test_the_batch_is_split_over_the_expert_axis_too():
+    mesh = js.mesh(fsdp=-1, expert=4)
+    assert dict(mesh.shape) == {"replica": 1, "fsdp": 2, "expert": 4, "tensor": 1}
+    placed = js.shard_batch(np.arange(16), mesh)
+    assert {s.data.shape for s in placed.addressable_shards} == {(2,)}
+    with pytest.raises(js.CallError, match=r"over 8 data shards \(replica=1, fsdp=2, expert=4\)"):
+        js.shard_batch(np.arange(12), mesh)
+
+
+def test_experts_that_do_not_divide_are_named():
+    config = dataclasses.replace(MICRO, n_expert=6)
+    with pytest.raises(js.AnnotationError) as caught:
+        planned(js.mesh(expert=4), config)
+    assert "dim 1 over expert (4)" in caught.value.why
+    assert [where.split()[0] for where in caught.value.where] == [
+        f"moe/experts/{name}" for name in ("down", "gate", "up")
+    ]
+
+
+def test_a_checkpoint_moves_between_degrees_of_the_axis(tmp_path):
+    config = dataclasses.replace(MICRO, n_layer=2)
+    made = lambda mesh: js.shard_init(lambda: build(config), annotator(mesh))
+    model, other = made(js.mesh(fsdp=4, expert=2)), made(js.mesh(expert=8, fsdp=1))
+    js.checkpoint.save(tmp_path / "made", {"model": model})
+    found = js.checkpoint.restore(tmp_path / "made", like={"model": other})["model"]
+    gate = found.blocks.moe.experts.gate[...]
+    assert gate.sharding.shard_shape(gate.shape)[1] == 1
+    np.testing.assert_array_equal(gate, model.blocks.moe.experts.gate[...])
+
+
+# ---- The model itself ----------------------------------------------------------------------------
+
+
+def test_recipes_have_their_size():
+    _, recipe = MOE_FILE.recipe("mixtral_8x7b")
+    params = nnx.state(nnx.eval_shape(lambda: build(recipe.model)), nnx.Param)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == 46_702_792_704
+    assert moe.num_active(recipe.model) == 12_748_853_248
+    tiny = nnx.state(nnx.eval_shape(lambda: build(MOE_FILE.recipe("tiny")[1].model)), nnx.Param)
+    assert 1e6 < sum(math.prod(x.shape) for x in jax.tree.leaves(tiny)) < 3e6
+    assert MOE_FILE.recipe()[0] == "tiny"
+
+
+def mixture(capacity):
+    config = dataclasses.replace(MICRO, capacity=capacity)
+    return moe.MoE(config, rngs=nnx.Rngs(3)), jnp.asarray(
+        np.random.default_rng(1).normal(size=(2, 16, 32)), jnp.float32
+    )
+
+
+def test_with_room_for_all_it_is_the_mixture_of_the_best_experts():
+    layer, x_BTD = mixture(MICRO.n_expert / MICRO.top_k)
+    found, (share_E, score_E) = layer(x_BTD)
+    every_EBTD = layer.experts(jnp.broadcast_to(x_BTD, (MICRO.n_expert, *x_BTD.shape)))
+    score_BTE = jax.nn.softmax(layer.router(x_BTD))
+    best_BTE = jnp.where(score_BTE >= jnp.sort(score_BTE)[..., -MICRO.top_k, None], score_BTE, 0)
+    wanted = jnp.einsum("bte,ebtd->btd", best_BTE / best_BTE.sum(-1, keepdims=True), every_EBTD)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-8)
+    np.testing.assert_allclose([share_E.sum(), score_E.sum()], 1, rtol=1e-6)
+
+
+def test_places_go_to_first_choices_and_to_earlier_tokens():
+    layer, _ = mixture(0.5)  # two places for each of eight experts
+    chosen_BTn = jnp.asarray([[[0, 1]] * 3 + [[1, 0]] * 13])
+    send_BTEC, sent_BTE = layer.places(chosen_BTn)
+    assert send_BTEC.shape == (1, 16, 8, 2)
+    assert [tuple(int(i) for i in where) for where in jnp.argwhere(send_BTEC[0])] == [
+        (0, 0, 0),
+        (1, 0, 1),
+        (3, 1, 0),
+        (4, 1, 1),
+    ]
+    np.testing.assert_array_equal(sent_BTE[0].sum(0), [16, 16, 0, 0, 0, 0, 0, 0])
+
+
+def test_on_one_device_nothing_is_exchanged():
+    x = jnp.ones((8, 2, 3))
+    assert parallel.to_experts(x) is x and parallel.from_experts(x) is x
+
+
+@pytest.mark.parametrize("wrong", [{"n_head": 3}, {"n_kv_head": 3}, {"top_k": 9}])
+def test_config_refuses_nonsense(wrong):
+    with pytest.raises(ValueError, match=r"does not divide|cannot be chosen"):
+        dataclasses.replace(MICRO, **wrong)

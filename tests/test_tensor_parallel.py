@@ -1,0 +1,226 @@
+"""A tensor axis inside the region: products split by columns and rows, and what lies between them along the sequence.
+
+On replica x fsdp x tensor. XLA:CPU writes its own reduce-scatters as an all-reduce and a slice; compiled for GPUs, the
+all-reduces over `tensor` that go with a split sequence are reduce-scatters.
+"""
+
+import collections
+import dataclasses
+import functools
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import parallel
+from jshard.train import load_model_file
+from tests.helpers import compile_to_read
+from tests.micro_gpt import MODELS, micro
+from tests.parity import assert_parity
+
+GPT_FILE = load_model_file(MODELS / "gpt.py")
+gpt = sys.modules[GPT_FILE.build.__module__]
+
+MICRO = dataclasses.replace(micro().model, n_layer=4, n_head=4)
+THREE = {"replica": 2, "fsdp": 2, "tensor": 2}
+IDS = np.random.default_rng(0).integers(0, 256, (16, 17), dtype=np.int32)
+BATCH = {"inputs": IDS[:, :-1], "targets": IDS[:, 1:]}
+ACTIVATION = 16 // 4 * 16 * MICRO.d_model * 4  # bytes of x_BTD on one data shard
+
+
+def annotator(mesh):
+    return lambda model: GPT_FILE.annotate(model, mesh)
+
+
+@functools.cache
+def compiled(config):
+    """The audit of a step on all three axes, compiled and not run."""
+    mesh = js.mesh(**THREE)
+    model = js.abstract_init(lambda: GPT_FILE.build(config, nnx.Rngs(0)), annotator(mesh))
+    step = nnx.jit(lambda model, batch: nnx.value_and_grad(gpt.loss_fn)(model, batch))
+    return js.audit(compile_to_read(step.lower(model, BATCH).lowered), model=model)
+
+
+def of_blocks(audit, axes):
+    """Executions and bytes by kind and phase, of what the blocks send over some axes."""
+    found = collections.Counter()
+    for row in audit.rows:
+        if row.over == axes and row.unit is not None and row.unit.startswith("blocks"):
+            found[row.kind, row.phase] += row.executions
+            found[row.kind, row.phase, "bytes"] += row.total_bytes
+    return found
+
+
+FORMS = {
+    "loop": MICRO,
+    "scan, sequence split, untied": dataclasses.replace(
+        MICRO, scan=True, split_sequence=True, tied=False, positions="learned"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_training_is_that_of_one_device(name):
+    build = lambda: GPT_FILE.build(FORMS[name], nnx.Rngs(0))
+    assert_parity(build, annotator(js.mesh(**THREE)), gpt.loss_fn, (BATCH,))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["loop", "scan"])
+def step(request):
+    return compiled(dataclasses.replace(MICRO, scan=request.param))
+
+
+def test_parameters_are_split_over_both_axes(step):
+    placements = {leaf.path.replace("/0/", "/"): leaf.placement for leaf in step.plan.leaves}
+    kernels = [f"blocks/{name}/kernel" for name in ("attention/qkv", "attention/out", "mlp/up", "mlp/down")]
+    for path in (*kernels, "tokens/embedding"):
+        assert placements[path].shards == 4 and "tensor" in placements[path].spec, path
+    assert placements["blocks/attention/qkv/bias"].shards == placements["blocks/mlp/up/bias"].shards == 2
+
+
+def test_gathers_move_a_tensor_shard_and_no_more(step):
+    """Pitfall: XLA would replicate a tensor axis before a collective over `fsdp`, and gather twice the bytes."""
+    blocks = [leaf.placement for leaf in step.plan.leaves if leaf.path.startswith("blocks")]
+    whole = sum(p.logical_bytes for p in blocks if p.dim is not None)
+    found = of_blocks(step, ("fsdp",))
+    assert found["all-gather", "forward", "bytes"] == whole / 2
+    assert found["reduce-scatter", "backward", "bytes"] == whole / 2
+
+
+def test_each_pair_of_products_reduces_once_forward_and_once_backward(step):
+    found = of_blocks(step, ("tensor",))
+    pairs = 2 * MICRO.n_layer  # attention and the feed-forward half
+    wanted = {}
+    for phase in ("forward", "backward"):
+        wanted |= {("all-reduce", phase): pairs, ("all-reduce", phase, "bytes"): pairs * ACTIVATION}
+    assert found == wanted
+
+
+def test_nothing_else_goes_over_the_tensor_axis_but_tokens_and_scores(step):
+    """The rows of the table that lie elsewhere, the gradient of what they score, and the softmax over both parts."""
+    rest = [row for row in step.rows if "tensor" in row.over and not (row.unit or "").startswith("blocks")]
+    assert {(row.kind, row.over) for row in rest} == {("all-reduce", ("tensor",))}
+    assert sum(row.total_bytes for row in rest) <= 2.1 * ACTIVATION
+
+
+def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered_after():
+    found = of_blocks(compiled(dataclasses.replace(MICRO, scan=True, split_sequence=True)), ("tensor",))
+    pairs = 2 * MICRO.n_layer
+    assert found["all-gather", "forward"] == pairs
+    assert found["all-reduce", "forward"] == pairs
+    # Backward gathers what it kept split, and the gradient.
+    assert found["all-gather", "backward"] == 2 * pairs
+    assert found["all-reduce", "backward"] == pairs
+    assert {key[0] for key in found} == {"all-gather", "all-reduce"}
+
+
+def test_a_split_sequence_takes_less_memory():
+    config = dataclasses.replace(MICRO, scan=True)
+    whole = compiled(config).memory.temporaries_bytes
+    split = compiled(dataclasses.replace(config, split_sequence=True)).memory.temporaries_bytes
+    assert whole - split > 1.5 * MICRO.n_layer * ACTIVATION  # a half of what is kept before and after each norm
+
+
+def test_heads_and_tokens_that_do_not_divide_are_told():
+    with pytest.raises(js.AnnotationError, match=r"dim 0 over tensor \(2\)(.|\n)*divides it"):
+        compiled(dataclasses.replace(MICRO, vocab_size=257))
+    with pytest.raises(js.CallError, match=r"float32\[4, 16, 3, 1, 64\](.|\n)*dim 3 does not divide"):
+        compiled(dataclasses.replace(MICRO, n_head=1))
+
+
+# ---- Along the sequence, attention too -----------------------------------------------------------
+
+
+class Along(nnx.Module):
+    """Attention and a feed-forward half, each position on the device that has it; only keys and values travel."""
+
+    def __init__(self, width, *, rngs):
+        self.q, self.k, self.v, self.out, self.up, self.down = (
+            nnx.Linear(d_in, d_out, use_bias=False, rngs=rngs)
+            for d_in, d_out in [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
+        )
+
+    def __call__(self, x_BTD):
+        heads = lambda y_BTD: y_BTD.reshape(*y_BTD.shape[:2], 2, -1)
+        k_BTHK, v_BTHK = (parallel.hold(heads(layer(x_BTD))) for layer in (self.k, self.v))
+        q_BTHK = parallel.hold(heads(self.q(x_BTD)), None, "tensor")
+        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
+        x_BTD = parallel.hold(x_BTD + self.out(y_BTHK.reshape(x_BTD.shape)), None, "tensor")
+        return parallel.hold(x_BTD + self.down(jax.nn.gelu(self.up(x_BTD))), None, "tensor")
+
+
+class AlongModel(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([Along(32, rngs=rngs) for _ in range(4)])
+
+    def __call__(self, x_BTD):
+        x_BTD = parallel.hold(x_BTD, None, "tensor")
+        for layer in self.layers:
+            x_BTD = layer(x_BTD)
+        return x_BTD
+
+
+def squares(model, x_BTD):
+    return (model(x_BTD) ** 2).mean()
+
+
+def test_a_whole_model_along_the_sequence():
+    annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(fsdp=2, tensor=4))
+    x_BTD = np.random.default_rng(0).normal(size=(4, 64, 32)).astype(np.float32)
+    # The gradients of keys are what is left of terms that cancel: softmax does not see what all keys have in common.
+    assert_parity(lambda: AlongModel(nnx.Rngs(0)), annotate, squares, (x_BTD,), steps=2, gradient=5e-5)
+
+    def temporaries(**axes):
+        annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(**axes))
+        model = js.abstract_init(lambda: AlongModel(nnx.Rngs(0)), annotate)
+        lowered = nnx.jit(nnx.value_and_grad(squares)).lower(model, x_BTD).lowered
+        return js.audit(compile_to_read(lowered), model=model).memory.temporaries_bytes
+
+    assert temporaries(fsdp=2, tensor=4) < 0.4 * temporaries(fsdp=2, devices=jax.devices()[:2])
+
+
+# ---- Linen, and the table of axes ------------------------------------------------------------------
+
+
+class Tensor(nn.Module):
+    """Split by columns, then by rows, by Flax's own annotation."""
+
+    @nn.compact
+    def __call__(self, x):
+        along = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
+        x = nn.gelu(nn.Dense(256, use_bias=False, kernel_init=along(None, "tensor"), name="up")(x))
+        return nn.Dense(64, use_bias=False, kernel_init=along("tensor", None), name="down")(x)
+
+
+def test_a_linen_model_communicates_alike():
+    model = js.fully_shard(Tensor(), mesh=js.mesh(**THREE))
+    x = np.zeros((16, 64), np.float32)
+    variables = js.abstract_init(lambda: model.init(jax.random.key(0), x), model)
+    loss = lambda variables, x: (model.apply(variables, x) ** 2).mean()
+    audit = js.audit(compile_to_read(jax.jit(jax.value_and_grad(loss)).lower(variables, x)), model=model)
+    over = lambda axis, kind: sum(r.total_bytes for r in audit.rows if r.over == (axis,) and r.kind == kind)
+    kernels = 2 * 64 * 256 * 4
+    assert over("fsdp", "all-gather") == over("fsdp", "reduce-scatter") == kernels / 2
+    assert over("tensor", "all-reduce") == 4 * 64 * 4  # forward alone: x has no gradient
+    assert {row.kind for row in audit.rows if "tensor" in row.over} == {"all-reduce"}
+
+
+def test_a_table_speaks_of_the_last_dims_and_of_axes_that_are_there():
+    model = js.abstract_init(
+        lambda: GPT_FILE.build(dataclasses.replace(MICRO, scan=True), nnx.Rngs(0)), annotator(js.mesh())
+    )
+    given = lambda path: {"/".join(map(str, p)): v for p, v in nnx.iter_graph(model)}[path].get_metadata("out_sharding")
+    assert given("blocks/mlp/down/kernel") == (None, "tensor", None)
+    assert given("blocks/mlp/up/bias") == (None, "tensor")
+    # The axis has degree 1 here: its dim is free for fsdp.
+    assert js.plan(model).leaf("blocks/mlp/up/kernel").placement.spec == (None, None, "fsdp")
+
+
+def test_outside_the_region_nothing_is_held():
+    x = jnp.ones((3, 5))
+    assert parallel.hold(x, None, "tensor") is x
