@@ -1,0 +1,398 @@
+"""A DHEN: will this user click? Embedding tables far larger than the rest, and an ensemble of interactions above them.
+
+    jshard train models/dhen.py                        # the tiny recipe, minutes on a laptop
+    jshard train models/dhen.py --recipe dhen_550m --mesh fsdp=512 --dry-run
+
+After "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (Zhang et al.,
+2022). A sample is some ids (who, where, which ad) and some numbers. Each id becomes a row of its table, the numbers one
+more such row, and every layer lets several kinds of interaction see all of these rows at once.
+
+The two halves are sharded in two ways. The layers are units, gathered one after another. A table must never be
+gathered: it is most of the memory of all devices together, and a step reads little of it. So the ids travel to where
+the rows are, and rows come back: what is sent grows with the batch, and not with the tables.
+
+Names end in the dims of the array they hold:
+
+    B  batch                    D  width of a row (d_model)     P  pairs of slots
+    C  categories = tables      S  slots = categories + 1       H  attention heads
+    N  numbers of a sample      F  hidden width (d_ff)          K  width of one head (d_head)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+import jshard as js
+from jshard.train import Batch, Data, Recipe
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DHENConfig:
+    """Size of a DHEN. Parameters are float32 whatever `compute_dtype` says."""
+
+    rows: tuple[int, ...] = (4096, 2048, 1024, 1024, 512, 512, 512)  # of each table; they divide by the fsdp degree
+    num_numbers: int = 4
+    n_layer: int = 2
+    d_model: int = 16
+    n_head: int = 2
+    d_head: int = 8
+    d_ff: int = 128
+    compute_dtype: str = "float32"
+
+    @property
+    def slots(self) -> int:
+        """What a layer sees of a sample: a row for each id, and one for the numbers."""
+        return len(self.rows) + 1
+
+    @property
+    def width(self) -> int:
+        """All slots of a sample, side by side."""
+        return self.slots * self.d_model
+
+
+# ---- The tables ------------------------------------------------------------------------------
+
+
+def look_up(tables_RD: Sequence[jax.Array], ids_BC: jax.Array, first_row: Sequence[jax.Array | int]) -> jax.Array:
+    """A row for each id; zeros where the row is not in this part of the table, which begins with `first_row`."""
+    found = []
+    for c, (table_RD, first) in enumerate(zip(tables_RD, first_row, strict=True)):
+        row = ids_BC[..., c] - first
+        is_here = (row >= 0) & (row < table_RD.shape[0])
+        rows_BD = table_RD[jnp.where(is_here, row, 0)]
+        found.append(jnp.where(is_here[..., None], rows_BD, 0))
+    return jnp.stack(found, axis=-2)
+
+
+class Tables(nnx.Module):
+    """An embedding table for each category. To be called in global view: on a mesh it sends the rows itself."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(0.05)
+        self.tables = nnx.List([nnx.Param(init(rngs.params(), (rows, config.d_model))) for rows in config.rows])
+        self.dtype = jnp.dtype(config.compute_dtype)
+        self.mesh: Mesh | AbstractMesh | None = None  # `annotate` sets it
+
+    def __call__(self, ids_BC: jax.Array) -> jax.Array:
+        tables = [table[...] for table in self.tables]
+        if self.mesh is None:
+            return look_up(tables, ids_BC, [0] * len(tables)).astype(self.dtype)
+        return self._across(self.mesh, tables, ids_BC)
+
+    def _across(self, mesh: Mesh | AbstractMesh, tables: list[jax.Array], ids_BC: jax.Array) -> jax.Array:
+        """Every device looks for all ids in its part of the tables; the sum of what they find is scattered.
+
+        Every replica does so for the ids of all replicas. So in backward, where the gradients of the rows go the same
+        way back, each has the whole gradient of its part, and none of a table's size is ever sent.
+        """
+        replicas, shards = mesh.shape["replica"], mesh.shape["fsdp"]
+
+        def lookup_here(tables: list[jax.Array], ids: jax.Array) -> jax.Array:
+            first_row = [jax.lax.axis_index("fsdp") * table.shape[0] for table in tables]
+            rows = look_up(tables, ids, first_row).astype(self.dtype)  # all but one are zeros: the sum is exact
+            return jax.lax.psum_scatter(rows, "fsdp", scatter_dimension=1, tiled=True)
+
+        by_row, everywhere, by_sample = PartitionSpec("fsdp"), PartitionSpec(), PartitionSpec("replica", "fsdp")
+        lookup = jax.shard_map(
+            lookup_here, mesh=mesh, in_specs=(by_row, everywhere), out_specs=PartitionSpec(None, "fsdp")
+        )
+        rows = lookup(tables, ids_BC.reshape(replicas, shards, -1, len(tables)))
+        rows = jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, by_sample))
+        return rows.reshape(*ids_BC.shape, -1)
+
+
+# ---- The ensemble ----------------------------------------------------------------------------
+
+
+class Dots(nnx.Module):
+    """How alike any two slots are: their dot products, and a network over these."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        num_pairs = config.slots * (config.slots + 1) // 2
+        self.up = nnx.Linear(num_pairs, config.d_ff, rngs=rngs)
+        self.down = nnx.Linear(config.d_ff, config.width, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        dots_BSS = jnp.einsum("bsd,btd->bst", x_BSD, x_BSD) / x_BSD.shape[-1]
+        dots_BP = dots_BSS[:, *np.triu_indices(x_BSD.shape[1])]
+        return self.down(nnx.relu(self.up(dots_BP))).reshape(x_BSD.shape)
+
+
+class Attention(nnx.Module):
+    """Each slot mixes in those that it asks for."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        D, HK = config.d_model, config.n_head * config.d_head
+        self.n_head = config.n_head
+        self.qkv = nnx.Linear(D, 3 * HK, use_bias=False, rngs=rngs)
+        self.out = nnx.Linear(HK, D, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        B, S, _ = x_BSD.shape
+        qkv_BSHK = self.qkv(x_BSD).reshape(B, S, 3 * self.n_head, -1)
+        y_BSHK = jax.nn.dot_product_attention(*jnp.split(qkv_BSHK, 3, axis=2))
+        return self.out(y_BSHK.reshape(B, S, -1))
+
+
+class Cross(nnx.Module):
+    """Each number of a sample, times a weighted sum of all of them: one more degree of products in every layer."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        self.weigh = nnx.Linear(config.width, config.width, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return x_BSD * self.weigh(x_BSD.reshape(len(x_BSD), -1)).reshape(x_BSD.shape)
+
+
+class Mix(nnx.Module):
+    """A weighted sum of everything, the simplest that sees all slots."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        self.weigh = nnx.Linear(config.width, config.width, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.weigh(x_BSD.reshape(len(x_BSD), -1)).reshape(x_BSD.shape)
+
+
+class Layer(nnx.Module):
+    """One level of the hierarchy: the sum of what all interactions find, beside a shortcut, normalised."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        kinds = (Dots, Attention, Cross, Mix)
+        self.interactions = nnx.List([kind(config, rngs=rngs) for kind in kinds])
+        self.norm = nnx.LayerNorm(config.d_model, rngs=rngs)
+
+    def __call__(self, x_BSD: jax.Array) -> jax.Array:
+        return self.norm(x_BSD + sum(interaction(x_BSD) for interaction in self.interactions))
+
+
+class DHEN(nnx.Module):
+    """Numbers and looked-up rows in, the logit of a click out."""
+
+    def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.tables = Tables(config, rngs=rngs)
+        self.numbers = nnx.Linear(config.num_numbers, config.d_model, rngs=rngs)
+        self.norm = nnx.LayerNorm(config.d_model, rngs=rngs)
+        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.n_layer)])
+        self.head = nnx.Linear(config.width, 1, rngs=rngs)
+
+    def __call__(self, numbers_BN: jax.Array, rows_BCD: jax.Array) -> jax.Array:
+        numbers_BD = self.numbers(numbers_BN.astype(rows_BCD.dtype))
+        x_BSD = self.norm(jnp.concatenate([rows_BCD, numbers_BD[:, None]], axis=1))
+        for layer in self.layers:
+            x_BSD = layer(x_BSD)
+        return self.head(x_BSD.reshape(len(x_BSD), -1))[:, 0]
+
+
+# ---- What `jshard train` asks of a model file ---------------------------------------------------
+
+
+def build(config: DHENConfig, rngs: nnx.Rngs) -> DHEN:
+    return DHEN(config, rngs=rngs)
+
+
+def annotate(model: DHEN, mesh: Mesh | AbstractMesh) -> None:
+    """Tables by row, which stay where they are; a unit for each layer; the root keeps the rest."""
+    precision = None
+    if model.config.compute_dtype != "float32":
+        precision = js.MixedPrecision(param=model.config.compute_dtype, reduce="float32")
+    model.tables.mesh = mesh
+    js.fully_shard(model.tables, mesh=mesh, shard_dim=0)
+    for layer in model.layers:
+        js.fully_shard(layer, mesh=mesh, mixed_precision=precision)
+    js.fully_shard(model, mesh=mesh, mixed_precision=precision)
+
+
+def click_logits(model: DHEN, batch: Batch) -> jax.Array:
+    with js.global_view():  # no region around the tables: nothing is gathered for it
+        rows_BCD = model.tables(batch["ids"])
+    return model(batch["numbers"], rows_BCD).astype(jnp.float32)
+
+
+def loss_fn(model: DHEN, batch: Batch) -> jax.Array:
+    """Mean binary cross entropy, in nats per sample, over the whole (global) batch."""
+    return optax.sigmoid_binary_cross_entropy(click_logits(model, batch), batch["click"]).mean()
+
+
+def flops(recipe: DHENRecipe) -> tuple[float, str]:
+    """Of the layers; tables and head are a trifle beside them."""
+    config, batch_size = recipe.model, recipe.batch_size
+    S, D, F, W, A = config.slots, config.d_model, config.d_ff, config.width, config.n_head * config.d_head
+    dots = S * S * D + F * (S * (S + 1) // 2 + W)
+    attention = S * 4 * D * A + 2 * S * S * A
+    products = config.n_layer * (dots + attention + 2 * W * W)
+    return 6.0 * products * batch_size, f"6 x {products:,} products of the layers x {batch_size:,} samples"
+
+
+# ---- Data: clicks by a law that is known, and with it the smallest loss there can be -----------------
+
+
+def uniform(*keys: int | np.ndarray) -> np.ndarray:
+    """Numbers between 0 and 1, each a function of its integer keys alone (splitmix64)."""
+    x = np.zeros(1, np.uint64)
+    for key in keys:
+        x = x + np.asarray(key).astype(np.uint64) + np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x = x ^ (x >> np.uint64(31))
+    return ((x >> np.uint64(11)) + 0.5) / 2.0**53
+
+
+def normal(u: np.ndarray) -> np.ndarray:
+    """Half as many normal numbers as there are uniform ones along the last dim (Box-Muller)."""
+    u, v = np.split(u, 2, axis=-1)
+    return np.sqrt(-2 * np.log(u)) * np.cos(2 * np.pi * v)
+
+
+def entropy(p: np.ndarray) -> float:
+    """Mean entropy of coins that show heads with these probabilities, in nats."""
+    return float(-(p * np.log(p) + (1 - p) * np.log1p(-p)).mean())
+
+
+@dataclasses.dataclass(frozen=True)
+class Clicks:
+    """Sample `i` is a function of `i` and these settings alone.
+
+    The ids of a category follow Zipf's law. An id has an effect of its own and a taste, a vector of length two, which
+    are the same in every sample; tastes of neighbouring categories that agree make a click likelier, and so does a
+    weighted sum of the numbers. The sum of all this is the logit of a click, which is then drawn.
+    """
+
+    rows: tuple[int, ...]
+    num_numbers: int
+    size: int
+    part: int  # training and held-out samples differ in it, and share the law
+    exponent: float = 1.5  # of Zipf's law
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        sample, _ = self.draw(np.array([index]))
+        return {name: values[0] for name, values in sample.items()}
+
+    def draw(self, index_B: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """Samples by number, with the true probability of a click in each."""
+        C, N = len(self.rows), self.num_numbers
+        u_B = uniform(self.part, index_B[:, None], np.arange(C + 2 * N + 1))
+        ids_BC, numbers_BN = self._zipf(u_B[:, :C]), normal(u_B[:, C:-1])
+        p_B = 1 / (1 + np.exp(-self._logit(ids_BC, numbers_BN)))
+        sample = {
+            "ids": ids_BC.astype(np.int32),
+            "numbers": numbers_BN.astype(np.float32),
+            "click": (u_B[:, -1] < p_B).astype(np.float32),
+        }
+        return sample, p_B
+
+    def _zipf(self, u_BC: np.ndarray) -> np.ndarray:
+        """Ids whose frequency falls as (id + 1) ** -exponent; in closed form, so that no table is too large."""
+        rows, power = np.array(self.rows), 1 - self.exponent
+        ids = (1 + u_BC * ((rows + 1.0) ** power - 1)) ** (1 / power) - 1
+        return np.minimum(ids.astype(np.int64), rows - 1)
+
+    def _logit(self, ids_BC: np.ndarray, numbers_BN: np.ndarray) -> np.ndarray:
+        law_BC3 = normal(uniform(np.arange(len(self.rows))[:, None], ids_BC[..., None], np.arange(6)))
+        effect_BC, taste_BC2 = law_BC3[..., 0], law_BC3[..., 1:]
+        agree_BC = (taste_BC2[:, :-1] * taste_BC2[:, 1:]).sum(-1)
+        logit_B = np.full(len(ids_BC), -1.5)
+        for part in (effect_BC, agree_BC, numbers_BN * self._weights):
+            logit_B += part.sum(-1) / np.sqrt(part.shape[-1])
+        return logit_B
+
+    @functools.cached_property
+    def _weights(self) -> np.ndarray:
+        return normal(uniform(np.arange(2 * self.num_numbers)))
+
+    @functools.cached_property
+    def bounds(self) -> tuple[float, float]:
+        """The mean loss of who knows the law (no model can do better), and of who knows the click rate alone."""
+        _, p = self.draw(np.arange(min(self.size, 32_768)))
+        return entropy(p), entropy(p.mean(keepdims=True))
+
+
+def data(recipe: DHENRecipe) -> Data:
+    config = recipe.model
+    train, held_out = (
+        Clicks(config.rows, config.num_numbers, size, part)
+        for part, size in enumerate((recipe.num_samples, recipe.num_held_out))
+    )
+    floor, base = held_out.bounds
+    return Data(
+        train=train,
+        held_out=held_out,
+        description=f"{len(train):,} generated samples, {len(held_out):,} held out. No model has a loss below "
+        f"{floor:.4f}; the click rate alone gives {base:.4f} (normalised entropy: loss / {base:.4f}, at best "
+        f"{floor / base:.3f})",
+        fingerprint=repr((train, held_out)),
+    )
+
+
+# ---- Recipes: a whole run as a value --------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DHENRecipe(Recipe):
+    """Tables learn by Adagrad: a row that no sample asks for stays as it is. The rest learns by AdamW."""
+
+    sequence_length: int = 1  # is for text
+    num_samples: int
+    num_held_out: int = 16_384
+    table_learning_rate: float
+
+    def optimizer(self) -> optax.GradientTransformation:
+        rates = self.schedule()
+        table_rates = lambda step: rates(step) * (self.table_learning_rate / self.learning_rate)
+        adagrad = optax.adagrad(table_rates, initial_accumulator_value=0.0)
+        kind = lambda path, _: "table" if jax.tree_util.keystr(path, simple=True).startswith("tables") else "dense"
+        kinds = lambda params: jax.tree.map_with_path(kind, params)
+        return optax.multi_transform({"table": adagrad, "dense": super().optimizer()}, kinds)
+
+
+def tiny() -> DHENRecipe:
+    """Trains on two CPU cores in minutes, down to near the floor."""
+    return DHENRecipe(
+        model=DHENConfig(),
+        batch_size=512,
+        num_samples=1_024_000,
+        num_steps=2000,
+        learning_rate=5e-3,
+        table_learning_rate=0.1,
+        warmup_steps=50,
+        eval_every=500,
+        eval_sequences=16_384,
+    )
+
+
+def dhen_550m() -> DHENRecipe:
+    """550M parameters above tables of 768 billion, as in the PyTorch FSDP paper."""
+    return DHENRecipe(
+        model=DHENConfig(
+            rows=(2**29,) * 10 + (2**26,) * 9 + (2**21,) * 12,
+            num_numbers=512,
+            n_layer=8,
+            d_model=128,
+            n_head=4,
+            d_head=128,
+            d_ff=7680,
+            compute_dtype="bfloat16",
+        ),
+        batch_size=65_536,
+        num_samples=2**32,
+        num_steps=65_536,
+        learning_rate=1e-3,
+        table_learning_rate=2e-2,
+        warmup_steps=2000,
+    )
+
+
+RECIPES = {"tiny": tiny, "dhen_550m": dhen_550m}
