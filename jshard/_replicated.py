@@ -6,7 +6,7 @@ import warnings
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, degree
-from jshard._nnx import Member, Unit, dotted
+from jshard._nnx import Member, Path, Unit, dotted
 from jshard._placement import INDIVISIBLE
 
 _LARGE_SHARE = 0.01
@@ -23,7 +23,7 @@ def check_replicated(root: Unit, name: str) -> None:
     """
     total = sum(m.placement.logical_bytes for m in root.members)
     odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
-    odd = [m for m in odd if not _allowed(m, root)]
+    odd = [m for m in odd if not is_named(m.path, root.allow_replicated)]
     large = [m for m in odd if m.placement.logical_bytes > _LARGE_SHARE * total]
     axis = f"{FSDP}={degree(root.mesh, FSDP)}"
     if large:
@@ -52,8 +52,9 @@ def warn_of_unplanned(paths: list[str], where: str) -> None:
         )
 
 
-def _allowed(member: Member, root: Unit) -> bool:
-    return any(fnmatch.fnmatch(dotted(member.path), pattern) for pattern in root.allow_replicated)
+def is_named(path: Path, patterns: tuple[str, ...]) -> bool:
+    """Whether one of the patterns matches a path."""
+    return any(fnmatch.fnmatch(dotted(path), pattern) for pattern in patterns)
 
 
 def _describe(member: Member) -> str:
