@@ -32,7 +32,8 @@ def check_replicated(root: Unit, name: str) -> None:
             f"{len(large)} large parameter(s) of {name} would be replicated.",
             where=[_describe(m) for m in large],
             why=f"no dim divides by {axis}, and each is over {_LARGE_SHARE:.0%} of the model's {total} bytes.",
-            do=f"pad a dim to a multiple, or accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}).",
+            do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}),\n"
+            + ("or have it padded: shard_dim=0." if root.rule.pads else "or pad a dim of the model to a multiple."),
         )
     if odd:
         listed = "".join(f"\n  {_describe(m)}" for m in odd)
