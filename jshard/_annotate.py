@@ -72,8 +72,9 @@ def fully_shard(
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
     Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
-    sharded along its largest dim that divides by the degree of the `fsdp` axis; where none does, along one that is
-    stored with some rows of padding, which reads of the parameter do not show. When the root is called, the call runs as one `jax.shard_map` region over the data axes; inside, each unit all-gathers its own
+    sharded along its largest dim that divides by the degree of the `fsdp` axis; if none does, along one that is
+    stored with some rows of padding, which reads of the parameter do not show. When the root is called,
+    the call runs as one `jax.shard_map` region over the data axes; inside, each unit all-gathers its own
     parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
     which come out sharded like the parameters. The module keeps its class, names, variables and tree; the
     training step stays plain Flax, in global view.

@@ -100,15 +100,19 @@ class _LogicalReads:
     def set_value(self: Any, value: Any, *, index: Any = _MISSING) -> None:
         if index is not _MISSING and index is not Ellipsis:
             value = self.get_value().at[index].set(value)
-        self.set_raw_value(_like(self._jshard_padding.pad(jnp.asarray(value)), self.get_raw_value()))
+        self.set_raw_value(jnp.asarray(value))
 
     def set_raw_value(self: Any, value: Any, **settings: Any) -> None:
-        nnx.Variable.set_raw_value(self, self._jshard_padding.pad(value), **settings)
+        stored = self._jshard_padding.pad(value)
+        nnx.Variable.set_raw_value(self, _placed(stored, value, self.get_raw_value()), **settings)
 
     def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
         same = padding_of(variable_state) == self._jshard_padding
+        old = self.get_raw_value()
         nnx.Variable.update_from_state(self, variable_state if same else logical(variable_state))
-        self.set_raw_value(self.get_raw_value(), _unsafe_bypass_check=True)  # pads what is logical
+        given = self.get_raw_value()
+        stored = _placed(self._jshard_padding.pad(given), given, old)
+        nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
 
     def __getattr__(self: Any, name: str) -> Any:
         if name in self._var_metadata or name in _OF_STORAGE:
@@ -182,11 +186,12 @@ def _metaclass(meta: type) -> type:
     return made
 
 
-def _like(value: jax.Array, old: Any) -> jax.Array:
-    """A new value where the old one lies."""
-    if _compat.is_tracer(value) or not isinstance(old, jax.Array) or _compat.is_tracer(old):
-        return value
-    return jax.device_put(value, old.sharding)
+def _placed(stored: Any, given: Any, old: Any) -> Any:
+    """What was padded just now where the old value lies; what was given padded stays where it is."""
+    are_here = isinstance(stored, jax.Array) and isinstance(old, jax.Array)
+    if stored is given or not are_here or _compat.is_tracer(stored) or _compat.is_tracer(old):
+        return stored
+    return jax.device_put(stored, old.sharding)
 
 
 def _plain_optimizer() -> AnnotationError:
