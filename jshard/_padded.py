@@ -148,7 +148,7 @@ def logical(variable: V) -> V:
     padding = padding_of(variable)
     if padding is None:
         return variable
-    found = variable.replace(padding.cut(variable.get_raw_value()))
+    found: V = variable.replace(padding.cut(variable.get_raw_value()))  # type: ignore[assignment]
     object.__setattr__(found, "__class__", unpadded(type(variable)))
     return found
 
