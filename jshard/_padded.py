@@ -115,7 +115,7 @@ class _LogicalReads:
         nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
 
     def __getattr__(self: Any, name: str) -> Any:
-        if name in self._var_metadata or name in _OF_STORAGE:
+        if name in _OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
             return nnx.Variable.__getattr__(self, name)
         return getattr(self._jshard_padding.cut(self.get_raw_value()), name)
 

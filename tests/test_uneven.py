@@ -5,11 +5,13 @@ import json
 import math
 import pickle
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import safetensors.numpy
 from flax import nnx
 from orbax.checkpoint import v1 as ocp
 
@@ -467,3 +469,44 @@ def test_training_goes_on_from_a_checkpoint(folder):
     model, optimizer = trained(mesh_of("2x4"))
     restored = checkpoint.restore(folder / "run", like={"model": model, "optimizer": optimizer})
     np.testing.assert_allclose(float(step(restored["model"], restored["optimizer"])), loss, rtol=2e-6)
+
+
+def test_layers_are_stacked_and_taken_apart_on_other_meshes(tmp_path):
+    stacked = placed(builder(config(scanned=True, layers=3)), annotator(js.mesh()))
+    checkpoint.save(tmp_path / "stacked", {"model": stacked})
+    apart = js.abstract_init(builder(config(layers=3)), annotator(mesh_of("5")))
+    apart = checkpoint.restore(tmp_path / "stacked", like={"model": apart})["model"]
+    checkpoint.save(tmp_path / "apart", {"model": apart})
+    for i, block in enumerate(apart.blocks):
+        np.testing.assert_array_equal(block.up.kernel[...], stacked.blocks.up.kernel[...][i])
+    like = js.abstract_init(builder(config(scanned=True, layers=3)), annotator(mesh_of("2x4")))
+    again = checkpoint.restore(tmp_path / "apart", like={"model": like})["model"]
+    for name, x in flat(nnx.state(stacked)).items():
+        np.testing.assert_array_equal(flat(nnx.state(again))[name], x)
+
+
+def test_a_state_within_a_pytree_and_what_others_wrote(tmp_path):
+    model = placed(table, shard_table)
+    checkpoint.save(tmp_path / "run", {"averages": {"slow": nnx.state(model)}})
+    (leaf,) = checkpoint.seal.read(tmp_path / "run").leaves.values()
+    assert leaf.shape == (501, 47)
+    like = {"averages": {"slow": nnx.state(js.abstract_init(table, shard_table))}}
+    restored = checkpoint.restore(tmp_path / "run", like=like)["averages"]["slow"]["kernel"]
+    np.testing.assert_array_equal(restored[...], plain_values())
+
+    safetensors.numpy.save_file({"kernel": 2 * plain_values()}, tmp_path / "model.safetensors")
+    foreign = checkpoint.restore(tmp_path / "model.safetensors", like=js.abstract_init(table, shard_table))
+    np.testing.assert_array_equal(foreign.kernel[...], 2 * plain_values())
+    assert not np.asarray(foreign.kernel.get_raw_value())[501:].any()
+
+
+def test_values_go_into_a_plain_model():
+    model, plain = placed(table, shard_table), Table(nnx.Rngs(1))
+    nnx.update(plain, nnx.to_pure_dict(nnx.state(model)))
+    np.testing.assert_array_equal(plain.kernel.get_raw_value(), plain_values())
+
+
+def test_linen_models_are_not_padded():
+    model = js.fully_shard(nn.Dense(501, use_bias=False), mesh=js.mesh())
+    with pytest.raises(js.AnnotationError, match=r"kernel(.|\n)*or pad a dim of the model to a multiple"):
+        js.shard_init(lambda: model.init(jax.random.key(0), jnp.zeros((8, 47))), model)
