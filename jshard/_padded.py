@@ -89,7 +89,7 @@ class _LogicalReads:
     _jshard_padding: Padding
 
     def get_value(self: Any, *, index: Any = _MISSING) -> Any:
-        if _compat.called_by_optimizer():
+        if _compat.called_by_optimizer():  # it makes its state of what Optax made of raw arrays
             raise _plain_optimizer()
         value = self._jshard_padding.cut(self.get_raw_value())
         return value if index is _MISSING or index is Ellipsis else value[index]
@@ -108,7 +108,7 @@ class _LogicalReads:
 
     def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
         same = padding_of(variable_state) == self._jshard_padding
-        old = self.get_raw_value()
+        old = self.get_raw_value()  # a state of another mesh, or of a plain model, is padded as this one is
         nnx.Variable.update_from_state(self, variable_state if same else logical(variable_state))
         given = self.get_raw_value()
         stored = _placed(self._jshard_padding.pad(given), given, old)

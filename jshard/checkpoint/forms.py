@@ -27,9 +27,10 @@ def to_read(stored: StoredLeaf, pick: Pick, wanted: Any) -> Any:
     dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
     if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
         return np.empty(stored.shape, stored.dtype)
-    # That of the keys, not of their numbers; and with the padding that the wanted array has.
-    shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
-    shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
+    shape = stored.shape
+    if is_key or not _is_key(wanted):  # that of the keys, not of their numbers; with the padding of the wanted array
+        shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
+        shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
     sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
