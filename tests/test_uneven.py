@@ -406,11 +406,13 @@ def test_the_compiled_program_sends_what_the_plan_says():
 # Checkpoints hold logical arrays: padding is a matter of the mesh.
 
 
+# A tied table of GPT-2's vocabulary, whose 12 columns 8 devices do not divide.
+GPT2_TABLE = Config(layers=1, width=12, hidden=20, vocab=GPT2_VOCABULARY, heads=1, attends=False)
+
+
 def trained(mesh) -> tuple[Decoder, nnx.Optimizer]:
-    """A tied table of GPT-2's vocabulary, whose 12 columns 8 devices do not divide, and its optimizer."""
-    made = Config(layers=1, width=12, hidden=20, vocab=GPT2_VOCABULARY, heads=1, attends=False)
     annotate = lambda model: js.fully_shard(model, mesh=mesh, allow_replicated=["blocks/*"])
-    model = js.abstract_init(builder(made), annotate) if mesh is None else placed(builder(made), annotate)
+    model = placed(builder(GPT2_TABLE), annotate)
     return model, js.shard_optimizer(model, ADAMW)
 
 
@@ -435,6 +437,14 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("uneven")
 
 
+def test_the_vocabulary_of_gpt2_trains_like_on_one_device(folder):
+    plain = builder(GPT2_TABLE)()
+    step(plain, nnx.Optimizer(plain, ADAMW, wrt=nnx.Param))
+    found = saved(folder)[0]["0/embed/embedding"]
+    assert worst(found, np.asarray(plain.embed.embedding[...])) <= PARAMETER_TOLERANCE
+    assert (found != np.asarray(builder(GPT2_TABLE)().embed.embedding[...])).any(1).all()
+
+
 def test_what_is_on_disk_is_logical(folder):
     saved(folder)
     stored = ocp.metadata(str(folder / "run")).metadata
@@ -442,7 +452,7 @@ def test_what_is_on_disk_is_logical(folder):
     assert tuple(stored["model"]["embed"]["embedding"].shape) == tuple(moment.shape) == (GPT2_VOCABULARY, 12)
     seal = json.loads(json.loads((folder / "run" / "jshard.json").read_text())["seal"])
     assert seal["leaves"]["model/embed/embedding"]["shape"] == [GPT2_VOCABULARY, 12]
-    plain = builder(Config(layers=1, width=12, hidden=20, vocab=GPT2_VOCABULARY, heads=1, attends=False))()
+    plain = builder(GPT2_TABLE)()
     restored = checkpoint.restore(folder / "run", like={"model": plain}, only="params")["model"]
     np.testing.assert_array_equal(restored.embed.embedding[...], saved(folder)[0]["0/embed/embedding"])
 
@@ -451,9 +461,8 @@ def test_what_is_on_disk_is_logical(folder):
 def test_a_checkpoint_goes_to_any_mesh(folder, degree):
     wanted, _ = saved(folder)
     mesh = mesh_of(degree)
-    made = Config(layers=1, width=12, hidden=20, vocab=GPT2_VOCABULARY, heads=1, attends=False)
     annotate = lambda model: js.fully_shard(model, mesh=mesh, shard_dim=0)
-    model = js.abstract_init(builder(made, seed=1), annotate)
+    model = js.abstract_init(builder(GPT2_TABLE, seed=1), annotate)
     like = {"model": model, "optimizer": js.shard_optimizer(model, ADAMW)}
     restored = checkpoint.restore(folder / "run", like=like)
     found = flat(nnx.state((restored["model"], restored["optimizer"])))
