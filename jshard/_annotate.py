@@ -33,9 +33,11 @@ from jshard._nnx import (
     plain_class,
     unit_of,
 )
+from jshard._padded import Padding, logical, logical_shape, padding_of, store
 from jshard._placement import Placement, PlacementRule, ShardDim, place
 from jshard._plan import owner_of
 from jshard._policies import MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
+from jshard._replicated import is_named
 from jshard._revise import revise
 from jshard._strategies import Strategy
 from jshard.engine.linen import call_annotated
@@ -70,7 +72,8 @@ def fully_shard(
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
     Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
-    sharded along its largest dim that divides by the degree of the `fsdp` axis. When the root is called,
+    sharded along its largest dim that divides by the degree of the `fsdp` axis; if none does, along one that is
+    stored with some rows of padding, which reads of the parameter do not show. When the root is called,
     the call runs as one `jax.shard_map` region over the data axes; inside, each unit all-gathers its own
     parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
     which come out sharded like the parameters. The module keeps its class, names, variables and tree; the
@@ -106,8 +109,8 @@ def fully_shard(
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
             held against the path from the module and from the unit.
-        allow_replicated: path patterns of parameters that may be replicated although they make up more than
-            one percent of the model.
+        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides, be
+            it that they make up more than one percent of the model.
         min_size: parameters with fewer elements stay replicated.
         batch_dim: which dim of array arguments is the batch. This and the settings below hold for calls from outside:
             give them to the root.
@@ -154,7 +157,12 @@ def fully_shard(
         sync_batch_norm=sync_batch_norm,
     )
     rule = PlacementRule(
-        tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), precision, shard_dim, stacked, min_size
+        tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+        precision,
+        shard_dim,
+        stacked,
+        min_size,
+        pads=not isinstance(module, nn.Module),
     )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
     if isinstance(module, nn.Module):
@@ -232,7 +240,7 @@ def _members(module: nnx.Module) -> dict[int, _Found]:
         if id(owner) not in relative:
             relative[id(owner)] = {id(v): p for v, p, _ in reversed(list(occurrences(owner)))}
         try:
-            found[key] = _Found(owner, _place(variable, owner, relative[id(owner)][key], paths[key]))
+            found[key] = _Found(owner, _place(variable, owner, module, relative[id(owner)][key], paths[key]))
         except AnnotationError as error:
             errors.append(error)
     if errors:
@@ -241,14 +249,16 @@ def _members(module: nnx.Module) -> dict[int, _Found]:
     return found
 
 
-def _place(variable: nnx.Param, owner: nnx.Module, path: Path, from_module: Path) -> Placement:
-    """The placement that a parameter's owner gives it; the path is relative to the owner."""
-    unit = unit_of(owner)
-    assert unit is not None
+def _place(variable: nnx.Param, owner: nnx.Module, module: nnx.Module, path: Path, from_module: Path) -> Placement:
+    """The placement that a parameter's owner gives it; the paths are relative to the owner and to the module."""
+    unit, around = unit_of(owner), unit_of(module)
+    assert unit is not None and around is not None
     leave_out = nnx.filterlib.to_predicate(unit.ignored)
     ignored = any(leave_out(p, variable) for p in (path, from_module))
-    value = variable.get_raw_value()
-    return place(dotted(path), value.shape, value.dtype, _given_spec(variable), unit.rule, ignored=ignored)
+    whole = is_named(path, unit.allow_replicated) or is_named(from_module, around.allow_replicated)
+    rule = dataclasses.replace(unit.rule, pads=False) if whole else unit.rule
+    shape, dtype = logical_shape(variable), variable.get_raw_value().dtype
+    return place(dotted(path), shape, dtype, _given_spec(variable), rule, ignored=ignored)
 
 
 def _seen_from(unit_module: nnx.Module, found: dict[int, _Found]) -> Iterator[Member]:
@@ -278,16 +288,19 @@ def _place_arrays(module: nnx.Module) -> None:
         if id(variable) in done:
             continue
         done.add(id(variable))
-        value = variable.get_raw_value()
-        if _given_spec(
-            variable
-        ):  # placed here; Flax would place it, and the optimizer's copies of it, by the model's axes
+        placement = unit.by_path[path].placement
+        padding = Padding.of(placement)
+        same = padding_of(variable) == padding
+        value = (variable if same else logical(variable)).get_raw_value()
+        value = value if padding is None else padding.pad(value)
+        if _given_spec(variable):  # Flax would place it, and the optimizer's copies of it, by the model's axes alone
             variable.set_metadata(eager_sharding=False)
-        sharding = NamedSharding(cast(Any, unit.mesh), unit.by_path[path].placement.partition_spec)
+        sharding = NamedSharding(cast(Any, unit.mesh), placement.partition_spec)
         if isinstance(value, jax.ShapeDtypeStruct):
-            variable.set_raw_value(jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding))
+            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         elif is_concrete(unit.mesh) and not _compat.is_tracer(value):
-            variable.set_raw_value(jax.device_put(value, sharding))
+            value = jax.device_put(value, sharding)
+        store(variable, padding, value)
 
 
 def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:

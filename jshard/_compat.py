@@ -7,12 +7,14 @@ import importlib.metadata
 import inspect
 import os
 import pathlib
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax
 import jax
+from flax import nnx
 from flax.nnx import graphlib
 from jax import core
 
@@ -102,6 +104,11 @@ def user_frame(eqn: Any) -> str:
         if not frame.file_name.startswith((*_LIBRARY, "<")):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
     return "an unknown place"
+
+
+def called_by_optimizer() -> bool:
+    """Whether the function that asks was called by the module of Flax in which `nnx.Optimizer` is."""
+    return sys._getframe(2).f_globals.get("__name__") == nnx.Optimizer.__module__
 
 
 def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | None:

@@ -14,6 +14,7 @@ from jshard._errors import AnnotationError, MeshError
 from jshard._linen_init import linen_arrays, linen_mesh, linen_shapes
 from jshard._mesh import AnyMesh
 from jshard._nnx import dotted, plain_class, unit_of
+from jshard._padded import padding_of, store
 from jshard._plan import root_forgotten
 from jshard._replicated import check_replicated
 
@@ -68,14 +69,18 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     unit = unit_of(abstract)
     assert unit is not None
     used = _mesh_of_devices(unit.mesh, mesh, plain_class(abstract).__name__)
-    planned = {path: v.get_raw_value() for path, v in nnx.to_flat_state(nnx.state(abstract, nnx.Param))}
+    planned = dict(nnx.to_flat_state(nnx.state(abstract, nnx.Param)))
     replicated = NamedSharding(used, PartitionSpec())
-    leaves = [(path, planned[path].sharding if path in planned else replicated) for path, _ in _flat(shapes)]
-    init = lambda: [leaf for _, leaf in _flat(_split(build)[1])]
-    shardings = [sharding for _, sharding in leaves]
+    paths = [path for path, _ in _flat(shapes)]
+    shardings = [planned[path].get_raw_value().sharding if path in planned else replicated for path in paths]
+    paddings = [padding_of(planned.get(path)) for path in paths]
+    init = lambda: [p.pad(x) if p else x for p, (_, x) in zip(paddings, _flat(_split(build)[1]), strict=True)]
     options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(used)  # jax: only at top level
     arrays = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
+    for path, variable in nnx.iter_graph(model):
+        if path in planned:
+            store(variable, padding_of(planned[path]), variable.get_raw_value())
     return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
 
 

@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._errors import AnnotationError
 from jshard._mesh import REPLICA
 from jshard._nnx import Path, plain_class, unit_of
+from jshard._padded import Padding, logical, store
 from jshard._placement import Placement, PlacementRule, place
 from jshard._plan import root_forgotten
 from jshard._policies import MixedPrecision
@@ -28,7 +29,7 @@ def shard_optimizer(
 
     State with the shape of a parameter lies as the parameter does; other large state is sharded along a dim that
     divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
-    compiles twice, as its counters do not lie on the mesh yet.
+    compiles twice, as its counters do not lie on the mesh yet; and it refuses parameters that are stored padded.
 
     Args:
         model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it.
@@ -56,7 +57,8 @@ def shard_optimizer(
     model_def, model_state = nnx.split(model)
 
     def init(model_state: Any) -> Any:
-        return nnx.state(nnx.Optimizer(nnx.merge(model_def, model_state), optimizer.tx, wrt=wrt))
+        made = nnx.Optimizer(nnx.merge(model_def, model_state), optimizer.tx, wrt=wrt)
+        return nnx.state(_padded(made, _places(model, over_replica=shard_replicated)))
 
     return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
 
@@ -83,10 +85,10 @@ def abstract_optimizer(
             why="the model was annotated with an abstract mesh, for a plan only.",
             do="mesh = js.mesh(fsdp=-1)",
         )
-    by_path = {tuple(map(str, m.path)): m.placement for m in unit.members}
-    places = StatePlaces(by_path, unit.rule.degrees, over_replica=shard_replicated)
+    places = _places(model, over_replica=shard_replicated)
     placed = _placed(tx, places, mesh)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda model: nnx.Optimizer(model, placed, wrt=wrt), model))
+    made = nnx.eval_shape(lambda model: nnx.Optimizer(model, placed, wrt=wrt), model)
+    graphdef, state = nnx.split(_padded(made, places))
     return nnx.merge(
         graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
     )
@@ -109,7 +111,7 @@ class StatePlaces:
         over_replica: bool = False,
     ) -> None:
         self._parameters, self._over_replica = parameters, over_replica
-        self._rule = PlacementRule(degrees, MixedPrecision())
+        self._rule = PlacementRule(degrees, MixedPrecision(), pads=False)
         self._replicas = dict(degrees).get(REPLICA, 1)
 
     def parameter(self, path: tuple[str, ...]) -> Placement | None:
@@ -122,11 +124,18 @@ class StatePlaces:
         parameter = self.parameter(path)
         if parameter is None:
             return PartitionSpec()
-        if shape != parameter.shape:
+        if shape not in (parameter.shape, parameter.stored_shape):
             return place("", shape, "float32", (), self._rule).partition_spec
         if parameter.dim is None and self._over_replica:
             return self._over_replicas(parameter)
         return parameter.partition_spec
+
+    def padding(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Padding | None:
+        """The padding of an array of the state: that of its parameter, if it has its shape."""
+        parameter = self.parameter(path)
+        if parameter is None or shape not in (parameter.shape, parameter.stored_shape):
+            return None
+        return Padding.of(parameter)
 
     def _over_replicas(self, parameter: Placement) -> PartitionSpec:
         size = self._replicas
@@ -144,6 +153,23 @@ def key_texts(path: tuple) -> tuple[str, ...]:
     return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
+def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:
+    unit = unit_of(model)
+    assert unit is not None
+    by_path = {tuple(map(str, m.path)): m.placement for m in unit.members}
+    return StatePlaces(by_path, unit.rule.degrees, over_replica=over_replica)
+
+
+def _padded(optimizer: nnx.Optimizer, places: StatePlaces) -> nnx.Optimizer:
+    """The optimizer, with state stored padded where its parameter is."""
+    for path, variable in nnx.iter_graph(optimizer):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+        padding = places.padding(tuple(map(str, path)), getattr(value, "shape", ()))
+        if padding is not None:
+            store(variable, padding, padding.pad(value))
+    return optimizer
+
+
 def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:
     """The abstract variable with a sharding for each array in it; Optax masks some out."""
     keys = tuple(map(str, path))
@@ -155,23 +181,37 @@ def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh
 
 
 def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -> optax.GradientTransformationExtraArgs:
-    """The transformation with its state held to the plan, and its updates to the parameters' placements.
+    """The transformation on logical arrays, its state held to the plan, its updates to the parameters' placements.
 
-    Without this the compiler picks the state's shardings anew, and may change them from step to step.
+    Optax sees no padding, so that means over parameters are right. Cutting it off and adding it again stays on each
+    device: inside a program the compiler shards the logical array unevenly, as it lies. Without holding the state the
+    compiler picks its shardings anew, and may change them from step to step.
     """
     tx = optax.with_extra_args_support(tx)
 
+    def cut(path: tuple, leaf: Any) -> Any:
+        padding = places.padding(key_texts(path), getattr(leaf, "shape", ()))
+        return leaf if padding is None else padding.cut(leaf)
+
     def hold(path: tuple, leaf: Any) -> Any:
+        padding = places.padding(key_texts(path), leaf.shape)
+        leaf = leaf if padding is None else padding.pad(leaf)
         return lax.with_sharding_constraint(leaf, NamedSharding(mesh, places.spec(key_texts(path), leaf.shape)))
 
     def hold_update(path: tuple, leaf: Any) -> Any:
         parameter = places.parameter(key_texts(path))
         spec = PartitionSpec() if parameter is None else parameter.partition_spec
+        padding = None if parameter is None else Padding.of(parameter)
+        leaf = leaf if padding is None else padding.pad(leaf)
         return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    def init(params: Any) -> Any:
+        return tx.init(jax.tree.map(logical, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         grads, state = jax.tree.map_with_path(hold, (grads, state))
+        grads, state, params, extra = jax.tree.map_with_path(cut, (grads, state, params, extra))
         updates, state = tx.update(grads, state, params, **extra)
         return jax.tree.map_with_path(hold_update, updates), jax.tree.map_with_path(hold, state)
 
-    return optax.GradientTransformationExtraArgs(tx.init, cast(Any, update))
+    return optax.GradientTransformationExtraArgs(init, cast(Any, update))

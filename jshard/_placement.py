@@ -31,6 +31,7 @@ class Placement:
         reduce_dtype: dtype of the gradient's reduction.
         because: why the parameter is replicated; empty if it is sharded.
         layers: layers stacked in the leading dims; a scan gathers them one at a time.
+        padding: rows of zeros at the end of `dim` in the stored array, without which it would not divide.
     """
 
     shape: tuple[int, ...]
@@ -43,25 +44,35 @@ class Placement:
     reduce_dtype: str
     because: str = ""
     layers: int = 1
+    padding: int = 0
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
 
     @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the stored array, with its padding."""
+        return tuple(n + self.padding * (d == self.dim) for d, n in enumerate(self.shape))
+
+    @property
+    def stored_size(self) -> int:
+        return math.prod(self.stored_shape)
+
+    @property
     def logical_bytes(self) -> int:
-        """Bytes of the whole parameter as stored."""
+        """Bytes of the whole parameter in its stored dtype, without padding."""
         return self.size * jnp.dtype(self.dtype).itemsize
 
     @property
     def bytes_per_device(self) -> int:
         """Bytes of the stored parameter on one device."""
-        return self.logical_bytes // self.shards
+        return self.stored_size * jnp.dtype(self.dtype).itemsize // self.shards
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes on one device of the copy gathered over `fsdp`."""
-        return self.size * self.degree // self.shards * jnp.dtype(self.gathered_dtype).itemsize
+        """Bytes on one device of the copy gathered over `fsdp`, with its padding."""
+        return self.stored_size * self.degree // self.shards * jnp.dtype(self.gathered_dtype).itemsize
 
     @property
     def dim_from_end(self) -> int | None:
@@ -94,6 +105,7 @@ class PlacementRule:
             None chooses.
         stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
         min_size: parameters with fewer elements stay replicated.
+        pads: a dim that does not divide may be stored padded; else the parameter is replicated.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -101,6 +113,7 @@ class PlacementRule:
     shard_dim: ShardDim = None
     stacked: int = 0
     min_size: int = 1024
+    pads: bool = True
 
 
 def place(
@@ -127,7 +140,8 @@ def place(
     given = tuple(_present(entry, degrees) for entry in given)
     _check_given(path, shape, given, degrees)
     free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
-    dim, because = _choose(path, shape, free, degree, rule, ignored)
+    itemsize = jnp.dtype(dtype).itemsize
+    dim, because = _choose(path, shape, free, degree, rule, itemsize, ignored)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
         entries[dim] = FSDP
@@ -145,6 +159,7 @@ def place(
         reduce_dtype=precision.reduce or gathered,
         because=because,
         layers=math.prod(shape[: rule.stacked]),
+        padding=0 if dim is None else -shape[dim] % degree,
     )
 
 
@@ -186,27 +201,44 @@ DEGREE_ONE = "the fsdp axis has degree 1"
 SMALL = "smaller than min_size"
 INDIVISIBLE = "no dim divides by"
 
+_PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are cheaper to hold whole than to gather
+
 
 def _choose(
-    path: str, shape: tuple[int, ...], free: list[int], degree: int, rule: PlacementRule, ignored: bool
+    path: str,
+    shape: tuple[int, ...],
+    free: list[int],
+    degree: int,
+    rule: PlacementRule,
+    itemsize: int,
+    ignored: bool,
 ) -> tuple[int | None, str]:
     if ignored:
         return None, IGNORED
     asked = rule.shard_dim(path, shape) if callable(rule.shard_dim) else rule.shard_dim
     if asked is not None and (callable(rule.shard_dim) or -len(shape) <= asked < len(shape)):
-        return _asked_dim(path, shape, asked, free, degree), ""
+        return _asked_dim(path, shape, asked, free, degree, rule.pads), ""
     if degree == 1:
         return None, DEGREE_ONE
     size = math.prod(shape[rule.stacked :])
     if size < rule.min_size:
         return None, f"{SMALL} ({size} < {rule.min_size} elements)"
     fits = [d for d in free if shape[d] % degree == 0 and shape[d]]
-    if not fits:
+    if fits:
+        return max(fits, key=lambda d: (shape[d], -d)), ""
+    padded = _padded_dim(shape, free, degree) if rule.pads else None
+    if padded is None or math.prod(shape) * itemsize < _PADDED_FROM_BYTES:
         return None, f"{INDIVISIBLE} {degree} (shape {tuple(shape)})"
-    return max(fits, key=lambda d: (shape[d], -d)), ""
+    return padded, ""
 
 
-def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int) -> int:
+def _padded_dim(shape: tuple[int, ...], free: list[int], degree: int) -> int | None:
+    """The dim that is padded the least; None if shards would be mostly padding."""
+    found = min((d for d in free if shape[d]), key=lambda d: (-shape[d] % degree / shape[d], d), default=None)
+    return None if found is None or shape[found] < degree else found
+
+
+def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int, pads: bool) -> int:
     if not isinstance(asked, int) or isinstance(asked, bool):
         raise AnnotationError(
             "shard_dim gave something that is not a dim.",
@@ -215,13 +247,14 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], d
             do="js.fully_shard(m, mesh=mesh, shard_dim=lambda path, shape: None)",
         )
     dim = asked + len(shape) if asked < 0 else asked
-    if dim in free and shape[dim] % degree == 0:
+    possible = [d for d in free if shape[d] % degree == 0 or pads]
+    if dim in possible:
         return dim
-    possible = [d for d in free if shape[d] % degree == 0]
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
-        why=f"a dim must divide by the degree of the fsdp axis, {degree}, and be free of other axes and of layers.",
+        why="a dim must be free of other axes and of layers"
+        + ("." if pads else f", and divide by the degree of the fsdp axis, {degree}: Linen's arrays are not padded."),
         do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
         " shard_dim=lambda path, shape: None)",
     )

@@ -22,6 +22,7 @@ from flax import nnx
 
 from jshard import _compat
 from jshard._nnx import dotted, occurrences
+from jshard._padded import logical_shape
 from jshard._processes import gather_texts
 
 _FILE = "choices.json"
@@ -60,7 +61,7 @@ class Choice:
 def key_of(model: nnx.Module, devices: Sequence[jax.Device]) -> str:  # pyright: ignore[reportInvalidTypeForm]
     """The key of a model on some devices: paths, shapes and dtypes of its parameters, kind and number of devices."""
     params = sorted(
-        {f"{dotted(path)} {v.get_raw_value().shape} {v.get_raw_value().dtype}" for v, path, _ in occurrences(model)}
+        {f"{dotted(path)} {logical_shape(v)} {v.get_raw_value().dtype}" for v, path, _ in occurrences(model)}
     )
     text = "\n".join([*params, f"{len(devices)} x {devices[0].device_kind}"])
     return hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -6,7 +6,7 @@ import warnings
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, degree
-from jshard._nnx import Member, Unit, dotted
+from jshard._nnx import Member, Path, Unit, dotted
 from jshard._placement import INDIVISIBLE
 
 _LARGE_SHARE = 0.01
@@ -23,7 +23,7 @@ def check_replicated(root: Unit, name: str) -> None:
     """
     total = sum(m.placement.logical_bytes for m in root.members)
     odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
-    odd = [m for m in odd if not _allowed(m, root)]
+    odd = [m for m in odd if not is_named(m.path, root.allow_replicated)]
     large = [m for m in odd if m.placement.logical_bytes > _LARGE_SHARE * total]
     axis = f"{FSDP}={degree(root.mesh, FSDP)}"
     if large:
@@ -32,7 +32,8 @@ def check_replicated(root: Unit, name: str) -> None:
             f"{len(large)} large parameter(s) of {name} would be replicated.",
             where=[_describe(m) for m in large],
             why=f"no dim divides by {axis}, and each is over {_LARGE_SHARE:.0%} of the model's {total} bytes.",
-            do=f"pad a dim to a multiple, or accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}).",
+            do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}),\n"
+            + ("or have it padded: shard_dim=0." if root.rule.pads else "or pad a dim of the model to a multiple."),
         )
     if odd:
         listed = "".join(f"\n  {_describe(m)}" for m in odd)
@@ -52,8 +53,9 @@ def warn_of_unplanned(paths: list[str], where: str) -> None:
         )
 
 
-def _allowed(member: Member, root: Unit) -> bool:
-    return any(fnmatch.fnmatch(dotted(member.path), pattern) for pattern in root.allow_replicated)
+def is_named(path: Path, patterns: tuple[str, ...]) -> bool:
+    """Whether one of the patterns matches a path."""
+    return any(fnmatch.fnmatch(dotted(path), pattern) for pattern in patterns)
 
 
 def _describe(member: Member) -> str:

@@ -40,7 +40,7 @@ class Layer(nnx.Module):
 class Net(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
         self.layers = nnx.List([Layer(rngs) for _ in range(2)])
-        self.odd = nnx.Linear(16, 13, rngs=rngs)  # no axis divides 13
+        self.odd = nnx.Linear(16, 13, rngs=rngs)  # no axis divides 13: stored padded
 
     def __call__(self, x: jax.Array) -> jax.Array:
         for layer in self.layers:
@@ -72,7 +72,7 @@ def _modules(layout: str) -> dict[str, Any]:
             if mesh.shape["tensor"] > 1:
                 layer.up.kernel.set_metadata(out_sharding=(None, "tensor"), eager_sharding=False)
             js.fully_shard(layer, mesh=mesh, min_size=1)
-        js.fully_shard(model, mesh=mesh, min_size=1, allow_replicated=["*"])
+        js.fully_shard(model, mesh=mesh, shard_dim=-1)
 
     model = js.abstract_init(lambda: Net(nnx.Rngs(0)), annotate)
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -86,23 +86,24 @@ def filled(layout: str, seed: int) -> dict[str, Any]:
     for name in ("model", "optimizer"):
         graphdef, shapes = nnx.split(state[name])
         flat = [
-            (path, variable.replace(_filled(leaf, numbers(seed, path, leaf), mesh)))
+            (path, variable.replace(_filled(variable.get_raw_value(), numbers(seed, path, variable), mesh)))
             for path, variable in nnx.to_flat_state(shapes)
-            for leaf in [variable.get_raw_value()]
         ]
         state[name] = nnx.merge(graphdef, nnx.from_flat_state(flat))
     state["data"].samples = 8 * (seed + 1)
     return state | {"best": {"loss": 0.5 + seed, "at": np.array([seed, seed + 1])}, "step": seed + 1}
 
 
-def numbers(seed: int, path: tuple, leaf: Any) -> np.ndarray:
-    """What `filled` puts into a leaf; of a random key, its numbers."""
+def numbers(seed: int, path: tuple, variable: nnx.Variable) -> np.ndarray:
+    """What `filled` puts into a variable, with its padding; of a random key, its numbers."""
+    leaf = variable.get_raw_value()
     is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    shape = (*leaf.shape, 2) if is_key else leaf.shape
+    shape = (*leaf.shape, 2) if is_key else variable.shape
     draw = np.random.default_rng([seed, zlib.crc32(str(path).encode())])
     if is_key or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return draw.integers(0, 2**16, shape).astype(np.uint32 if is_key else leaf.dtype)
-    return draw.standard_normal(shape).astype(leaf.dtype)
+    padding = [(0, stored - size) for stored, size in zip(leaf.shape, shape, strict=True)]
+    return np.pad(draw.standard_normal(shape).astype(leaf.dtype), padding)
 
 
 def differences(state: dict[str, Any], layout: str, seed: int) -> list[str]:
@@ -117,7 +118,7 @@ def differences(state: dict[str, Any], layout: str, seed: int) -> list[str]:
             leaf, sharding = variable.get_raw_value(), wanted[path].get_raw_value().sharding
             if sharding is not None and not leaf.sharding.is_equivalent_to(sharding, leaf.ndim):
                 found.append(f"{name}/{path}: lies as {leaf.sharding}")
-            found += [f"{name}/{path}: other numbers"] * (not _equal(leaf, numbers(seed, path, leaf)))
+            found += [f"{name}/{path}: other numbers"] * (not _equal(leaf, numbers(seed, path, variable)))
     if state["step"] != seed + 1 or state["data"].samples != 8 * (seed + 1):
         found.append(f"step {state['step']}, sample {state['data'].samples}")
     if state["best"]["loss"] != 0.5 + seed or list(state["best"]["at"]) != [seed, seed + 1]:

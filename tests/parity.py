@@ -74,7 +74,7 @@ def flat(state: Any) -> dict[str, np.ndarray]:
 
 
 def _host(leaf: Any) -> np.ndarray:
-    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf  # without padding
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(value) if is_key else value)
 

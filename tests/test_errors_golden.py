@@ -257,7 +257,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "scan_layers: another type": lambda: scan_stacked(x=np.zeros((16, 64), np.int32)),
     "scan_layers: no output": lambda: scan_stacked(collect=True),
     "fully_shard: outputs": lambda: shard(linear(), outputs="max"),
-    "fully_shard: shard_dim": lambda: shard(nnx.Linear(64, 12, rngs=nnx.Rngs(0)), shard_dim=-1),
+    "fully_shard: shard_dim": lambda: shard(nnx.Linear(64, 12, rngs=nnx.Rngs(0)), shard_dim=0, stacked=1),
     "fully_shard: shard_dim of several": lambda: shard(linear(), shard_dim=lambda path, shape: 2),
     "fully_shard: shard_dim that is no dim": lambda: shard(linear(), shard_dim=lambda path, shape: "kernel"),
     "fully_shard: mixed_precision as text": lambda: shard(linear(), mixed_precision="bfloat16"),
@@ -276,6 +276,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
+    "optimizer: padded parameters": lambda: nnx.Optimizer(
+        shard(Odd(8, nnx.Rngs(0)), shard_dim=0), optax.adam(1e-3), wrt=nnx.Param
+    ),
     "shard_init: abstract mesh": lambda: js.shard_init(linear, lambda model: shard(model, mesh=js.mesh(devices=64))),
     "shard_init: another mesh": lambda: js.shard_init(linear, shard, mesh=js.mesh(replica=2)),
     "shard_init: untracked array": lambda: js.shard_init(lambda: Untracked(nnx.Rngs(0)), shard),

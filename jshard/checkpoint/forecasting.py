@@ -78,7 +78,7 @@ def forecast_reads(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *
 def _boxes(leaf: StoredLeaf, like: Any) -> set[Bounds]:
     """The boxes of a leaf that this process holds; a random key is read whole."""
     whole = tuple((0, size) for size in leaf.shape)
-    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or like.shape != leaf.shape:
+    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
         return {whole}
     found: Any = like.sharding.addressable_devices_indices_map(like.shape).values()
     return {tuple(part.indices(size)[:2] for part, size in zip(box, leaf.shape, strict=True)) for box in found}
@@ -86,7 +86,7 @@ def _boxes(leaf: StoredLeaf, like: Any) -> set[Bounds]:
 
 def _touched(box: Bounds, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
     """Elements of the chunks that a box lies in."""
-    count = 1
+    count = int(all(start < stop for start, stop in box))
     for (start, stop), step, size in itertools.zip_longest(box, chunk, shape):
         step = max(step, 1)
         count *= min(-(-stop // step) * step, size) - start // step * step

@@ -28,7 +28,7 @@ def to_read(stored: StoredLeaf, pick: Pick, wanted: Any) -> Any:
     if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
         return np.empty(stored.shape, stored.dtype)
     shape = stored.shape
-    if is_key:  # that of the keys, not of their numbers
+    if is_key or not _is_key(wanted):  # that of the keys, not of their numbers; with the padding of the wanted array
         shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
         shape = (stored.shape[0], *shape) if pick.form == "layer" else shape
     sharding = _as_stored(wanted.sharding, pick, len(wanted.shape))
@@ -56,6 +56,7 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
     leaf = found[0]
     if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
         array = _as_dtype(np.asarray(_picked(pick, found)), wanted.dtype)
+        array = np.pad(array, [(0, size - own) for size, own in zip(wanted.shape, array.shape, strict=True)])
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
     if pick.form == "stack":
         return _stacked(wanted.dtype, wanted.sharding)(found)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jshard._padded import logical_shape, padding_of
 from jshard.checkpoint.data import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.local_leaves import as_one, is_local
@@ -49,6 +50,20 @@ def flatten(state: Any) -> dict[Path, Any]:
             why="two leaves have the same path: keys are stored as text, so that 1 and '1' are one.",
             do="name them differently.",
         )
+    return found
+
+
+def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
+    """The shapes of leaves whose arrays are padded to divide over a mesh, as they are stored: without the padding."""
+    found = {}
+    for name, value in _parts(state):
+        if _is_nnx(value) or isinstance(value, nnx.State):
+            variables = nnx.to_flat_state(nnx.state(value) if _is_nnx(value) else value)
+            places = [((*name, *map(str, path)), variable) for path, variable in variables]
+        else:
+            flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: padding_of(x) is not None)[0]
+            places = [((*name, *map(_key, path), "value"), variable) for path, variable in flat]
+        found |= {path: logical_shape(variable) for path, variable in places if padding_of(variable) is not None}
     return found
 
 
@@ -245,7 +260,11 @@ def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
 
 def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield (*name, *(jax.tree_util.keystr((key,), simple=True) for key in path)), leaf
+        yield (*name, *map(_key, path)), leaf
+
+
+def _key(key: Any) -> str:
+    return jax.tree_util.keystr((key,), simple=True)
 
 
 def _held(variable: Any) -> Any:

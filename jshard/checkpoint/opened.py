@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
@@ -19,6 +20,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.formats import NamedSource, Source, StoredArray, foreign_source
 from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.checkpoint.whereabouts import no_checkpoint
 
@@ -192,7 +194,10 @@ class ForeignCheckpoint:
         if not isinstance(like, jax.ShapeDtypeStruct):
             return self._source.read(stored, tuple(slice(None) for _ in self.leaves[name].shape))
         assert like.sharding is not None
-        leaf = jax.make_array_from_callback(like.shape, like.sharding, lambda box: self._source.read(stored, box or ()))
+        read, shape = functools.partial(self._source.read, stored), self.leaves[name].shape
+        leaf = jax.make_array_from_callback(
+            like.shape, like.sharding, lambda box: _padded(read, box or (), like, shape)
+        )
         return jax.block_until_ready(leaf)  # before the next one is read
 
 
@@ -260,6 +265,18 @@ def _boxes_bytes(like: Any) -> int:
 def unreadable(path: Path, why: str) -> RunError:
     """The error for a checkpoint that is damaged."""
     return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
+
+
+def _padded(
+    read: Callable[[Box], np.ndarray], box: Box, like: jax.ShapeDtypeStruct, shape: tuple[int, ...]
+) -> np.ndarray:
+    """A box of a stored array, with zeros where it reaches beyond its shape."""
+    if like.shape == shape:
+        return read(box)
+    limits = [part.indices(size)[:2] for part, size in zip(box, like.shape, strict=True)]
+    inside = tuple(slice(min(start, n), min(stop, n)) for (start, stop), n in zip(limits, shape, strict=True))
+    beyond = [(0, stop - start - (i.stop - i.start)) for (start, stop), i in zip(limits, inside, strict=True)]
+    return np.pad(read(inside), beyond)
 
 
 def _described(leaf: Any) -> StoredLeaf:

@@ -83,7 +83,8 @@ class Restoring:
             stored_kinds = _leaves.storable(
                 {self._live[key][0]: leaf for key, leaf in self._wanted.items()}, abstract=True
             )
-            described = {key: _seal.describe(leaf) for key, leaf in stored_kinds.items()}
+            logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(like).items()}
+            described = {key: _seal.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
             part = only if only != "params" else None
             if only is not None:  # of parameters, what lies beside them is not asked for
@@ -172,8 +173,9 @@ class Restoring:
             return found, {}
         with self.phases("verify"):
             summed = [key for key in found if key in seal.leaves and seal.leaves[key].sums]
+            total = lambda key: LeafSums(found[key], None if seal.leaves[key].key else seal.leaves[key].shape).total()
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
-                return found, dict(zip(summed, pool.map(lambda key: LeafSums(found[key]).total(), summed), strict=True))
+                return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
     def _report(self) -> dict[str, Any]:
         return self.phases.report(num_bytes=sum(map(bytes_here, self.reads.values())))

@@ -158,7 +158,8 @@ class Saving:
             found = _leaves.flatten(state)
             leaves = _leaves.storable(found)
             _refuse_nothing(self.path, leaves)
-            self._described = {key: _seal.describe(leaf) for key, leaf in leaves.items()}
+            self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
+            self._described = {key: _seal.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
             by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
             self._mesh, copies = mesh_layout(by_text), local_leaves.told(by_text)
             full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
@@ -176,7 +177,10 @@ class Saving:
         sums: dict[str, LeafSums] = {}
         error: Exception | None = None
         try:
-            sums = {key: LeafSums(leaf) for key, leaf in leaves.items() if self._described[key].is_array}
+            described = self._described
+            sums = {
+                key: LeafSums(leaf, self._logical.get(key)) for key, leaf in leaves.items() if described[key].is_array
+            }
         except Exception as caught:
             error = caught
         # A process that came late, and was given up by the others, must not begin what Orbax counts.
@@ -209,6 +213,7 @@ class Saving:
         """Seals the folder, and gives it its name once it would survive a power cut."""
         assert self._owner is not None
         self._owner.check()
+        storage.cut_padding(self.unnamed, self._logical)
         files = _seal.files_of(self.unnamed)
         storage.check_whole(self.unnamed, self._described, files)
         chunks = _seal.chunks_of(self.unnamed)

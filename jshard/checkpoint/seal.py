@@ -88,15 +88,16 @@ class Seal:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
-def describe(leaf: Any) -> StoredLeaf:
-    """A leaf as it will be stored, without its sums."""
+def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
+    """A leaf as it will be stored, without its sums; of an array with padding the shape without it."""
     if not hasattr(leaf, "shape"):
         return StoredLeaf(shape=(), dtype=type(leaf).__name__)
     key, logical = None, leaf
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         key = str(leaf.dtype).removeprefix("key<").removesuffix(">")
         leaf = jax.eval_shape(jax.random.key_data, leaf)
-    return StoredLeaf(shape=tuple(leaf.shape), dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
+    shape = tuple(leaf.shape) if shape is None else shape
+    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
 
 
 def with_facts(leaf: StoredLeaf, *, sums: Sums | None, chunk: tuple[int, ...] | None) -> StoredLeaf:

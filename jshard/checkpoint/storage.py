@@ -77,7 +77,7 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
         path: the folder of a committed checkpoint.
         plain: whether somebody else wrote it, who may have stored lists.
         wanted: what to read, by path: arrays with shardings, numpy arrays, numbers and texts, in the shapes that are
-            stored.
+            stored, or larger ones, which are filled up with zeros.
 
     Returns:
         The leaves by path.
@@ -90,6 +90,7 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     context.multiprocessing.primary_host = jax.process_index()
     context.pytree.loading.partial_load = True  # some leaves of those that are there
     context.memory.read_concurrent_bytes = in_flight_bytes(wanted)
+    context.array.loading.enable_padding_and_truncation = True  # shapes were compared: only padding can differ
     with quiet(), context:
         asked = _as_stored(ocp.metadata(str(path)).metadata, wanted) if plain else _leaves.nested(wanted)
         return {key: leaf for key, leaf in _leaves.flat(ocp.load(str(path), asked)).items() if key in wanted}
@@ -145,6 +146,21 @@ def is_committed(path: Path) -> bool:
     return (path / COMMIT_MARK).is_file()
 
 
+def cut_padding(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Gives arrays that were written with padding at their ends their logical shapes; nothing is copied.
+
+    Args:
+        folder: of the checkpoint, when all processes have written.
+        shapes: the logical ones, by path.
+    """
+    import tensorstore  # slow to import; Orbax brings it
+
+    for path, shape in shapes.items():
+        place = {"driver": "file", "path": f"{_array_folder(folder, path)}/"}
+        array = tensorstore.open({"driver": "zarr3", "kvstore": place}).result()
+        array.resize(exclusive_max=shape).result()
+
+
 def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[str, tuple[int, int | None]]) -> None:
     """Looks whether all that was written is there.
 
@@ -163,7 +179,7 @@ def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[s
         found["/".join(parts[:depth])] += parts[depth : depth + 1] == ["c"]
     bad = []
     for path, leaf in leaves.items():
-        array = f"{ITEM}/{path.replace('/', '.')}".rstrip("/")
+        array = _array_folder(Path(), path).as_posix()
         if not leaf.is_array or not leaf.nbytes:
             continue
         if f"{array}/{_ARRAY}" not in files:
@@ -177,6 +193,10 @@ def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[s
             why=f"{len(bad)} of {len(leaves)} leaves are not there, or not whole, when all has been written.",
             do="look for what else writes or deletes in that folder, and save again.",
         )
+
+
+def _array_folder(folder: Path, path: str) -> Path:
+    return folder / ITEM / path.replace("/", ".")
 
 
 def _num_files(described: Path) -> int:

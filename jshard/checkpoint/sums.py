@@ -44,18 +44,19 @@ class LeafSums:
 
     Args:
         leaf: an array; of copies of a shard one counts, and of what each process has for itself that of the first.
+        shape: of what is summed, where an array has padding at the end of its dims.
     """
 
-    def __init__(self, leaf: jax.Array | np.ndarray) -> None:
+    def __init__(self, leaf: jax.Array | np.ndarray, shape: Sequence[int] | None = None) -> None:
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             leaf = jax.random.key_data(leaf)
-        self._shape = tuple(leaf.shape)
+        self._shape = tuple(leaf.shape if shape is None else shape)
         if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
             self._parts = []
         elif isinstance(leaf, jax.Array):
             self._parts = [_part(shard, self._shape) for shard in leaf.addressable_shards if shard.replica_id == 0]
         else:
-            self._parts = [(leaf, tuple(slice(None) for _ in self._shape))]
+            self._parts = [(leaf[tuple(map(slice, self._shape))], tuple(slice(None) for _ in self._shape))]
 
     def total(self) -> Sums:
         """The sums; waits for the devices."""
@@ -92,10 +93,13 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
 
 def _part(shard: Any, shape: tuple[int, ...]) -> tuple[Any, Box | None]:
     """A shard to sum up later, on a host; or the sums that its device has begun to compute."""
-    box = tuple(shard.index)
+    box, values = tuple(shard.index), shard.data
+    inside = tuple(slice(max(0, size - (part.start or 0))) for part, size in zip(box, shape, strict=True))
+    if any(part.stop < size for part, size in zip(inside, values.shape, strict=True)):
+        values = values[inside]
     if shard.device.platform == "cpu":
-        return np.asarray(shard.data), box  # no copy, and it keeps the values when the array is donated
-    return device_sums(shard.data, box, shape), None
+        return np.asarray(values), box  # no copy, and it keeps the values when the array is donated
+    return device_sums(values, box, shape), None
 
 
 def device_sums(values: jax.Array, box: Box, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:

@@ -163,7 +163,7 @@ def _memory(compiled: jax.stages.Compiled, topology: Topology) -> CompiledMemory
 def _flops(model_file: ModelFile, recipe: Recipe, model: nnx.Module) -> tuple[float, str]:
     if model_file.flops is not None:
         return model_file.flops(recipe)
-    num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    num_parameters = js.plan(model).num_parameters
     return dense_flops(num_parameters=num_parameters, num_tokens=recipe.batch_size * recipe.sequence_length)
 
 

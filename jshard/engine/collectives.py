@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._mesh import FSDP, data_axes
+from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
@@ -23,7 +24,8 @@ def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     dim = _dim(shard, placement)
     if dim is None:
         return shard
-    return _keep_other_axes(lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True), shard, placement)(shard)
+    run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True)
+    return _without_padding(_keep_other_axes(run, shard, placement)(shard), placement)
 
 
 def gather_unit(shards: list, placements: list[Placement], mesh: Mesh) -> list:
@@ -57,6 +59,7 @@ def scatter(full: jax.Array, placement: Placement) -> jax.Array:
     dim = _dim(full, placement)
     if dim is None:
         return full
+    full = _with_padding(full, placement)
     run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
     return _keep_other_axes(run, full, placement)(full)
 
@@ -101,6 +104,7 @@ def keep_piece(full: jax.Array, placement: Placement, pieces: int) -> jax.Array:
     dim = _dim(full, placement)
     if dim is None:
         return full
+    full = _with_padding(full, placement)
     size = full.shape[dim] // pieces
     mine = lax.axis_index(FSDP) % pieces
     return lax.dynamic_slice_in_dim(full, mine * size, size, dim)
@@ -113,13 +117,23 @@ def gather_pieces(piece: jax.Array, placement: Placement, pieces: int) -> jax.Ar
         return piece
     groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)]
     join = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
-    return _keep_other_axes(join, piece, placement)(piece)
+    return _without_padding(_keep_other_axes(join, piece, placement)(piece), placement)
 
 
 def vary(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """Counts a value as different along axes; its gradient is then summed over them."""
     missing = tuple(a for a in axes if a not in _compat.varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _with_padding(full: jax.Array, placement: Placement) -> jax.Array:
+    padding = Padding.of(placement)
+    return full if padding is None else padding.pad(full)
+
+
+def _without_padding(full: jax.Array, placement: Placement) -> jax.Array:
+    padding = Padding.of(placement)
+    return full if padding is None else padding.cut(full)
 
 
 def _dim(x: jax.Array, placement: Placement) -> int | None:

@@ -12,6 +12,7 @@ from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jshard._errors import CallError
+from jshard._padded import unpadded
 from jshard._placement import Placement
 from jshard.engine.collectives import gather
 from jshard.engine.context import current_region
@@ -75,7 +76,7 @@ def hold_full(variable: nnx.Variable) -> None:
     """From now on the variable holds the whole parameter; a read is a plain read."""
     base = getattr(type(variable), "_jshard_base", None)
     if base is not None:
-        object.__setattr__(variable, "__class__", base)
+        object.__setattr__(variable, "__class__", unpadded(base))
         variable.del_metadata(_KEY)
 
 

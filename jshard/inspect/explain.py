@@ -93,7 +93,7 @@ class Explanation:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [*chosen, *_replicated_notes(self.plan), *_tied_notes(self.plan)]
+        notes = [*chosen, *_replicated_notes(self.plan), *_padded_notes(self.plan), *_tied_notes(self.plan)]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 
@@ -183,6 +183,7 @@ def _leaves_table(plan: ShardPlan) -> Table:
             axes = ", ".join("-" if e is None else e if isinstance(e, str) else "+".join(e) for e in p.spec)
             where = f"({axes})" if p.shards > 1 else ""
             where += f" replicated: {p.because}" if p.dim is None else ""
+            where += f" padded by {p.padding}" if p.padding else ""
             add_row(table, path, str(list(p.shape)), _dtypes((leaf,)), human_bytes(p.bytes_per_device), where.strip())
     return table
 
@@ -230,7 +231,7 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
     for leaf in plan.replicated:
         paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
         shape = list(leaf.placement.shape)
-        pattern = re.sub(r"(?<=[/_])\d+(?=/|$)", "*", leaf.path) + f" {shape}"
+        pattern = f"{_pattern(leaf.path)} {shape}"
         paths[pattern] = paths.get(pattern, 0) + 1
     if not reasons:
         return []
@@ -240,6 +241,27 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
         lines.append(f"  {because}:")
         lines += [f"    {path}" + (f"  x{count}" if count > 1 else "") for path, count in paths.items()]
     return lines
+
+
+def _padded_notes(plan: ShardPlan) -> list[str]:
+    """What is stored with zeros at the end, so that a dim divides."""
+    padded = [leaf for leaf in plan.leaves if leaf.placement.padding]
+    if not padded:
+        return []
+    zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
+    sizes: dict[str, int] = {}
+    for leaf in padded:
+        p = leaf.placement
+        dim = p.dim or 0
+        line = f"  {_pattern(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
+        sizes[line] = sizes.get(line, 0) + 1
+    count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
+    head = f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
+    return [head, *(line + (f"  x{count}" if count > 1 else "") for line, count in sizes.items())]
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
 
 
 def _tied_notes(plan: ShardPlan) -> list[str]:

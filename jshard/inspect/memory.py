@@ -163,7 +163,7 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     for leaf in leaves:
         p = leaf.placement
         if p.dim is not None:
-            total += p.size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
+            total += p.stored_size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
     return total
 
 
@@ -200,6 +200,8 @@ def _state_bytes(path: tuple, x: Any, places: StatePlaces, degrees: dict[str, in
     item = jnp.dtype(x.dtype).itemsize if not jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else 8
     if getattr(x, "sharding", None) is not None:
         return math.prod(x.sharding.shard_shape(x.shape)) * item
-    entries = places.spec(key_texts(path), x.shape)
+    padding = places.padding(key_texts(path), x.shape)
+    shape = x.shape if padding is None else padding.pad(jax.ShapeDtypeStruct(x.shape, x.dtype)).shape
+    entries = places.spec(key_texts(path), shape)
     names = [name for e in entries for name in (e if isinstance(e, tuple) else (e,)) if name is not None]
-    return math.prod(x.shape) * item // math.prod(degrees[name] for name in names)
+    return math.prod(shape) * item // math.prod(degrees[name] for name in names)

@@ -12,11 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jshard._errors import RunError, ShardingError
+from jshard._plan import plan
 from jshard._processes import is_primary
 from jshard.checkpoint.whereabouts import OF_A_RUN, steps_in
 from jshard.train import launch
@@ -257,7 +257,7 @@ class _Job:
         # One process measures: several on one host would take the cores from each other.
         mfu, peak = None, device_peak(self._devices) if self._folder.is_primary else None
         if peak is not None and (self._model_file.flops is not None or tokens is not None):
-            num_parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(step.model, nnx.Param)))
+            num_parameters = plan(step.model).num_parameters
             mfu = Mfu(
                 *(
                     self._model_file.flops(recipe)

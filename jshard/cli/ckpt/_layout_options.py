@@ -71,7 +71,8 @@ class Model:
         state = {"model": model, "optimizer": abstract_optimizer(model, self.recipe.optimizer())}
         found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
-        return {path: x.spec for path, x in shardings.items() if isinstance(x, NamedSharding)}
+        padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model
+        return {path: x.spec for path, x in shardings.items() if isinstance(x, NamedSharding) and path not in padded}
 
 
 def cpu_mesh(text: str) -> Mesh:
