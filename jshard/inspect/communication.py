@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jshard._mesh import FSDP, REPLICA
-from jshard._placement import Placement
-from jshard._plan import ShardPlan
+from jshard._plan import LeafPlan, ShardPlan
 from jshard.inspect.hlo import KINDS, ring_bytes
 
 
@@ -46,26 +45,29 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
     for leaf in plan.leaves:
-        for one in _of_leaf(leaf.placement, reshard[leaf.unit], dict(plan.mesh)):
+        for one in _of_leaf(leaf, reshard[leaf.unit], dict(plan.mesh)):
             sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes
     found = [dataclasses.replace(one, full_bytes=total) for one, total in sums.items()]
     return tuple(sorted(found, key=lambda one: (KINDS.index(one.kind), len(one.axes))))
 
 
-def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
+def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
+    placement = leaf.placement
     fsdp, replica = degrees[FSDP], degrees.get(REPLICA, 1)
     reduce, gather = placement.reduce_dtype, placement.gathered_dtype
     full = placement.gathered_bytes
     reduced = full // jnp.dtype(gather).itemsize * jnp.dtype(reduce).itemsize
     if placement.dim is None:
         axes = tuple(a for a in (REPLICA, FSDP) if degrees.get(a, 1) > 1)
-        if axes:
+        if axes and leaf.trained:
             yield Traffic("all-reduce", axes, fsdp * replica, reduce, reduced, "gradients of the replicated")
         return
     yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
     if reshard is not False:
         size = fsdp if reshard is True else int(reshard)
         yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
+    if not leaf.trained:
+        return
     yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
     if replica > 1:
         yield Traffic("all-reduce", (REPLICA,), replica, reduce, reduced // fsdp, "gradients, over replicas")
