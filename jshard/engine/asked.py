@@ -82,6 +82,7 @@ def filled(gradients: Any) -> Any:
 def _filled(x: Any) -> Any:
     if not isinstance(x, SymbolicZero):
         return x
-    if x.dtype == jax.dtypes.float0:
-        return np.zeros(x.shape, x.dtype)
-    return vary(jnp.zeros(x.shape, x.dtype), tuple(x.manual_axis_type.varying))
+    of: Any = x.aval
+    if of.dtype == jax.dtypes.float0:
+        return np.zeros(of.shape, of.dtype)
+    return vary(jnp.zeros(of.shape, of.dtype), tuple(of.manual_axis_type.varying))
