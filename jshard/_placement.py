@@ -105,7 +105,7 @@ def place(
     """Places one parameter.
 
     Args:
-        path: its path, for messages and for `shard_dim`.
+        path: its path from the unit, for messages, `shard_dim` and what keeps its dtype.
         shape: logical shape.
         dtype: stored dtype.
         given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
@@ -122,10 +122,11 @@ def place(
         entries[dim] = FSDP
     shards = math.prod(degrees.get(n, 1) for e in entries for n in (e if isinstance(e, tuple) else (e,)) if n)
     precision = rule.mixed_precision
-    gathered = precision.param or jnp.dtype(dtype).name
+    stored = jnp.dtype(dtype).name
+    gathered = stored if precision.keeps(path) else precision.param or stored
     return Placement(
         shape=tuple(shape),
-        dtype=jnp.dtype(dtype).name,
+        dtype=stored,
         spec=tuple(entries),
         dim=dim,
         degree=1 if dim is None else degree,

@@ -255,7 +255,8 @@ def made_unit_plan(name: str, kind: str, unit: Unit, *, is_root: bool) -> UnitPl
         kind=kind,
         reshard_after_forward=resharded(unit, is_root=is_root),
         remat=remat if isinstance(remat, str) else getattr(remat, "__name__", repr(remat)),
-        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}",
+        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}"
+        + (f", keep={' '.join(precision.keep)}" if precision.keep else ""),
         prefetch="compiler" if unit.policy.prefetch is None else str(unit.policy.prefetch),
         strategy=unit.policy.strategy,
     )
