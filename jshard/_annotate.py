@@ -202,6 +202,7 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
         )
     checks.check_same_mesh(module, record)
     checks.check_call(module)
+    checks.check_quantised(module)
     nested_allowed = _nested_allowed(module)
     attach(module, dataclasses.replace(record, allow_replicated=record.allow_replicated + nested_allowed), route)
     inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]

@@ -77,6 +77,11 @@ def children(node: Any) -> Mapping[Any, Any]:
     return {} if impl is None else impl.node_dict(node)
 
 
+def is_quantised(module: Any) -> bool:
+    """Whether a module's calls go through qwix, which replaces products while they are traced."""
+    return hasattr(type(module), "_unquantized_type")
+
+
 def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     """Compiler options for the program that initialises a model.
 

@@ -128,7 +128,7 @@ def place(
     """Places one parameter.
 
     Args:
-        path: its path, for messages and for `shard_dim`.
+        path: its path from the unit, for messages, `shard_dim` and what keeps its dtype.
         shape: logical shape.
         dtype: stored dtype.
         given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
@@ -147,10 +147,11 @@ def place(
         entries[dim] = FSDP
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
     precision = rule.mixed_precision
-    gathered = precision.param or jnp.dtype(dtype).name
+    stored = jnp.dtype(dtype).name
+    gathered = stored if precision.keeps(path) else precision.param or stored
     return Placement(
         shape=tuple(shape),
-        dtype=jnp.dtype(dtype).name,
+        dtype=stored,
         spec=tuple(entries),
         dim=dim,
         degree=1 if dim is None else degree,

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from flax import nnx
@@ -21,12 +22,14 @@ class LeafPlan:
         unit: name of the unit that gathers it.
         placement: how it is stored, gathered and reduced.
         aliases: other paths of the same parameter, if it is tied.
+        trained: whether it has a gradient; a frozen one is gathered, and nothing more.
     """
 
     path: str
     unit: str
     placement: Placement
     aliases: tuple[str, ...] = ()
+    trained: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,12 +116,13 @@ class ShardPlan:
         )
 
 
-def plan(model: Any) -> ShardPlan:
+def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     """Reads the plan off an annotated model, concrete or abstract.
 
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. Of a
             Linen module, the plan is that of the parameters that `init` or `apply` saw last.
+        wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen. nnx only.
 
     Raises:
         AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
@@ -130,12 +134,14 @@ def plan(model: Any) -> ShardPlan:
     """
     linen = getattr(type(model), "_jshard_linen", None)  # an Annotation: jshard._linen, which imports this file
     if linen is not None:
+        if wrt is not nnx.Param:
+            raise _not_nnx(model)
         return linen.layout.plan
     root = unit_of(model)
     if root is None:
         raise root_forgotten(model)
     names = _unit_names(model)
-    leaves = _leaves(model, root, names)
+    leaves = _leaves(model, root, names, nnx.filterlib.to_predicate(wrt))
     units = {names[id(m)]: _unit_plan(names[id(m)], p, m) for p, m in reversed(list(nested_units(model)))}
     order = [names[id(m)] for _, m in nested_units(model)]
     return ShardPlan(
@@ -145,11 +151,15 @@ def plan(model: Any) -> ShardPlan:
     )
 
 
-def _leaves(model: nnx.Module, root: Unit, names: dict[int, str]) -> tuple[LeafPlan, ...]:
+def _leaves(
+    model: nnx.Module, root: Unit, names: dict[int, str], is_trained: Callable[[Path, Any], bool]
+) -> tuple[LeafPlan, ...]:
     owners = _owners(model)
     paths: dict[int, list[Path]] = {}
+    trained: dict[int, bool] = {}
     for variable, path, _ in occurrences(model):
         paths.setdefault(id(variable), []).append(path)
+        trained.setdefault(id(variable), is_trained(path, variable))
     unplanned = [found[0] for found in paths.values() if found[0] not in root.by_path]
     if unplanned:
         raise AnnotationError(
@@ -159,7 +169,13 @@ def _leaves(model: nnx.Module, root: Unit, names: dict[int, str]) -> tuple[LeafP
             do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
         )
     return tuple(
-        LeafPlan(dotted(first), names[id(owners[key])], root.by_path[first].placement, tuple(map(dotted, others)))
+        LeafPlan(
+            path=dotted(first),
+            unit=names[id(owners[key])],
+            placement=root.by_path[first].placement,
+            aliases=tuple(map(dotted, others)),
+            trained=trained[key],
+        )
         for key, (first, *others) in paths.items()
     )
 
@@ -239,7 +255,8 @@ def made_unit_plan(name: str, kind: str, unit: Unit, *, is_root: bool) -> UnitPl
         kind=kind,
         reshard_after_forward=resharded(unit, is_root=is_root),
         remat=remat if isinstance(remat, str) else getattr(remat, "__name__", repr(remat)),
-        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}",
+        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}"
+        + (f", keep={' '.join(precision.keep)}" if precision.keep else ""),
         prefetch="compiler" if unit.policy.prefetch is None else str(unit.policy.prefetch),
         strategy=unit.policy.strategy,
     )
@@ -255,4 +272,5 @@ def _leaf_from_json(data: dict[str, Any]) -> LeafPlan:
     placement = dict(data["placement"])
     placement["shape"] = tuple(placement["shape"])
     placement["spec"] = tuple(tuple(e) if isinstance(e, list) else e for e in placement["spec"])
-    return LeafPlan(data["path"], data["unit"], Placement(**placement), tuple(data["aliases"]))
+    aliases, trained = tuple(data["aliases"]), data.get("trained", True)
+    return LeafPlan(data["path"], data["unit"], Placement(**placement), aliases, trained)

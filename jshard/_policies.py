@@ -1,6 +1,7 @@
 """Policies of a unit, as frozen values."""
 
 import dataclasses
+import fnmatch
 import re
 from collections.abc import Callable
 from typing import Any
@@ -30,18 +31,22 @@ class MixedPrecision:
         reduce: dtype of the gradient's reduce-scatter and all-reduce; None takes the dtype of `param`.
         output: dtype to which the unit's floating outputs are cast; None leaves them.
         cast_inputs: cast the unit's floating inputs to `param` before the call.
+        keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
+            `("norm/*", "router/*")`; held against the end of the path from the unit.
 
     Example:
         >>> js.MixedPrecision(param="bfloat16", reduce="float32")
-        MixedPrecision(param='bfloat16', reduce='float32', output=None, cast_inputs=True)
+        MixedPrecision(param='bfloat16', reduce='float32', output=None, cast_inputs=True, keep=())
     """
 
     param: str | None = None
     reduce: str | None = None
     output: str | None = None
     cast_inputs: bool = True
+    keep: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
         for field in ("param", "reduce", "output"):
             value = getattr(self, field)
             if value is None:
@@ -57,7 +62,19 @@ class MixedPrecision:
                     why=f"{value!r} is not the name of a floating dtype.",
                     do='js.MixedPrecision(param="bfloat16", reduce="float32")',
                 )
+            if dtype.itemsize < 2:
+                raise AnnotationError(
+                    "A mixed-precision dtype has too few bits for a plain cast.",
+                    where=f"MixedPrecision({field}={value!r})",
+                    why=f"a cast has no scale, and {dtype.name} ends at {float(jnp.finfo(dtype).max):g}.",
+                    do='js.MixedPrecision(param="bfloat16", reduce="float32"), and products in fp8 by Flax or qwix:'
+                    " docs/numerics.md.",
+                )
             object.__setattr__(self, field, dtype.name)
+
+    def keeps(self, path: str) -> bool:
+        """Whether the parameter at a path stays in its stored dtype."""
+        return any(fnmatch.fnmatch(f"/{path}", f"*/{pattern}") for pattern in self.keep)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Parameters that could not be sharded: an error for a large one, one warning for the rest."""
 
+import dataclasses
 import fnmatch
 import functools
 import warnings
@@ -14,13 +15,15 @@ _LARGE_SHARE = 0.01
 
 @functools.cache
 def check_replicated(root: Unit, name: str) -> None:
-    """Looks at the parameters of a model that no dim divides; once per model and process.
+    """Looks at the parameters of a model that no dim divides, and for patterns; once per model and process.
 
     Called when the root is known: by `shard_init`, and by the first call into a model.
 
     Raises:
-        AnnotationError: one of them is over one percent of the model and not in `allow_replicated`.
+        AnnotationError: one of them is over one percent of the model and not in `allow_replicated`; or a pattern of
+            the root's `MixedPrecision(keep=...)` matches nothing.
     """
+    _check_kept(root, name)
     total = sum(m.placement.logical_bytes for m in root.members)
     odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
     odd = [m for m in odd if not is_named(m.path, root.allow_replicated)]
@@ -39,6 +42,19 @@ def check_replicated(root: Unit, name: str) -> None:
         listed = "".join(f"\n  {_describe(m)}" for m in odd)
         warnings.warn(
             f"{len(odd)} parameter(s) of {name} stay replicated, as no dim divides by {axis}:{listed}", stacklevel=3
+        )
+
+
+def _check_kept(root: Unit, name: str) -> None:
+    precision = root.policy.mixed_precision
+    paths = [dotted(m.path) for m in root.members]
+    unused = [p for p in precision.keep if not any(map(dataclasses.replace(precision, keep=(p,)).keeps, paths))]
+    if unused:
+        raise AnnotationError(
+            "No parameter matches what should keep its dtype.",
+            where=f"{name}: MixedPrecision(keep={precision.keep!r})",
+            why=f"{', '.join(map(repr, unused))}; paths are {', '.join(paths[:4])}{' ...' if paths[4:] else ''}.",
+            do='js.MixedPrecision(param="bfloat16", keep=("norm/*",))',
         )
 
 

@@ -127,6 +127,13 @@ def loop_from_zeros(model, x):
     return jax.lax.fori_loop(0, 3, lambda i, carry: model.out(x) + carry, jnp.zeros((x.shape[0], 64)))
 
 
+def quantised(module: nnx.Module) -> nnx.Module:
+    """With a class as qwix makes it."""
+    kind = type(module)
+    module.__class__ = type(kind.__name__, (kind,), {"_unquantized_type": kind})
+    return module
+
+
 def annotate_twice():
     shard(shard(linear()))
 
@@ -260,6 +267,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: shard_dim": lambda: shard(nnx.Linear(64, 12, rngs=nnx.Rngs(0)), shard_dim=0, stacked=1),
     "fully_shard: shard_dim of several": lambda: shard(linear(), shard_dim=lambda path, shape: 2),
     "fully_shard: shard_dim that is no dim": lambda: shard(linear(), shard_dim=lambda path, shape: "kernel"),
+    "MixedPrecision: fp8": lambda: js.MixedPrecision(param="float8_e4m3fn"),
+    "fully_shard: quantised whole": lambda: shard(quantised(Model(loss, nnx.Rngs(0))), units="inner"),
+    "call: keep matches nothing": lambda: call(shard(linear(), mixed_precision=js.MixedPrecision(keep="norm/*"))),
     "fully_shard: mixed_precision as text": lambda: shard(linear(), mixed_precision="bfloat16"),
     "fully_shard: stacked": lambda: shard(linear(), stacked=-1),
     "fully_shard: two meshes": two_meshes,
@@ -291,6 +301,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     ),
     "value_and_grad: accumulate": lambda: js.value_and_grad(loss, accumulate=0),
     "value_and_grad: sync": lambda: js.value_and_grad(loss, accumulate=4, sync="never"),
+    "value_and_grad: no parameter": lambda: js.value_and_grad(loss, accumulate=2, sync="last", wrt=nnx.Variable)(
+        annotated(), X
+    ),
     "value_and_grad: microbatches": lambda: js.value_and_grad(loss, accumulate=4)(annotated(), X),
     "value_and_grad: root forgotten": lambda: js.value_and_grad(loss)(linear(), X),
     "call: odd batch": lambda: call(annotated(), X[:9]),

@@ -34,7 +34,7 @@ from jshard.train.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.units import with_units
-from jshard.train.state import batch_like
+from jshard.train.state import batch_like, optimizer_of
 from jshard.train.step import lower_step
 
 # What the TPU compiler says of a program that does not fit: needed and there, in GiB.
@@ -113,7 +113,7 @@ def lowered_step(
         lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
         lambda model: model_file.annotate(model, mesh),
     )
-    optimizer = abstract_optimizer(model, recipe.optimizer(), shard_replicated=shard_replicated)
+    optimizer = abstract_optimizer(model, optimizer_of(recipe, model), shard_replicated=shard_replicated)
     if model_file.data is None:
         shape = (recipe.batch_size, recipe.sequence_length)
         tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))

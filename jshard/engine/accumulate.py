@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree
-from jshard._nnx import Member, Unit, plain_class, unit_of
+from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
 from jshard._placement import spec_over
 from jshard._plan import root_forgotten
 from jshard.engine.collectives import all_gather, reduce_scatter
@@ -20,7 +20,12 @@ from jshard.engine.context import copies_scope
 
 
 def value_and_grad(
-    loss_fn: Callable[..., Any], *, accumulate: int = 1, sync: str = "each", has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    *,
+    accumulate: int = 1,
+    sync: str = "each",
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
 ) -> Callable[..., Any]:
     """`nnx.value_and_grad` over microbatches.
 
@@ -34,6 +39,8 @@ def value_and_grad(
             `"last"`: parameters are gathered once and gradients reduced once per step; each device holds the
             full parameters and gradients of the model meanwhile.
         has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
+        wrt: the parameters to differentiate with respect to, as `nnx.Optimizer` takes them: an nnx filter. The others
+            are frozen: gathered, and nothing more.
 
     Returns:
         A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`.
@@ -59,27 +66,30 @@ def value_and_grad(
         if unit is None:
             raise root_forgotten(model)
         if accumulate == 1:
-            return nnx.value_and_grad(loss_fn, has_aux=has_aux)(model, *batch)
+            return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(model, *batch)
         parts = _microbatches(batch, unit, accumulate, plain_class(model).__name__)
-        return _accumulate(loss_fn, model, unit, parts, accumulate, sync == "last", has_aux)
+        return _accumulate(loss_fn, model, unit, parts, accumulate, sync == "last", has_aux, wrt)
 
     return run
 
 
 def _accumulate(
-    loss_fn: Callable, model: nnx.Module, unit: Unit, parts: Any, steps: int, once: bool, has_aux: bool
+    loss_fn: Callable, model: nnx.Module, unit: Unit, parts: Any, steps: int, once: bool, has_aux: bool, wrt: Any
 ) -> Any:
-    graphdef, params, state = nnx.split(model, nnx.Param, ...)
-    members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(params)]
+    graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
+    if once:
+        _check_parameters(params, plain_class(model).__name__)
+    members, others = ([unit.by_path.get(path) for path, _ in nnx.to_flat_state(part)] for part in (params, frozen))
     copies = _gather_once(params, members, unit) if once else []
+    frozen_copies = _gather_once(frozen, others, unit) if once else []
     dtypes = [m.placement.reduce_dtype for m in members if m is not None][: len(copies)]
 
     def loss(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, Any]:
-        live = nnx.merge(graphdef, params, state, copy=True)
-        with copies_scope(_by_variable(live, params, copies) if once else None):
+        live = nnx.merge(graphdef, params, frozen, state, copy=True)
+        with copies_scope(_by_variable(live, (params, copies), (frozen, frozen_copies)) if once else None):
             out = loss_fn(live, *part)
         value, aux = out if has_aux else (out, None)
-        return value, (aux, nnx.state(live, nnx.Not(nnx.Param)))
+        return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
         total, sums, state = carry
@@ -98,6 +108,18 @@ def _accumulate(
     grads = jax.tree.map(lambda g: g / steps, grads)
     value = total / steps
     return ((value, aux) if has_aux else value), grads
+
+
+def _check_parameters(params: Any, name: str) -> None:
+    """Raises for variables that are differentiated and no parameters: they have no shards."""
+    kinds = [(dotted(path), type(v).__name__) for path, v in nnx.to_flat_state(params) if not isinstance(v, nnx.Param)]
+    if kinds:
+        raise CallError(
+            "Gradients are asked for of what is no parameter.",
+            where=[f"{name}: {path}  {kind}" for path, kind in kinds],
+            why='sync="last" gathers parameters and reduces their gradients; these lie whole on every device.',
+            do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or derive their class from nnx.Param.',
+        )
 
 
 def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> list:
@@ -134,11 +156,11 @@ def _layout(members: list[Member | None], unit: Unit) -> tuple[Mesh, list[Partit
     return mesh, specs, {"mesh": mesh, "axis_names": manual}
 
 
-def _by_variable(live: nnx.Module, params: Any, copies: list) -> dict[int, jax.Array]:
+def _by_variable(live: nnx.Module, *copied: tuple[Any, list]) -> dict[int, jax.Array]:
     """The copies by the variables of a live model, so that a call into any of its units finds its own."""
     variables = dict(nnx.iter_graph(live))
-    paths = [path for path, _ in nnx.to_flat_state(params)]
-    return {id(variables[path]): copy for path, copy in zip(paths, copies, strict=True)}
+    found = [pair for state, copies in copied for pair in zip(nnx.to_flat_state(state), copies, strict=True)]
+    return {id(variables[path]): copy for (path, _), copy in found}
 
 
 def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:

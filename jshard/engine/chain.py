@@ -220,7 +220,10 @@ class Chained(Place):
     def reduce_after(self, started: Any, order: Any, of_full: list, of_inputs: list) -> tuple[list, list, Token]:
         """Ties the gradients to each other and to the reduction before."""
         (of_full, of_inputs), order = tie(order, self.axes, of_full, of_inputs)
-        at = min((i for i, x in enumerate(of_full) if _tied(x, self.axes)), key=lambda i: of_full[i].size)
+        at = min((i for i, x in enumerate(of_full) if _tied(x, self.axes)), key=lambda i: of_full[i].size, default=None)
+        if at is None:  # all are frozen
+            of_inputs, order = self.end(started, order, of_inputs)
+            return of_full, of_inputs, order
         return [*of_full[:at], _minus(of_full[at], started + order), *of_full[at + 1 :]], of_inputs, order
 
     def reduced(self, order: Any, scattered: list) -> tuple[list, Token]:
@@ -256,5 +259,5 @@ def tie(token: Any, axes: tuple[str, ...], *groups: list) -> tuple[list[list], A
     return out, token
 
 
-def _tied(x: jax.Array, axes: tuple[str, ...]) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact) and set(axes) <= _compat.varying_axes(x)
+def _tied(x: jax.Array | None, axes: tuple[str, ...]) -> bool:
+    return x is not None and jnp.issubdtype(x.dtype, jnp.inexact) and set(axes) <= _compat.varying_axes(x)

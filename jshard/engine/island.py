@@ -25,6 +25,7 @@ from jshard.engine.chain import Chain
 from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
+from jshard.engine.overwritten import largest_over_shards
 from jshard.engine.reads import guard, hold_shard
 from jshard.engine.reductions import warn_of_batch_reductions
 from jshard.engine.unit import check_scanned, run_unit
@@ -150,6 +151,7 @@ class _Island:
 
     def _prepare(self, live: Live) -> None:
         """What the in-region copy has that the user's module has not."""
+        largest_over_shards(live, self.axes)
         by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
         for path, node in nnx.iter_graph(live.graph):
             member = by_path.get(path) if isinstance(node, nnx.Param) else None

@@ -21,6 +21,7 @@ from flax.linen import transforms
 from jshard._linen_layout import Leaf
 from jshard._nnx import Path, dotted
 from jshard.engine.linen_values import Shard, as_arrays, described, flat, held_in, raw_of
+from jshard.engine.overwritten import COLLECTION, Overwritten
 from jshard.engine.reads import hold_shard
 
 _PARAMS = "params"
@@ -30,6 +31,7 @@ _KINDS: dict[str, type[nnx.Variable]] = {
     "cache": nnx.Cache,
     "intermediates": nnx.Intermediate,
     "perturbations": nnx.Cache,  # split along the batch too
+    COLLECTION: Overwritten,
 }
 
 

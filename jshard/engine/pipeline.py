@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 
 from jshard._mesh import FSDP, data_axes, data_degree, degree
 from jshard._placement import Placement
+from jshard.engine.asked import Asked, filled, is_nothing, values
 from jshard.engine.chain import Place, tie
 from jshard.engine.collectives import (
     all_reduce,
@@ -82,26 +83,40 @@ def pipelined(
         that came out. Shards, own inputs and outputs have a row per layer.
     """
     wires = _Wires(placements, mesh, saving.reshard)
-    plain = _Forward(layer, wires, schedule, place, save=False)
-    saved = _Forward(layer, wires, schedule, place, save=True, checkpoint=saving.checkpoint)
+    plain = _Forward(layer, wires, schedule, place)
+
+    @functools.cache
+    def saving_for(asked: Asked) -> _Forward:
+        return _Forward(layer, wires, schedule, place, asked=asked, checkpoint=saving.checkpoint)
 
     @jax.custom_vjp
     def run(tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
         with jax.named_scope(scope(name)):
             return plain(tokens, shards, own, carry, shared)[0]
 
-    def forward(tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
+    def forward(*args: Any) -> tuple:
+        asked = Asked.of(args[1], *(floats for floats, _ in args[2:]))
+        tokens, shards, own, carry, shared = values(args)
+        if not asked:
+            return run(tokens, shards, own, carry, shared), None
+        asked = asked.wholly(2)  # what goes from layer to layer has gradients once a layer has
         with jax.named_scope(scope(name)):
-            out, rows = saved(tokens, shards, own, carry, shared)
-        return out, (shards, own, shared, rows)
+            out, rows = saving_for(asked)(tokens, shards, own, carry, shared)
+        return out, (shards, own, shared, rows, asked)
 
-    def backward(residuals: tuple, cotangents: tuple) -> tuple:
+    def backward(residuals: tuple | None, cotangents: tuple) -> tuple:
+        gradients, tokens = cotangents
+        if residuals is None or is_nothing(gradients):
+            started, done, order = filled(tokens)
+            wait = None if started is None else started + done
+            return (place.released(wait, wait), order), None, None, None, None
+        shards, own, shared, rows, asked = residuals
         with jax.named_scope(f"{scope(name)}/backward"):
-            run = _Backward(saved, *residuals)
-            tokens, of_shards, of_own, of_carry, of_shared = run(*cotangents)
+            run = _Backward(saving_for(asked), shards, own, shared, rows)
+            tokens, of_shards, of_own, of_carry, of_shared = run(*filled(cotangents))
         return tokens, of_shards, (of_own, None), (of_carry, None), (of_shared, None)
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
@@ -141,10 +156,10 @@ class _Wires:
         return lax.optimization_barrier((small, gradients))[1] if small else gradients
 
     def scatter(self, gradients: list) -> list:
-        return [scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
+        return [None if g is None else scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
 
     def finish(self, scattered: list, shards: list) -> list:
-        return [all_reduce(g, self._mesh, x) for g, x in zip(scattered, shards, strict=True)]
+        return [None if g is None else all_reduce(g, self._mesh, x) for g, x in zip(scattered, shards, strict=True)]
 
     def varied(self, shards: list) -> list:
         return [vary(x, self.axes) for x in shards]
@@ -156,7 +171,7 @@ class _Wires:
 
 
 class _Forward:
-    """Forward; with `save`, also what backward needs, a row per layer."""
+    """Forward; where gradients are asked for, also what backward needs, a row per layer."""
 
     def __init__(
         self,
@@ -165,11 +180,11 @@ class _Forward:
         schedule: Schedule,
         place: Place,
         *,
-        save: bool,
+        asked: Asked | None = None,
         checkpoint: Callable = lambda layer: layer,
     ) -> None:
-        self.wires, self.schedule, self.place, self._save = wires, schedule, place, save
-        self._layer = checkpoint(layer) if save else layer
+        self.wires, self.schedule, self.place, self.asked = wires, schedule, place, asked
+        self._layer = checkpoint(layer)
         # Traced once for the loop and for the layers after it; `pull` is what the trace leaves behind.
         self._one = jax.jit(self._compute, inline=True)
         self.pull: Pull | None = None
@@ -183,7 +198,7 @@ class _Forward:
 
         def compute(i: Any, carry: Arrays, full: list, rows: list) -> tuple[Arrays, list]:
             carry, outs, saved = self._one(full, take(own, i), carry, shared)
-            return carry, put(rows, i, [outs, saved, wires.kept(full) if self._save else []])
+            return carry, put(rows, i, [outs, saved, wires.kept(full) if self.asked else []])
 
         def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             carry, ahead, rows = state
@@ -204,7 +219,7 @@ class _Forward:
         return (((floats, carry[1]), outs), (started if depth else done, done, order)), (saved, kept)
 
     def _compute(self, full: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple[Arrays, Arrays, list]:
-        if not self._save:
+        if self.asked is None:
             carry, outs = self._layer(full, own, carry, shared)
             return carry, outs, []
 
@@ -212,7 +227,8 @@ class _Forward:
             carry_out, outs = self._layer(full, (own_floats, own[1]), (floats, carry[1]), (shared_floats, shared[1]))
             return (carry_out[0], outs[0]), (carry_out[1], outs[1])
 
-        (floats, out_floats), pull, (rest, out_rest) = jax.vjp(call, full, own[0], carry[0], shared[0], has_aux=True)
+        groups = full, own[0], carry[0], shared[0]
+        (floats, out_floats), pull, (rest, out_rest) = self.asked.vjp(call, *groups, has_aux=True)
         self.pull, saved = Pull.apart(pull, (full, own, shared))
         return (floats, rest), (out_floats, out_rest), saved
 
@@ -222,7 +238,7 @@ class _Forward:
         def one(shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> list:
             full = self.wires.gather(shards)
             _, outs, saved = self._one(full, own, carry, shared)
-            return [outs, saved, self.wires.kept(full) if self._save else []]
+            return [outs, saved, self.wires.kept(full) if self.asked else []]
 
         first = take(shards, 0), take(own, 0)
         jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(*first, carry, shared)
@@ -237,7 +253,7 @@ class _State(NamedTuple):
         floats: gradient of the layer's output, then of its input.
         before: full gradients of the layer above, not yet reduced.
         waiting: scattered ones of the layer above that, not yet reduced over replicas.
-        of_shards: gradients of the shards, a row per layer.
+        of_shards: gradients of the shards, a row per layer; None for one that is frozen, here and elsewhere.
         of_own: of the layers' own inputs, likewise.
         sums: of the shared inputs.
     """
@@ -256,6 +272,8 @@ class _Backward:
     def __init__(self, forward: _Forward, shards: list, own: Arrays, shared: Arrays, rows: tuple) -> None:
         self._forward, self._wires, self._place = forward, forward.wires, forward.place
         self._schedule = forward.schedule
+        assert forward.asked is not None, "backward is for what was asked"
+        self._asked = forward.asked
         self._shards, self._own, self._shared = shards, own, shared
         self._saved, kept = rows
         self._kept = kept or shards
@@ -282,8 +300,12 @@ class _Backward:
         return tokens, state.of_shards, state.of_own, state.floats, state.sums
 
     def _begin(self, floats: list) -> _State:
-        of_shards, of_own = [like(x) for x in self._shards], [like(x) for x in self._own[0]]
-        return _State(floats, None, None, of_shards, of_own, [like(x) for x in self._shared[0]])
+        given = self._shards, self._own[0], [], self._shared[0]
+        asked = zip(given, self._asked.groups, strict=True)
+        of_shards, of_own, _, sums = (
+            [like(x) if f else None for x, f in zip(xs, fs, strict=False)] for xs, fs in asked
+        )
+        return _State(floats, None, None, of_shards, of_own, sums)
 
     def _rounds(self, carry: tuple, of_outs: list) -> tuple:
         """All layers but those that are gathered after the last round."""
@@ -319,7 +341,7 @@ class _Backward:
             before = of_full
         else:
             of_shards = put(of_shards, i, self._wires.finish(self._wires.scatter(of_full), self._shards))
-        sums = [a + b for a, b in zip(sums, more, strict=True)]
+        sums = jax.tree.map(jnp.add, sums, more)
         return _State(floats, before, waiting, of_shards, put(of_own, i, of_mine), sums), order
 
     def _reduced(self, i: Any, state: _State, order: Any) -> tuple[_State, Any]:
@@ -354,4 +376,4 @@ class _Backward:
     def _compute(self, full: list, own: Arrays, saved: list, floats: list, of_outs: list) -> tuple:
         assert self._forward.pull is not None, "forward was traced"
         pull = self._forward.pull.together((full, own, self._shared), saved)
-        return pull((floats, of_outs))
+        return tuple(self._asked.spread(pull((floats, of_outs))))

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 
 from jshard._mesh import data_axes
 from jshard._placement import Placement
+from jshard.engine.asked import Asked, filled, is_nothing, values
 from jshard.engine.chain import Place, Token
 from jshard.engine.collectives import all_reduce, gather_pieces, gather_unit, keep_piece, scatter, scope, vary
 
@@ -60,25 +61,32 @@ def sharded(
             outs, done = place.finish(started, compute(full, others, inputs, fixed, started))
         return outs, (started, done, order)
 
-    def forward(tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple:
+    def forward(*args: Any) -> tuple:
+        asked = Asked.of(args[1], *args[2:4])
+        tokens, shards, others, inputs, fixed = values(args)
+        if not asked:
+            return run(tokens, shards, others, inputs, fixed), None
         wait, order = tokens
         with jax.named_scope(scope(name)):
             full, inputs, started = begin(wait, shards, inputs)
             step = saving.checkpoint(compute)
             call = lambda full, others, inputs: step(full, others, inputs, fixed, started)
-            outs, pull = jax.vjp(call, full, others, inputs)
+            outs, pull = asked.vjp(call, full, others, inputs)
             outs, done = place.finish(started, outs)
             kept = _kept(saving.reshard, full, shards, placements)
         residuals, tree = jax.tree.flatten(pull)
         slots = tuple(next((i for i, w in enumerate(full) if r is w), None) for r in residuals)
         saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]
-        return (outs, (started, done, order)), (shards, kept, saved, _Pull(tree, slots))
+        return (outs, (started, done, order)), (shards, kept, saved, _Pull(tree, slots, asked))
 
-    def backward(residuals: tuple, cotangents: tuple) -> tuple:
+    def backward(residuals: tuple | None, cotangents: tuple) -> tuple:
+        gradients, (started, done, order) = cotangents[0], filled(cotangents[1])
+        wait = None if started is None else started + done
+        if residuals is None or is_nothing(gradients):
+            return (place.released(wait, wait), order), None, None, None, None
         shards, kept, saved, pull = residuals
-        gradients, (started, done, order) = cotangents
         with jax.named_scope(f"{scope(name)}/backward"):
-            wait = None if started is None else started + done
+            gradients = filled(gradients)
             if saving.reshard is not False:
                 kept = [vary(x, axes) for x in kept]
                 kept, gradients, wait = place.gather_again_after(wait, kept, gradients)
@@ -86,12 +94,12 @@ def sharded(
             full, gradients, started = place.start(wait, full, gradients)
             of_full, of_others, of_inputs = pull.restore(full, saved)(gradients)
             of_full, of_inputs, done = place.reduce_after(started, order, of_full, of_inputs)
-            scattered = [scatter(g, p) for g, p in zip(of_full, placements, strict=True)]
+            scattered = [None if g is None else scatter(g, p) for g, p in zip(of_full, placements, strict=True)]
             scattered, order = place.reduced(done, scattered)
-            of_shards = [all_reduce(g, mesh, x) for g, x in zip(scattered, shards, strict=True)]
+            of_shards = [None if g is None else all_reduce(g, mesh, x) for g, x in zip(scattered, shards, strict=True)]
         return (place.released(started, done), order), of_shards, of_others, of_inputs, None
 
-    run.defvjp(forward, backward)
+    run.defvjp(forward, backward, symbolic_zeros=True)
     return run
 
 
@@ -118,7 +126,9 @@ class _Pull:
 
     tree: Any
     slots: tuple[int | None, ...]
+    asked: Asked
 
     def restore(self, full: list, saved: list) -> Callable:
         it = iter(saved)
-        return jax.tree.unflatten(self.tree, [next(it) if s is None else full[s] for s in self.slots])
+        pull = jax.tree.unflatten(self.tree, [next(it) if s is None else full[s] for s in self.slots])
+        return lambda gradients: self.asked.spread(pull(gradients))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import jax.numpy as jnp
 
 from jshard._mesh import DATA_AXES, FSDP
-from jshard._placement import Placement, axes_of
-from jshard._plan import ShardPlan
+from jshard._placement import axes_of
+from jshard._plan import LeafPlan, ShardPlan
 from jshard.inspect.hlo import KINDS, ring_bytes
 
 
@@ -47,13 +47,14 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
     for leaf in plan.leaves:
-        for one in _of_leaf(leaf.placement, reshard[leaf.unit], dict(plan.mesh)):
+        for one in _of_leaf(leaf, reshard[leaf.unit], dict(plan.mesh)):
             sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes
     found = [dataclasses.replace(one, full_bytes=total) for one, total in sums.items()]
     return tuple(sorted(found, key=lambda one: (KINDS.index(one.kind), len(one.axes))))
 
 
-def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
+def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
+    placement = leaf.placement
     fsdp, on = degrees[FSDP], {n for entry in placement.spec for n in axes_of(entry)}
     same = tuple(a for a in DATA_AXES if degrees.get(a, 1) > 1 and a not in on)  # where the stored shard is the same
     num_same = math.prod(degrees[a] for a in same)
@@ -61,13 +62,15 @@ def _of_leaf(placement: Placement, reshard: bool | int, degrees: dict[str, int])
     full = placement.gathered_bytes
     reduced = full // jnp.dtype(gather).itemsize * jnp.dtype(reduce).itemsize
     if placement.dim is None:
-        if same:
+        if same and leaf.trained:
             yield Traffic("all-reduce", same, num_same, reduce, reduced, "gradients of the replicated")
         return
     yield Traffic("all-gather", (FSDP,), fsdp, gather, full, "parameters for forward")
     if reshard is not False:
         size = fsdp if reshard is True else int(reshard)
         yield Traffic("all-gather", (FSDP,), size, gather, full, "parameters for backward")
+    if not leaf.trained:
+        return
     yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
     if same:
         yield Traffic("all-reduce", same, num_same, reduce, reduced // fsdp, "gradients, over replicas")

@@ -105,7 +105,7 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
     gradients = [_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
     return Memory(
         parameters_bytes=plan.bytes_per_device,
-        gradients_bytes=plan.bytes_per_device,
+        gradients_bytes=sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.trained),
         optimizer_bytes=state_bytes,
         optimizer=name,
         kept_bytes=kept,
@@ -162,7 +162,7 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     total = 0
     for leaf in leaves:
         p = leaf.placement
-        if p.dim is not None:
+        if p.dim is not None and leaf.trained:
             total += p.stored_size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
     return total
 
@@ -187,9 +187,9 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, str]:
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:
-    """The parameters as `nnx.state(model, nnx.Param)` would give them: masks over paths and types work."""
+    """The trained parameters as `nnx.state(model, nnx.Param)` would give them: masks over paths and types work."""
     flat = []
-    for leaf in plan.leaves:
+    for leaf in filter(lambda leaf: leaf.trained, plan.leaves):
         path = tuple(int(k) if k.isdigit() else k for k in leaf.path.split("/"))
         shape = jax.ShapeDtypeStruct(leaf.placement.shape, jnp.dtype(leaf.placement.dtype))
         flat.append((path, nnx.Param(shape)))

@@ -6,6 +6,7 @@
     load_text, Data, Loader                    samples in an order of their own, batches ahead of time
     create, restore                            model and optimizer, born sharded, or from a checkpoint
     TrainStep, EvalStep                        one compiled program each
+    LossScale, scaled_value_and_grad           gradients in float16
     fit, evaluate, Every, StopSignal, Meter    the loop
     StepProfile                                a profile of some of its steps, for js.trace
     Jsonl, Progress, Trackers                  what is shown and recorded
@@ -29,6 +30,7 @@ from jshard.train.data import (
     local_rows,
 )
 from jshard.train.loop import Every, Fitted, evaluate, fit, to_devices
+from jshard.train.loss_scale import LossScale, LossScaleState, loss_scale_of, scaled_value_and_grad
 from jshard.train.metrics import (
     Jsonl,
     Meter,
@@ -65,6 +67,8 @@ __all__ = [
     "HuggingFaceTokenizer",
     "Jsonl",
     "Loader",
+    "LossScale",
+    "LossScaleState",
     "Meter",
     "Mfu",
     "ModelFile",
@@ -89,11 +93,13 @@ __all__ = [
     "load_model_file",
     "load_text",
     "local_rows",
+    "loss_scale_of",
     "next_token_loss",
     "plot_loss",
     "read_metrics",
     "restore",
     "run_recipe",
     "sample_text",
+    "scaled_value_and_grad",
     "to_devices",
 ]

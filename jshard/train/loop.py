@@ -296,7 +296,7 @@ class _Loop:
 
 def _check_finite(step: int, scalars: dict[str, float]) -> None:
     wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}
-    if wrong:
+    if wrong and scalars.get("loss_scale", 0) <= 1:  # above, the step was skipped and the next has a smaller scale
         raise RunError(
             f"The run has left the finite numbers at step {step}.",
             where=[f"{name} = {value}" for name, value in wrong.items()],

@@ -24,6 +24,7 @@ from jshard.train.data import Data, DataError, Loader, local_rows
 from jshard.train.folder.run_folder import RunFolder
 from jshard.train.folder.run_record import RunRecord
 from jshard.train.loop import Every, Fitted, evaluate, fit
+from jshard.train.loss_scale import loss_scale_of
 from jshard.train.metrics import (
     Jsonl,
     Meter,
@@ -168,6 +169,9 @@ class _Job:
         try:
             with self._stop:
                 model, optimizer, start_step = self._checkpoints.state(self._init_from)
+                if (scale := loss_scale_of(optimizer)) is not None:
+                    why = "units are in float16" if self._recipe.loss_scale == "auto" else "the recipe says so"
+                    self._say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
                 if start_step < self._recipe.num_steps:
                     step = self._step(model, optimizer, start_step)
                     del model, optimizer  # the step holds them, and gives their memory to its results

@@ -7,18 +7,21 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import Mesh
 
 from jshard._init import abstract_init, shard_init
 from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer, shard_optimizer
+from jshard._plan import plan
 from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.places import checkpoint_at
 from jshard.train.data import Data
+from jshard.train.loss_scale import LossScale
 from jshard.train.model_file import ModelFile
 from jshard.train.settings.recipe import Recipe
 
@@ -35,7 +38,20 @@ def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Modul
         The model and the optimizer.
     """
     model = _new_model(model_file, recipe, mesh)
-    return model, shard_optimizer(model, recipe.optimizer())
+    return model, shard_optimizer(model, optimizer_of(recipe, model))
+
+
+def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformation:
+    """The optimizer of a recipe for an annotated model: with a loss scale around it where it needs one.
+
+    Args:
+        recipe: its optimizer, and what it says of a loss scale.
+        model: the annotated model, concrete or abstract.
+    """
+    placements = [leaf.placement for leaf in plan(model).leaves] if recipe.loss_scale == "auto" else []
+    in_half = any("float16" in (p.gathered_dtype, p.reduce_dtype) for p in placements)
+    is_scaled = recipe.loss_scale == "dynamic" or in_half
+    return LossScale().around(recipe.optimizer()) if is_scaled else recipe.optimizer()
 
 
 def restore(
@@ -58,7 +74,7 @@ def restore(
         RunError: all are damaged, or cannot be read.
     """
     model = _abstract_model(model_file, recipe, mesh)
-    optimizer = abstract_optimizer(model, recipe.optimizer())
+    optimizer = abstract_optimizer(model, optimizer_of(recipe, model))
     state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step, fall_back=True)
     return state["model"], state["optimizer"], int(state["step"])
 
@@ -82,7 +98,7 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
     found, names = _source(model_file, recipe, path)
     model = _new_model(model_file, recipe, mesh)
     model = restore_state(found, like={"model": model}, only="params", names=names)["model"]
-    return model, shard_optimizer(model, recipe.optimizer())
+    return model, shard_optimizer(model, optimizer_of(recipe, model))
 
 
 def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._errors import AnnotationError
 from jshard._nnx import unit_of
 from jshard._plan import root_forgotten
-from jshard.engine.accumulate import value_and_grad
+from jshard.train.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.train.model_file import LossFn
 
 Scalars = dict[str, jax.Array]
@@ -36,7 +36,8 @@ class TrainStep:
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
         model: an annotated model, its arrays on the mesh.
-        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state lies on the mesh.
+        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state lies on the mesh. What it does
+            not update is frozen, and with a `LossScale` around it the loss is scaled.
         batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
         accumulate: microbatches that a batch is cut into.
         compiler_options: of the compiler, as `js.compiler_options()` gives them; none by default.
@@ -76,7 +77,8 @@ class TrainStep:
             batch: of the shapes and shardings that the step was made for.
 
         Returns:
-            The scalars "loss" and "grad_norm" (before clipping), on the devices.
+            The scalars "loss" and "grad_norm" (before clipping), on the devices; with a loss scale also "loss_scale"
+            and "skipped_steps", after the step.
         """
         self._leaves, scalars = self._program(self._leaves, batch)
         return scalars
@@ -146,11 +148,14 @@ def _lowered(
 
     def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
         model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
-        loss, grads = value_and_grad(loss_fn, accumulate=accumulate)(model, batch)
+        loss, grads = scaled_value_and_grad(loss_fn, optimizer, accumulate=accumulate)(model, batch)
         optimizer.update(model, grads)
         state = nnx.state((model, optimizer))
         _check_unchanged(before, _paths(state))
-        return jax.tree.leaves(state), {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        scalars = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        if (found := loss_scale_of(optimizer)) is not None:
+            scalars |= {"loss_scale": found.scale, "skipped_steps": found.skipped}
+        return jax.tree.leaves(state), scalars
 
     shardings = [leaf.sharding for leaf in leaves]
     everywhere = NamedSharding(mesh, PartitionSpec())

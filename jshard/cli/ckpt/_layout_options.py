@@ -21,6 +21,7 @@ from jshard.cli._mesh_option import num_devices, parse_mesh, simulate_devices
 from jshard.train.model_file import ModelFile, load_model_file
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
+from jshard.train.state import optimizer_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Model:
             lambda: self.file.build(self.recipe.model, nnx.Rngs(self.recipe.seed)),
             lambda model: self.file.annotate(model, mesh),
         )
-        state = {"model": model, "optimizer": abstract_optimizer(model, self.recipe.optimizer())}
+        state = {"model": model, "optimizer": abstract_optimizer(model, optimizer_of(self.recipe, model))}
         found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
         padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model

@@ -24,6 +24,7 @@ class Recipe:
         b1: AdamW's decay of the first moment.
         b2: AdamW's decay of the second moment.
         clip_norm: largest global norm of the gradient.
+        loss_scale: "dynamic", "none", or "auto": dynamic where units compute or reduce in float16.
         accumulate: microbatches per step.
         eval_every: steps between two evaluations; the last step is always followed by one.
         eval_sequences: held-out sequences per evaluation, spread evenly over the held-out text.
@@ -44,6 +45,7 @@ class Recipe:
     b1: float = 0.9
     b2: float = 0.95
     clip_norm: float = 1.0
+    loss_scale: str = "auto"
     accumulate: int = 1
     eval_every: int = 1000
     eval_sequences: int = 1024

@@ -24,6 +24,7 @@ _LEAST = {
     "keep_checkpoints": 1,
     "seed": 0,
 }
+LOSS_SCALES = ("auto", "dynamic", "none")
 _SEEDS = 2**32  # the seeds that grain takes
 
 
@@ -79,6 +80,8 @@ def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
             yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
         elif value < least:
             yield key, f"{key} is at least {least}.", least
+    if recipe.loss_scale not in LOSS_SCALES:
+        yield "loss_scale", f"loss_scale is one of {', '.join(LOSS_SCALES)}.", "auto"
     if not _is_finite(recipe.learning_rate):
         yield "learning_rate", "learning_rate is a finite number, 0 or more.", 1e-3
 

@@ -1,0 +1,109 @@
+"""fp8: Flax's products keep their scales right over the shards; what would lose its scale or its fp8 is refused."""
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
+from flax.training.train_state import TrainState
+
+import jshard as js
+from tests.helpers import Block, Config, annotator, builder, compile_to_read
+from tests.parity import worst
+
+# The largest value lies on another shard for each layer and step, far above what the others see.
+X = (
+    np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    * np.linspace(1, 40, 16, dtype=np.float32)[:, None]
+)
+
+
+class Mlp(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        for _ in range(2):
+            x = nn.Dense(64, dot_general_cls=lambda: Fp8DirectDotGeneralOp(amax_history_length=4))(jax.nn.relu(x))
+        return x
+
+
+def create(model: nn.Module) -> Any:
+    def state():
+        params = model.init(jax.random.key(0), X)
+        return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+    return state
+
+
+@jax.jit
+def step(state: TrainState, x: jax.Array) -> tuple[TrainState, jax.Array]:
+    loss, grads = jax.value_and_grad(lambda params: (state.apply_fn(params, x) ** 2).mean())(state.params)
+    return state.apply_gradients(grads=grads), loss
+
+
+def sharded(**settings: Any) -> TrainState:
+    model = js.fully_shard(Mlp(), mesh=js.mesh(replica=2, fsdp=4), **settings)
+    return js.shard_init(create(model), model)
+
+
+@pytest.mark.parametrize("units", [None, nn.Dense], ids=["root alone", "a unit per layer"])
+def test_trains_as_on_one_device(units):
+    """The history of a scale is what the largest over the whole batch was, as if there were no shards."""
+    wanted, found = create(Mlp())(), sharded(units=units)
+    for i in range(4):
+        x = np.roll(X, 3 * i, axis=0)
+        (wanted, loss), (found, ours) = step(wanted, x), step(found, x)
+        np.testing.assert_allclose(ours, loss, rtol=1e-6)
+    metas = [state.params[OVERWRITE_WITH_GRADIENT] for state in (found, wanted)]
+    assert len({float(x[0]) for x in jax.tree.leaves(metas[1])}) > 8
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), *metas)
+    of = lambda state: jax.tree.leaves(state.params["params"])
+    assert max(worst(np.asarray(a), np.asarray(b)) for a, b in zip(of(found), of(wanted), strict=True)) < 1e-5
+
+
+def test_all_scales_are_agreed_on_at_once():
+    state = sharded(units=nn.Dense)
+    assert str(jax.make_jaxpr(step)(state, X)).count(" pmax[") == 1
+    text = compile_to_read(step.lower(state, X)).as_text()
+    bodies = {
+        name
+        for name, body in re.findall(r"^%(\S+) \(.*?\{(.*?)^\}", text, re.MULTILINE | re.DOTALL)
+        if " maximum(" in body
+    }
+    reduced = re.findall(r" all-reduce(?:-start)?\(.*?to_apply=%(\S+?)[, ]", text)
+    assert [name in bodies for name in reduced].count(True) == 1
+
+
+@pytest.mark.parametrize("field", ["param", "reduce", "output"])
+def test_a_plain_cast_to_fp8_is_refused(field):
+    with pytest.raises(js.AnnotationError, match="too few bits for a plain cast") as error:
+        js.MixedPrecision(**{field: "float8_e4m3fn"})
+    assert "ends at 448" in str(error.value)
+
+
+def quantised(module: Any) -> Any:
+    """What qwix does to a module's class."""
+    kind = type(module)
+    object.__setattr__(module, "__class__", type(kind.__name__, (kind,), {"_unquantized_type": kind}))
+    return module
+
+
+def test_units_inside_a_model_that_qwix_quantised_are_refused():
+    model = quantised(builder(Config(attends=False))())
+    with pytest.raises(js.AnnotationError, match="quantised whole") as error:
+        annotator(js.mesh())(model)
+    assert "Decoder: blocks/0, blocks/1" in str(error.value)
+    with pytest.raises(js.AnnotationError, match="quantised whole"):
+        js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)
+
+
+def test_quantised_units_and_a_quantised_root_alone_are_fine():
+    model = builder(Config(attends=False))()
+    model.blocks = nnx.List([quantised(block) for block in model.blocks])
+    assert len(js.plan(js.fully_shard(model, units=Block, mesh=js.mesh())).units) == 3
+    assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh())
+    assert js.fully_shard(quantised(Mlp()), mesh=js.mesh())
