@@ -202,7 +202,7 @@ DEGREE_ONE = "the fsdp axis has degree 1"
 SMALL = "smaller than min_size"
 INDIVISIBLE = "no dim divides by"
 
-_PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are cheaper to hold whole than to gather
+_PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their own
 
 
 def _choose(
