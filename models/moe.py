@@ -6,7 +6,7 @@
 
 In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
 `expert` axis they lie apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and
-the tokens travel to them and back. `parallel.to_experts` and `from_experts` are all that the model knows of it.
+the tokens travel to them and back. `js.parallel.to_experts` and `from_experts` are all that the model knows of it.
 
 A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
 passes that expert by. As places are counted in each sequence by itself, it does not matter how the batch is split.
@@ -31,7 +31,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
-from jshard import parallel
 from jshard.train import Batch, Recipe
 
 
@@ -131,7 +130,7 @@ class MoE(nnx.Module):
         weight_BTn = weight_BTn / weight_BTn.sum(-1, keepdims=True)
         place_BTn, token_BEC = self.places(chosen_BTn)
         x_BECD = jax.vmap(lambda x_TD, token_EC: x_TD.at[token_EC].get(mode="fill", fill_value=0))(x_BTD, token_BEC)
-        y_EBCD = parallel.from_experts(self.experts(parallel.to_experts(x_BECD.swapaxes(0, 1))))
+        y_EBCD = js.parallel.from_experts(self.experts(js.parallel.to_experts(x_BECD.swapaxes(0, 1))))
         back = lambda y_ECD, chosen_Tn, place_Tn: y_ECD.at[chosen_Tn, place_Tn].get(mode="fill", fill_value=0)
         y_BTnD = jax.vmap(back)(y_EBCD.swapaxes(0, 1), chosen_BTn, place_BTn)
         y_BTD = jnp.einsum("btn,btnd->btd", weight_BTn.astype(x_BTD.dtype), y_BTnD)
@@ -207,7 +206,7 @@ def build(config: MoEConfig, rngs: nnx.Rngs) -> Model:
 def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     """The stack of blocks, the head and the rest are units; experts lie on `expert`, heads and widths on `tensor`."""
     config = model.config
-    parallel.split(
+    js.parallel.split(
         model,
         {
             "*/experts/down": ("expert", "tensor", None),
@@ -277,6 +276,7 @@ def mixtral_8x7b() -> Recipe:
         model=MoEConfig(compute_dtype="bfloat16", remat="full"),
         sequence_length=4096,
         batch_size=1024,
+        accumulate=8,
         num_steps=100_000,
         learning_rate=3e-4,
         warmup_steps=2000,

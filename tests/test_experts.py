@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard import parallel
 from jshard.inspect.communication import traffic_of
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read
@@ -180,7 +179,7 @@ def test_places_go_to_first_choices_and_to_earlier_tokens():
 
 def test_on_one_device_nothing_is_exchanged():
     x = jnp.ones((8, 2, 3))
-    assert parallel.to_experts(x) is x and parallel.from_experts(x) is x
+    assert js.parallel.to_experts(x) is x and js.parallel.from_experts(x) is x
 
 
 @pytest.mark.parametrize("wrong", [{"n_head": 3}, {"n_kv_head": 3}, {"top_k": 9}])
