@@ -8,6 +8,7 @@ import typing as _typing
 
 from jshard import checkpoint as checkpoint
 from jshard import kernels as kernels
+from jshard import parallel as parallel
 from jshard._annotate import fully_shard as fully_shard
 from jshard._errors import AnnotationError as AnnotationError
 from jshard._errors import CallError as CallError

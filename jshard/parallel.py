@@ -1,10 +1,8 @@
 """What a model says about the axes that are its own: `tensor`, which splits its layers, and `expert`.
 
-    from jshard import parallel
-
-    parallel.split(model, {"blocks/*/up/kernel": (None, "tensor"), "blocks/*/down/kernel": ("tensor", None)})
-    x_BTD = parallel.hold(x_BTD, None, "tensor", None)     # inside the model: activations split along the sequence
-    y_EBCD = parallel.from_experts(experts(parallel.to_experts(x_EBCD)))
+    js.parallel.split(model, {"blocks/*/up/kernel": (None, "tensor"), "blocks/*/down/kernel": ("tensor", None)})
+    x_BTD = js.parallel.hold(x_BTD, None, "tensor", None)     # inside the model: activations split along the sequence
+    y_EBCD = js.parallel.from_experts(experts(js.parallel.to_experts(x_EBCD)))
 
 All of it changes nothing where the mesh lacks the axis, and in global view: the model stays right on one device.
 """
@@ -38,7 +36,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         AnnotationError: a pattern fits no parameter, or has more entries than a parameter has dims.
 
     Example:
-        >>> parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
+        >>> js.parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
     """
     unused, deep = dict.fromkeys(table), []
     params = [(dotted(path), v) for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Param)]
@@ -50,13 +48,13 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         entries, ndim = tuple(table[pattern]), len(variable.get_raw_value().shape)
         deep += [f"{path}  {ndim} dims, {pattern!r}: {entries}"] if len(entries) > ndim else []
         variable.set_metadata(out_sharding=(None,) * (ndim - len(entries)) + entries)
-    where = f"parallel.split({plain_class(model).__name__}, ...)"
+    where = f"js.parallel.split({plain_class(model).__name__}, ...)"
     if deep:
         raise AnnotationError(
             "A parameter has fewer dims than the table says.",
             where=[f"{where}: {one}" for one in deep],
             why="there is an entry for each of the last dims.",
-            do='parallel.split(model, {"*/up/kernel": (None, "tensor")})',
+            do='js.parallel.split(model, {"*/up/kernel": (None, "tensor")})',
         )
     if unused:
         raise AnnotationError(
@@ -82,15 +80,15 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
         CallError: an axis is not the model's to give, or a dim does not divide by its degree.
 
     Example:
-        >>> x_BTD = parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
+        >>> x_BTD = js.parallel.hold(x_BTD + self.mlp(x_BTD), None, "tensor")
     """
     named = [n for entry in entries for n in axes_of(entry)]
     if wrong := [n for n in named if n not in AXES or n in DATA_AXES]:
         raise CallError(
             "An activation cannot be held to an axis.",
-            where=f"parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
+            where=f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
             why=f"{', '.join(map(repr, wrong))}: the data axes split the batch, and 'tensor' is the model's own.",
-            do='parallel.hold(x, None, "tensor")',
+            do='js.parallel.hold(x, None, "tensor")',
         )
     degrees = _compat.automatic_axes()
     if not _compat.manual_axes() or not degrees:
@@ -99,7 +97,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
     if uneven:
         raise CallError(
             "An activation cannot be split over an axis.",
-            where=f"parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
+            where=f"js.parallel.hold({x.dtype}{list(x.shape)}, {', '.join(map(repr, entries))})",
             why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
             do="choose a length that divides, or leave the axis out.",
         )
@@ -116,7 +114,7 @@ def to_experts(x: jax.Array) -> jax.Array:
         (experts here, batch of all shards along the axis, ...); without an `expert` axis, x.
 
     Example:
-        >>> h_EBCD = self.experts(parallel.to_experts(x_EBCD))
+        >>> h_EBCD = self.experts(js.parallel.to_experts(x_EBCD))
     """
     return lax.all_to_all(x, EXPERT, split_axis=0, concat_axis=1, tiled=True) if _has_experts() else x
 
@@ -131,7 +129,7 @@ def from_experts(x: jax.Array) -> jax.Array:
         (experts, batch, ...).
 
     Example:
-        >>> y_EBCD = parallel.from_experts(h_EBCD)
+        >>> y_EBCD = js.parallel.from_experts(h_EBCD)
     """
     return lax.all_to_all(x, EXPERT, split_axis=1, concat_axis=0, tiled=True) if _has_experts() else x
 

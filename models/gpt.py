@@ -27,7 +27,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
-from jshard import parallel
 from jshard.checkpoint.formats import Stored
 from jshard.train import Batch, Recipe
 
@@ -110,11 +109,11 @@ class Attention(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
         qkv_BT3HK = self.qkv(x_BTD).reshape(B, T, 3, self.n_head, -1)
-        q_BTHK, k_BTHK, v_BTHK = jnp.unstack(parallel.hold(qkv_BT3HK, None, None, None, "tensor"), axis=2)
+        q_BTHK, k_BTHK, v_BTHK = jnp.unstack(js.parallel.hold(qkv_BT3HK, None, None, None, "tensor"), axis=2)
         if self.rotary:
             q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
         y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-        return self.out(parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, D))
+        return self.out(js.parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, D))
 
 
 class MLP(nnx.Module):
@@ -146,8 +145,8 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
-        x_BTD = parallel.hold(x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD))), *self.along)
-        return parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *self.along)
+        x_BTD = js.parallel.hold(x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD))), *self.along)
+        return js.parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *self.along)
 
 
 def stacked_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block:
@@ -235,7 +234,7 @@ TENSOR = {"*/qkv/*": OUT, "*/up/*": OUT, "*/out/kernel": IN, "*/down/kernel": IN
 def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
-    parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
+    js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
     low = config.compute_dtype != "float32"
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
     if config.scan:

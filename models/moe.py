@@ -6,7 +6,7 @@
 
 In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
 `expert` axis they lie apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and
-the tokens travel to them and back. `parallel.to_experts` and `from_experts` are all that the model knows of it.
+the tokens travel to them and back. `js.parallel.to_experts` and `from_experts` are all that the model knows of it.
 
 A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
 passes that expert by. As places are counted in each sequence by itself, it does not matter how the batch is split.
@@ -16,6 +16,7 @@ Names end in the dims of the array they hold:
     B  batch                 D  model width (d_model)       H  heads      E  experts
     T  position in sequence  F  width of an expert (d_ff)   K  width of one head (D / H)
     V  vocabulary            C  places of a sequence at an expert
+    n  choices of a token (top_k)       s  all of a sequence, the first choices first
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
-from jshard import parallel
 from jshard.train import Batch, Recipe
 
 
@@ -128,25 +128,30 @@ class MoE(nnx.Module):
         score_BTE = jax.nn.softmax(self.router(x_BTD).astype(jnp.float32))
         weight_BTn, chosen_BTn = jax.lax.top_k(score_BTE, self.config.top_k)
         weight_BTn = weight_BTn / weight_BTn.sum(-1, keepdims=True)
-        send_BTEC, sent_BTE = self.places(chosen_BTn)
-        weight_BTE = (jax.nn.one_hot(chosen_BTn, self.config.n_expert) * weight_BTn[..., None]).sum(2)
-        x_EBCD = parallel.to_experts(jnp.einsum("btec,btd->ebcd", send_BTEC.astype(x_BTD.dtype), x_BTD))
-        y_EBCD = parallel.from_experts(self.experts(x_EBCD))
-        take_BTEC = (send_BTEC * weight_BTE[..., None]).astype(x_BTD.dtype)
-        y_BTD = jnp.einsum("btec,ebcd->btd", take_BTEC, y_EBCD)
-        return y_BTD, (sent_BTE.mean((0, 1)) / self.config.top_k, score_BTE.mean((0, 1)))
+        place_BTn, token_BEC = self.places(chosen_BTn)
+        x_BECD = jax.vmap(lambda x_TD, token_EC: x_TD.at[token_EC].get(mode="fill", fill_value=0))(x_BTD, token_BEC)
+        y_EBCD = js.parallel.from_experts(self.experts(js.parallel.to_experts(x_BECD.swapaxes(0, 1))))
+        back = lambda y_ECD, chosen_Tn, place_Tn: y_ECD.at[chosen_Tn, place_Tn].get(mode="fill", fill_value=0)
+        y_BTnD = jax.vmap(back)(y_EBCD.swapaxes(0, 1), chosen_BTn, place_BTn)
+        y_BTD = jnp.einsum("btn,btnd->btd", weight_BTn.astype(x_BTD.dtype), y_BTnD)
+        share_E = jax.nn.one_hot(chosen_BTn, self.config.n_expert).mean((0, 1, 2))
+        return y_BTD, (share_E, score_BTE.mean((0, 1)))
 
     def places(self, chosen_BTn: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """1 where a token has a place at an expert; and the tokens sent, with those that find none.
+        """Each token's place at its experts, C or more where there is none; and the token at each place, or T.
 
         First choices come before second ones, and earlier tokens before later ones.
         """
         (B, T, n), E = chosen_BTn.shape, self.config.n_expert
         C = math.ceil(self.config.capacity * n * T / E)
-        sent_BnTE = jax.nn.one_hot(chosen_BTn.swapaxes(1, 2), E)
-        place_BnTE = (jnp.cumsum(sent_BnTE.reshape(B, n * T, E), axis=1) - 1).reshape(sent_BnTE.shape)
-        send_BnTEC = jax.nn.one_hot(jnp.where(sent_BnTE > 0, place_BnTE, C).astype(jnp.int32), C)
-        return send_BnTEC.sum(1), sent_BnTE.sum(1)
+        sent_BsE = jax.nn.one_hot(chosen_BTn.swapaxes(1, 2).reshape(B, n * T), E, dtype=jnp.int32)
+        place_Bs = ((jnp.cumsum(sent_BsE, axis=1) - 1) * sent_BsE).sum(-1)
+        place_BTn = place_Bs.reshape(B, n, T).swapaxes(1, 2)
+
+        def tokens(chosen_Tn: jax.Array, place_Tn: jax.Array) -> jax.Array:
+            return jnp.full((E, C), T).at[chosen_Tn, place_Tn].set(jnp.arange(T)[:, None], mode="drop")
+
+        return place_BTn, jax.vmap(tokens)(chosen_BTn, place_BTn)
 
 
 class Block(nnx.Module):
@@ -201,7 +206,7 @@ def build(config: MoEConfig, rngs: nnx.Rngs) -> Model:
 def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     """The stack of blocks, the head and the rest are units; experts lie on `expert`, heads and widths on `tensor`."""
     config = model.config
-    parallel.split(
+    js.parallel.split(
         model,
         {
             "*/experts/down": ("expert", "tensor", None),
@@ -271,6 +276,7 @@ def mixtral_8x7b() -> Recipe:
         model=MoEConfig(compute_dtype="bfloat16", remat="full"),
         sequence_length=4096,
         batch_size=1024,
+        accumulate=8,
         num_steps=100_000,
         learning_rate=3e-4,
         warmup_steps=2000,

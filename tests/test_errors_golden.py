@@ -22,7 +22,6 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard import parallel
 from jshard._revise import revise
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 
@@ -196,7 +195,7 @@ def over_tensor(*entries, mesh=None) -> nnx.Linear:
 
 def hold(*entries):
     mesh = js.mesh(fsdp=2, tensor=4)
-    call(shard(Model(lambda model, x: parallel.hold(model.out(x)[:, :62], *entries), nnx.Rngs(0)), mesh=mesh), X)
+    call(shard(Model(lambda model, x: js.parallel.hold(model.out(x)[:, :62], *entries), nnx.Rngs(0)), mesh=mesh), X)
 
 
 def two_meshes():
@@ -279,10 +278,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: a tensor axis that does not divide": lambda: over_tensor(
         None, "tensor", mesh=js.mesh(tensor=3, fsdp=2, devices=6)
     ),
-    "parallel.split: fewer dims": lambda: parallel.split(linear(), {"bias": (None, "tensor")}),
-    "parallel.split: no such parameter": lambda: parallel.split(linear(), {"up/kernel": (None, "tensor")}),
-    "parallel.hold: a data axis": lambda: parallel.hold(jnp.zeros((16, 64)), "fsdp", "model"),
-    "parallel.hold: does not divide": lambda: hold(None, "tensor"),
+    "js.parallel.split: fewer dims": lambda: js.parallel.split(linear(), {"bias": (None, "tensor")}),
+    "js.parallel.split: no such parameter": lambda: js.parallel.split(linear(), {"up/kernel": (None, "tensor")}),
+    "js.parallel.hold: a data axis": lambda: js.parallel.hold(jnp.zeros((16, 64)), "fsdp", "model"),
+    "js.parallel.hold: does not divide": lambda: hold(None, "tensor"),
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),

@@ -17,7 +17,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard import parallel
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read
 from tests.micro_gpt import MODELS, micro
@@ -147,11 +146,11 @@ class Along(nnx.Module):
 
     def __call__(self, x_BTD):
         heads = lambda y_BTD: y_BTD.reshape(*y_BTD.shape[:2], 2, -1)
-        k_BTHK, v_BTHK = (parallel.hold(heads(layer(x_BTD))) for layer in (self.k, self.v))
-        q_BTHK = parallel.hold(heads(self.q(x_BTD)), None, "tensor")
+        k_BTHK, v_BTHK = (js.parallel.hold(heads(layer(x_BTD))) for layer in (self.k, self.v))
+        q_BTHK = js.parallel.hold(heads(self.q(x_BTD)), None, "tensor")
         y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-        x_BTD = parallel.hold(x_BTD + self.out(y_BTHK.reshape(x_BTD.shape)), None, "tensor")
-        return parallel.hold(x_BTD + self.down(jax.nn.gelu(self.up(x_BTD))), None, "tensor")
+        x_BTD = js.parallel.hold(x_BTD + self.out(y_BTHK.reshape(x_BTD.shape)), None, "tensor")
+        return js.parallel.hold(x_BTD + self.down(jax.nn.gelu(self.up(x_BTD))), None, "tensor")
 
 
 class AlongModel(nnx.Module):
@@ -159,7 +158,7 @@ class AlongModel(nnx.Module):
         self.layers = nnx.List([Along(32, rngs=rngs) for _ in range(4)])
 
     def __call__(self, x_BTD):
-        x_BTD = parallel.hold(x_BTD, None, "tensor")
+        x_BTD = js.parallel.hold(x_BTD, None, "tensor")
         for layer in self.layers:
             x_BTD = layer(x_BTD)
         return x_BTD
@@ -223,4 +222,4 @@ def test_a_table_speaks_of_the_last_dims_and_of_axes_that_are_there():
 
 def test_outside_the_region_nothing_is_held():
     x = jnp.ones((3, 5))
-    assert parallel.hold(x, None, "tensor") is x
+    assert js.parallel.hold(x, None, "tensor") is x
