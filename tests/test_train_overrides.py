@@ -180,9 +180,9 @@ def test_unknown_key_names_the_nearest_and_all():
         "  why:   the recipe has no key 'learning_rat'.\n"
         "         its keys: sequence_length, batch_size, num_steps, learning_rate, warmup_steps, weight_decay,"
         " b1, b2,\n"
-        "         clip_norm, accumulate, eval_every, eval_sequences, checkpoint_every, keep_checkpoints, seed, ema,\n"
-        "         resume_from, model.width, model.heads, model.dropout, model.color, model.window, model.note,\n"
-        "         model.free, model.init, model.head.kind, model.head.sizes\n"
+        "         clip_norm, loss_scale, accumulate, eval_every, eval_sequences, checkpoint_every, keep_checkpoints,\n"
+        "         seed, ema, resume_from, model.width, model.heads, model.dropout, model.color, model.window,\n"
+        "         model.note, model.free, model.init, model.head.kind, model.head.sizes\n"
         "  do:    --set learning_rate=1e-3"
     )
 
