@@ -6,8 +6,7 @@
     jshard plan models/llama.py --recipe llama3_405b --topology h100:64x8    # without a GPU
 
 Against models/gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
-of queries that share those of keys and values. Everything up to `split_over_tensor` is plain Flax; `annotate` says what
-is sharded.
+of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` says what is sharded.
 
 Names end in the dims of the array they hold:
 
@@ -227,41 +226,41 @@ def generate(
 
 # ---- What `jshard train` asks of a model file ---------------------------------------------------
 
+# On a mesh with a tensor axis every device has some heads and some of the hidden features: the first matrices of each
+# half of a block are cut by columns and the last by rows, so that a half needs one sum over the devices, at its end.
+TENSOR = {
+    "*/attention/[qkv]/kernel": (None, "tensor"),
+    "*/attention/out/kernel": ("tensor", None),
+    "*/mlp/gate/kernel": (None, "tensor"),
+    "*/mlp/up/kernel": (None, "tensor"),
+    "*/mlp/down/kernel": ("tensor", None),
+}
+
 
 def build(config: LlamaConfig, rngs: nnx.Rngs) -> Llama:
     return Llama(config, rngs=rngs)
 
 
-def split_over_tensor(block: Block, config: LlamaConfig, degree: int) -> None:
-    """Tensor parallelism: every device has some heads and some of the hidden features.
-
-    The first matrices of each half are cut by columns and the last by rows, so that a half of a block needs one sum
-    over the devices, at its end; XLA puts it there. Tables of tokens, and the head, are not cut.
-    """
-    if config.n_kv_head % degree or config.d_ff % degree:
+def check_heads(config: LlamaConfig, degree: int) -> None:
+    """Raises where a head of keys would lie on two devices of the tensor axis; `fully_shard` sees to the rest."""
+    if config.n_kv_head % degree:
         raise js.AnnotationError(
-            "The model does not split over the tensor axis.",
+            "The heads do not split over the tensor axis.",
             where=f"mesh axis 'tensor' of degree {degree}",
-            why=f"n_kv_head={config.n_kv_head} or d_ff={config.d_ff} is no multiple of {degree}.",
-            do=f"choose a degree that divides both: --mesh tensor={math.gcd(config.n_kv_head, config.d_ff, degree)}.",
+            why=f"n_kv_head={config.n_kv_head} is no multiple of {degree}.",
+            do=f"choose a degree that divides it: --mesh tensor={math.gcd(config.n_kv_head, degree)}.",
         )
-    layers = (None,) if config.scan else ()
-    attention, mlp = block.attention, block.mlp
-    for first in (attention.q, attention.k, attention.v, mlp.gate, mlp.up):
-        first.kernel.set_metadata(out_sharding=(*layers, None, "tensor"), eager_sharding=False)
-    for last in (attention.out, mlp.down):  # eager: Flax would place arrays by this, without the other axes
-        last.kernel.set_metadata(out_sharding=(*layers, "tensor", None), eager_sharding=False)
 
 
 def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
+    check_heads(config, mesh.shape["tensor"])
+    js.parallel.split(model, TENSOR)
     precision = None
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
     for block in [model.blocks] if config.scan else model.blocks:
-        if (degree := mesh.shape.get("tensor", 1)) > 1:
-            split_over_tensor(block, config, degree)
         stacked = 1 if config.scan else 0
         js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=stacked)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
