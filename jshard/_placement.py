@@ -31,6 +31,7 @@ class Placement:
         reduce_dtype: dtype of the gradient's reduction.
         because: why the parameter is replicated; empty if it is sharded.
         layers: layers stacked in the leading dims; a scan gathers them one at a time.
+        offload: what of it lies in host memory: "optimizer", its optimizer state; "params", the parameter too.
     """
 
     shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Placement:
     reduce_dtype: str
     because: str = ""
     layers: int = 1
+    offload: str | None = None
 
     @property
     def size(self) -> int:
@@ -69,6 +71,11 @@ class Placement:
         return None if self.dim is None else self.dim - len(self.shape)
 
     @property
+    def on_host(self) -> bool:
+        """Whether the stored parameter lies in host memory."""
+        return self.offload == "params"
+
+    @property
     def partition_spec(self) -> PartitionSpec:
         return PartitionSpec(*self.spec)
 
@@ -83,7 +90,8 @@ class PlacementRule:
         shard_dim: the dim asked for: a number, for parameters that have that dim, or a function of (path, shape);
             None chooses.
         stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
-        min_size: parameters with fewer elements stay replicated.
+        min_size: parameters with fewer elements stay replicated, and on the device.
+        offload: what of larger ones lies in host memory.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -91,6 +99,7 @@ class PlacementRule:
     shard_dim: ShardDim = None
     stacked: int = 0
     min_size: int = 1024
+    offload: str | None = None
 
 
 def place(
@@ -134,6 +143,7 @@ def place(
         reduce_dtype=precision.reduce or gathered,
         because=because,
         layers=math.prod(shape[: rule.stacked]),
+        offload=rule.offload if math.prod(shape[rule.stacked :]) >= rule.min_size else None,
     )
 
 
