@@ -89,7 +89,7 @@ def host_sharding(mesh: Any, spec: PartitionSpec) -> NamedSharding:
 
 
 def asked_of_results(sharding: Any) -> Any:
-    """A sharding for the results of a program: of devices that are not there, the type alone says that it is the host's."""
+    """A sharding for the results of a program: of devices that are not there, their types alone name the host."""
     return NamedSharding(sharding.mesh, sharding.spec) if isinstance(sharding, _HostSharding) else sharding
 
 

@@ -31,8 +31,8 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
         raise AnnotationError(
             "There is no such offload.",
             where=f"fully_shard(offload={offload!r})",
-            why='it is "optimizer" (optimizer state lies in host memory), "params" (parameters and their gradients, too)'
-            " or None.",
+            why='it is "optimizer" (optimizer state lies in host memory), "params" (parameters and their gradients do,'
+            " too) or None.",
             do='js.fully_shard(block, mesh=mesh, offload="optimizer")',
         )
     if (offload or activations) and isinstance(mesh, Mesh):
