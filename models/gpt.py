@@ -233,7 +233,9 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
     if config.scan:
-        js.fully_shard(model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1, offload=offload)
+        js.fully_shard(
+            model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1, offload=offload
+        )
     else:
         for block in model.blocks:
             js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, offload=offload)

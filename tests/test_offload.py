@@ -59,7 +59,9 @@ def built(config: Config) -> Decoder:
     return model
 
 
-def annotated(config: Config, mesh: Mesh, make: Any = js.shard_init, offload: str | None = None, **settings: Any) -> Any:
+def annotated(
+    config: Config, mesh: Mesh, make: Any = js.shard_init, offload: str | None = None, **settings: Any
+) -> Any:
     def annotate(model: Decoder) -> None:
         for block in [model.blocks] if config.scanned else model.blocks:
             js.fully_shard(block, mesh=mesh, stacked=int(config.scanned), offload=offload, **settings)
@@ -98,9 +100,7 @@ def trained(config: Config = CONFIG, *, fsdp: int = 8, accumulate: int = 1, **se
 
 def kinds(tree: Any) -> dict[str, str]:
     """The memory of each array, by path."""
-    return {
-        jax.tree_util.keystr(path): x.sharding.memory_kind for path, x in jax.tree_util.tree_leaves_with_path(tree)
-    }
+    return {jax.tree_util.keystr(path): x.sharding.memory_kind for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def same(found: Trained, wanted: Trained) -> None:
@@ -155,7 +155,9 @@ def test_activations_go_to_the_host_and_give_the_same_gradients(config: Config, 
 def test_names_are_kept_for_policies_that_ask_for_them():
     keep = jax.checkpoint_policies.save_only_these_names("up")
     found = [
-        js.explain(annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat=remat), loss=loss_fn, batch=token_batch(CONFIG))
+        js.explain(
+            annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat=remat), loss=loss_fn, batch=token_batch(CONFIG)
+        )
         for remat in (keep, "full")
     ]
     kept, nothing = (one.memory.activations_bytes or 0 for one in found)
@@ -165,7 +167,8 @@ def test_names_are_kept_for_policies_that_ask_for_them():
 def test_explain_counts_what_lies_on_the_host():
     mesh = js.mesh(fsdp=8)
     here, state, params = (
-        js.explain(annotated(CONFIG, mesh, js.abstract_init, offload=offload)) for offload in (None, "optimizer", "params")
+        js.explain(annotated(CONFIG, mesh, js.abstract_init, offload=offload))
+        for offload in (None, "optimizer", "params")
     )
     assert here.memory.host_bytes == 0 and "host memory" not in str(here)
     assert state.memory.host_optimizer_bytes + state.memory.optimizer_bytes == here.memory.optimizer_bytes
@@ -207,7 +210,8 @@ def test_an_offload_that_does_not_exist_is_refused():
 
 
 LARGE = Config(layers=8, width=1024, hidden=4096, heads=16, vocab=4096, tied=False, attends=False)
-PART = 3 * 4 * 12 * 2**20 // 8  # of an update: a parameter of at least 8 MiB, or several; with its two moments
+MIB = 2**20
+UP_BYTES = 1024 * 4096 * 2  # of a layer's first product, for one sequence
 
 
 @functools.cache
@@ -219,5 +223,59 @@ def compiled(offload: str | None = None, remat: Any = "full", *, scanned: bool =
     model = annotated(config, mesh, js.abstract_init, offload, remat=remat, mixed_precision=policy)
     shape = jax.ShapeDtypeStruct((8, 1024), jnp.int32, sharding=batch_sharding(mesh))
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    lowered = lower_step(lambda model, batch: loss_fn(model, *batch), model, abstract_optimizer(model, tx), (shape, shape))
+    lowered = lower_step(
+        lambda model, batch: loss_fn(model, *batch), model, abstract_optimizer(model, tx), (shape, shape)
+    )
     return lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu"))
+
+
+def figures(**settings: Any) -> tuple[int, CompiledMemory]:
+    """What the program needs of the device, and all figures."""
+    memory = CompiledMemory.of(compiled(**settings))
+    assert memory is not None
+    return memory.arguments_bytes + memory.temporaries_bytes, memory
+
+
+def copies(text: str) -> list[str]:
+    """Lines of copies between the memories that the program waits for at once."""
+    return [line for line in text.splitlines() if re.search(r" copy\(", line) and "S(5)" in line]
+
+
+@needs_gpu_compiler
+@pytest.mark.usefixtures("no_stored_programs")
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan"])
+def test_on_gpus_what_is_offloaded_leaves_the_device(scanned: bool):
+    """Compiled, not run: state and parameters are arguments in host memory, and no more than parts are fetched."""
+    here, held = figures(scanned=scanned)
+    for offload, arrays in (("optimizer", 2), ("params", 3)):
+        need, memory = figures(offload=offload, scanned=scanned)
+        moved = memory.host_arguments_bytes
+        assert moved == pytest.approx(held.arguments_bytes * arrays / 3, rel=0.01)
+        assert memory.host_results_bytes == moved
+        assert need < here - 0.45 * moved, (offload, need / MIB, here / MIB, moved / MIB)
+        text = compiled(offload=offload, scanned=scanned).as_text() or ""
+        assert "copy-start(" in text and not copies(text)
+
+
+@needs_gpu_compiler
+@pytest.mark.usefixtures("no_stored_programs")
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan"])
+def test_on_gpus_activations_leave_the_device(scanned: bool):
+    kept, _ = figures(remat="dots", scanned=scanned)
+    need, memory = figures(remat="offload", scanned=scanned)
+    assert memory.host_temporaries_bytes == LARGE.layers * UP_BYTES
+    assert need < kept
+    assert not copies(compiled(remat="offload", scanned=scanned).as_text() or "")
+
+
+def test_the_audit_says_when_parameters_are_not_where_they_were_planned():
+    mesh = js.mesh(fsdp=8)
+    there, here = (annotated(CONFIG, mesh, js.abstract_init, offload=offload) for offload in ("params", None))
+    run = nnx.jit(nnx.value_and_grad(loss_fn))
+    batch = token_batch(CONFIG)
+    planned = js.plan(there)
+    assert js.audit(run.lower(there, *batch).lowered, plan=planned).ok
+    found = js.audit(run.lower(here, *batch).lowered, plan=planned)
+    assert [str(d) for d in found.differences] == [
+        "20.00 KiB of parameters are planned in host memory; 0 B of arguments are."
+    ]

@@ -22,6 +22,7 @@ from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.explain import human_bytes
 from jshard.inspect.hlo import KINDS
+from jshard.inspect.host import host_differences
 from jshard.inspect.schedule import Schedule, read_schedule
 from jshard.inspect.steps import Window
 from jshard.inspect.tables import add_row, made_table, printed
@@ -219,6 +220,8 @@ def audit(
     mesh = None if plan is None else AbstractMesh(tuple(n for _, n in plan.mesh), tuple(a for a, _ in plan.mesh))
     schedule = read_schedule(program, mesh=mesh, expect_collectives=True)
     found = () if plan is None else differences(schedule.windows, plan, accumulate=accumulate, sync=sync)
+    if plan is not None and any(leaf.placement.on_host for leaf in plan.leaves):
+        found += host_differences(program if isinstance(program, str) else program.as_text(), plan)
     return Audit(schedule, plan, memory, found)
 
 
