@@ -4,12 +4,11 @@ import dataclasses
 import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import flax.linen as nn
 import jax
 from flax import nnx
-from jax.sharding import NamedSharding
 
 from jshard import _annotation_checks as checks
 from jshard import _compat
@@ -33,10 +32,11 @@ from jshard._nnx import (
     plain_class,
     unit_of,
 )
+from jshard._offload import check_offload, sharding_of
 from jshard._padded import Padding, logical, logical_shape, padding_of, store
 from jshard._placement import Placement, PlacementRule, ShardDim, place
 from jshard._plan import owner_of
-from jshard._policies import MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
+from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
 from jshard._replicated import is_named
 from jshard._revise import revise
 from jshard._strategies import Strategy
@@ -58,6 +58,7 @@ def fully_shard(
     remat: Remat = "none",
     prefetch: int | str | None = 1,
     strategy: str | Strategy | None = None,
+    offload: str | None = None,
     shard_dim: ShardDim = None,
     stacked: int = 0,
     ignored: Any = None,
@@ -94,8 +95,9 @@ def fully_shard(
             device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
             the root, False for the root itself, whose parameters backward needs at once.
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
-        remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"full"` or a policy from
-            `jax.checkpoint_policies`. Gathered parameters are never kept on its account.
+        remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"offload"`, `"full"` or a policy from
+            `jax.checkpoint_policies`. Gathered parameters are never kept on its account. `"offload"` keeps what
+            `"dots"` keeps of products with weights, in host memory; a policy offloads activations by name.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
             the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
@@ -104,6 +106,9 @@ def fully_shard(
             --auto` has measured to be the quickest for this model on these devices; where nothing was measured,
             gathered parameters are kept if all that is known before a step takes less than half of a device's
             memory. `js.explain` shows what was chosen, and why.
+        offload: what of the unit lies in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for its
+            parameters. `"params"`: its parameters and their gradients, too: each is brought to the device before
+            it is gathered. Parameters below `min_size` stay on the device.
         shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
             that returns a number, or None to choose as usual.
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
@@ -126,7 +131,7 @@ def fully_shard(
 
     Raises:
         AnnotationError: an argument does not fit the model; all bad parameters in one message.
-        MeshError: the mesh has no `fsdp` axis, or axes that are not Auto.
+        MeshError: the mesh has no `fsdp` axis, or axes that are not Auto, or no host memory to offload to.
 
     Example:
         >>> for block in model.blocks:
@@ -136,6 +141,7 @@ def fully_shard(
     check_mesh(mesh)
     check_remat(remat)
     check_strategy(strategy)
+    check_offload(offload, mesh, activations=remat == OFFLOADED)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
     if not isinstance(module, nn.Module):
         checks.check_modules(modules)
@@ -163,10 +169,12 @@ def fully_shard(
         stacked,
         min_size,
         pads=not isinstance(module, nn.Module),
+        offload=offload,
     )
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
+        checks.check_no_offload(offload)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
     if strategy is not None:
@@ -296,7 +304,7 @@ def _place_arrays(module: nnx.Module) -> None:
         value = value if padding is None else padding.pad(value)
         if _given_spec(variable):  # Flax would place it, and the optimizer's copies of it, by the model's axes alone
             variable.set_metadata(eager_sharding=False)
-        sharding = NamedSharding(cast(Any, unit.mesh), placement.partition_spec)
+        sharding = sharding_of(unit.mesh, placement.partition_spec, on_host=placement.on_host)
         if isinstance(value, jax.ShapeDtypeStruct):
             value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
         elif is_concrete(unit.mesh) and not _compat.is_tracer(value):

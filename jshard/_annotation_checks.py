@@ -34,6 +34,17 @@ def check_no_strategy(strategy: Any) -> None:
         )
 
 
+def check_no_offload(offload: Any) -> None:
+    """Raises if parameters or optimizer state of a Linen model were to lie in host memory."""
+    if offload is not None:
+        raise AnnotationError(
+            "Host memory for parameters and optimizer state is for nnx models only.",
+            where=f"fully_shard(offload={offload!r})",
+            why="the TrainState of a Linen model is updated by Optax alone, which would mix arrays of both memories.",
+            do='js.fully_shard(model, mesh=mesh, units=Block, remat="offload")  # activations',
+        )
+
+
 def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: Any, min_size: Any) -> None:
     """Raises for settings of another type than the annotation takes."""
     checks = (

@@ -12,10 +12,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._errors import AnnotationError
 from jshard._mesh import REPLICA
 from jshard._nnx import Path, plain_class, unit_of
+from jshard._offload import sharding_of, to_device
 from jshard._padded import Padding, logical, store
 from jshard._placement import Placement, PlacementRule, place
 from jshard._plan import root_forgotten
 from jshard._policies import MixedPrecision
+from jshard._streamed import Part, streamed
+
+_PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
 
 
 def shard_optimizer(
@@ -30,6 +34,9 @@ def shard_optimizer(
     State with the shape of a parameter lies as the parameter does; other large state is sharded along a dim that
     divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
     compiles twice, as its counters do not lie on the mesh yet; and it refuses parameters that are stored padded.
+
+    State of parameters that were annotated with `offload` lies in host memory, and so it stays: an update brings it to
+    the device and takes it back, leaf by leaf. Such parameters need this optimizer.
 
     Args:
         model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it.
@@ -57,7 +64,7 @@ def shard_optimizer(
     model_def, model_state = nnx.split(model)
 
     def init(model_state: Any) -> Any:
-        made = nnx.Optimizer(nnx.merge(model_def, model_state), optimizer.tx, wrt=wrt)
+        made = type(optimizer)(nnx.merge(model_def, to_device(model_state)), optimizer.tx, wrt=wrt)
         return nnx.state(_padded(made, _places(model, over_replica=shard_replicated)))
 
     return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
@@ -87,11 +94,60 @@ def abstract_optimizer(
         )
     places = _places(model, over_replica=shard_replicated)
     placed = _placed(tx, places, mesh)
-    made = nnx.eval_shape(lambda model: nnx.Optimizer(model, placed, wrt=wrt), model)
+    kind = OffloadedOptimizer if places.any_on_host else nnx.Optimizer
+    made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
     graphdef, state = nnx.split(_padded(made, places))
     return nnx.merge(
         graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
     )
+
+
+class OffloadedOptimizer(nnx.Optimizer):
+    """An `nnx.Optimizer` of arrays in host memory: they are updated on the device, and go back to where they were."""
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
+        """As `nnx.Optimizer.update`, a part of the parameters after another; the updates are on the device."""
+        graphdef, state = nnx.split((model, self))
+        flat, tree = jax.tree_util.tree_flatten_with_path(state)
+        leaves, (of_grads, grads_tree) = [x for _, x in flat], jax.tree.flatten(grads)
+        shape_of_updates: Any = None
+
+        def update(*arrays: jax.Array) -> list[jax.Array]:
+            nonlocal shape_of_updates
+            model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays[: len(leaves)]))
+            its_grads = jax.tree.unflatten(grads_tree, arrays[len(leaves) :])
+            updates = nnx.Optimizer.update(optimizer, model, its_grads, **to_device(kwargs))
+            of_updates, shape_of_updates = jax.tree.flatten(updates)
+            return [*jax.tree.leaves(nnx.state((model, optimizer))), *of_updates]
+
+        grad_paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(grads)[0]]
+        parts = _parts(model, [path for path, _ in flat], grad_paths)
+        device = [jax.ShapeDtypeStruct((), "float32")] * len(of_grads)
+        found = streamed(update, [*leaves, *of_grads], parts, like=[*leaves, *device])
+        nnx.update((model, self), jax.tree.unflatten(tree, found[: len(leaves)]))
+        return jax.tree.unflatten(shape_of_updates, found[len(leaves) :])
+
+
+def _parts(model: nnx.Module, paths: list[tuple], of_grads: list[tuple]) -> list[Part]:
+    """Parameters with their gradients and their state, several together, those first whose gradients come first."""
+    unit = unit_of(model)
+    assert unit is not None, "shard_optimizer was given the root"
+    members = {tuple(map(str, m.path)): m.placement for m in unit.members if m.placement.offload}
+    found: dict[tuple[str, ...], Part] = {path: ([], []) for path in members}
+    for i, path in enumerate([*paths, *of_grads]):
+        keys = key_texts(path)
+        tail = next((keys[start:] for start in range(len(keys)) if keys[start:] in members), None)
+        if tail is not None:
+            found[tail][0].append(i)
+            found[tail][1].extend([i] if i < len(paths) else [])
+    parts, size = [([], [])], 0
+    for path in reversed(members):
+        for all_of, more in zip(parts[-1], found[path], strict=True):
+            all_of.extend(more)
+        size += members[path].bytes_per_device
+        if size >= _PART_BYTES:
+            parts, size = [*parts, ([], [])], 0
+    return [part for part in parts if part[0]]
 
 
 class StatePlaces:
@@ -129,6 +185,17 @@ class StatePlaces:
         if parameter.dim is None and self._over_replica:
             return self._over_replicas(parameter)
         return parameter.partition_spec
+
+    @property
+    def any_on_host(self) -> bool:
+        """Whether any of the state lies in host memory."""
+        return any(parameter.offload is not None for parameter in self._parameters.values())
+
+    def on_host(self, path: tuple[str, ...], shape: tuple[int, ...]) -> bool:
+        """Whether an array of the state lies in host memory: one of the shape of a parameter that is offloaded."""
+        parameter = self.parameter(path)
+        shapes = () if parameter is None or parameter.offload is None else (parameter.shape, parameter.stored_shape)
+        return shape in shapes
 
     def padding(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Padding | None:
         """The padding of an array of the state: that of its parameter, if it has its shape."""
@@ -175,7 +242,8 @@ def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh
     keys = tuple(map(str, path))
 
     def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, places.spec(keys, x.shape)))
+        sharding = sharding_of(mesh, places.spec(keys, x.shape), on_host=places.on_host(keys, x.shape))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     return variable.replace(jax.tree.map(one, variable.get_raw_value()))
 

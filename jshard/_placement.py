@@ -32,6 +32,7 @@ class Placement:
         because: why the parameter is replicated; empty if it is sharded.
         layers: layers stacked in the leading dims; a scan gathers them one at a time.
         padding: rows of zeros at the end of `dim` in the stored array, without which it would not divide.
+        offload: what of it lies in host memory: "optimizer", its optimizer state; "params", the parameter too.
     """
 
     shape: tuple[int, ...]
@@ -45,6 +46,7 @@ class Placement:
     because: str = ""
     layers: int = 1
     padding: int = 0
+    offload: str | None = None
 
     @property
     def size(self) -> int:
@@ -80,6 +82,11 @@ class Placement:
         return None if self.dim is None else self.dim - len(self.shape)
 
     @property
+    def on_host(self) -> bool:
+        """Whether the stored parameter lies in host memory."""
+        return self.offload == "params"
+
+    @property
     def partition_spec(self) -> PartitionSpec:
         return PartitionSpec(*self.spec)
 
@@ -104,8 +111,9 @@ class PlacementRule:
         shard_dim: the dim asked for: a number, for parameters that have that dim, or a function of (path, shape);
             None chooses.
         stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
-        min_size: parameters with fewer elements stay replicated.
+        min_size: parameters with fewer elements stay replicated, and on the device.
         pads: a dim that does not divide may be stored padded; else the parameter is replicated.
+        offload: what of larger ones lies in host memory.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -114,6 +122,7 @@ class PlacementRule:
     stacked: int = 0
     min_size: int = 1024
     pads: bool = True
+    offload: str | None = None
 
 
 def place(
@@ -161,6 +170,7 @@ def place(
         because=because,
         layers=math.prod(shape[: rule.stacked]),
         padding=0 if dim is None else -shape[dim] % degree,
+        offload=rule.offload if math.prod(shape[rule.stacked :]) >= rule.min_size else None,
     )
 
 

@@ -51,6 +51,7 @@ class GPTConfig:
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
+    offload: str | None = None  # "optimizer" or "params": what lies in host memory
 
     def __post_init__(self) -> None:
         if self.d_model % self.n_head:
@@ -235,16 +236,18 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
-    low = config.compute_dtype != "float32"
+    offload, low = config.offload, config.compute_dtype != "float32"
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
     if config.scan:
-        js.fully_shard(model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1)
+        js.fully_shard(
+            model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1, offload=offload
+        )
     else:
         for block in model.blocks:
-            js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat)
+            js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, offload=offload)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
-        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
-    js.fully_shard(model, mesh=mesh, mixed_precision=precision)
+        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False, offload=offload)
+    js.fully_shard(model, mesh=mesh, mixed_precision=precision, offload=offload)
 
 
 def loss_fn(model: GPT, batch: Batch) -> jax.Array:

@@ -6,7 +6,8 @@
     jshard plan models/llama.py --recipe llama3_405b --topology h100:64x8    # without a GPU
 
 Against models/gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
-of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` says what is sharded.
+of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` says what is
+sharded.
 
 Names end in the dims of the array they hold:
 

@@ -227,6 +227,13 @@ def loss(model, *batch):
     return (model(*batch) ** 2).mean()
 
 
+def without_host_memory(mesh: Mesh) -> object:
+    """Offload on devices that say that they have memory of their own only."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jshard._compat.memory_kinds", lambda device: ["device"])
+        return js.fully_shard(linear(), mesh=mesh, offload="params")
+
+
 ERRORS: dict[str, Callable[[], object]] = {
     "mesh: unknown axis": lambda: js.mesh(data=2),
     "mesh: unknown axes": lambda: js.mesh(data=2, model=4),
@@ -254,6 +261,9 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: no submodule": lambda: shard(linear(), units=nnx.Conv),
     "fully_shard: group that does not divide": lambda: shard(linear(), reshard_after_forward=3),
     "fully_shard: remat": lambda: shard(linear(), remat="all"),
+    "fully_shard: offload": lambda: shard(linear(), offload="cpu"),
+    "fully_shard: offload of a Linen model": lambda: shard(nn.Dense(8), mesh=js.mesh(), offload="params"),
+    "fully_shard: no host memory": lambda: without_host_memory(js.mesh(fsdp=2, devices=jax.devices()[:2])),
     "fully_shard: prefetch": lambda: shard(linear(), prefetch="some"),
     "scan_layers: none": lambda: js.scan_layers([], X),
     "scan_layers: not equal": lambda: js.scan_layers([linear(), nnx.Linear(64, 12, rngs=nnx.Rngs(0))], X),

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._offload import back, to_device
 from jshard._placement import spec_over
 from jshard._plan import root_forgotten
 from jshard.engine.collectives import all_gather, reduce_scatter
@@ -96,6 +97,7 @@ def _accumulate(
         (value, (aux, state)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
             params, copies, state, part
         )
+        grads = to_device(grads)
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
         return (total + value, sums, state), aux
 
@@ -103,9 +105,9 @@ def _accumulate(
     dtype = jax.eval_shape(loss, params, copies, state, jax.tree.map(lambda x: x[0], parts))[0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, state), parts)
     if once:
-        grads = jax.tree.map(jnp.add, grads, _reduce_once(params, of_copies, members, unit))
+        grads = jax.tree.map(jnp.add, grads, to_device(_reduce_once(params, of_copies, members, unit)))
     nnx.update(model, state)
-    grads = jax.tree.map(lambda g: g / steps, grads)
+    grads = back(jax.tree.map(lambda g: g / steps, grads), params)
     value = total / steps
     return ((value, aux) if has_aux else value), grads
 

@@ -141,8 +141,16 @@ class Place:
         """The results, and the token that they are there."""
         return outs, started
 
+    def sent(self, order: Token | None, outs: list, away: list) -> tuple[list, list, Token | None]:
+        """What is saved in host memory, on its way there before the results leave.
+
+        The compiler would else take it there only where backward fetches it, and save nothing.
+        """
+        (outs, away), _ = tie(None, self.axes, outs, away)
+        return outs, away, order
+
     def gather_again_after(self, wait: Token | None, kept: list, gradients: list) -> tuple[list, list, Token | None]:
-        """Backward: holds back what the unit is gathered from."""
+        """Backward: holds back what the unit is gathered from, and what lies in host memory."""
         (kept, gradients), wait = tie(wait, self.axes, kept, gradients)
         return kept, gradients, wait
 
@@ -208,6 +216,12 @@ class Chained(Place):
             return outs, started
         ([out],), done = tie(started, self.axes, [outs[at]])
         return [*outs[:at], _minus(out, done), *outs[at + 1 :]], done
+
+    def sent(self, order: Any, outs: list, away: list) -> tuple[list, list, Token]:
+        """Ties the results to what the units before have sent, and the next ones to this: it travels meanwhile."""
+        outs, order = self.finish(order, outs)
+        (away,), order = tie(order, self.axes, away)
+        return outs, away, order
 
     def gather_again_after(self, wait: Any, kept: list, gradients: list) -> tuple[list, list, Token]:
         """Ties them to a later unit's backward, or to the unit's own incoming gradients."""

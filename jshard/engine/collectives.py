@@ -8,6 +8,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._mesh import FSDP, data_axes
+from jshard._offload import fetched, placed_like
 from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
 
@@ -18,9 +19,9 @@ def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The full parameter in its gathered dtype, counted as different on every data shard.
 
     The shard is made varying over all data axes *before* the gather: else differentiation would all-reduce
-    the full gradient over `replica` instead of the shard.
+    the full gradient over `replica` instead of the shard. A shard in host memory is brought to the device first.
     """
-    shard = vary(shard, data_axes(mesh)).astype(placement.gathered_dtype)
+    shard = vary(fetched(shard), data_axes(mesh)).astype(placement.gathered_dtype)
     dim = _dim(shard, placement)
     if dim is None:
         return shard
@@ -65,9 +66,9 @@ def scatter(full: jax.Array, placement: Placement) -> jax.Array:
 
 
 def all_reduce(gradient: jax.Array, mesh: Mesh, like: jax.Array) -> jax.Array:
-    """The sum over the data axes on which the stored shard is the same: not over those that it is split over."""
+    """The sum over the data axes on which the stored shard is the same, and put where it lies."""
     extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(gradient) - _compat.varying_axes(like))
-    return (lax.psum(gradient, extra) if extra else gradient).astype(like.dtype)
+    return placed_like((lax.psum(gradient, extra) if extra else gradient).astype(like.dtype), like)
 
 
 def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.Array) -> jax.Array:

@@ -18,11 +18,12 @@ from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
-from jshard._placement import spec_over
+from jshard._placement import Placement, spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.chain import Chain
 from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only
+from jshard.engine.hosted import on_device
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.overwritten import largest_over_shards
@@ -49,7 +50,7 @@ def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
     call = Call(module, method, args, kwargs)
     split = split_batch(call, unit)
     if split is None:
-        with global_view():
+        with global_view(), on_device(module, unit):
             return method(module, *args, **kwargs)
     return _Island(call, unit, cast(Mesh, unit.mesh), split).run()
 
@@ -155,7 +156,7 @@ class _Island:
         by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
         for path, node in nnx.iter_graph(live.graph):
             member = by_path.get(path) if isinstance(node, nnx.Param) else None
-            if member is not None and member.placement.dim is not None and not self.region.gathered:
+            if member is not None and _comes_and_goes(member.placement) and not self.region.gathered:
                 hold_shard(node, member.placement, self.mesh)
             if isinstance(node, nnx.RngKey) and self.split.shards > 1:
                 node.set_raw_value(self._fold(node.get_raw_value()))
@@ -172,6 +173,10 @@ class _Island:
         for _ in range(key.ndim):
             fold = jax.vmap(fold)
         return fold(key)
+
+
+def _comes_and_goes(placement: Placement) -> bool:
+    return placement.dim is not None or placement.on_host
 
 
 def _member(call: Call, path: tuple) -> Member | None:

@@ -82,7 +82,7 @@ def hold_full(variable: nnx.Variable) -> None:
 
 # What may happen to a shard before its all-gather: it is passed on, recast, stacked or picked by layer.
 _PASSING = frozenset(
-    "broadcast_in_dim concatenate convert_element_type copy copy_p dynamic_slice expand_dims name"
+    "broadcast_in_dim concatenate convert_element_type copy copy_p device_put dynamic_slice expand_dims name"
     " optimization_barrier pcast pvary reshape slice split squeeze stack transpose".split()
 )
 

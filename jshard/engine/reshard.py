@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard._mesh import data_axes
+from jshard._offload import hosted
 from jshard._placement import Placement
 from jshard.engine.asked import Asked, filled, is_nothing, values
 from jshard.engine.chain import Place, Token
@@ -77,6 +78,9 @@ def sharded(
         residuals, tree = jax.tree.flatten(pull)
         slots = tuple(next((i for i, w in enumerate(full) if r is w), None) for r in residuals)
         saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]
+        if away := hosted(saved):
+            outs, sent, order = place.sent(order, outs, [saved[i] for i in away])
+            saved = _with(saved, away, sent)
         return (outs, (started, done, order)), (shards, kept, saved, _Pull(tree, slots, asked))
 
     def backward(residuals: tuple | None, cotangents: tuple) -> tuple:
@@ -86,10 +90,11 @@ def sharded(
             return (place.released(wait, wait), order), None, None, None, None
         shards, kept, saved, pull = residuals
         with jax.named_scope(f"{scope(name)}/backward"):
-            gradients = filled(gradients)
-            if saving.reshard is not False:
-                kept = [vary(x, axes) for x in kept]
+            gradients, away = filled(gradients), hosted(saved)
+            if saving.reshard is not False or away:
+                kept = [*(vary(x, axes) for x in kept), *(saved[i] for i in away)]
                 kept, gradients, wait = place.gather_again_after(wait, kept, gradients)
+                kept, saved = kept[: len(placements)], _with(saved, away, kept[len(placements) :])
             full = _full_again(saving.reshard, kept, placements, mesh)
             full, gradients, started = place.start(wait, full, gradients)
             of_full, of_others, of_inputs = pull.restore(full, saved)(gradients)
@@ -97,10 +102,19 @@ def sharded(
             scattered = [None if g is None else scatter(g, p) for g, p in zip(of_full, placements, strict=True)]
             scattered, order = place.reduced(done, scattered)
             of_shards = [None if g is None else all_reduce(g, mesh, x) for g, x in zip(scattered, shards, strict=True)]
+            if away := hosted(of_shards):
+                sent, order = place.reduced(order, [of_shards[i] for i in away])
+                of_shards = _with(of_shards, away, sent)
         return (place.released(started, done), order), of_shards, of_others, of_inputs, None
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run
+
+
+def _with(arrays: list, at: list[int], values: list) -> list:
+    """The arrays with others in some places."""
+    new = dict(zip(at, values, strict=True))
+    return [new.get(i, x) for i, x in enumerate(arrays)]
 
 
 def _kept(reshard: bool | int, full: list, shards: list, placements: list[Placement]) -> list:

@@ -10,6 +10,7 @@ from jshard._errors import CallError
 from jshard._mesh import AnyMesh
 from jshard._nnx import plain_class, unit_of
 from jshard.engine.context import current_region, in_global_view, in_plain_flax
+from jshard.engine.hosted import on_device
 from jshard.engine.island import open_region
 from jshard.engine.unit import run_as_flax, run_unit
 
@@ -21,7 +22,8 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     if in_plain_flax():
         return run_as_flax(module, unit, method, args, kwargs)
     if in_global_view():
-        return method(module, *args, **kwargs)
+        with on_device(module, unit):
+            return method(module, *args, **kwargs)
     region = current_region()
     if region is not None:
         return run_unit(module, unit, region, method, args, kwargs, outermost=False)

@@ -58,10 +58,16 @@ def put(rows: Any, i: Any, values: Any) -> Any:
 
 
 def like(x: jax.Array) -> jax.Array:
-    """Zeros of an array's type."""
-    return vary(jnp.zeros(x.shape, x.dtype), tuple(_compat.varying_axes(x)))
+    """Rows of an array's type, to be written."""
+    return _rows(jax.typeof(x), x.shape)
 
 
 def empty(aval: Any, length: int) -> jax.Array:
-    """Zeros: rows of a type."""
-    return vary(jnp.zeros((length, *aval.shape), aval.dtype), tuple(aval.manual_axis_type.varying))
+    """Rows of a type, to be written."""
+    return _rows(aval, (length, *aval.shape))
+
+
+def _rows(aval: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Zeros; in host memory, if that is where the type lies."""
+    rows = _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else jnp.zeros(shape, aval.dtype)
+    return vary(rows, tuple(aval.manual_axis_type.varying))

@@ -13,9 +13,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._errors import CallError
 from jshard._mesh import data_axes, data_degree
 from jshard._nnx import OUTER, OWN, Member, Unit, dotted, plain_class
+from jshard._offload import fetched
 from jshard._placement import Placement
 from jshard._plan import resharded
-from jshard._policies import checkpoint_policy
+from jshard._policies import checkpoint_policy, offloads
 from jshard.engine.body import Body
 from jshard.engine.call import Call, is_array, is_nnx, raw
 from jshard.engine.chain import Place
@@ -47,9 +48,10 @@ def run_unit(
     body = Body(call, tuple(mine), unit.policy.mixed_precision, region)
     placements = [member.placement for member in mine.values()]
     shards = [raw(call.params[i][1]) for i in mine]
-    is_sharded = any(p.dim is not None for p in placements)
-    reshard = resharded(unit, is_root=outermost) if is_sharded else False
-    if not is_sharded or (outermost and reshard is False):
+    comes_and_goes = any(p.dim is not None or p.on_host for p in placements)
+    reshard = resharded(unit, is_root=outermost) if comes_and_goes else False
+    in_place = comes_and_goes or (bool(placements) and offloads(unit.policy.remat))
+    if not in_place or (outermost and reshard is False):
         return _run_plainly(body, region, unit, shards, placements)
     return _run_in_place(body, region, unit, shards, placements, reshard)
 
@@ -64,7 +66,7 @@ def run_as_flax(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
     call = Call(module, method, args, kwargs)
     mine = gathered_here(call, unit, not unit.nested)
     body = Body(call, tuple(mine), unit.policy.mixed_precision, None)
-    values = [raw(call.params[i][1]).astype(member.placement.gathered_dtype) for i, member in mine.items()]
+    values = [fetched(raw(call.params[i][1])).astype(member.placement.gathered_dtype) for i, member in mine.items()]
     compute = checkpointed(body.compute, unit, kept=True)
     return _split_along_batch(body.finish(compute(values, body.others, body.inputs, body.fixed, None)), unit)
 

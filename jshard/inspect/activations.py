@@ -10,6 +10,7 @@ import jax
 from flax import nnx
 from jax.extend import core as jex
 
+from jshard import _compat
 from jshard._mesh import data_degree
 from jshard._nnx import unit_of
 from jshard._plan import root_forgotten
@@ -18,6 +19,8 @@ from jshard.engine.context import shapes_only
 
 Saved = collections.Counter
 """How often an array of (shape and dtype, bytes on one device, first dim) is saved."""
+
+_ON_HOST = " on the host"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +32,14 @@ class Activations:
             parameters that are kept for backward are among them.
         outside_bytes: the part of it that no layer saves: what the head and the loss need.
         recomputed_bytes: what backward computes again of one layer, under its remat policy.
+        offloaded_bytes: what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what
+            is fetched of a layer.
     """
 
     saved_bytes: int
     outside_bytes: int
     recomputed_bytes: int
+    offloaded_bytes: int = 0
 
 
 def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Activations:
@@ -61,8 +67,10 @@ def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
         whole: what would be saved if nothing were computed again.
         depths: of the units that repeat, how many layers each holds.
     """
-    outside = sum(n * size for (_, size, rows), n in saved.items() if not _of_layers(n, rows, depths))
-    return Activations(_total(saved), outside, max(0, _total(whole) - _total(saved)) // max(1, sum(depths)))
+    here = Saved({kind: n for kind, n in saved.items() if not kind[0].endswith(_ON_HOST)})
+    outside = sum(n * size for (_, size, rows), n in here.items() if not _of_layers(n, rows, depths))
+    again = max(0, _total(whole) - _total(here)) // max(1, sum(depths))
+    return Activations(_total(here), outside, again, _total(saved) - _total(here))
 
 
 def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Saved:
@@ -120,4 +128,5 @@ def _kind(aval: Any, shards: int) -> tuple[str, int, int]:
     if jax.numpy.issubdtype(aval.dtype, jax.dtypes.extended):
         return "key", 0, 0  # random keys
     rows = aval.shape[0] if len(aval.shape) > 1 else 0
-    return f"{aval.dtype}{aval.shape}", math.prod(aval.shape) * aval.dtype.itemsize // shards, rows
+    place = _ON_HOST if _compat.on_host(aval) else ""
+    return f"{aval.dtype}{aval.shape}{place}", math.prod(aval.shape) * aval.dtype.itemsize // shards, rows

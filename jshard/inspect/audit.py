@@ -22,6 +22,7 @@ from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.explain import human_bytes
 from jshard.inspect.hlo import KINDS
+from jshard.inspect.host import host_differences
 from jshard.inspect.schedule import Schedule, read_schedule
 from jshard.inspect.steps import Window
 from jshard.inspect.tables import add_row, made_table, printed
@@ -39,6 +40,9 @@ class CompiledMemory:
         shared_bytes: that part of them.
         temporaries_bytes: everything between.
         peak_bytes: the most at one time.
+        host_arguments_bytes: arguments in host memory; the figures above are of the device's own memory.
+        host_results_bytes: likewise results.
+        host_temporaries_bytes: likewise everything between.
     """
 
     arguments_bytes: int
@@ -46,6 +50,14 @@ class CompiledMemory:
     shared_bytes: int
     temporaries_bytes: int
     peak_bytes: int
+    host_arguments_bytes: int = 0
+    host_results_bytes: int = 0
+    host_temporaries_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        """What the program takes of the host's memory; results lie in the place of arguments."""
+        return max(self.host_arguments_bytes, self.host_results_bytes) + self.host_temporaries_bytes
 
     @classmethod
     def of(cls, compiled: jax.stages.Compiled) -> "CompiledMemory | None":
@@ -57,13 +69,27 @@ class CompiledMemory:
         told, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
         # XLA:CPU leaves the temporaries out of its peak.
         peak = told if told - standing > temporaries / 100 else standing + temporaries
+        peak = (
+            min(peak, standing + temporaries) if _host_figures(found) else peak
+        )  # what it tells counts the host's too
         return cls(
             arguments_bytes=found.argument_size_in_bytes,
             results_bytes=found.output_size_in_bytes,
             shared_bytes=found.alias_size_in_bytes,
             temporaries_bytes=temporaries,
             peak_bytes=peak,
+            **_host_figures(found),
         )
+
+
+def _host_figures(found: Any) -> dict[str, int]:
+    """Bytes in host memory; none where there are none, as on CPU, whose memory is the host's."""
+    figures = {
+        "host_arguments_bytes": found.host_argument_size_in_bytes,
+        "host_results_bytes": found.host_output_size_in_bytes,
+        "host_temporaries_bytes": found.host_temp_size_in_bytes,
+    }
+    return figures if any(figures.values()) else {}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -194,6 +220,8 @@ def audit(
     mesh = None if plan is None else AbstractMesh(tuple(n for _, n in plan.mesh), tuple(a for a, _ in plan.mesh))
     schedule = read_schedule(program, mesh=mesh, expect_collectives=True)
     found = () if plan is None else differences(schedule.windows, plan, accumulate=accumulate, sync=sync)
+    if plan is not None and any(leaf.placement.on_host for leaf in plan.leaves):
+        found += host_differences(program if isinstance(program, str) else program.as_text() or "", plan)
     return Audit(schedule, plan, memory, found)
 
 
@@ -244,7 +272,10 @@ def _memory_table(memory: CompiledMemory) -> Table:
     add_row(table, "arguments: state and batch", human_bytes(memory.arguments_bytes))
     add_row(table, "results that take no argument's place", human_bytes(memory.results_bytes - memory.shared_bytes))
     add_row(table, "temporaries", human_bytes(memory.temporaries_bytes))
-    add_row(table, "peak", human_bytes(memory.peak_bytes), style="bold")
+    add_row(table, "peak", human_bytes(memory.peak_bytes), style="bold", end_section=bool(memory.host_bytes))
+    if memory.host_bytes:
+        add_row(table, "in host memory: arguments", human_bytes(memory.host_arguments_bytes))
+        add_row(table, "in host memory: temporaries", human_bytes(memory.host_temporaries_bytes))
     return table
 
 

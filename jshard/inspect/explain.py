@@ -100,7 +100,7 @@ class Explanation:
     def to_json(self) -> str:
         """Everything as JSON text; the plan in it is what `ShardPlan.from_json` reads."""
         bytes_ = dataclasses.asdict(self.memory)
-        bytes_ |= {"held_bytes": self.memory.held_bytes, "step_bytes": self.memory.step_bytes}
+        bytes_ |= {name: getattr(self.memory, name) for name in ("held_bytes", "step_bytes", "host_bytes")}
         traffic = [dataclasses.asdict(t) | {"wire_bytes": t.wire_bytes} for t in self.traffic]
         units = [
             {"unit": name, "count": count, "gathered_bytes": unit_bytes(self.plan, unit.name)}
@@ -206,8 +206,20 @@ def _memory_table(held: Memory) -> Table:
         add_row(table, "computed again of a layer", human_bytes(held.recomputed_bytes), "estimate: by remat")
     total = "in a step" if known else "in a step, without activations"
     where = "estimate: at the head or in a layer, whichever is more" if known else "estimate"
-    add_row(table, total, human_bytes(held.step_bytes), where, style="bold")
+    add_row(table, total, human_bytes(held.step_bytes), where, style="bold", end_section=bool(held.host_bytes))
+    _add_host_rows(table, held)
     return table
+
+
+def _add_host_rows(table: Table, held: Memory) -> None:
+    if not held.host_bytes:
+        return
+    add_row(table, "in host memory: parameters", human_bytes(held.host_parameters_bytes), "plan")
+    add_row(table, "in host memory: their gradients", human_bytes(held.host_parameters_bytes), "plan")
+    add_row(table, "in host memory: optimizer state", human_bytes(held.host_optimizer_bytes), "plan")
+    if held.activations_bytes is not None:
+        add_row(table, "in host memory: activations", human_bytes(held.host_activations_bytes), "estimate: saved")
+    add_row(table, "in host memory, for this device", human_bytes(held.host_bytes), "", style="bold")
 
 
 def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> Table:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jshard._offload import HOST_KIND
 from jshard._optimizer import StatePlaces, key_texts
 from jshard._placement import Placement
 from jshard._plan import LeafPlan, ShardPlan, UnitPlan
@@ -43,6 +44,9 @@ class Memory:
         activations_bytes: what autodiff saves for backward; None if it was not estimated.
         outside_bytes: what no layer saves of that, but the head and the loss; with copies that they keep.
         recomputed_bytes: what backward computes again of one layer, under its remat policy.
+        host_parameters_bytes: parameters in host memory, a device's part of them; their gradients take as much.
+        host_optimizer_bytes: likewise optimizer state.
+        host_activations_bytes: likewise of what autodiff saves. All figures above are of the device's own memory.
     """
 
     parameters_bytes: int
@@ -58,6 +62,9 @@ class Memory:
     activations_bytes: int | None = None
     outside_bytes: int = 0
     recomputed_bytes: int = 0
+    host_parameters_bytes: int = 0
+    host_optimizer_bytes: int = 0
+    host_activations_bytes: int = 0
 
     def with_activations(self, found: Activations) -> "Memory":
         """The same with what a traced program saves; copies that are kept are counted as such already."""
@@ -66,12 +73,18 @@ class Memory:
             activations_bytes=max(0, found.saved_bytes - self.kept_bytes),
             outside_bytes=found.outside_bytes,
             recomputed_bytes=found.recomputed_bytes,
+            host_activations_bytes=found.offloaded_bytes,
         )
 
     @property
     def held_bytes(self) -> int:
         """What a device holds between steps: parameters and optimizer state."""
         return self.parameters_bytes + self.optimizer_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """What a step takes of the host's memory for one device."""
+        return 2 * self.host_parameters_bytes + self.host_optimizer_bytes + self.host_activations_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -95,7 +108,8 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
         plan: the plan.
         optimizer: an `nnx.Optimizer` or an Optax transformation; None assumes `optax.adamw`.
     """
-    state_bytes, name = optimizer_bytes(plan, optimizer)
+    state_bytes, on_host, name = optimizer_bytes(plan, optimizer)
+    parameters_on_host = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
     gathered = {unit.name: unit_bytes(plan, unit.name) for unit in plan.units}
     kept, passing = sum(kept_bytes(plan, unit) for unit in plan.units), {"": 0}
     for unit in plan.units:
@@ -104,8 +118,10 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
     largest = max(passing, key=lambda name: passing[name])
     gradients = [_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
     return Memory(
-        parameters_bytes=plan.bytes_per_device,
-        gradients_bytes=sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.trained),
+        parameters_bytes=plan.bytes_per_device - parameters_on_host,
+        gradients_bytes=sum(
+            leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.trained and not leaf.placement.on_host
+        ),
         optimizer_bytes=state_bytes,
         optimizer=name,
         kept_bytes=kept,
@@ -114,6 +130,8 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
         prefetched_bytes=_prefetched_bytes(plan, passing),
         largest_gradient_bytes=max(gradients),
         layer_gradient_bytes=max(gradients[1:], default=0),
+        host_parameters_bytes=parameters_on_host,
+        host_optimizer_bytes=on_host,
     )
 
 
@@ -148,7 +166,7 @@ def kept_bytes(plan: ShardPlan, unit: UnitPlan) -> int:
 
 def copy_bytes(placement: Placement) -> int:
     """Bytes of the gathered copy on a device, all layers; 0 where the stored array serves as it is."""
-    same = placement.dim is None and placement.gathered_dtype == placement.dtype
+    same = placement.dim is None and placement.gathered_dtype == placement.dtype and not placement.on_host
     return 0 if same else placement.gathered_bytes
 
 
@@ -167,8 +185,8 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     return total
 
 
-def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, str]:
-    """Bytes of optimizer state on one device, and whose state it is.
+def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, str]:
+    """Bytes of optimizer state on one device, those in host memory for it, and whose state it is.
 
     State with the shape of its parameter lies as the parameter does, other state of a parameter along a dim that
     divides, the rest is replicated, as `js.shard_optimizer` does it. An `nnx.Optimizer` with arrays is measured.
@@ -183,7 +201,8 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, str]:
         name = "AdamW assumed" if optimizer is None else "given"
     by_path = {tuple(leaf.path.split("/")): leaf.placement for leaf in plan.leaves}
     places = StatePlaces(by_path, plan.mesh)
-    return sum(_state_bytes(path, x, places, dict(plan.mesh)) for path, x in found), name
+    sizes = [(_state_bytes(path, x, places, dict(plan.mesh)), _state_on_host(path, x, places)) for path, x in found]
+    return sum(n for n, away in sizes if not away), sum(n for n, away in sizes if away), name
 
 
 def _abstract_parameters(plan: ShardPlan) -> nnx.State:
@@ -194,6 +213,12 @@ def _abstract_parameters(plan: ShardPlan) -> nnx.State:
         shape = jax.ShapeDtypeStruct(leaf.placement.shape, jnp.dtype(leaf.placement.dtype))
         flat.append((path, nnx.Param(shape)))
     return nnx.from_flat_state(flat)
+
+
+def _state_on_host(path: tuple, x: Any, places: StatePlaces) -> bool:
+    if getattr(x, "sharding", None) is not None:
+        return x.sharding.memory_kind == HOST_KIND
+    return places.on_host(key_texts(path), x.shape)
 
 
 def _state_bytes(path: tuple, x: Any, places: StatePlaces, degrees: dict[str, int]) -> int:

@@ -16,8 +16,10 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._nnx import unit_of
+from jshard._offload import to_device
 from jshard._plan import root_forgotten
 from jshard.train.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.train.model_file import LossFn
@@ -152,12 +154,12 @@ def _lowered(
         optimizer.update(model, grads)
         state = nnx.state((model, optimizer))
         _check_unchanged(before, _paths(state))
-        scalars = {"loss": loss, "grad_norm": optax.tree.norm(grads)}
+        scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads))}
         if (found := loss_scale_of(optimizer)) is not None:
             scalars |= {"loss_scale": found.scale, "skipped_steps": found.skipped}
         return jax.tree.leaves(state), scalars
 
-    shardings = [leaf.sharding for leaf in leaves]
+    shardings = [_compat.asked_of_results(leaf.sharding) for leaf in leaves]
     everywhere = NamedSharding(mesh, PartitionSpec())
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).lower(leaves, batch)
 

@@ -1,0 +1,281 @@
+"""Host memory: the same numbers as without it, arrays where they were said to be, and what the compiler makes of it."""
+
+import dataclasses
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
+
+import jshard as js
+from jshard import _compat
+from jshard._mesh import batch_sharding
+from jshard._optimizer import abstract_optimizer
+from jshard.cluster.topology import parse_topology, topology_devices
+from jshard.inspect.audit import CompiledMemory
+from jshard.train.step import lower_step
+from tests.gpu_compiler import needs_gpu_compiler
+from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
+from tests.parity import PARAMETER_TOLERANCE, flat
+
+CONFIG = Config(attends=False)
+STACKED = dataclasses.replace(CONFIG, scanned=True)
+
+
+class Named(Block):
+    """A block that names what is worth keeping."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + self.down(jax.nn.gelu(checkpoint_name(self.up(self.mlp_norm(x)), "up")))
+
+
+class Scanning(Decoder):
+    """The decoder of stacked blocks, by `scan_layers`."""
+
+    def __call__(self, ids: jax.Array) -> jax.Array:
+        x = self.norm(js.scan_layers(self.blocks, self.embed(ids)))
+        return self.embed.attend(x) if self.config.tied else self.head(x)
+
+
+UP_ON_HOST = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[],
+    names_which_can_be_offloaded=["up"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+
+
+def built(config: Config) -> Decoder:
+    model = (Scanning if config.scanned else Decoder)(config, nnx.Rngs(0))
+    for block in [model.blocks] if config.scanned else model.blocks:
+        object.__setattr__(block, "__class__", Named)
+    return model
+
+
+def annotated(
+    config: Config, mesh: Mesh, make: Any = js.shard_init, offload: str | None = None, **settings: Any
+) -> Any:
+    def annotate(model: Decoder) -> None:
+        for block in [model.blocks] if config.scanned else model.blocks:
+            js.fully_shard(block, mesh=mesh, stacked=int(config.scanned), offload=offload, **settings)
+        js.fully_shard(model, mesh=mesh, offload=offload)
+
+    return make(lambda: built(config), annotate)
+
+
+@dataclasses.dataclass
+class Trained:
+    """A model after two steps, and what came of them."""
+
+    model: Decoder
+    optimizer: nnx.Optimizer
+    losses: list[float]
+    gradients: Any
+
+
+@functools.cache
+def trained(config: Config = CONFIG, *, fsdp: int = 8, accumulate: int = 1, **settings: Any) -> Trained:
+    """Two steps that know nothing of memories."""
+    mesh = js.mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
+    model = annotated(config, mesh, **settings)
+    optimizer = js.shard_optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
+    grad_fn = js.value_and_grad(loss_fn, accumulate=accumulate)
+
+    @nnx.jit
+    def step(model: Decoder, optimizer: nnx.Optimizer, *batch: Any) -> tuple[jax.Array, Any]:
+        loss, grads = grad_fn(model, *batch)
+        optimizer.update(model, grads)
+        return loss, grads
+
+    found = [step(model, optimizer, *token_batch(config)) for _ in range(2)]
+    return Trained(model, optimizer, [float(loss) for loss, _ in found], found[-1][1])
+
+
+def kinds(tree: Any) -> dict[str, str]:
+    """The memory of each array, by path."""
+    return {jax.tree_util.keystr(path): x.sharding.memory_kind for path, x in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def same(found: Trained, wanted: Trained) -> None:
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=1e-6)
+    mine, theirs = (flat(nnx.state(one.model, nnx.Param)) for one in (found, wanted))
+    assert mine.keys() == theirs.keys()
+    norm = lambda arrays: np.sqrt(sum(float(np.sum(np.square(x))) for x in arrays))
+    assert norm(mine[path] - theirs[path] for path in theirs) < PARAMETER_TOLERANCE * norm(theirs.values())
+
+
+def large(path: str) -> bool:
+    return "kernel" in path or "embedding" in path
+
+
+@pytest.mark.parametrize("fsdp", [8, 1])
+def test_optimizer_state_lives_on_the_host_and_trains_the_same(fsdp: int):
+    found = trained(fsdp=fsdp, offload="optimizer")
+    same(found, trained())
+    moments = {path: kind for path, kind in kinds(nnx.state(found.optimizer)).items() if "mu" in path or "nu" in path}
+    assert moments and all(kind == ("pinned_host" if large(p) else "device") for p, kind in moments.items())
+    assert set(kinds(nnx.state(found.model)).values()) == {"device"}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"fsdp": 1}, {"accumulate": 2}, {"config": STACKED, "remat": "offload"}],
+    ids=["fsdp", "one device", "microbatches", "scan, activations too"],
+)
+def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]):
+    found = trained(offload="params", **settings)
+    same(found, trained(**{name: settings[name] for name in ("config", "accumulate") if name in settings}))
+    for tree in (nnx.state(found.model), found.gradients):
+        assert all(kind == ("pinned_host" if large(path) else "device") for path, kind in kinds(tree).items())
+    batch, _ = token_batch(CONFIG)
+    with js.global_view():
+        np.testing.assert_allclose(found.model(batch[:1])[0], found.model(batch)[0], atol=1e-5)
+
+
+@pytest.mark.parametrize("remat", ["offload", UP_ON_HOST], ids=["products", "by name"])
+@pytest.mark.parametrize("config", [CONFIG, STACKED], ids=["unrolled", "scan"])
+def test_activations_go_to_the_host_and_give_the_same_gradients(config: Config, remat: Any):
+    mesh = js.mesh(fsdp=8)
+    model = annotated(config, mesh, js.abstract_init, remat=remat)
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)) for x in token_batch(config)]
+    held = js.explain(model, loss=loss_fn, batch=tuple(shapes)).memory
+    tokens = 16 * 16 // 8
+    assert held.host_activations_bytes == config.layers * tokens * config.hidden * 4
+    if remat == "offload":
+        same(trained(config, remat=remat), trained(config))
+
+
+def test_names_are_kept_for_policies_that_ask_for_them():
+    keep = jax.checkpoint_policies.save_only_these_names("up")
+    found = [
+        js.explain(
+            annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat=remat), loss=loss_fn, batch=token_batch(CONFIG)
+        )
+        for remat in (keep, "full")
+    ]
+    kept, nothing = (one.memory.activations_bytes or 0 for one in found)
+    assert kept - nothing == CONFIG.layers * (16 * 16 // 8) * CONFIG.hidden * 4
+
+
+def test_explain_counts_what_lies_on_the_host():
+    mesh = js.mesh(fsdp=8)
+    here, state, params = (
+        js.explain(annotated(CONFIG, mesh, js.abstract_init, offload=offload))
+        for offload in (None, "optimizer", "params")
+    )
+    assert here.memory.host_bytes == 0 and "host memory" not in str(here)
+    assert state.memory.host_optimizer_bytes + state.memory.optimizer_bytes == here.memory.optimizer_bytes
+    assert params.memory.host_parameters_bytes + params.memory.parameters_bytes == here.memory.parameters_bytes
+    assert params.memory.host_bytes == state.memory.host_bytes + 2 * params.memory.host_parameters_bytes
+    assert "in host memory: optimizer state" in str(state)
+    real = trained(offload="params")
+    measured = js.explain(real.model, optimizer=real.optimizer).memory
+    assert measured.host_optimizer_bytes == params.memory.host_optimizer_bytes
+
+
+def test_a_checkpoint_keeps_the_memory_and_the_values(tmp_path):
+    saved = trained(offload="params")
+    js.checkpoint.save(tmp_path / "one", {"model": saved.model, "optimizer": saved.optimizer})
+    mesh = js.mesh(fsdp=8)
+    model = annotated(CONFIG, mesh, js.abstract_init, offload="params")
+    like = {"model": model, "optimizer": abstract_optimizer(model, saved.optimizer.tx)}
+    found = js.checkpoint.restore(tmp_path / "one", like=like)
+    for name, object_ in (("model", saved.model), ("optimizer", saved.optimizer)):
+        assert kinds(nnx.state(found[name])) == kinds(nnx.state(object_))
+        for mine, theirs in zip(*(jax.tree.leaves(nnx.state(x)) for x in (found[name], object_)), strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+    plain = annotated(CONFIG, mesh, js.abstract_init)
+    there = js.checkpoint.restore(tmp_path / "one", like={"model": plain}, only="params")["model"]
+    assert set(kinds(nnx.state(there)).values()) == {"device"}
+
+
+def test_devices_without_host_memory_are_refused_with_what_they_have(monkeypatch):
+    monkeypatch.setattr(_compat, "memory_kinds", lambda device: ["device"])
+    with pytest.raises(js.MeshError, match=r"memories: device\n[^$]*'pinned_host'; 8 of 8 devices lack it"):
+        annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="params")
+    with pytest.raises(js.MeshError, match='remat="offload" needs'):
+        annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat="offload")
+
+
+def test_an_offload_that_does_not_exist_is_refused():
+    with pytest.raises(js.AnnotationError, match=r"fully_shard\(offload='cpu'\)"):
+        annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="cpu")
+
+
+LARGE = Config(layers=8, width=1024, hidden=4096, heads=16, vocab=4096, tied=False, attends=False)
+MIB = 2**20
+UP_BYTES = 1024 * 4096 * 2  # of a layer's first product, for one sequence
+
+
+@functools.cache
+def compiled(offload: str | None = None, remat: Any = "full", *, scanned: bool = False) -> jax.stages.Compiled:
+    """A step on 8 GPUs that are not there, a sequence of 1024 tokens on each."""
+    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h200:1x8")))
+    policy = js.MixedPrecision(param="bfloat16", reduce="float32")
+    config = dataclasses.replace(LARGE, scanned=scanned)
+    model = annotated(config, mesh, js.abstract_init, offload, remat=remat, mixed_precision=policy)
+    shape = jax.ShapeDtypeStruct((8, 1024), jnp.int32, sharding=batch_sharding(mesh))
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    lowered = lower_step(
+        lambda model, batch: loss_fn(model, *batch), model, abstract_optimizer(model, tx), (shape, shape)
+    )
+    return lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu"))
+
+
+def figures(**settings: Any) -> tuple[int, CompiledMemory]:
+    """What the program needs of the device, and all figures."""
+    memory = CompiledMemory.of(compiled(**settings))
+    assert memory is not None
+    return memory.arguments_bytes + memory.temporaries_bytes, memory
+
+
+def copies(text: str) -> list[str]:
+    """Lines of copies between the memories that the program waits for at once."""
+    return [line for line in text.splitlines() if re.search(r" copy\(", line) and "S(5)" in line]
+
+
+@needs_gpu_compiler
+@pytest.mark.usefixtures("no_stored_programs")
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan"])
+def test_on_gpus_what_is_offloaded_leaves_the_device(scanned: bool):
+    """Compiled, not run: state and parameters are arguments in host memory, and no more than parts are fetched."""
+    here, held = figures(scanned=scanned)
+    for offload, arrays in (("optimizer", 2), ("params", 3)):
+        need, memory = figures(offload=offload, scanned=scanned)
+        moved = memory.host_arguments_bytes
+        assert moved == pytest.approx(held.arguments_bytes * arrays / 3, rel=0.01)
+        assert memory.host_results_bytes == moved
+        assert need < here - 0.45 * moved, (offload, need / MIB, here / MIB, moved / MIB)
+        text = compiled(offload=offload, scanned=scanned).as_text() or ""
+        assert "copy-start(" in text and not copies(text)
+
+
+@needs_gpu_compiler
+@pytest.mark.usefixtures("no_stored_programs")
+@pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scan"])
+def test_on_gpus_activations_leave_the_device(scanned: bool):
+    kept, _ = figures(remat="dots", scanned=scanned)
+    need, memory = figures(remat="offload", scanned=scanned)
+    assert memory.host_temporaries_bytes == LARGE.layers * UP_BYTES
+    assert need < kept
+    assert not copies(compiled(remat="offload", scanned=scanned).as_text() or "")
+
+
+def test_the_audit_says_when_parameters_are_not_where_they_were_planned():
+    mesh = js.mesh(fsdp=8)
+    there, here = (annotated(CONFIG, mesh, js.abstract_init, offload=offload) for offload in ("params", None))
+    run = nnx.jit(nnx.value_and_grad(loss_fn))
+    batch = token_batch(CONFIG)
+    planned = js.plan(there)
+    assert js.audit(run.lower(there, *batch).lowered, plan=planned).ok
+    found = js.audit(run.lower(here, *batch).lowered, plan=planned)
+    assert [str(d) for d in found.differences] == [
+        "20.00 KiB of parameters are planned in host memory; 0 B of arguments are."
+    ]
