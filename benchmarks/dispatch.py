@@ -31,10 +31,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from iterations import Instant, Iterations, Terminal
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
+from benchmarks.iterations import Instant, Iterations, Terminal
 from jshard import train
 from jshard.train.metrics.mfu import Peak, peak_bytes
 from jshard.train.metrics.services import available, open_trackers

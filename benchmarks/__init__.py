@@ -1,0 +1,1 @@
+"""Benchmarks of jshard beside what people use today: `python -m benchmarks.run`."""

@@ -1,0 +1,37 @@
+"""What can be measured, and the modules that do it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from types import ModuleType
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A module with `TITLE`, `MEASURES_TIME`, `run(quick=...)` and `table(result)`.
+
+    It may have `arguments(parser)`, whose options `run` takes as keywords, `pictures(result, folder, stem)`, and
+    `merged(reports)`, for processes that are measured apart.
+    """
+
+    module: str
+    what: str
+
+    def load(self) -> ModuleType:
+        """The module."""
+        return importlib.import_module(f"benchmarks.{self.module}")
+
+
+CASES = {
+    "step": Case("step.case", "a training step beside raw Flax and PyTorch's FSDP2, on the CPU or on GPUs"),
+    "init": Case("init", "seconds and memory to create a sharded model"),
+    "compile": Case("compile", "seconds to trace and to compile a step, by depth, beside plain Flax"),
+    "dispatch": Case("dispatch", "host work per step, beside nnx.jit and nnx.cached_partial"),
+    "scale": Case("scale", "a step compiled for 8 to 16,384 GPUs; needs the extra plan-gpu, and no GPU"),
+    "strategies": Case("strategies", "strategies over model sizes, compiled for 64 GPUs; needs plan-gpu, and no GPU"),
+    "limiter": Case("limiter", "budgets of prefetching, compiled for GPUs; needs plan-gpu, and no GPU"),
+    "memory": Case("memory", "memory of a step, estimated and compiled for GPU clusters; needs plan-gpu, and no GPU"),
+    "optimizers": Case("optimizers", "how far each Optax optimizer is from one device on sharded state"),
+    "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
+}

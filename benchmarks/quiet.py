@@ -1,0 +1,43 @@
+"""How busy other programs keep the machine, while ours wait."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+_SAMPLE_S = 0.3
+QUIET = 0.1  # of the cores' time
+
+
+def busy_share(seconds: float = _SAMPLE_S) -> float | None:
+    """The share of the cores' time that goes to programs, over a moment; None where the system does not tell."""
+    before = _ticks()
+    time.sleep(seconds)
+    after = _ticks()
+    if before is None or after is None or after[1] == before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1])
+
+
+def wait_for_quiet(limit_s: float) -> bool:
+    """Waits until nobody else works, for so long at most.
+
+    Returns:
+        Whether the machine is quiet, as far as can be told.
+    """
+    end = time.monotonic() + limit_s
+    while (busy := busy_share(1.0)) is not None and busy > QUIET:
+        if time.monotonic() > end:
+            return False
+    return True
+
+
+def _ticks() -> tuple[int, int] | None:
+    """Busy ones and all of them, since the machine began."""
+    try:
+        first = Path("/proc/stat").read_text().splitlines()[0]
+    except OSError:
+        return None
+    user, nice, system, idle, iowait, *others = map(int, first.split()[1:9])
+    busy = user + nice + system + sum(others)
+    return busy, busy + idle + iowait

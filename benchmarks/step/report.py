@@ -1,0 +1,146 @@
+"""The tables and pictures of the step benchmark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.pictures import new_axes, save
+from benchmarks.step import flops
+from benchmarks.step.sizes import Sizes
+from benchmarks.step.summary import (
+    Spread,
+    difference,
+    grad_norms,
+    host_s,
+    losses,
+    overhead,
+    peak_bytes,
+    ratios,
+    rss_bytes,
+    step_s,
+)
+
+_OURS = "jshard"
+_RAW = {"jshard chain": "raw Flax", "jshard scan": "raw Flax"}
+_OVERHEAD_GOAL, _RAW_GOAL, _HOST_GOAL_MS = 1.10, 1.10, 1.0
+
+
+def table(result: Mapping[str, Any]) -> list[str]:
+    """The tables in Markdown."""
+    sizes, candidates = Sizes(**result["sizes"]), result["candidates"]
+    lines = [_what(result, sizes), "", *_steps(result, sizes)]
+    lines += ["", *(f"Left out: {name}: {why}" for name, why in result["left_out"].items())]
+    return [*lines, *_goals(candidates), "", *_losses(candidates)]
+
+
+def _what(result: Mapping[str, Any], sizes: Sizes) -> str:
+    lived = "alive side by side" if result["alive"] else "started anew for each turn"
+    return (
+        f"A GPT of {sizes.num_parameters / 1e6:.1f}M parameters ({sizes.n_layer} layers, d={sizes.d_model}, vocabulary"
+        f" {sizes.vocab_size}, {sizes.dtype}, remat {sizes.remat}), batch {sizes.batch} x {sizes.block_size} per"
+        f" process, AdamW, gradient norm. {result['processes']} processes on {result['device']}"
+        f"{', one thread on one core each' if result['device'] == 'cpu' else ''}. {result['rounds']} rounds in which"
+        f" every candidate has its turn of {result['steps']} steps, in another order; candidates are {lived}, and one"
+        " of them computes at a time. Medians of rounds with their range."
+    )
+
+
+def _steps(result: Mapping[str, Any], sizes: Sizes) -> list[str]:
+    peak = result["peak_flops_per_s"]
+    heads = ["step, ms", "sharded / unsharded", "tokens/s", "host, ms"]
+    heads += ["TFLOP/s per GPU", "of peak", "MFU"] if peak else []
+    heads += ["peak, MB", "compiled, MB", "collectives in the program", "until ready, s"]
+    lines = [_line("candidate", *heads), "|---|" + "---:|" * len(heads)]
+    for name, row in result["candidates"].items():
+        times = Spread.of(step_s(row))
+        compared = overhead(result["candidates"], name)
+        facts = row["facts"]
+        cells = [times.text(".1f", 1e3), compared.text(".2f") if compared else "1"]
+        cells += [f"{result['processes'] * sizes.tokens / times.median:,.0f}", f"{1e3 * host_s(row):.2f}"]
+        cells += _utilisation(sizes, times.median, peak) if peak else []
+        compiled = facts["compiled_bytes"]
+        collectives = ", ".join(f"{count} {kind}" for kind, count in sorted(facts["collectives"].items()))
+        cells += [f"{(peak_bytes(row) or rss_bytes(row)) / 1e6:,.0f}", f"{compiled / 1e6:,.0f}" if compiled else ""]
+        lines.append(_line(name, *cells, collectives, f"{facts['ready_s']:.0f}"))
+    kinds = "of a process" if result["device"] == "cpu" else "of device memory, as the framework counts it"
+    notes = [
+        f"`peak` is {kinds}, while it trains; `compiled` what XLA lays out for state, batch and temporaries.",
+        "`host` is CPU time of the thread that starts a step, the quickest of a turn; an eager step computes in it.",
+        "`sharded / unsharded`: over the same framework's unsharded step with the same batch per process, by rounds.",
+    ]
+    return [*lines, "", *notes, *([flops.FORMULA] if peak else [])]
+
+
+def _utilisation(sizes: Sizes, seconds: float, peak: float) -> list[str]:
+    done, model = flops.done_flops(sizes) / seconds, flops.model_flops(sizes) / seconds
+    return [f"{done / 1e12:.1f}", f"{done / peak:.1%}", f"{model / peak:.1%}"]
+
+
+def _goals(candidates: Mapping[str, Any]) -> list[str]:
+    lines = ["", "| goal | reached |", "|---|---|"]
+    for name, raw in _RAW.items():
+        if name not in candidates:
+            continue
+        compared = overhead(candidates, name)
+        if compared:
+            lines.append(f"| {name}: sharded / unsharded <= {_OVERHEAD_GOAL:.2f} | {compared.text('.2f')} |")
+        if raw in candidates:
+            over = ratios(candidates[raw], candidates[name])
+            lines.append(f"| {raw}'s step / {name}'s >= {_RAW_GOAL:.1f} | {over.text('.2f')} |")
+        lines.append(f"| {name}: host <= {_HOST_GOAL_MS:.0f} ms per step | {1e3 * host_s(candidates[name]):.2f} |")
+    return lines if len(lines) > 3 else []
+
+
+def _losses(candidates: Mapping[str, Any]) -> list[str]:
+    lines = []
+    for sharded, what in ((True, "Sharded, the global batch"), (False, "Unsharded, the mean over processes")):
+        rows = {name: row for name, row in candidates.items() if row["sharded"] == sharded}
+        if not rows:
+            continue
+        apart = difference(candidates, sharded=sharded)
+        told = "" if apart is None else f": at most {apart:.1e} apart in {len(losses(next(iter(rows.values()))))} steps"
+        lines += [f"Losses. {what}{told}.", "", _line("candidate", "first", "second", "last", "last gradient norm")]
+        lines.append("|---|" + "---:|" * 4)
+        for name, row in rows.items():
+            series = losses(row)
+            figures = (f"{series[index]:.6f}" for index in (0, 1, -1))
+            lines.append(_line(name, *figures, f"{grad_norms(row)[-1]:.5f}"))
+        lines.append("")
+    return lines[:-1]
+
+
+def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
+    """Steps and overheads as bars with their range, and the losses."""
+    candidates = result["candidates"]
+    bars = {name: Spread.of([1e3 * time for time in step_s(row)]) for name, row in candidates.items()}
+    over = {name: found for name in candidates if (found := overhead(candidates, name))}
+    made = [_bars(bars, "ms of a step", folder / f"{stem}_steps.png")]
+    if over:
+        made.append(_bars(over, "sharded step / unsharded step of the same framework", folder / f"{stem}_overhead.png"))
+    axes = new_axes(width=7, height=4)
+    for name, row in candidates.items():
+        if row["sharded"]:
+            axes.plot(losses(row), label=name, linewidth=1.2, linestyle="-" if name.startswith(_OURS) else "--")
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.legend(fontsize=7)
+    return [*made, save(axes, folder / f"{stem}_losses.png")]
+
+
+def _bars(spreads: Mapping[str, Spread], label: str, path: Path) -> Path:
+    axes = new_axes(width=7, height=0.6 + 0.35 * len(spreads))
+    for place, (name, spread) in enumerate(spreads.items()):
+        color = "#2f9e6e" if name.startswith(_OURS) else "#8a97a6"
+        error = [[spread.median - spread.least], [spread.most - spread.median]]
+        axes.barh(place, spread.median, xerr=error, color=color, capsize=2)
+        axes.annotate(f" {spread.median:.3g}", (spread.most, place), va="center", fontsize=7)
+    axes.set_yticks(range(len(spreads)), list(spreads))
+    axes.invert_yaxis()
+    axes.set_xlabel(label)
+    return save(axes, path)
+
+
+def _line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"

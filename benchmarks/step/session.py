@@ -1,0 +1,135 @@
+"""A session: all candidates live side by side, and only one of them computes at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.quiet import busy_share, wait_for_quiet
+from benchmarks.step.candidates import Candidate
+from benchmarks.step.place import Place
+from benchmarks.step.sizes import Sizes
+from benchmarks.step.workers import CandidateError, Workers, interpreter
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Session:
+    """What is measured, and how.
+
+    Attributes:
+        sizes: of the model.
+        place: of the processes.
+        device: "cpu" or "gpu".
+        rounds: in each of them every candidate has its turn, in another order.
+        steps: that are timed in a turn; one before them is not.
+        alive: candidates stay in memory from turn to turn; else each turn starts its processes anew.
+        wait_s: seconds at most to wait for a quiet machine, once all have started.
+        torch_python: the interpreter with PyTorch; this one by default.
+    """
+
+    sizes: Sizes
+    place: Place
+    device: str
+    rounds: int
+    steps: int
+    alive: bool
+    wait_s: float = 0
+    torch_python: str | None = None
+
+    def measure(self, candidates: Iterable[Candidate]) -> dict[str, Any]:
+        """The figures of all rounds.
+
+        Returns:
+            "candidates": by name, the facts and by process the rounds; "left_out": why some have none;
+            "others_share": of the cores' time that other programs took between the turns.
+        """
+        found: dict[str, Any] = {}
+        left_out: dict[str, str] = {}
+        turns = _Turns(self, list(candidates), left_out)
+        if self.wait_s:
+            print("waiting for a quiet machine", flush=True)
+            wait_for_quiet(self.wait_s)
+        busy = []
+        try:
+            for round_ in range(self.rounds):
+                order = list(turns.candidates)
+                random.Random(round_).shuffle(order)
+                for candidate in order:
+                    if candidate.name not in left_out:
+                        busy.append(busy_share())
+                        self._turn(turns, candidate, round_, found, left_out)
+        finally:
+            turns.close()
+        names = [c.name for c in turns.candidates if c.name in found and c.name not in left_out]
+        known = [share for share in busy if share is not None]
+        return {
+            "candidates": {name: found[name] for name in names},
+            "left_out": left_out,
+            "others_share": statistics.median(known) if known else None,
+        }
+
+    def _turn(self, turns: _Turns, candidate: Candidate, round_: int, found: dict, left_out: dict) -> None:
+        try:
+            facts, answers = turns.take(candidate, round_)
+        except CandidateError as error:
+            left_out[candidate.name] = str(error)
+            print(f"{candidate.name} is left out: {error}", flush=True)
+            return
+        told = {"sharded": candidate.sharded, "alone": candidate.alone, "anew": not self.alive}
+        row = found.setdefault(candidate.name, told | {"facts": facts[0], "processes": {}})
+        for process, begun, answer in zip(self.place.mine, facts, answers, strict=True):
+            mine = row["processes"].setdefault(str(process), {"first_loss": begun["losses"][0], "rounds": []})
+            mine["rounds"].append(answer)
+        print(f"round {round_ + 1}: {candidate.name:<18}{1e3 * answers[0]['step_s']:9.1f} ms", flush=True)
+
+
+class _Turns:
+    """The workers of a session, alive or started for each turn."""
+
+    def __init__(self, session: Session, candidates: list[Candidate], left_out: dict[str, str]) -> None:
+        self._session, self.candidates = session, candidates
+        self._alive: dict[str, tuple[Workers, list[dict[str, Any]]]] = {}
+        self._starts = 0
+        if session.alive:
+            for candidate in candidates:
+                try:
+                    self._alive[candidate.name] = self._started(candidate)
+                except CandidateError as error:
+                    left_out[candidate.name] = str(error)
+                    print(f"{candidate.name} is left out: {error}", flush=True)
+
+    def take(self, candidate: Candidate, round_: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """The facts and the answers of the processes for a turn."""
+        session = self._session
+        request = {"first": 1, "warm": 1, "steps": session.steps}
+        if session.alive:
+            workers, facts = self._alive[candidate.name]
+            request["first"] += round_ * (1 + session.steps)
+            return facts, workers.ask(**request)
+        workers, facts = self._started(candidate)
+        try:
+            return facts, workers.ask(**request)
+        finally:
+            workers.close()
+
+    def close(self) -> None:
+        """Ends all workers."""
+        for workers, _ in self._alive.values():
+            workers.close()
+
+    def _started(self, candidate: Candidate) -> tuple[Workers, list[dict[str, Any]]]:
+        session = self._session
+        self._starts += 1
+        python = interpreter(candidate, session.torch_python)
+        print(f"starting {candidate.name}", flush=True)
+        workers = Workers(
+            candidate, session.sizes, session.place, device=session.device, python=python, number=self._starts
+        )
+        try:
+            return workers, workers.ready()
+        except CandidateError:
+            workers.close()
+            raise
