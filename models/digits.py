@@ -92,7 +92,7 @@ def _parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
             "The digits need the package scikit-learn.",
             where="models/digits.py",
             why="the images come with it, and it is not installed.",
-            do="pip install scikit-learn",
+            do="pip install scikit-learn  # or 'jshard[digits]'",
         ) from error
     pixels, labels = map(np.asarray, load_digits(return_X_y=True))
     images = (pixels.reshape(-1, *IMAGE_SHAPE) / 16).astype(np.float32)
