@@ -56,7 +56,8 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
     leaf = found[0]
     if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
         array = _as_dtype(np.asarray(_picked(pick, found)), wanted.dtype)
-        array = np.pad(array, [(0, size - own) for size, own in zip(wanted.shape, array.shape, strict=True)])
+        if array.shape != wanted.shape:  # which is padded
+            array = np.pad(array, [(0, size - own) for size, own in zip(wanted.shape, array.shape, strict=True)])
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
     if pick.form == "stack":
         return _stacked(wanted.dtype, wanted.sharding)(found)
