@@ -78,5 +78,5 @@ def back(tree: Any, like: Any) -> Any:
 
 
 def hosted(arrays: Sequence) -> list[int]:
-    """Positions of the arrays that lie on the host."""
-    return [i for i, x in enumerate(arrays) if _compat.on_host(x)]
+    """Positions of the arrays that lie on the host; a gradient that nobody asked for is None, and lies nowhere."""
+    return [i for i, x in enumerate(arrays) if x is not None and _compat.on_host(x)]

@@ -129,7 +129,10 @@ class OffloadedOptimizer(nnx.Optimizer):
 
 
 def _parts(model: nnx.Module, paths: list[tuple], of_grads: list[tuple]) -> list[Part]:
-    """Parameters with their gradients and their state, several together, those first whose gradients come first."""
+    """Parameters with their gradients and their state, several together, those first whose gradients come first.
+
+    What has no gradient is frozen, and in none of them.
+    """
     unit = unit_of(model)
     assert unit is not None, "shard_optimizer was given the root"
     members = {tuple(map(str, m.path)): m.placement for m in unit.members if m.placement.offload}
@@ -140,8 +143,9 @@ def _parts(model: nnx.Module, paths: list[tuple], of_grads: list[tuple]) -> list
         if tail is not None:
             found[tail][0].append(i)
             found[tail][1].extend([i] if i < len(paths) else [])
+    trained = [path for path, (given, made) in found.items() if len(given) > len(made)]
     parts, size = [([], [])], 0
-    for path in reversed(members):
+    for path in reversed(trained):
         for all_of, more in zip(parts[-1], found[path], strict=True):
             all_of.extend(more)
         size += members[path].bytes_per_device

@@ -26,11 +26,11 @@ def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence
     Args:
         function: takes arrays on the device and returns a list of arrays.
         arguments: what it takes; what lies on the host is fetched when its part begins.
-        parts: in their order. Results in none of them come at the end.
+        parts: in their order. Results in none of them come at the end; what is only passed on stays where it lies.
         like: for each result, an array whose memory it goes to.
     """
     lazy = _Lazy(function, arguments)
-    results: list[Any] = [None] * lazy.num_results
+    results = lazy.unchanged(like)
     done: list[list[int]] = []
     for given, made in parts:
         values = [arguments[i] for i in given]
@@ -60,9 +60,11 @@ class _Lazy:
         self._known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
         self._makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
 
-    @property
-    def num_results(self) -> int:
-        return len(self._results)
+    def unchanged(self, like: Sequence) -> list[Any]:
+        """The results that are arguments where they lie, such as frozen parameters; None for the others."""
+        found = [None if isinstance(v, jex.Literal) else self._arguments.get(v) for v in self._results]
+        stays = lambda x, y: x is not None and _compat.on_host(x) == _compat.on_host(y)
+        return [x if stays(x, y) else None for x, y in zip(found, like, strict=True)]
 
     def give(self, positions: Sequence[int], values: Sequence) -> None:
         """Other values of some arguments, which come from now on; those that are needed already stay."""
