@@ -19,6 +19,7 @@ import optax
 from flax import nnx
 
 from jshard._errors import AnnotationError
+from jshard._offload import back, to_device
 from jshard.engine.accumulate import value_and_grad
 
 _MOST = 2.0**64  # far beyond what float16 can use; its product with a loss is finite in float32
@@ -141,6 +142,7 @@ def scaled_value_and_grad(
     if found is None:
         return value_and_grad(loss_fn, **settings)
     up = lambda loss: loss.astype(jnp.promote_types(loss.dtype, jnp.float32)) * found.scale
+    down = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / found.scale
 
     def scaled(model: nnx.Module, *batch: Any) -> Any:
         out = loss_fn(model, *batch)
@@ -149,7 +151,7 @@ def scaled_value_and_grad(
     def run(model: nnx.Module, *batch: Any) -> Any:
         out, grads = value_and_grad(scaled, **settings)(model, *batch)
         loss = (out[0] if has_aux else out) / found.scale
-        grads = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) / found.scale, grads)
+        grads = back(jax.tree.map(down, to_device(grads)), grads)
         return ((loss, out[1]) if has_aux else loss), grads
 
     return run
