@@ -215,7 +215,7 @@ def _add_host_rows(table: Table, held: Memory) -> None:
     if not held.host_bytes:
         return
     add_row(table, "in host memory: parameters", human_bytes(held.host_parameters_bytes), "plan")
-    add_row(table, "in host memory: their gradients", human_bytes(held.host_parameters_bytes), "plan")
+    add_row(table, "in host memory: their gradients", human_bytes(held.host_gradients_bytes), "plan")
     add_row(table, "in host memory: optimizer state", human_bytes(held.host_optimizer_bytes), "plan")
     if held.activations_bytes is not None:
         add_row(table, "in host memory: activations", human_bytes(held.host_activations_bytes), "estimate: saved")

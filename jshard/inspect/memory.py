@@ -44,7 +44,8 @@ class Memory:
         activations_bytes: what autodiff saves for backward; None if it was not estimated.
         outside_bytes: what no layer saves of that, but the head and the loss; with copies that they keep.
         recomputed_bytes: what backward computes again of one layer, under its remat policy.
-        host_parameters_bytes: parameters in host memory, a device's part of them; their gradients take as much.
+        host_parameters_bytes: parameters in host memory, a device's part of them.
+        host_gradients_bytes: likewise gradients, of those that are trained.
         host_optimizer_bytes: likewise optimizer state.
         host_activations_bytes: likewise of what autodiff saves. All figures above are of the device's own memory.
     """
@@ -63,6 +64,7 @@ class Memory:
     outside_bytes: int = 0
     recomputed_bytes: int = 0
     host_parameters_bytes: int = 0
+    host_gradients_bytes: int = 0
     host_optimizer_bytes: int = 0
     host_activations_bytes: int = 0
 
@@ -84,7 +86,8 @@ class Memory:
     @property
     def host_bytes(self) -> int:
         """What a step takes of the host's memory for one device."""
-        return 2 * self.host_parameters_bytes + self.host_optimizer_bytes + self.host_activations_bytes
+        state = self.host_parameters_bytes + self.host_gradients_bytes + self.host_optimizer_bytes
+        return state + self.host_activations_bytes
 
     @property
     def step_bytes(self) -> int:
@@ -108,8 +111,8 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
         plan: the plan.
         optimizer: an `nnx.Optimizer` or an Optax transformation; None assumes `optax.adamw`.
     """
-    state_bytes, on_host, name = optimizer_bytes(plan, optimizer)
-    parameters_on_host = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
+    state_bytes, state_away, name = optimizer_bytes(plan, optimizer)
+    on_device, away = (_stored_bytes(plan, on_host=on_host) for on_host in (False, True))
     gathered = {unit.name: unit_bytes(plan, unit.name) for unit in plan.units}
     kept, passing = sum(kept_bytes(plan, unit) for unit in plan.units), {"": 0}
     for unit in plan.units:
@@ -118,10 +121,8 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
     largest = max(passing, key=lambda name: passing[name])
     gradients = [_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
     return Memory(
-        parameters_bytes=plan.bytes_per_device - parameters_on_host,
-        gradients_bytes=sum(
-            leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.trained and not leaf.placement.on_host
-        ),
+        parameters_bytes=on_device[0],
+        gradients_bytes=on_device[1],
         optimizer_bytes=state_bytes,
         optimizer=name,
         kept_bytes=kept,
@@ -130,9 +131,17 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
         prefetched_bytes=_prefetched_bytes(plan, passing),
         largest_gradient_bytes=max(gradients),
         layer_gradient_bytes=max(gradients[1:], default=0),
-        host_parameters_bytes=parameters_on_host,
-        host_optimizer_bytes=on_host,
+        host_parameters_bytes=away[0],
+        host_gradients_bytes=away[1],
+        host_optimizer_bytes=state_away,
     )
+
+
+def _stored_bytes(plan: ShardPlan, *, on_host: bool) -> tuple[int, int]:
+    """Bytes for one device of the parameters in one of the memories, and of their gradients: of those not frozen."""
+    leaves = [leaf for leaf in plan.leaves if leaf.placement.on_host == on_host]
+    size = lambda leaves: sum(leaf.placement.bytes_per_device for leaf in leaves)
+    return size(leaves), size(leaf for leaf in leaves if leaf.trained)
 
 
 def _prefetched_bytes(plan: ShardPlan, passing: dict[str, int]) -> int:
