@@ -12,6 +12,7 @@ import optax
 import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend import core as jex
 from jax.sharding import Mesh
 
 import jshard as js
@@ -81,12 +82,14 @@ class Trained:
 
 
 @functools.cache
-def trained(config: Config = CONFIG, *, fsdp: int = 8, accumulate: int = 1, **settings: Any) -> Trained:
+def trained(
+    config: Config = CONFIG, *, fsdp: int = 8, accumulate: int = 1, wrt: Any = nnx.Param, **settings: Any
+) -> Trained:
     """Two steps that know nothing of memories."""
     mesh = js.mesh(fsdp=fsdp, devices=jax.devices()[:fsdp])
     model = annotated(config, mesh, **settings)
-    optimizer = js.shard_optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
-    grad_fn = js.value_and_grad(loss_fn, accumulate=accumulate)
+    optimizer = js.shard_optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)), wrt=wrt)
+    grad_fn = js.value_and_grad(loss_fn, accumulate=accumulate, wrt=wrt)
 
     @nnx.jit
     def step(model: Decoder, optimizer: nnx.Optimizer, *batch: Any) -> tuple[jax.Array, Any]:
@@ -115,6 +118,11 @@ def large(path: str) -> bool:
     return "kernel" in path or "embedding" in path
 
 
+def ups(path: Any, variable: Any) -> bool:
+    """An nnx filter: the first matrix of every block."""
+    return isinstance(variable, nnx.Param) and "up" in path
+
+
 @pytest.mark.parametrize("fsdp", [8, 1])
 def test_optimizer_state_lives_on_the_host_and_trains_the_same(fsdp: int):
     found = trained(fsdp=fsdp, offload="optimizer")
@@ -137,6 +145,42 @@ def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]
     batch, _ = token_batch(CONFIG)
     with js.global_view():
         np.testing.assert_allclose(found.model(batch[:1])[0], found.model(batch)[0], atol=1e-5)
+
+
+def test_what_is_frozen_has_no_gradient_that_goes_to_the_host():
+    found = trained(offload="params", remat="offload", wrt=ups)
+    same(found, trained(wrt=ups))
+    assert all(kind == ("pinned_host" if large(path) else "device") for path, kind in kinds(found.gradients).items())
+
+
+MOVES = set("device_put dynamic_slice dynamic_update_slice optimization_barrier pvary pcast".split())
+
+
+def on_host_in(jaxpr: Any) -> list[Any]:
+    """Equations of a program that take arrays in host memory; loops and calls opened."""
+    found = []
+    for eqn in jaxpr.eqns:
+        inner = list(jex.jaxprs_in_params(eqn.params))
+        found += [e for one in inner for e in on_host_in(one)]
+        found += [eqn] * (not inner and any(_compat.on_host(v.aval) for v in eqn.invars))
+    return found
+
+
+def test_nothing_is_computed_in_host_memory_and_what_is_frozen_is_fetched_for_the_model_alone():
+    model = annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="params")
+    optimizer = abstract_optimizer(model, js.train.LossScale().around(optax.adamw(1e-3)), wrt=ups)
+    graphdef, state = nnx.split((model, optimizer))
+
+    def step(state: Any, *batch: Any) -> Any:
+        model, optimizer = nnx.merge(graphdef, state, copy=True)
+        _, grads = js.train.scaled_value_and_grad(loss_fn, optimizer, accumulate=2)(model, *batch)
+        optimizer.update(model, grads)
+        return nnx.state((model, optimizer))
+
+    jaxpr = jax.make_jaxpr(step)(state, *token_batch(CONFIG)).jaxpr
+    assert {eqn.primitive.name for eqn in on_host_in(jaxpr)} <= MOVES
+    outside = [e for e in jaxpr.eqns if e.primitive.name == "device_put" and _compat.on_host(e.invars[0].aval)]
+    assert outside and {e.outvars[0].aval.shape for e in outside} == {(CONFIG.width, CONFIG.hidden)}
 
 
 @pytest.mark.parametrize("remat", ["offload", UP_ON_HOST], ids=["products", "by name"])
@@ -175,6 +219,9 @@ def test_explain_counts_what_lies_on_the_host():
     assert params.memory.host_parameters_bytes + params.memory.parameters_bytes == here.memory.parameters_bytes
     assert params.memory.host_bytes == state.memory.host_bytes + 2 * params.memory.host_parameters_bytes
     assert "in host memory: optimizer state" in str(state)
+    frozen = js.explain(js.plan(annotated(CONFIG, mesh, js.abstract_init, offload="params"), wrt=ups)).memory
+    assert frozen.host_parameters_bytes == params.memory.host_gradients_bytes
+    assert frozen.host_gradients_bytes == CONFIG.layers * CONFIG.width * CONFIG.hidden * 4 // 8
     real = trained(offload="params")
     measured = js.explain(real.model, optimizer=real.optimizer).memory
     assert measured.host_optimizer_bytes == params.memory.host_optimizer_bytes

@@ -104,6 +104,22 @@ def test_accumulated(sync):
     assert_like_one_device(config(), js.mesh(), grad=grad)
 
 
+def test_in_host_memory():
+    assert_like_one_device(config(), js.mesh(), offload="params")
+
+
+def test_from_host_memory_to_another_degree(tmp_path):
+    saved = placed(builder(config()), annotator(js.mesh(), offload="params"))
+    checkpoint.save(tmp_path / "one", saved)
+    like = js.abstract_init(builder(config()), annotator(mesh_of("2"), offload="params"))
+    found = checkpoint.restore(tmp_path / "one", like=like)
+    for path, x in flat(nnx.state(saved, nnx.Param)).items():
+        np.testing.assert_array_equal(flat(nnx.state(found, nnx.Param))[path], x)
+    kernel = found.blocks[0].up.kernel
+    assert kernel.get_raw_value().shape == (48, 151)
+    assert kernel.sharding.memory_kind == "pinned_host"
+
+
 def test_in_a_stack_of_layers():
     assert_like_one_device(config(scanned=True, layers=3), js.mesh(replica=2))
 
