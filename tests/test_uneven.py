@@ -120,8 +120,10 @@ def test_from_host_memory_to_another_degree(tmp_path):
     assert kernel.sharding.memory_kind == "pinned_host"
 
 
-def test_in_a_stack_of_layers():
-    assert_like_one_device(config(scanned=True, layers=3), js.mesh(replica=2))
+@pytest.mark.parametrize("sync", [None, "last"])
+def test_in_a_stack_of_layers(sync):
+    grad = sync and (lambda loss: js.value_and_grad(loss, accumulate=2, sync=sync))
+    assert_like_one_device(config(scanned=True, layers=3), js.mesh(replica=2), grad=grad)
 
 
 def test_in_half_precision_it_is_what_an_even_mesh_gives():

@@ -18,6 +18,7 @@ from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._padded import padding_of, store
 from jshard._placement import Placement, spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
@@ -158,6 +159,8 @@ class _Island:
             member = by_path.get(path) if isinstance(node, nnx.Param) else None
             if member is not None and _comes_and_goes(member.placement) and not self.region.gathered:
                 hold_shard(node, member.placement, self.mesh)
+            if member is not None and self.region.gathered and (padding := padding_of(node)) is not None:
+                store(node, None, padding.cut(node.get_raw_value()))  # a copy is whole, and a scan may hand it back
             if isinstance(node, nnx.RngKey) and self.split.shards > 1:
                 node.set_raw_value(self._fold(node.get_raw_value()))
             if self.unit.policy.sync_batch_norm and isinstance(node, nnx.BatchNorm) and node.axis_name is None:
