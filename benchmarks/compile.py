@@ -100,7 +100,7 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     axes.set_ylabel("seconds to trace and to compile")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.png")]
+    return [save(axes, folder / f"{stem}.svg")]
 
 
 def _median(rounds: list[Mapping[str, float]], name: str) -> float:

@@ -129,7 +129,7 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     axes.set_ylabel("seconds")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.png")]
+    return [save(axes, folder / f"{stem}.svg")]
 
 
 def _seconds(rounds: list[Mapping[str, float]]) -> float:

@@ -72,4 +72,4 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     axes.set_xlabel("peak memory, over the least")
     axes.set_ylabel("estimated step, over the shortest")
     axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.png")]
+    return [save(axes, folder / f"{stem}.svg")]

@@ -20,6 +20,9 @@ def new_axes(*, width: float, height: float) -> Any:
 
 
 def save(axes: Any, path: Path) -> Path:
-    """Writes the figure of these axes as PNG."""
-    axes.figure.savefig(path, dpi=130, metadata={"Software": None})
+    """Writes the figure of these axes as SVG, which is text."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+        axes.figure.savefig(path, metadata={"Date": None})
     return path

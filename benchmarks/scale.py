@@ -84,7 +84,7 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     axes.set_xlabel("H100s")
     axes.set_ylabel("estimated TFLOP/s per GPU (the model's)")
     axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.png")]
+    return [save(axes, folder / f"{stem}.svg")]
 
 
 def _by_recipe(result: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:

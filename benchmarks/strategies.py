@@ -70,7 +70,7 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     axes.set_xticks(range(len(sizes)), sizes)
     axes.set_ylabel("estimated TFLOP/s per GPU (the model's)")
     axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.png")]
+    return [save(axes, folder / f"{stem}.svg")]
 
 
 def _text(mesh: Mapping[str, int]) -> str:

@@ -236,18 +236,17 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     """A unit for each block (or the stack of them), one for an untied head; the root keeps the rest."""
     config = model.config
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
-    offload, low = config.offload, config.compute_dtype != "float32"
+    low = config.compute_dtype != "float32"
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
+    settings = {"mesh": mesh, "mixed_precision": precision, "offload": config.offload}
     if config.scan:
-        js.fully_shard(
-            model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1, offload=offload
-        )
+        js.fully_shard(model.blocks, remat=config.remat, stacked=1, **settings)
     else:
         for block in model.blocks:
-            js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, offload=offload)
+            js.fully_shard(block, remat=config.remat, **settings)
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
-        js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False, offload=offload)
-    js.fully_shard(model, mesh=mesh, mixed_precision=precision, offload=offload)
+        js.fully_shard(model.head, reshard_after_forward=False, **settings)
+    js.fully_shard(model, **settings)
 
 
 def loss_fn(model: GPT, batch: Batch) -> jax.Array:

@@ -51,7 +51,7 @@ def test_two_processes_of_each_framework_get_equal_losses_and_a_report_is_writte
     assert found["jshard chain"]["facts"]["collectives"]["reduce-scatter"] > 0
     assert report["worker_versions"].keys() >= {"jax", "flax", "optax"}
     assert text.read_text() in run.stdout and "Quick run" in text.read_text()
-    assert {path.name[11:] for path in tmp_path.glob("*.png")} == {"step_steps.png", "step_losses.png"}
+    assert {path.name[11:] for path in tmp_path.glob("*.svg")} == {"step_steps.svg", "step_losses.svg"}
 
 
 def row(*rounds: float, alone: str = "", process: int = 0) -> dict:

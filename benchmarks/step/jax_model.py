@@ -84,6 +84,7 @@ def put_weights(model: nnx.Module, sizes: Sizes) -> None:
 
 def _put(variable: nnx.Variable, value: np.ndarray) -> None:
     old = variable.get_value()
-    if old.shape != value.shape:
+    if old.size != value.size:
         raise RuntimeError(f"a parameter of shape {old.shape} was given a value of shape {value.shape}")
+    value = value.reshape(old.shape)  # queries, keys and values: a dim of their own here, one after another there
     variable.set_value(jax.make_array_from_callback(value.shape, old.sharding, lambda index: value[index]))

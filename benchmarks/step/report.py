@@ -116,9 +116,9 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     candidates = result["candidates"]
     bars = {name: Spread.of([1e3 * time for time in step_s(row)]) for name, row in candidates.items()}
     over = {name: found for name in candidates if (found := overhead(candidates, name))}
-    made = [_bars(bars, "ms of a step", folder / f"{stem}_steps.png")]
+    made = [_bars(bars, "ms of a step", folder / f"{stem}_steps.svg")]
     if over:
-        made.append(_bars(over, "sharded step / unsharded step of the same framework", folder / f"{stem}_overhead.png"))
+        made.append(_bars(over, "sharded step / unsharded step of the same framework", folder / f"{stem}_overhead.svg"))
     axes = new_axes(width=7, height=4)
     for name, row in candidates.items():
         if row["sharded"]:
@@ -126,7 +126,7 @@ def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.legend(fontsize=7)
-    return [*made, save(axes, folder / f"{stem}_losses.png")]
+    return [*made, save(axes, folder / f"{stem}_losses.svg")]
 
 
 def _bars(spreads: Mapping[str, Spread], label: str, path: Path) -> Path:
