@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
-from jshard._mesh import data_axes, data_degree
+from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
 from jshard._offload import back, to_device
 from jshard._placement import spec_over
@@ -154,8 +154,7 @@ def _layout(members: list[Member | None], unit: Unit) -> tuple[Mesh, list[Partit
     assert None not in members, "every parameter of the root is a member of it"
     axes = data_axes(mesh)
     specs = [spec_over(axes, m.placement.spec) for m in members if m is not None]
-    manual = set(axes) | {a for a, size in mesh.shape.items() if size == 1}
-    return mesh, specs, {"mesh": mesh, "axis_names": manual}
+    return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
 
 
 def _by_variable(live: nnx.Module, *copied: tuple[Any, list]) -> dict[int, jax.Array]:

@@ -7,7 +7,7 @@ from jshard._mesh import FSDP, data_axes, data_degree, degree
 from jshard._placement import Placement
 from jshard.engine.chain import tie
 from jshard.engine.collectives import (
-    all_reduce,
+    all_reduce_unit,
     gather_pieces,
     gather_unit,
     keep_piece,
@@ -67,7 +67,7 @@ class Wires:
 
     def finish(self, scattered: list, shards: list) -> list:
         """Their all-reduce over what is left, as gradients of the shards."""
-        return [None if g is None else all_reduce(g, self._mesh, x) for g, x in zip(scattered, shards, strict=True)]
+        return all_reduce_unit(scattered, self._placements, self._mesh, shards)
 
     def varied(self, shards: list) -> list:
         """Arrays that count as different on all data shards."""
