@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class Clips:
     def __len__(self) -> int:
         return self.copies * len(Digits(self.part))
 
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+    def __getitem__(self, index: int) -> dict[str, Any]:
         digits = Digits(self.part)
         digit = digits[index % len(digits)]
         rng = np.random.default_rng((self.part == "held_out", index))

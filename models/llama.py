@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -185,7 +186,7 @@ class Llama(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         self.tokens = embed(config.vocab_size, config.d_model, rngs=rngs)
-        self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        self.blocks: Any = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
         self.norm = rms_norm(config, rngs)
         if not config.tied:
             self.head = linear(config.d_model, config.vocab_size, rngs=rngs)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -169,7 +171,7 @@ class DecoderLayer(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-def layers(kind: type[nnx.Module], config: T5Config, rngs: nnx.Rngs) -> nnx.Module:
+def layers(kind: Callable[..., nnx.Module], config: T5Config, rngs: nnx.Rngs) -> Any:
     """A list of layers; or all in one module, whose variables have a leading dim of layers."""
     if not config.scan:
         return nnx.List([kind(config, rngs=rngs) for _ in range(config.n_layer)])
@@ -209,7 +211,7 @@ class T5(nnx.Module):
             return self.head(x_BTD)
         return self.tokens.attend(x_BTD * self.config.d_model**-0.5)
 
-    def run(self, layers: nnx.Module, x: jax.Array, *args: jax.Array) -> jax.Array:
+    def run(self, layers: Any, x: jax.Array, *args: jax.Array) -> jax.Array:
         if self.config.scan:
             return js.scan_layers(layers, x, *args)
         for layer in layers:

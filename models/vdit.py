@@ -20,6 +20,7 @@ Names end in the dims of the array they hold:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -228,7 +229,7 @@ class VDiT(nnx.Module):
         P = int(np.prod(config.patch_shape))
         self.patches = linear(P, config.d_model, rngs=rngs)
         self.condition = Condition(config, rngs=rngs)
-        self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        self.blocks: Any = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
         self.modulation = Modulation(config, 2, rngs=rngs)
         self.norm = layer_norm(config, rngs)
         self.out = linear_from_zero(config.d_model, P, rngs=rngs)
