@@ -23,8 +23,8 @@ from jax.experimental.compilation_cache import compilation_cache
 # Files that take longest, in the order of what they cost on two cores.
 LONG = """
     test_your_model test_two_processes test_scan_layers test_linen_composition test_tensor_parallel test_optimizers
-    test_composition test_t5 test_uneven test_checkpoint_processes test_vdit test_annotation test_linen test_experts test_train_run
-    test_init test_parity test_llama test_gpt test_train_workers test_docs test_kernels test_cli
+    test_composition test_t5 test_uneven test_checkpoint_processes test_vdit test_annotation test_linen test_experts
+    test_train_run test_init test_parity test_llama test_gpt test_train_workers test_docs test_kernels test_cli
     test_mixed_precision test_benchmark_step test_checkpoint_basic test_resnet test_costs test_suggest test_frozen
 """.split()
 
