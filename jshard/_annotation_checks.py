@@ -9,6 +9,7 @@ from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, AnyMesh, degree
 from jshard._nnx import Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
+from jshard._nnx import modules as modules_of
 from jshard._policies import MixedPrecision
 
 
@@ -118,7 +119,9 @@ def check_call(module: nnx.Module) -> None:
 
 def check_quantised(module: nnx.Module) -> None:
     """Raises for units inside a module that qwix has quantised whole."""
-    whole = [p for p, m in nnx.iter_graph(module) if isinstance(m, nnx.Module) and _compat.is_quantised(m)]
+    whole = [p for p, m in modules_of(module) if _compat.is_quantised(m)]
+    if not whole:
+        return
     units = [p for p, m in nested_units(module) if not _compat.is_quantised(m)]
     inside = sorted({dotted(u) for u in units for p in whole if len(p) < len(u) and u[: len(p)] == p})
     if inside:
@@ -141,6 +144,8 @@ def quantised_whole(where: str, *, do: str) -> AnnotationError:
 
 def check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:
     """Raises for a text pattern in `ignored` that no parameter of the modules matches."""
+    if ignored is None:
+        return
     check_patterns_used(ignored, {dotted(p) for m in modules for _, u in nested_units(m) for _, p, _ in occurrences(u)})
 
 

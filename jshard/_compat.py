@@ -9,6 +9,7 @@ import os
 import pathlib
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -127,15 +128,19 @@ def fast_shape_tracing() -> Iterator[None]:
         tracer._origin_msg = search
 
 
-def children(node: Any) -> Mapping[Any, Any]:
-    """The attributes or items of a node of a Flax graph; empty for a leaf.
+_SETTINGS = frozenset({int, float, bool, str, bytes, type(None), type, types.FunctionType})
+
+
+def children(node: Any) -> dict[Any, Any]:
+    """The attributes or items of a node of a Flax graph, without plain settings; empty for a leaf.
 
     `nnx.iter_graph` visits a shared node once; this is the step to visit it along every path.
     """
     if not graphlib.is_node(node):
         return {}
     impl = graphlib.get_node_impl(node)
-    return {} if impl is None else impl.node_dict(node)
+    found = {} if impl is None else impl.node_dict(node)
+    return {key: child for key, child in found.items() if type(child) not in _SETTINGS}
 
 
 def is_quantised(module: Any) -> bool:

@@ -177,9 +177,26 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
     yield from visit(module, (), (), frozenset())
 
 
+def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    """The modules in a graph with their first path, each once.
+
+    As `nnx.iter_graph` finds them, which also looks at every number and name in them and takes several times as long.
+    """
+    visited: set[int] = set()
+    stack: list[tuple[Path, Any]] = [((), module)]
+    while stack:
+        path, node = stack.pop()
+        if id(node) in visited or isinstance(node, nnx.Variable):
+            continue
+        visited.add(id(node))
+        if isinstance(node, nnx.Module):
+            yield path, node
+        stack += [((*path, key), child) for key, child in reversed(_compat.children(node).items())]
+
+
 def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
     """The unit modules in a graph with their first path, outer before inner, each once."""
-    found = [(p, n) for p, n in nnx.iter_graph(module) if isinstance(n, nnx.Module) and unit_of(n)]
+    found = [(path, one) for path, one in modules(module) if unit_of(one) is not None]
     yield from sorted(found, key=lambda item: [(isinstance(k, str), k) for k in item[0]])
 
 

@@ -114,9 +114,13 @@ def assert_parity(
     tx: optax.GradientTransformation | None = None,
     gradient: float = GRADIENT_TOLERANCE,
     parameters: float = PARAMETER_TOLERANCE,
+    wanted: Trained | None = None,
 ) -> Difference:
-    """Trains the plain and the annotated model and holds one against the other."""
-    wanted = train(build(), loss_fn, batch, steps=steps, tx=tx)
+    """Trains the plain and the annotated model and holds one against the other.
+
+    With `wanted`, what the plain model gave for the same, it is not trained again.
+    """
+    wanted = wanted or train(build(), loss_fn, batch, steps=steps, tx=tx)
     found = train(placed(build, annotate), loss_fn, batch, steps=steps, tx=tx, grad=grad)
     apart = compare(found, wanted)
     assert apart.gradient <= gradient, apart

@@ -16,15 +16,16 @@ from benchmarks.optimizers import OPTIMIZERS, STEPS
 from tests.helpers import placed
 from tests.parity import flat
 
+WIDTH, HIDDEN = 32, 64  # Shampoo takes roots of matrices as wide
 LOOK_AT_MATRICES = ("adam, clip by the global norm", "adafactor", "lamb", "muon", "shampoo")
-ROWS = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
+ROWS = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
 
 
 class MLP(nnx.Module):
     def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(64, 128, rngs=rngs)
-        self.norm = nnx.LayerNorm(128, rngs=rngs)
-        self.down = nnx.Linear(128, 64, rngs=rngs)
+        self.up = nnx.Linear(WIDTH, HIDDEN, rngs=rngs)
+        self.norm = nnx.LayerNorm(HIDDEN, rngs=rngs)
+        self.down = nnx.Linear(HIDDEN, WIDTH, rngs=rngs)
 
     def __call__(self, x):
         return self.down(jax.nn.gelu(self.norm(self.up(x))))
@@ -245,6 +246,6 @@ def test_zero1_over_the_replicas_of_a_sharded_model():
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3), shard_replicated=True)
     moments = {path: x for path, x in arrays(optimizer).items() if "mu" in path and "kernel" in path}
     parts = {("up" if "up" in path else "down"): x.addressable_shards[0].data.nbytes for path, x in moments.items()}
-    assert parts == {"up": 64 * 128 * 4 // 2, "down": 64 * 128 * 4 // 4}
+    assert parts == {"up": WIDTH * HIDDEN * 4 // 2, "down": WIDTH * HIDDEN * 4 // 4}
     train(model, optimizer)
     assert distance(flat(nnx.state(model, nnx.Param)), on_one_device("adamw")) <= 2e-6

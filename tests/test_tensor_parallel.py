@@ -155,7 +155,7 @@ class Along(nnx.Module):
 
 class AlongModel(nnx.Module):
     def __init__(self, rngs):
-        self.layers = nnx.List([Along(32, rngs=rngs) for _ in range(4)])
+        self.layers = nnx.List([Along(32, rngs=rngs) for _ in range(2)])
 
     def __call__(self, x_BTD):
         x_BTD = js.parallel.hold(x_BTD, None, "tensor")

@@ -6,6 +6,7 @@ With no file given the text is the source code of Python's standard library: eve
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 import zlib
 from collections.abc import Mapping, Sequence
@@ -94,14 +95,14 @@ class TokenWindows:
 
 
 def _stdlib_texts() -> dict[str, bytes]:
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = {path.relative_to(root): path for path in root.rglob("*.py")}
-    texts = {
-        name.as_posix(): path.read_bytes()
-        for name, path in files.items()
-        if not _STDLIB_SKIPPED.intersection(name.parts)
-        and not name.name.startswith("_sysconfigdata")  # generated, different on each machine
-    }
+    root, texts = Path(sysconfig.get_paths()["stdlib"]), {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # site-packages may be very large
+        for name in files:
+            path = Path(folder, name)
+            is_generated = name.startswith("_sysconfigdata")  # different on each machine
+            if path.suffix == ".py" and name not in _STDLIB_SKIPPED and not is_generated:
+                texts[path.relative_to(root).as_posix()] = path.read_bytes()
     return dict(sorted(texts.items()))
 
 
