@@ -42,7 +42,8 @@ class Traffic:
 def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     """The collectives of one forward and backward pass as the plan asks for them.
 
-    A compiler leaves out the second gather of a parameter that backward does not need, such as most biases.
+    A compiler leaves out the second gather of a parameter that backward does not need, such as most biases. For units
+    that are never gathered nothing is asked.
     """
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
@@ -55,6 +56,8 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
 
 def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
     placement = leaf.placement
+    if not placement.gathered:
+        return  # what it sends is the model's own
     fsdp, on = degrees[FSDP], {n for entry in placement.spec for n in axes_of(entry)}
     same = tuple(a for a in DATA_AXES if degrees.get(a, 1) > 1 and a not in on)  # where the stored shard is the same
     num_same = math.prod(degrees[a] for a in same)

@@ -12,7 +12,8 @@ from jshard.inspect.module import item_bytes
 from jshard.inspect.steps import Window
 from jshard.inspect.tables import folded_names
 
-# Of the number of parameters. The second gathers that backward does not need, most biases, and scalars fall below.
+# Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
+# scalars fall below.
 TOLERANCE = 0.02
 
 
@@ -56,7 +57,8 @@ def differences(
     """Compares the collectives of a program with those that its plan asks for.
 
     Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`
-    and the exchange with experts are the model's own, and not compared.
+    and the exchange with experts are the model's own, and not compared; nor are those of units that are never gathered,
+    unless an array in them is a whole parameter of such a unit, or its gradient.
 
     Args:
         windows: the collectives, with their axes.
@@ -65,15 +67,17 @@ def differences(
         sync: likewise.
     """
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
-    ours = [w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))]
+    kept_apart = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
+    is_apart = lambda w: bool(w.units) and kept_apart.issuperset(w.units)
+    ours = [w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,)) and not is_apart(w)]
     compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
-    least = TOLERANCE * plan.num_parameters
+    least = TOLERANCE * plan.gathered_part.num_parameters
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
     less = {place: -d for place, d in delta.items() if d < -least}
     more = {place: d for place, d in delta.items() if d > least}
     kept = [p for p in delta if p in compiled and p in planned and p not in more]
     found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
-    return (*found, *_dtypes(kept, compiled, planned, ours, least))
+    return (*found, *_dtypes(kept, compiled, planned, ours, least), *_whole(filter(is_apart, data), plan))
 
 
 _Elements = dict[Place, dict[str, float]]  # by place and dtype
@@ -132,7 +136,7 @@ def _amounts(
     found = []
     for place in sorted({*less, *more}):
         is_less = place in less
-        amounts = [_sum(sums, place) / plan.num_parameters for sums in (planned, compiled)]
+        amounts = [_sum(sums, place) / plan.gathered_part.num_parameters for sums in (planned, compiled)]
         units = _units(windows, place)
         word = "less" if is_less else "more"
         text = f"{amounts[0]:.2f} x the parameters planned, {amounts[1]:.2f} x compiled"
@@ -156,6 +160,27 @@ def _dtypes(
             words += f", {ratio:.1f}x the bytes"
             found.append(Difference(words, place.kind, place.kind, place.axes, units))
     return found
+
+
+def _whole(windows: Iterable[Window], plan: ShardPlan) -> list[Difference]:
+    """The collectives of units that are never gathered in which a parameter is whole, told by its shape."""
+    placements = [
+        leaf.placement for leaf in plan.leaves if not leaf.placement.gathered and leaf.placement.dim is not None
+    ]
+    shapes = {shape for p in placements for shape in (p.shape, p.stored_shape)}
+    scattered = {tuple(n // (p.degree if d == p.dim else 1) for d, n in enumerate(p.stored_shape)) for p in placements}
+    found: dict[Place, list[Window]] = {}
+    for w in windows:
+        if set(w.shapes) & (scattered if w.kind == "reduce-scatter" else shapes):
+            found.setdefault(_place(w), []).append(w)
+    return [_gathered_anyway(place, among) for place, among in sorted(found.items())]
+
+
+def _gathered_anyway(place: Place, windows: list[Window]) -> Difference:
+    units = _units(windows, place)
+    shapes = ", ".join(dict.fromkeys("x".join(map(str, shape)) for w in windows for shape in w.shapes))
+    words = f"{place.kind} of what is never gathered: {_named(units)}, {_axes(place.axes)}, {shapes}"
+    return Difference(words, None, place.kind, place.axes, units)
 
 
 def _place(window: Window) -> Place:
