@@ -61,14 +61,14 @@ def check_gathered(gathered: bool) -> None:
 def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> None:
     """Raises for settings that mean nothing for a unit that is never gathered."""
     plain = UnitPolicy(gathered=False, group=policy.group)
-    told = {f.name: getattr(policy, f.name) for f in dataclasses.fields(policy)}
-    told = {name.replace("_args", "_arg"): value for name, value in told.items() if value != getattr(plain, name)}
-    told |= {"strategy": strategy} if strategy is not None else {}
-    told |= {"offload": offload} if offload == PARAMS else {}
+    names = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) != getattr(plain, f.name)]
+    told = [f"{name.replace('batch_args', 'batch_arg')}=..." for name in names]
+    told += ["strategy=..."] if strategy is not None else []
+    told += [f"offload={offload!r}"] if offload == PARAMS else []
     if told:
         raise AnnotationError(
             "A unit that is never gathered takes no such settings.",
-            where=f"fully_shard(gathered=False, {', '.join(f'{k}={v}' for k, v in told.items())})",
+            where=f"fully_shard(gathered=False, {', '.join(told)})",
             why="its call runs as written, in global view: no copy is gathered, kept, cast or reduced, and nothing is"
             " split by jshard. It takes shard_dim, stacked, ignored, allow_replicated, min_size and"
             " offload='optimizer'.",

@@ -139,11 +139,12 @@ def check_scanned(member: Member, ndim: int, where: str) -> None:
 
 def refuse_late(module: nnx.Module, where: str) -> None:
     """Raises for units inside that the annotation of the module around them never saw."""
-    if any(path and not unit_of(inner).nested for path, inner in nested_units(module)):  # type: ignore[union-attr]
-        raise _annotated_late(where)
+    units = [(path, unit_of(inner)) for path, inner in nested_units(module)]
+    if late := [f"{where}: {dotted(path)}" for path, unit in units if path and unit is not None and not unit.nested]:
+        raise _annotated_late(late)
 
 
-def _annotated_late(where: str) -> CallError:
+def _annotated_late(where: str | list[str]) -> CallError:
     return CallError(
         "A unit was annotated after the module around it.",
         where=where,

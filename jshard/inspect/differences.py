@@ -2,10 +2,12 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._mesh import DATA_AXES, EXPERT
 from jshard._plan import ShardPlan
+from jshard.inspect.apart import Array, gathered_anyway, told_apart
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import KINDS, ring_bytes
 from jshard.inspect.module import item_bytes
@@ -58,7 +60,7 @@ def differences(
 
     Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`
     and the exchange with experts are the model's own, and not compared; nor are those of units that are never gathered,
-    unless an array in them is a whole parameter of such a unit, or its gradient.
+    unless arrays in them are whole parameters of such a unit, or gradients.
 
     Args:
         windows: the collectives, with their axes.
@@ -67,9 +69,7 @@ def differences(
         sync: likewise.
     """
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
-    kept_apart = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
-    is_apart = lambda w: bool(w.units) and kept_apart.issuperset(w.units)
-    ours = [w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,)) and not is_apart(w)]
+    ours, apart = told_apart([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
     compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
     least = TOLERANCE * plan.gathered_part.num_parameters
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
@@ -77,7 +77,7 @@ def differences(
     more = {place: d for place, d in delta.items() if d > least}
     kept = [p for p in delta if p in compiled and p in planned and p not in more]
     found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
-    return (*found, *_dtypes(kept, compiled, planned, ours, least), *_whole(filter(is_apart, data), plan))
+    return (*found, *_dtypes(kept, compiled, planned, ours, least), *_whole(apart, plan, least))
 
 
 _Elements = dict[Place, dict[str, float]]  # by place and dtype
@@ -162,25 +162,19 @@ def _dtypes(
     return found
 
 
-def _whole(windows: Iterable[Window], plan: ShardPlan) -> list[Difference]:
-    """The collectives of units that are never gathered in which a parameter is whole, told by its shape."""
-    placements = [
-        leaf.placement for leaf in plan.leaves if not leaf.placement.gathered and leaf.placement.dim is not None
-    ]
-    shapes = {shape for p in placements for shape in (p.shape, p.stored_shape)}
-    scattered = {tuple(n // (p.degree if d == p.dim else 1) for d, n in enumerate(p.stored_shape)) for p in placements}
-    found: dict[Place, list[Window]] = {}
-    for w in windows:
-        if set(w.shapes) & (scattered if w.kind == "reduce-scatter" else shapes):
-            found.setdefault(_place(w), []).append(w)
-    return [_gathered_anyway(place, among) for place, among in sorted(found.items())]
-
-
-def _gathered_anyway(place: Place, windows: list[Window]) -> Difference:
-    units = _units(windows, place)
-    shapes = ", ".join(dict.fromkeys("x".join(map(str, shape)) for w in windows for shape in w.shapes))
-    words = f"{place.kind} of what is never gathered: {_named(units)}, {_axes(place.axes)}, {shapes}"
-    return Difference(words, None, place.kind, place.axes, units)
+def _whole(windows: Iterable[Window], plan: ShardPlan, least: float) -> list[Difference]:
+    """Where a parameter that is never gathered is whole after all, or its gradient is."""
+    found: dict[Place, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
+    for window, arrays in gathered_anyway(windows, plan):
+        found[_place(window)].append((window, arrays))
+    differences = []
+    for place, among in sorted(found.items()):
+        units = _units([window for window, _ in among], place)
+        if sum(math.prod(dims) * w.executions for w, arrays in among for _, dims in arrays) > least:
+            shapes = dict.fromkeys(f"{d}[{','.join(map(str, dims))}]" for _, arrays in among for d, dims in arrays)
+            words = f"{place.kind} of what is never gathered: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
+            differences.append(Difference(words, None, place.kind, place.axes, units))
+    return differences
 
 
 def _place(window: Window) -> Place:

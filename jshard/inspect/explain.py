@@ -273,8 +273,8 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
 def _ungathered_notes(plan: ShardPlan) -> list[str]:
     """One line for the units that are never gathered: nothing of what they send is in the tables."""
     names = folded_names([unit.name for unit in plan.units if not unit.gathered])
-    told = "sharded, and called in global view; what such a call sends is the model's own, and not counted"
-    return [f"Never gathered: {', '.join(names)}: {told}"] if names else []
+    told = "called in global view; what that sends is the model's own, and not counted"
+    return [f"Never gathered: {', '.join(names)} ({told})"] if names else []
 
 
 def _padded_notes(plan: ShardPlan) -> list[str]:

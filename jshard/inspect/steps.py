@@ -26,7 +26,7 @@ class Window:
         matmuls: matrix products among these, those in fusions and loops counted.
         flops: floating-point operations of these.
         conditional: it lies in a branch, and may not run at all.
-        shapes: of the arrays in its result.
+        arrays: of its result: dtype and dims of each.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Window:
     matmuls: int = 0
     flops: float = 0.0
     conditional: bool = False
-    shapes: tuple[tuple[int, ...], ...] = ()
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def full_bytes(self) -> int:

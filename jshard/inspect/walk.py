@@ -181,7 +181,7 @@ class Walk:
             executions=self._executions,
             is_async=role.stage == "start",
             conditional=self._in_branch,
-            shapes=tuple(dims for _, dims in results_of(collective, base_opcode(collective.opcode))),
+            arrays=results_of(collective, base_opcode(collective.opcode)),
         )
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:
