@@ -1,5 +1,6 @@
 """What units that are never gathered send: the model's own, told apart from what the plan has asked for."""
 
+import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -7,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from jshard._mesh import FSDP
 from jshard._placement import Placement, axes_of
 from jshard._plan import ShardPlan
+from jshard.inspect.communication import copied_over
 from jshard.inspect.module import item_bytes
 from jshard.inspect.steps import Window
 
@@ -16,21 +18,26 @@ Array = tuple[str, tuple[int, ...]]
 def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
     """The collectives that the plan is about, and those of units that are never gathered.
 
-    Of one that the compiler joined of both, the arrays are told apart by their shapes.
+    A compiler joins collectives, and forgets where some come from: there the arrays are told apart by their shapes. Of
+    units that are gathered all count but what has the shape of a parameter that never is; of both together, and of what
+    has no unit, those that have the shape of a parameter that is. A sum that has no unit counts as the former: XLA:GPU
+    reduces small arrays as one, so that no shape is left.
     """
     names = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
-    known = {
-        _sorted(dims) for leaf in plan.leaves if leaf.placement.gathered for dims in _of_layers(leaf.placement, plan)
-    }
+    if not names:
+        return list(windows), []
+    known, theirs = _shapes_of(plan, gathered=True), _shapes_of(plan, gathered=False)
     planned, own = [], []
     for window in windows:
-        if names.isdisjoint(window.units):
-            planned.append(window)
-        elif names.issuperset(window.units):
+        if window.units and names.issuperset(window.units):
             own.append(window)
-        else:
-            planned.append(_with(window, [a for a in window.arrays if _sorted(a[1]) in known]))
-            own.append(_with(window, [a for a in window.arrays if _sorted(a[1]) not in known]))
+            continue
+        is_told = names.isdisjoint(window.units) if window.units else window.kind == "all-reduce"
+        is_ours = lambda dims, is_told=is_told: dims in known or (is_told and dims not in theirs)
+        ours = [array for array in window.arrays if is_ours(_sorted(array[1]))]
+        rest = [array for array in window.arrays if array not in ours]
+        planned += [_with(window, ours) if rest else window] if ours or not rest else []
+        own += [_with(window, rest)] if rest else []
     return planned, own
 
 
@@ -47,6 +54,26 @@ def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[tuple[Wi
     return [(window, arrays) for window, arrays in found if arrays]
 
 
+def summed_over_copies(plan: ShardPlan) -> dict[tuple[str, ...], int]:
+    """Elements that a compiler may all-reduce over the axes along which parameters that are never gathered are copies.
+
+    Those are the gradients of their shards.
+    """
+    sums: dict[tuple[str, ...], int] = collections.defaultdict(int)
+    for leaf in plan.leaves:
+        placement = leaf.placement
+        if leaf.trained and not placement.gathered and (axes := copied_over(placement, dict(plan.mesh))):
+            sums[axes] += placement.stored_size // placement.shards
+    return sums
+
+
+def _shapes_of(plan: ShardPlan, *, gathered: bool) -> set[tuple[int, ...]]:
+    """Shapes of the parameters that are gathered, or of those that never are: whole, shards, and layers of a stack."""
+    placements = [leaf.placement for leaf in plan.leaves if leaf.placement.gathered == gathered]
+    shapes = {shape for p in placements for shape in (p.shape, *_shapes(p, plan))}
+    return {_sorted(shape[i:]) for shape in shapes for i in range(len(shape))}
+
+
 def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
     """A shape in the form in which it is compared: a compiler transposes what it gathers."""
     return tuple(sorted(n for n in dims if n != 1))
@@ -59,11 +86,6 @@ def _shapes(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tup
     dims = [(n, axes_of(entry)) for n, entry in zip(placement.stored_shape, placement.spec, strict=True)]
     whole = tuple(n // cut(a for a in axes if a != FSDP) for n, axes in dims)
     return whole, tuple(n // cut(axes) for n, axes in dims)
-
-
-def _of_layers(placement: Placement, plan: ShardPlan) -> set[tuple[int, ...]]:
-    """The same, and of the layers in a stack."""
-    return {shape[i:] for shape in _shapes(placement, plan) for i in range(len(shape))}
 
 
 def _with(window: Window, arrays: Sequence[Array]) -> Window:

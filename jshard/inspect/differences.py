@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._mesh import DATA_AXES, EXPERT
 from jshard._plan import ShardPlan
-from jshard.inspect.apart import Array, gathered_anyway, told_apart
+from jshard.inspect.apart import Array, gathered_anyway, summed_over_copies, told_apart
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import KINDS, ring_bytes
 from jshard.inspect.module import item_bytes
@@ -74,7 +74,8 @@ def differences(
     least = TOLERANCE * plan.gathered_part.num_parameters
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
     less = {place: -d for place, d in delta.items() if d < -least}
-    more = {place: d for place, d in delta.items() if d > least}
+    beside = {p: summed_over_copies(plan).get(p.axes, 0) if p.kind == "all-reduce" else 0 for p in delta}
+    more = {place: d for place, d in delta.items() if d > least + beside[place]}
     kept = [p for p in delta if p in compiled and p in planned and p not in more]
     found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
     return (*found, *_dtypes(kept, compiled, planned, ours, least), *_whole(apart, plan, least))
