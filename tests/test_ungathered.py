@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard._revise import repeated_layers, revise
+from jshard.inspect.activations import activations
 from jshard.inspect.apart import gathered_anyway, told_apart
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
@@ -167,6 +168,14 @@ def test_plan_traffic_and_memory_know_that_nothing_is_gathered():
     few = dataclasses.replace(plan, units=(root, table, block))
     assert memory_of(few).prefetched_bytes == 0  # nothing is gathered while the table's call runs
     assert plan.gathered_part.num_parameters == plan.num_parameters - ROWS * WIDTH - WIDTH
+
+
+def test_activations_do_not_count_a_parameter_that_is_used_where_it_lies():
+    model = nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0))
+    js.fully_shard(model, mesh=js.mesh(), gathered=False)
+    loss = lambda model, x: (model(model(x)) ** 2).sum()
+    saved = activations(model, loss, np.zeros((8, 256), np.float32)).saved_bytes
+    assert 0 < saved < 256 * 256 * 4 // 8  # what is multiplied; not the kernel's part on a device
 
 
 def test_explain_says_never():
