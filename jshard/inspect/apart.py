@@ -20,8 +20,8 @@ def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window]
 
     A compiler joins collectives, and forgets where some come from: there the arrays are told apart by their shapes. Of
     units that are gathered all count but what has the shape of a parameter that never is; of both together, and of what
-    has no unit, those that have the shape of a parameter that is. A sum that has no unit counts as the former: XLA:GPU
-    reduces small arrays as one, so that no shape is left.
+    has no unit, those that have the shape of a parameter that is. All-reduces count as the former: small arrays are
+    reduced as one, so that no shape is left.
     """
     names = {part for unit in plan.units if not unit.gathered for part in unit.name.split("+")}
     if not names:
@@ -32,7 +32,7 @@ def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window]
         if window.units and names.issuperset(window.units):
             own.append(window)
             continue
-        is_told = names.isdisjoint(window.units) if window.units else window.kind == "all-reduce"
+        is_told = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))
         is_ours = lambda dims, is_told=is_told: dims in known or (is_told and dims not in theirs)
         ours = [array for array in window.arrays if is_ours(_sorted(array[1]))]
         rest = [array for array in window.arrays if array not in ours]
