@@ -17,6 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks.step.summary import Spread
+from benchmarks.tables import markdown_table
+
 TITLE = "Saving and restoring a checkpoint"
 MEASURES_TIME = True
 
@@ -47,19 +50,22 @@ def table(result: dict[str, Any]) -> list[str]:
     """Medians with the range, and what the goals come to."""
     size, found = result["size"], result["seconds"]
     num_bytes = size["layers"] * (size["rows"] + 1) * 2048 * 4
-    lines = [
+    text = [
         f"{num_bytes / 1e6:.0f} MB in {2 * size['layers']} arrays; seconds, median of "
         f"{len(next(iter(found.values()))['save'])} (least to most).",
         "`resharded`: saved by 8 devices along dim 0, loaded by 4 (2 processes: 8) along both; PyTorch: along dim 1.",
         "`copies`: two processes hold all of it each (HSDP); `read once`: each reads half, and they exchange.",
         "",
-        "| library, processes | " + " | ".join(_OPERATIONS) + " |",
-        "|---" * (len(_OPERATIONS) + 1) + "|",
     ]
-    for name in sorted(found):
-        cells = [_cell(found[name][operation]) for operation in _OPERATIONS]
-        lines.append(f"| {name.replace('dcp', 'PyTorch DCP').replace('raw', 'plain files')} | {' | '.join(cells)} |")
-    return [*lines, "", *_goals(found)]
+    head = ["library, processes", *_OPERATIONS]
+    rows = [
+        [
+            name.replace("dcp", "PyTorch DCP").replace("raw", "plain files"),
+            *map(_cell, map(found[name].get, _OPERATIONS)),
+        ]
+        for name in sorted(found)
+    ]
+    return [*text, *markdown_table(head, rows, num_words=len(head)), "", *_goals(found)]
 
 
 def _goals(found: dict[str, Any]) -> list[str]:
@@ -85,18 +91,16 @@ def _goals(found: dict[str, Any]) -> list[str]:
         ("two copies, each read whole, over read once and exchanged", "jshard, 2", "copies", "jshard, 2", _ONCE, ""),
         ("load with sums over without", "jshard, 1", "load", "jshard, no sums, 1", "load", "<= 1.1"),
     ]
-    lines = ["| ratio of medians | goal | reached |", "|---|---|---|"]
+    rows = []
     for what, above, operation, below, other, goal in wanted:
         first, second = median(above, operation), median(below, other)
         if first is not None and second is not None:
-            lines.append(f"| {what} | {goal} | {first / second:.2f} |")
-    return lines
+            rows.append([what, goal, f"{first / second:.2f}"])
+    return markdown_table(["ratio of medians", "goal", "reached"], rows, num_words=3)
 
 
 def _cell(seconds: list[float]) -> str:
-    if not seconds:
-        return ""
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+    return Spread.of(seconds).text(".2f") if seconds else ""
 
 
 def _round(library: str, processes: int, folder: Path, size: dict[str, int]) -> dict[str, float]:

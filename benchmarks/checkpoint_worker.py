@@ -108,18 +108,13 @@ def _jshard(asked: dict[str, Any], state: Any, like: Any) -> Times:
         loads |= {"copies": lambda: load("copies", False), "copies, read once": lambda: load("copies", True)}
     times = _timed(folder, lambda: js.checkpoint.save(folder, state), loads, primary=asked["process"] == 0)
     _clear(folder, asked["process"] == 0)
-    begin = time.perf_counter()
-    pending = js.checkpoint.save_async(folder, state)
-    times["blocked"] = time.perf_counter() - begin
-    pending.wait()
-    times["asynchronous"] = time.perf_counter() - begin
-    return times
+    return times | _in_background(lambda: js.checkpoint.save_async(folder, state).wait)
 
 
 class _NoSums:
     """In place of `LeafSums`: what a save takes without them."""
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, *leaf: Any) -> None:
         pass
 
     def total(self) -> tuple[int, int]:
@@ -134,16 +129,14 @@ def _orbax(asked: dict[str, Any], state: Any, like: Any) -> Times:
 
     logging.disable(logging.WARNING)
     folder = Path(asked["folder"])
-    loads = {mesh: (lambda mesh=mesh: jax.block_until_ready(ocp.load(str(folder), like[mesh]))) for mesh in like}
-    loads = {"load": loads["all"], "resharded": loads["other"]}
+
+    def load(mesh: str) -> Any:
+        return jax.block_until_ready(ocp.load(str(folder), like[mesh]))
+
+    loads = {"load": lambda: load("all"), "resharded": lambda: load("other")}
     times = _timed(folder, lambda: ocp.save(str(folder), state), loads, primary=asked["process"] == 0)
     _clear(folder, asked["process"] == 0)
-    begin = time.perf_counter()
-    response = ocp.save_async(str(folder), state)
-    times["blocked"] = time.perf_counter() - begin
-    response.result()
-    times["asynchronous"] = time.perf_counter() - begin
-    return times
+    return times | _in_background(lambda: ocp.save_async(str(folder), state).result)
 
 
 def dcp(asked: dict[str, Any]) -> Times:
@@ -204,6 +197,15 @@ def _timed(
     if meet is not None:
         meet()
     return times
+
+
+def _in_background(save: Callable[[], Callable[[], Any]]) -> Times:
+    """How long a save keeps its caller, and how long it takes; it gives what waits for its end."""
+    begin = time.perf_counter()
+    wait = save()
+    blocked = time.perf_counter() - begin
+    wait()
+    return {"blocked": blocked, "asynchronous": time.perf_counter() - begin}
 
 
 def _clear(folder: Path, primary: bool, meet: Callable[[], Any] | None = None) -> None:

@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jshard as js
-from benchmarks.pictures import new_axes, save
+from benchmarks.pictures import over_depths
 from benchmarks.step.jax_model import adamw, config_of, tokens_like
 from benchmarks.step.sizes import Sizes
 from benchmarks.step.with_flax import FlaxStep
+from benchmarks.tables import markdown_table
 from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
 from jshard.train.step import lower_step
@@ -77,35 +78,26 @@ WAYS: dict[str, Callable[[Sizes], jax.stages.Lowered]] = {
 def table(result: Mapping[str, Any]) -> list[str]:
     """Seconds to trace + to compile."""
     depths = list(next(iter(result["seconds"].values())))
-    lines = [
+    text = [
         f"A narrow GPT on {result['devices_in_mesh']} simulated devices, without arrays: seconds to trace and lower +"
         " seconds to compile, medians of rounds in turn. jax's caches are emptied before each.",
         "",
-        _line("", *(f"{depth} layers" for depth in depths)),
-        "|---|" + "---:|" * len(depths),
     ]
-    for name, by_depth in result["seconds"].items():
-        cells = (f"{_median(by_depth[d], 'trace_s'):.1f} + {_median(by_depth[d], 'compile_s'):.1f}" for d in depths)
-        lines.append(_line(name, *cells))
-    return lines
+    rows = [
+        [name, *(f"{_median(of[d], 'trace_s'):.1f} + {_median(of[d], 'compile_s'):.1f}" for d in depths)]
+        for name, of in result["seconds"].items()
+    ]
+    return [*text, *markdown_table(["", *(f"{depth} layers" for depth in depths)], rows)]
 
 
 def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     """Both together over the depth."""
-    axes = new_axes(width=7, height=4)
-    for name, by_depth in result["seconds"].items():
-        whole = [_median(rounds, "trace_s") + _median(rounds, "compile_s") for rounds in by_depth.values()]
-        axes.plot([int(depth) for depth in by_depth], whole, marker="o", label=name)
-    axes.set_xlabel("layers")
-    axes.set_ylabel("seconds to trace and to compile")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.svg")]
+    seconds = {
+        name: {depth: _median(rounds, "trace_s") + _median(rounds, "compile_s") for depth, rounds in by_depth.items()}
+        for name, by_depth in result["seconds"].items()
+    }
+    return [over_depths(seconds, "seconds to trace and to compile", folder / f"{stem}.svg")]
 
 
 def _median(rounds: list[Mapping[str, float]], name: str) -> float:
     return statistics.median(one[name] for one in rounds)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -35,6 +35,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from benchmarks.iterations import Instant, Iterations, Terminal
+from benchmarks.tables import markdown_table
 from jshard import train
 from jshard.train.metrics.mfu import Peak, peak_bytes
 from jshard.train.metrics.services import available, open_trackers
@@ -95,21 +96,24 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """The rows in Markdown."""
-    heads = ["arrays", *(name.removesuffix("_ms") for name in COLUMNS), "nnx_jit / train_step", "late batches"]
-    lines = [_line("model, devices", *heads), "|---|" + "---:|" * len(heads)]
-    for row in result["rows"]:
-        figures = [f"{row[name]:.2f}" for name in COLUMNS]
-        late = f"{row['late_batches']} of {row['iterations']}"
-        lines.append(_line(_name(row), str(row["arrays"]), *figures, f"{row['ratio']:.0f}x", late))
-    parts = list(result["rows"][0]["around_us"])
-    lines += ["", _line("`around` in microseconds", *parts), "|---|" + "---:|" * len(parts)]
-    lines += [_line(_name(row), *(f"{row['around_us'][part]:.0f}" for part in parts)) for row in result["rows"]]
+    rows, ways = result["rows"], [name.removesuffix("_ms") for name in COLUMNS]
+    head = ["model, devices", "arrays", *ways, "nnx_jit / train_step", "late batches"]
+    parts = list(rows[0]["around_us"])
+    by_part = [[_name(row), *(f"{row['around_us'][part]:.0f}" for part in parts)] for row in rows]
     return [
         "Milliseconds of CPU time of the training thread per step, medians; *arrays* are those of the state.",
         "*Late batches*: batches that the loader gave more than 1 ms after they were asked for.",
         "",
-        *lines,
+        *markdown_table(head, map(_cells, rows)),
+        "",
+        *markdown_table(["`around` in microseconds", *parts], by_part),
     ]
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    figures = [f"{row[name]:.2f}" for name in COLUMNS]
+    late = f"{row['late_batches']} of {row['iterations']}"
+    return [_name(row), str(row["arrays"]), *figures, f"{row['ratio']:.0f}x", late]
 
 
 def _measure(case: Case, folder: Path) -> dict[str, Any]:
@@ -243,7 +247,3 @@ def _cpu_ms(way: Callable[[], Any], num_steps: int) -> float:
 
 def _name(row: Mapping[str, Any]) -> str:
     return f"{row['model']}, {row['devices']}"
-
-
-def _line(*cells: str) -> str:
-    return "| " + " | ".join(cells) + " |"

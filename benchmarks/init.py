@@ -18,8 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pictures import new_axes, save
+from benchmarks.pictures import over_depths
 from benchmarks.step.sizes import Sizes
+from benchmarks.tables import markdown_table
 
 TITLE = "Seconds and memory to create a sharded model"
 MEASURES_TIME = True
@@ -76,15 +77,7 @@ def _jshard(sizes: Sizes) -> Any:
     return nnx.state(js.shard_init(lambda: gpt.build(config, nnx.Rngs(0)), lambda model: gpt.annotate(model, mesh)))
 
 
-def _flax(sizes: Sizes) -> Any:
-    return _created(sizes, under_jit=True)
-
-
-def _cut(sizes: Sizes) -> Any:
-    return _created(sizes, under_jit=False)
-
-
-def _created(sizes: Sizes, *, under_jit: bool) -> Any:
+def _flax(sizes: Sizes, *, under_jit: bool) -> Any:
     import jax
     import numpy as np
     from flax import nnx
@@ -99,49 +92,43 @@ def _created(sizes: Sizes, *, under_jit: bool) -> Any:
 
 WAYS: dict[str, Callable[[Sizes], Any]] = {
     "js.shard_init": _jshard,
-    "jit with out_shardings (Flax's guide)": _flax,
-    "whole, then cut": _cut,
+    "jit with out_shardings (Flax's guide)": lambda sizes: _flax(sizes, under_jit=True),
+    "whole, then cut": lambda sizes: _flax(sizes, under_jit=False),
 }
 
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """Seconds, and memory by the size of the model."""
     depths = list(result["parameters"])
-    lines = [
+    text = [
         "GPTs of one width in float32 on 8 simulated devices; seconds from nothing to arrays, tracing and compiling"
         " included; and how far the peak of the process rose, by the bytes of the model. Medians of fresh processes.",
         "",
-        _line("", *(f"{d} layers, {result['parameters'][d] / 1e6:.0f}M" for d in depths)),
-        "|---|" + "---:|" * len(depths),
     ]
-    for name, by_depth in result["found"].items():
-        cells = (f"{_seconds(by_depth[d]):.1f} s, {_copies(result, by_depth, d):.1f}x" for d in depths)
-        lines.append(_line(name, *cells))
-    return lines
+    head = ["", *(f"{d} layers, {result['parameters'][d] / 1e6:.0f}M" for d in depths)]
+    rows = [
+        [name, *(f"{_seconds(of[d]):.1f} s, {_copies(of[d], result['parameters'][d]):.1f}x" for d in depths)]
+        for name, of in result["found"].items()
+    ]
+    return [*text, *markdown_table(head, rows)]
 
 
 def pictures(result: Mapping[str, Any], folder: Path, stem: str) -> list[Path]:
     """Seconds over the depth."""
-    axes = new_axes(width=7, height=4)
-    for name, by_depth in result["found"].items():
-        axes.plot([int(d) for d in by_depth], [_seconds(rounds) for rounds in by_depth.values()], "o-", label=name)
-    axes.set_xlabel("layers")
-    axes.set_ylabel("seconds")
-    axes.set_ylim(bottom=0)
-    axes.legend(fontsize=8)
-    return [save(axes, folder / f"{stem}.svg")]
+    seconds = {
+        name: {depth: _seconds(rounds) for depth, rounds in by_depth.items()}
+        for name, by_depth in result["found"].items()
+    }
+    return [over_depths(seconds, "seconds", folder / f"{stem}.svg")]
 
 
 def _seconds(rounds: list[Mapping[str, float]]) -> float:
     return statistics.median(one["seconds"] for one in rounds)
 
 
-def _copies(result: Mapping[str, Any], by_depth: Mapping[str, Any], depth: str) -> float:
-    return statistics.median(one["rss_bytes"] for one in by_depth[depth]) / (4 * result["parameters"][depth])
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"
+def _copies(rounds: list[Mapping[str, float]], num_parameters: int) -> float:
+    """How many models of float32 parameters the memory would hold."""
+    return statistics.median(one["rss_bytes"] for one in rounds) / (4 * num_parameters)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import new_axes, save
-from benchmarks.planned import EXPLAINED, MODEL, Point, fitting, rows_of, table_of
+from benchmarks.planned import EXPLAINED, MODEL, SMALL, Point, fitting, rows_of, table_of
 from jshard.cluster.compile import CompileRequest
 
 TITLE = "Budgets of prefetching"
@@ -31,7 +31,7 @@ _QUICK: dict[str, dict[str, Any]] = {
     "small": {
         "recipe": "gpt2_small",
         "topology": "h100:1x8",
-        "settings": ("accumulate=1", "batch_size=8", "model.n_layer=2", "sequence_length=256"),
+        "settings": (*SMALL, "batch_size=8"),
     }
 }
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -20,9 +18,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jshard as js
-from jshard._errors import MissingExtraError
+from benchmarks.planned import MODEL, SMALL, require
+from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.topology import parse_topology, require_compiler
+from jshard.cluster.topology import parse_topology
 from jshard.inspect.memory import Memory
 from jshard.train import Recipe, load_model_file
 from jshard.train.settings.overrides import override
@@ -31,7 +30,12 @@ from jshard.train.settings.units import with_units
 TITLE = "Memory of a train step, estimated and compiled"
 MEASURES_TIME = False
 
-_MODEL = Path(__file__).parents[1] / "models" / "gpt.py"
+_GIB = {  # columns of the table
+    "held, plan": "held_bytes",
+    "held, compiled": "held_compiled_bytes",
+    "peak, estimate": "estimate_bytes",
+    "peak, compiled": "peak_bytes",
+}
 _MIDDLE = (
     "accumulate=1",
     "batch_size=64",
@@ -42,7 +46,6 @@ _MIDDLE = (
     "model.vocab_size=50304",
 )
 _13B = ("batch_size=1024", "model.n_layer=40", "model.n_head=40", "model.d_model=5120", "model.d_ff=20480")
-_SMALL = ("accumulate=1", "batch_size=8", "model.n_layer=2", "sequence_length=256")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,7 @@ FULL = (
         mesh={"replica": 32, "fsdp": 512},
     ),
 )
-QUICK = (Case(name="two blocks", recipe="gpt2_small", topology="h100:1x2", settings=_SMALL),)
+QUICK = (Case(name="two blocks", recipe="gpt2_small", topology="h100:1x2", settings=(*SMALL, "batch_size=8")),)
 
 
 def run(*, quick: bool) -> dict[str, Any]:
@@ -108,10 +111,7 @@ def run(*, quick: bool) -> dict[str, Any]:
     Returns:
         "rows": a dict per case.
     """
-    try:
-        require_compiler("gpu")
-    except MissingExtraError as error:
-        sys.exit(f"{error.what} {error.do}")
+    require("gpu")
     rows = []
     for case in QUICK if quick else FULL:
         print(f"compiling {case.name}: {case.command}", flush=True)
@@ -121,33 +121,35 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def table(result: dict[str, Any]) -> list[str]:
     """The rows as lines of a Markdown table."""
-    lines = [
+    text = [
+        "Compiled and estimated; nothing was run.",
         "GiB on one device. *held*: parameters and optimizer state, which the compiled step takes as arguments beside",
         "the batch. *peak*: of the step. The estimate is made from the traced model, before anything is compiled.",
         "",
-        "| configuration | GPUs | held, plan | held, compiled | peak, estimate | peak, compiled | ratio |",
-        "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for row in result["rows"]:
-        keys = "held_bytes", "held_compiled_bytes", "estimate_bytes", "peak_bytes"
-        figures = [f"{row['devices']:,}", *(f"{row[key] / 2**30:.2f}" for key in keys), f"{row['ratio']:.2f}"]
-        lines.append(f"| {row['name']} | {' | '.join(figures)} |")
+    head = ["configuration", "GPUs", *_GIB, "ratio"]
     ratios = [row["ratio"] for row in result["rows"]]
     held = max(abs(row["held_bytes"] / row["held_compiled_bytes"] - 1) for row in result["rows"])
     near = sum(abs(ratio - 1) <= 0.15 for ratio in ratios)
     return [
-        *lines,
+        *text,
+        *markdown_table(head, map(_cells, result["rows"])),
         "",
         f"Peak: {near} of {len(ratios)} within 15 %, ratios from {min(ratios):.2f} to {max(ratios):.2f}."
         f" Held: within {held:.1%}.",
     ]
 
 
+def _cells(row: dict[str, Any]) -> list[str]:
+    gib = [f"{row[key] / 2**30:.2f}" for key in _GIB.values()]
+    return [row["name"], f"{row['devices']:,}", *gib, f"{row['ratio']:.2f}"]
+
+
 def _row(case: Case) -> dict[str, Any]:
     estimate, recipe = _estimate(case)
     step = compile_step(
         CompileRequest(
-            model=str(_MODEL),
+            model=MODEL,
             recipe=case.recipe,
             settings=case.settings,
             mesh=case.mesh,
@@ -176,7 +178,7 @@ def _row(case: Case) -> dict[str, Any]:
 
 def _estimate(case: Case) -> tuple[Memory, Recipe]:
     """As `jshard plan` without a cluster tells it, and the recipe that it is of."""
-    model_file = with_units(load_model_file(_MODEL), case.units)
+    model_file = with_units(load_model_file(MODEL), case.units)
     recipe = override(model_file.recipe(case.recipe)[1], case.settings)
     mesh = js.mesh(**case.mesh, devices=parse_topology(case.topology).num_devices)
     model = js.abstract_init(

@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 import jshard as js
+from benchmarks.tables import markdown_table
 from jshard.train import Batch
 from models.gpt import GPT, GPTConfig, annotate, loss_fn
 
@@ -32,8 +33,6 @@ MESHES: dict[str, Callable[[], Mesh]] = {
     "HSDP 2 x 4": lambda: js.mesh(replica=2),
     "FSDP 4 x tensor 2": lambda: js.mesh(tensor=2),
 }
-
-
 _REORDERED = "one device, reordered"
 
 
@@ -108,17 +107,15 @@ def run(*, quick: bool) -> dict[str, Any]:
 
 def table(result: Mapping[str, Any]) -> list[str]:
     """The differences in Markdown."""
-    lines = [
+    text = [
         f"A GPT of {_num_parameters():,} float32 parameters (two blocks, tied table) after {result['steps']} steps on",
         "8 simulated devices, beside one device: the largest difference of a parameter, relative to the largest of its",
         "array. Last column: one device with the samples of each batch in another order, beside itself.",
         "",
-        f"| optimizer | {' | '.join(MESHES)} | {_REORDERED} |",
-        "|---|" + "---:|" * (len(MESHES) + 1),
     ]
-    for name, found in result["difference"].items():
-        lines.append(f"| {name} | " + " | ".join(f"{found[key]:.1e}" for key in (*MESHES, _REORDERED)) + " |")
-    return lines
+    columns = [*MESHES, _REORDERED]
+    rows = [[name, *(f"{found[key]:.1e}" for key in columns)] for name, found in result["difference"].items()]
+    return [*text, *markdown_table(["optimizer", *columns], rows)]
 
 
 def _differences(name: str) -> dict[str, float]:

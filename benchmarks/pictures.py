@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,24 @@ def new_axes(*, width: float, height: float) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.tick_params(labelsize=8)
     return axes
+
+
+def over_depths(series: Mapping[str, Mapping[str, float]], label: str, path: Path) -> Path:
+    """Draws figures over the number of layers of a model, a line for each of the series.
+
+    Args:
+        series: by its name the figures, by number of layers.
+        label: of the figures.
+        path: of the picture.
+    """
+    axes = new_axes(width=7, height=4)
+    for name, by_depth in series.items():
+        axes.plot([int(depth) for depth in by_depth], list(by_depth.values()), marker="o", label=name)
+    axes.set_xlabel("layers")
+    axes.set_ylabel(label)
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8)
+    return save(axes, path)
 
 
 def save(axes: Any, path: Path) -> Path:

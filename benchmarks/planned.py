@@ -1,4 +1,4 @@
-"""Steps that are compiled for clusters that are not there: what the cases `scale`, `strategies` and `limiter` share."""
+"""Steps that are compiled for clusters that are not there: what `scale`, `strategies`, `limiter` and `memory` share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.tables import markdown_table
 from jshard._errors import FourPartError, MissingExtraError
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.estimate import Estimate
@@ -15,8 +16,10 @@ from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology, require_compiler
 
 MODEL = str(Path(__file__).parents[1] / "models" / "gpt.py")
+SMALL = ("accumulate=1", "model.n_layer=2", "sequence_length=256")  # of quick runs, beside the size of the batch
 EXPLAINED = (
-    "Peak memory and collectives are the compiler's. Times are estimates: the compiled schedule played on two streams,"
+    "Compiled and estimated; nothing was run."
+    " Peak memory and collectives are the compiler's. Times are estimates: the compiled schedule played on two streams,"
     " as `jshard plan` does it, under the assumptions of docs/planning.md; in brackets over their ranges."
 )
 _KINDS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -39,11 +42,12 @@ class Point:
 def rows_of(points: Sequence[Point]) -> list[dict[str, Any]]:
     """Compiles the points, one after another; a step that cannot be compiled says why in its row."""
     for platform in {parse_topology(point.request.topology).device.platform for point in points}:
-        _require(platform)
+        require(platform)
     return [_row(point) for point in points]
 
 
-def _require(platform: str) -> None:
+def require(platform: str) -> None:
+    """Ends the run, and tells what to install, where the compiler of a platform is missing."""
     try:
         require_compiler(platform)
     except MissingExtraError as error:
@@ -102,15 +106,13 @@ COLUMNS: dict[str, Callable[[Mapping[str, Any]], str]] = {
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The rows in Markdown."""
-    heads = [*rows[0]["labels"], *COLUMNS]
-    lines = [_line(heads), "|---" * len(rows[0]["labels"]) + "|" + "---:|" * len(COLUMNS)]
-    for row in rows:
-        first = [str(label) for label in row["labels"].values()]
-        if "error" in row:
-            lines.append(_line([*first, row["error"], *[""] * (len(COLUMNS) - 1)]))
-        else:
-            lines.append(_line([*first, *(_cell(name, row) for name in COLUMNS)]))
-    return lines
+    labels = rows[0]["labels"]
+    return markdown_table([*labels, *COLUMNS], map(_cells, rows), num_words=len(labels))
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    failed = [row["error"], *[""] * (len(COLUMNS) - 1)] if "error" in row else None
+    return [*map(str, row["labels"].values()), *(failed or [_cell(name, row) for name in COLUMNS])]
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
@@ -126,7 +128,3 @@ def _range(row: Mapping[str, Any], name: str, form: str) -> str:
 def fitting(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Those that compiled into the memory of a device."""
     return [row for row in rows if row.get("fits")]
-
-
-def _line(cells: Iterable[str]) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 _SAMPLE_S = 0.3
-QUIET = 0.1  # of the cores' time
+_QUIET = 0.1  # of the cores' time
 
 
 def busy_share(seconds: float = _SAMPLE_S) -> float | None:
@@ -26,7 +26,7 @@ def wait_for_quiet(limit_s: float) -> bool:
         Whether the machine is quiet, as far as can be told.
     """
     end = time.monotonic() + limit_s
-    while (busy := busy_share(1.0)) is not None and busy > QUIET:
+    while (busy := busy_share(1.0)) is not None and busy > _QUIET:
         if time.monotonic() > end:
             return False
     return True

@@ -94,7 +94,7 @@ def _remarks(module: ModuleType, report: dict[str, Any]) -> list[str]:
     if report["quick"]:
         remarks.append("**Quick run: shows that the benchmark works, its figures mean nothing.**")
     if not module.MEASURES_TIME:
-        return [*remarks, "Compiled and estimated; nothing was run, and no time is measured."]
+        return [*remarks, "No time is measured."]
     if report["load_per_core_before"] > _QUIET_LOAD:
         remarks.append("**Measured under load: other programs had the cores too, so all figures are too large.**")
     remarks = remarks or ["Measured on a quiet machine."]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pictures import new_axes, save
-from benchmarks.planned import EXPLAINED, MODEL, Point, fitting, rows_of, table_of
+from benchmarks.planned import EXPLAINED, MODEL, SMALL, Point, fitting, rows_of, table_of
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Costs
 from jshard.cluster.machine import Cluster
@@ -23,13 +23,12 @@ TITLE = "A step from 8 to 16,384 GPUs"
 MEASURES_TIME = False
 _FULL = {"gpt2_xl": ((1, 8, 64, 2048), 8, 64), "gpt3_175b": ((16, 64, 256, 2048), 1, 512)}  # hosts, each, shards
 _QUICK = {"gpt2_small": ((1,), 1, 8)}
-_SMALL = ("accumulate=1", "model.n_layer=2", "sequence_length=256")
 
 
 def run(*, quick: bool) -> dict[str, Any]:
     """Compiles the step for every number of hosts with eight H100 each."""
     points = [
-        _point(recipe, hosts, each, widest, _SMALL if quick else ())
+        _point(recipe, hosts, each, widest, SMALL if quick else ())
         for recipe, (counts, each, widest) in (_QUICK if quick else _FULL).items()
         for hosts in counts
     ]

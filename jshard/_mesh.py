@@ -160,8 +160,16 @@ def degree(mesh: AnyMesh, axis: str) -> int:
 
 
 def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
-    """The axes over which the batch is split, outermost first."""
-    return tuple(a for a in DATA_AXES if a in mesh.axis_names)
+    """The axes over which the batch is split, outermost first.
+
+    Those of degree 1 split nothing, and a reduction over one would stay in the program; `fsdp` is always there.
+    """
+    return tuple(a for a in DATA_AXES if a == FSDP or degree(mesh, a) > 1)
+
+
+def manual_axes(mesh: AnyMesh) -> frozenset[str]:
+    """The axes that a region is manual over: the data axes, and others of degree 1, as it then compiles best."""
+    return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in DATA_AXES or size == 1)
 
 
 def data_degree(mesh: AnyMesh) -> int:

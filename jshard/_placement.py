@@ -130,6 +130,11 @@ class PlacementRule:
     offload: str | None = None
     gathered: bool = True
 
+    @property
+    def degree(self) -> int:
+        """Size of the `fsdp` axis."""
+        return dict(self.degrees)[FSDP]
+
 
 def place(
     path: str,
@@ -151,12 +156,10 @@ def place(
         ignored: the annotation leaves this parameter out.
     """
     degrees = dict(rule.degrees)
-    degree = degrees[FSDP]
     given = tuple(_present(entry, degrees) for entry in given)
     _check_given(path, shape, given, degrees)
     free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
-    itemsize = jnp.dtype(dtype).itemsize
-    dim, because = _choose(path, shape, free, degree, rule, itemsize, ignored)
+    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, rule)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
         entries[dim] = FSDP
@@ -169,13 +172,13 @@ def place(
         dtype=stored,
         spec=tuple(entries),
         dim=dim,
-        degree=1 if dim is None else degree,
+        degree=1 if dim is None else rule.degree,
         shards=shards,
         gathered_dtype=gathered,
         reduce_dtype=precision.reduce or gathered,
         because=because,
         layers=math.prod(shape[: rule.stacked]),
-        padding=0 if dim is None else -shape[dim] % degree,
+        padding=0 if dim is None else -shape[dim] % rule.degree,
         offload=rule.offload if math.prod(shape[rule.stacked :]) >= rule.min_size else None,
         gathered=rule.gathered,
     )
@@ -223,19 +226,13 @@ _PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their 
 
 
 def _choose(
-    path: str,
-    shape: tuple[int, ...],
-    free: list[int],
-    degree: int,
-    rule: PlacementRule,
-    itemsize: int,
-    ignored: bool,
+    path: str, shape: tuple[int, ...], dtype: Any, free: list[int], rule: PlacementRule
 ) -> tuple[int | None, str]:
-    if ignored:
-        return None, IGNORED
+    """The dim to shard, of those that are free; or None, and why."""
+    degree = rule.degree
     asked = rule.shard_dim(path, shape) if callable(rule.shard_dim) else rule.shard_dim
     if asked is not None and (callable(rule.shard_dim) or -len(shape) <= asked < len(shape)):
-        return _asked_dim(path, shape, asked, free, degree, rule.pads), ""
+        return _asked_dim(path, shape, asked, free, rule), ""
     if degree == 1:
         return None, DEGREE_ONE
     size = math.prod(shape[rule.stacked :])
@@ -245,7 +242,7 @@ def _choose(
     if fits:
         return max(fits, key=lambda d: (shape[d], -d)), ""
     padded = _padded_dim(shape, free, degree) if rule.pads else None
-    if padded is None or math.prod(shape) * itemsize < _PADDED_FROM_BYTES:
+    if padded is None or math.prod(shape) * jnp.dtype(dtype).itemsize < _PADDED_FROM_BYTES:
         return None, f"{INDIVISIBLE} {degree} (shape {tuple(shape)})"
     return padded, ""
 
@@ -256,7 +253,7 @@ def _padded_dim(shape: tuple[int, ...], free: list[int], degree: int) -> int | N
     return None if found is None or shape[found] < degree else found
 
 
-def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int, pads: bool) -> int:
+def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], rule: PlacementRule) -> int:
     if not isinstance(asked, int) or isinstance(asked, bool):
         raise AnnotationError(
             "shard_dim gave something that is not a dim.",
@@ -265,14 +262,14 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], d
             do="js.fully_shard(m, mesh=mesh, shard_dim=lambda path, shape: None)",
         )
     dim = asked + len(shape) if asked < 0 else asked
-    possible = [d for d in free if shape[d] % degree == 0 or pads]
+    possible = [d for d in free if shape[d] % rule.degree == 0 or rule.pads]
     if dim in possible:
         return dim
+    even = f", and divide by the degree of the fsdp axis, {rule.degree}: Linen's arrays are not padded."
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
-        why="a dim must be free of other axes and of layers"
-        + ("." if pads else f", and divide by the degree of the fsdp axis, {degree}: Linen's arrays are not padded."),
+        why="a dim must be free of other axes and of layers" + ("." if rule.pads else even),
         do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
         " shard_dim=lambda path, shape: None)",
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
@@ -68,6 +69,54 @@ def digits(*, size: int = 8, channels: int = 1, shift: int = 0, copies: int = 1,
         description=f"handwritten digits of scikit-learn: {len(_parts()['train'][1]):,} to train on{moved}, "
         f"{len(held_out):,} held out",
         fingerprint=f"sklearn digits, split {_SPLIT_SEED}, {train}",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Clips:
+    """Digits that cross an empty canvas at constant velocity and bounce off its edges; on one of their size they stay.
+
+    Sample `i` shows digit `i % digits`. Where it starts, how it moves and the seed of its noise know only the part
+    and `i`: there are `copies` of each digit, so that training sees each under many noises, and the held-out samples
+    have the same noise always.
+    """
+
+    part: str
+    shape: tuple[int, int, int, int]
+    copies: int = 1
+
+    def __len__(self) -> int:
+        return self.copies * len(Digits(self.part))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        digits = Digits(self.part)
+        digit = digits[index % len(digits)]
+        rng = np.random.default_rng((self.part == "held_out", index))
+        height, width, _ = IMAGE_SHAPE
+        room_2 = np.array([self.shape[1] - height, self.shape[2] - width])
+        start_2, velocity_2 = rng.uniform(0, room_2), rng.uniform(-2, 2, 2)
+        video_TYXC = np.full(self.shape, digit["image"].min(), np.float32)
+        for t, frame_YXC in enumerate(video_TYXC):
+            y, x = bounced(start_2 + t * velocity_2, room_2)
+            frame_YXC[y : y + height, x : x + width] = digit["image"]
+        return {"video": video_TYXC, "label": digit["label"], "seed": rng.integers(2**32, dtype=np.uint32)}
+
+
+def bounced(way_2: np.ndarray, room_2: np.ndarray) -> np.ndarray:
+    """Where one is after a way between two walls, in whole pixels."""
+    there_and_back_2 = np.maximum(2 * room_2, 1)
+    return (room_2 - np.abs(way_2 % there_and_back_2 - room_2)).round().clip(0).astype(int)
+
+
+def clips(shape: tuple[int, int, int, int]) -> Data:
+    """Clips of a shape as `data(recipe)` of a model file returns them: the same digit in all channels."""
+    train, held_out = Clips("train", shape, copies=1000), Clips("held_out", shape)
+    size = " x ".join(map(str, shape))
+    return Data(
+        train=train,
+        held_out=held_out,
+        description=f"moving digits of scikit-learn, {size}: {len(train):,} to train on, {len(held_out):,} held out",
+        fingerprint=f"moving sklearn digits {size}, copies {train.copies}",
     )
 
 

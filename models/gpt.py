@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -122,14 +123,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         self.occupancy = js.kernels.Occupancy(reserved_sms=config.reserved_sms) if config.mlp == "pallas" else None
-        self.up = linear(config.d_model, config.d_ff, std=0.02, rngs=rngs)
-        self.down = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
+        self.up: Any = linear(config.d_model, config.d_ff, std=0.02, rngs=rngs)
+        self.down: Any = linear(config.d_ff, config.d_model, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         if self.occupancy is not None:
             up_DF, down_FD = self.up.kernel[...], self.down.kernel[...]
-            biases = {"b_up": self.up.bias[...], "b_down": self.down.bias[...]}
-            return js.kernels.mlp(x_BTD, up_DF, down_FD, **biases, occupancy=self.occupancy)
+            up_F, down_D = self.up.bias[...], self.down.bias[...]
+            return js.kernels.mlp(x_BTD, up_DF, down_FD, b_up=up_F, b_down=down_D, occupancy=self.occupancy)
         h_BTF = jax.nn.gelu(self.up(x_BTD))
         return self.down(h_BTF)
 
@@ -148,6 +149,10 @@ class Block(nnx.Module):
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         x_BTD = js.parallel.hold(x_BTD + self.dropout(self.attention(self.attention_norm(x_BTD))), *self.along)
         return js.parallel.hold(x_BTD + self.dropout(self.mlp(self.mlp_norm(x_BTD))), *self.along)
+
+
+def list_of_blocks(config: GPTConfig, rngs: nnx.Rngs) -> nnx.List:
+    return nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
 
 
 def stacked_blocks(config: GPTConfig, rngs: nnx.Rngs) -> Block:
@@ -171,10 +176,8 @@ class GPT(nnx.Module):
         if config.positions == "learned":
             self.positions = embed(config.block_size, D, rngs=rngs)
         self.dropout = nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
-        if config.scan:
-            self.blocks = stacked_blocks(config, rngs)
-        else:
-            self.blocks = nnx.List([Block(config, rngs=rngs) for _ in range(config.n_layer)])
+        blocks = stacked_blocks if config.scan else list_of_blocks
+        self.blocks: Any = blocks(config, rngs)
         self.norm = layer_norm(config, rngs)
         if not config.tied:
             self.head = nnx.Linear(D, V, use_bias=False, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)

@@ -3,9 +3,9 @@
     jshard train models/t5.py                                                # the tiny recipe, minutes on a laptop
     jshard plan models/t5.py --recipe t5_11b --topology h100:64x8            # without a GPU
 
-The data are samples of text as the T5 paper (arXiv 1910.10683) has them, over bytes: spans are cut out, the encoder
-reads what is left, and the decoder writes the spans. Everything up to `annotate` is plain Flax; `annotate` alone says
-what is sharded.
+The data are those of the T5 paper (arXiv 1910.10683), over bytes: spans of text are cut out, the encoder reads what is
+left, and the decoder writes the spans. They come from `spans.py`, which lies beside this file. Everything up to
+`annotate` is plain Flax; `annotate` alone says what is sharded.
 
 Names end in the dims of the array they hold:
 
@@ -19,20 +19,19 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
+from spans import PAD, SpanRecipe, corrupted_text, lengths
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
-from jshard.train import Batch, Data, Recipe, load_text
-from jshard.train.data import Source
-
-PAD, END, FIRST_BYTE = 0, 1, 3  # token ids as in ByT5: byte b is b + 3; the last ones of the vocabulary are sentinels
+from jshard.train import Batch, Data
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,89 +52,6 @@ class T5Config:
     # Read by `annotate` only: an unsharded T5 computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
-
-
-# ---- The data ----------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SpanRecipe(Recipe):
-    """A recipe in which `sequence_length` counts the bytes of text in a sample, before anything is cut out."""
-
-    noise: float = 0.15  # the share that is cut out
-    mean_span: float = 3.0  # bytes in a span, on average
-
-
-def num_spans(length: int, recipe: SpanRecipe) -> tuple[int, int]:
-    """How many tokens of a text are cut out, and in how many spans."""
-    num_noise = min(max(round(length * recipe.noise), 1), length - 1)
-    return num_noise, min(max(round(num_noise / recipe.mean_span), 1), num_noise, length - num_noise)
-
-
-def lengths(recipe: SpanRecipe) -> tuple[int, int]:
-    """Tokens of a sample's inputs and targets: what is left or cut out, a sentinel for each span, and an end."""
-    num_noise, spans = num_spans(recipe.sequence_length, recipe)
-    return recipe.sequence_length - num_noise + spans + 1, num_noise + spans + 1
-
-
-def pieces(total: int, number: int, rng: np.random.Generator) -> np.ndarray:
-    """Cuts `total` tokens into so many pieces of at least one, at random; their ends."""
-    return np.append(np.sort(rng.choice(total - 1, number - 1, replace=False)) + 1, total)
-
-
-def corrupt(text: np.ndarray, recipe: SpanRecipe, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Inputs: the text with a sentinel for each span. Targets: each sentinel, followed by its span."""
-    num_noise, spans = num_spans(text.size, recipe)
-    kept, noise = pieces(text.size - num_noise, spans, rng), pieces(num_noise, spans, rng)
-    # Kept and cut out stretches in turn: behind the n-th of the one comes the n-th of the other.
-    starts, ends = kept + np.append(0, noise[:-1]), kept + noise
-    inputs, targets = [], []
-    for span, (start, end) in enumerate(zip(starts, ends, strict=True)):
-        sentinel = [recipe.model.vocab_size - 1 - span]
-        inputs += [text[ends[span - 1] if span else 0 : start], sentinel]
-        targets += [sentinel, text[start:end]]
-    return np.concatenate([*inputs, [END]]), np.concatenate([*targets, [END]])
-
-
-def padded(ids: np.ndarray, length: int) -> np.ndarray:
-    return np.pad(ids, (0, length - ids.size), constant_values=PAD).astype(np.int32)
-
-
-class Corrupted:
-    """Windows of text with spans cut out. A sample ends with a line, so that samples have different lengths.
-
-    Sample `i` is a function of `i` alone: it has the same spans in every pass.
-    """
-
-    def __init__(self, windows: Source, recipe: SpanRecipe):
-        self._windows, self._recipe = windows, recipe
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, index: int, /) -> dict[str, np.ndarray]:
-        text = self._windows[index]["inputs"]
-        line_ends = np.flatnonzero(text == ord("\n"))
-        whole = text[: line_ends[-1] + 1] if line_ends.size and line_ends[-1] else text
-        inputs, targets = corrupt(whole + FIRST_BYTE, self._recipe, np.random.default_rng(index))
-        input_length, target_length = lengths(self._recipe)
-        return {"inputs": padded(inputs, input_length), "targets": padded(targets, target_length)}
-
-
-def data(recipe: SpanRecipe) -> Data:
-    """The sources of the standard library as bytes, whatever the size of the vocabulary."""
-    spans = num_spans(recipe.sequence_length, recipe)[1]
-    if recipe.model.vocab_size < FIRST_BYTE + 256 + spans:
-        raise ValueError(f"vocab_size={recipe.model.vocab_size} has no room for 256 bytes and {spans} sentinels")
-    text = load_text(sequence_length=recipe.sequence_length)
-    noise = f"{recipe.noise:.0%} cut out in spans of {recipe.mean_span:g}"
-    return Data(
-        train=Corrupted(text.train, recipe),
-        held_out=Corrupted(text.held_out, recipe),
-        description=f"{text.description}; {noise}",
-        fingerprint=f"{text.fingerprint}, {noise}, vocabulary of {recipe.model.vocab_size}",
-        tokens_per_sample=sum(lengths(recipe)),
-    )
 
 
 # ---- The model -------------------------------------------------------------------------------
@@ -255,7 +171,7 @@ class DecoderLayer(nnx.Module):
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
-def layers(kind: type[nnx.Module], config: T5Config, rngs: nnx.Rngs) -> nnx.Module:
+def layers(kind: Callable[..., nnx.Module], config: T5Config, rngs: nnx.Rngs) -> Any:
     """A list of layers; or all in one module, whose variables have a leading dim of layers."""
     if not config.scan:
         return nnx.List([kind(config, rngs=rngs) for _ in range(config.n_layer)])
@@ -295,7 +211,7 @@ class T5(nnx.Module):
             return self.head(x_BTD)
         return self.tokens.attend(x_BTD * self.config.d_model**-0.5)
 
-    def run(self, layers: nnx.Module, x: jax.Array, *args: jax.Array) -> jax.Array:
+    def run(self, layers: Any, x: jax.Array, *args: jax.Array) -> jax.Array:
         if self.config.scan:
             return js.scan_layers(layers, x, *args)
         for layer in layers:
@@ -337,6 +253,10 @@ def loss_fn(model: T5, batch: Batch) -> jax.Array:
     loss_BT = optax.softmax_cross_entropy_with_integer_labels(logits_BTV, targets_BT)
     real_BT = targets_BT != PAD
     return (loss_BT * real_BT).sum() / real_BT.sum()
+
+
+def data(recipe: SpanRecipe) -> Data:
+    return corrupted_text(recipe)
 
 
 def flops(recipe: SpanRecipe) -> tuple[float, str]:

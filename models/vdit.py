@@ -6,7 +6,7 @@
 
 An image is a video of one frame. The model turns noise into videos of a class by rectified flow (Liu et al. 2022,
 arXiv 2209.03003): it learns with what velocity a sample moves on the straight line from noise to video. Who copies
-this file copies `digits.py` beside it, too, or brings other `data`.
+this file copies `digits.py`, which lies beside it, too, or brings other `data`.
 
 Names end in the dims of the array they hold:
 
@@ -20,11 +20,12 @@ Names end in the dims of the array they hold:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from digits import IMAGE_SHAPE, NUM_CLASSES, Digits
+from digits import NUM_CLASSES, clips
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -228,7 +229,7 @@ class VDiT(nnx.Module):
         P = int(np.prod(config.patch_shape))
         self.patches = linear(P, config.d_model, rngs=rngs)
         self.condition = Condition(config, rngs=rngs)
-        self.blocks = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
+        self.blocks: Any = stacked_blocks(config, rngs) if config.scan else list_of_blocks(config, rngs)
         self.modulation = Modulation(config, 2, rngs=rngs)
         self.norm = layer_norm(config, rngs)
         self.out = linear_from_zero(config.d_model, P, rngs=rngs)
@@ -315,53 +316,9 @@ def loss_fn(model: VDiT, batch: Batch) -> jax.Array:
     return jnp.square(velocity_BTYXC - (video_BTYXC - noise_BTYXC)).mean()
 
 
-@dataclasses.dataclass(frozen=True)
-class Clips:
-    """Digits that cross an empty canvas at constant velocity and bounce off its edges; on one of their size they stay.
-
-    Sample `i` shows digit `i % digits`. Where it starts, how it moves and the seed of its noise know only the part
-    and `i`: there are `copies` of each digit, so that training sees each under many noises, and the held-out samples
-    have the same noise always.
-    """
-
-    part: str
-    shape: tuple[int, int, int, int]
-    copies: int = 1
-
-    def __len__(self) -> int:
-        return self.copies * len(Digits(self.part))
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        digits = Digits(self.part)
-        digit = digits[index % len(digits)]
-        rng = np.random.default_rng((self.part == "held_out", index))
-        height, width, _ = IMAGE_SHAPE
-        room_2 = np.array([self.shape[1] - height, self.shape[2] - width])
-        start_2, velocity_2 = rng.uniform(0, room_2), rng.uniform(-2, 2, 2)
-        video_TYXC = np.full(self.shape, digit["image"].min(), np.float32)
-        for t, frame_YXC in enumerate(video_TYXC):
-            y, x = bounced(start_2 + t * velocity_2, room_2)
-            frame_YXC[y : y + height, x : x + width] = digit["image"]
-        return {"video": video_TYXC, "label": digit["label"], "seed": rng.integers(2**32, dtype=np.uint32)}
-
-
-def bounced(way_2: np.ndarray, room_2: np.ndarray) -> np.ndarray:
-    """Where one is after a way between two walls, in whole pixels."""
-    there_and_back_2 = np.maximum(2 * room_2, 1)
-    return (room_2 - np.abs(way_2 % there_and_back_2 - room_2)).round().clip(0).astype(int)
-
-
 def data(recipe: Recipe) -> Data:
-    """Digits on the canvas of the config, the same in all channels. For the large recipes they stand in for latents."""
-    config: VDiTConfig = recipe.model
-    train, held_out = Clips("train", config.shape, copies=1000), Clips("held_out", config.shape)
-    size = " x ".join(map(str, config.shape))
-    return Data(
-        train=train,
-        held_out=held_out,
-        description=f"moving digits of scikit-learn, {size}: {len(train):,} to train on, {len(held_out):,} held out",
-        fingerprint=f"moving sklearn digits {size}, copies {train.copies}",
-    )
+    """Digits on the canvas of the config. For the large recipes they stand in for latents."""
+    return clips(recipe.model.shape)
 
 
 def flops(recipe: Recipe) -> tuple[float, str]:
@@ -399,31 +356,29 @@ def tiny_video() -> Recipe:
     return dataclasses.replace(tiny(), model=config, batch_size=32, num_steps=1500)
 
 
+def large(config: VDiTConfig, *, batch_size: int, num_steps: int, warmup_steps: int) -> Recipe:
+    """What the recipes below share: latents of 32 x 32 x 4, the classes of ImageNet, and DiT's optimizer."""
+    return Recipe(
+        model=dataclasses.replace(
+            config, image_size=32, channels=4, num_classes=1000, scan=True, compute_dtype="bfloat16", remat="full"
+        ),
+        sequence_length=1,
+        batch_size=batch_size,
+        num_steps=num_steps,
+        learning_rate=1e-4,
+        warmup_steps=warmup_steps,
+        weight_decay=0.0,
+        b2=0.999,
+    )
+
+
 def dit_xl_2() -> Recipe:
     """DiT-XL/2 for ImageNet of 256 x 256 pixels as latents of 32 x 32 x 4; its batch, rate and steps.
 
     675M parameters: the paper's count, less the table of positions and the half of the output that tells variances.
     """
-    return Recipe(
-        model=VDiTConfig(
-            image_size=32,
-            channels=4,
-            num_classes=1000,
-            n_layer=28,
-            n_head=16,
-            d_model=1152,
-            scan=True,
-            compute_dtype="bfloat16",
-            remat="full",
-        ),
-        sequence_length=1,
-        batch_size=256,
-        num_steps=400_000,
-        learning_rate=1e-4,
-        warmup_steps=1000,
-        weight_decay=0.0,
-        b2=0.999,
-    )
+    config = VDiTConfig(n_layer=28, n_head=16, d_model=1152)
+    return large(config, batch_size=256, num_steps=400_000, warmup_steps=1000)
 
 
 def vdit_4b() -> Recipe:
@@ -431,33 +386,8 @@ def vdit_4b() -> Recipe:
 
     16 frames of latents of 32 x 32 x 4, in 2048 patches.
     """
-    return Recipe(
-        model=VDiTConfig(
-            num_frames=16,
-            image_size=32,
-            channels=4,
-            patch_frames=2,
-            num_classes=1000,
-            n_layer=34,
-            n_head=20,
-            d_model=2560,
-            scan=True,
-            compute_dtype="bfloat16",
-            remat="full",
-        ),
-        sequence_length=1,
-        batch_size=512,
-        num_steps=200_000,
-        learning_rate=1e-4,
-        warmup_steps=2000,
-        weight_decay=0.0,
-        b2=0.999,
-    )
+    config = VDiTConfig(num_frames=16, patch_frames=2, n_layer=34, n_head=20, d_model=2560)
+    return large(config, batch_size=512, num_steps=200_000, warmup_steps=2000)
 
 
-RECIPES = {
-    "tiny": tiny,
-    "tiny_video": tiny_video,
-    "dit_xl_2": dit_xl_2,
-    "vdit_4b": vdit_4b,
-}
+RECIPES = {"tiny": tiny, "tiny_video": tiny_video, "dit_xl_2": dit_xl_2, "vdit_4b": vdit_4b}

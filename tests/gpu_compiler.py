@@ -7,6 +7,7 @@ from jshard.cluster.topology import require_compiler
 
 
 def _missing() -> str:
+    """Why the compiler is not here; empty where it is."""
     try:
         require_compiler("gpu")
     except MissingExtraError as error:
@@ -14,7 +15,9 @@ def _missing() -> str:
     return ""
 
 
-MISSING = _missing()
-"""Why the compiler is not here; empty where it is."""
+_MISSING = _missing()
 
-needs_gpu_compiler = pytest.mark.skipif(bool(MISSING), reason=MISSING.replace("\n", " ") or "the compiler is here")
+needs_gpu_compiler = pytest.mark.skipif(bool(_MISSING), reason=_MISSING.replace("\n", " "))
+without_gpu_compiler = pytest.mark.skipif(
+    not _MISSING, reason="tests what is told without the extra plan-gpu; it is here"
+)

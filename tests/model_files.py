@@ -56,6 +56,11 @@ def smaller(recipe: Recipe, *, batch_size: int = 8, sequence_length: int | None 
     )
 
 
+def neighbour(name: str) -> types.ModuleType:
+    """The module of models/NAME.py that is no model file itself; a model file that imports it is loaded by then."""
+    return sys.modules[name]
+
+
 @functools.cache
 def data_of(name: str, recipe: Recipe) -> Data:
     """The data that `jshard train` gives the recipe."""

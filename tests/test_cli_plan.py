@@ -23,10 +23,8 @@ from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
 from jshard.train import TrainStep, create, load_model_file
 from jshard.train.state import batch_like
-from tests.gpu_compiler import MISSING, needs_gpu_compiler
+from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, micro
-
-without_gpu_compiler = pytest.mark.skipif(not MISSING, reason="is about a missing extra plan-gpu")
 
 # As a user's file: the model of tests/micro_gpt.py.
 MODEL = f"""\

@@ -15,7 +15,7 @@ from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
 from jshard.train import state, step
 from tests.helpers import compile_to_read
-from tests.model_files import assert_parity_of, assert_plans, data_of, model_file, module, smaller, tiny
+from tests.model_files import assert_parity_of, assert_plans, data_of, model_file, module, neighbour, smaller, tiny
 
 dhen = module("dhen")
 
@@ -113,7 +113,7 @@ def test_plan_of_768_billion_parameters_cuts_every_table_by_row():
 
 
 def clicks(part=1, **settings):
-    return dhen.Clicks((1024, 64, 64), 4, 20_000, part, **settings)
+    return neighbour("clicks").Clicks((1024, 64, 64), 4, 20_000, part, **settings)
 
 
 def test_who_knows_the_law_has_the_loss_of_the_floor():

@@ -13,7 +13,7 @@ from jshard.kernels.assembled import assembled, calls
 from jshard.kernels.compiled import KernelCall, assembler, compile_calls
 from jshard.kernels.launch import Launch
 from jshard.kernels.occupancy import GPUS, shipped_kernels
-from tests.gpu_compiler import MISSING, needs_gpu_compiler
+from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_what_cannot_run_is_told_as_the_kernel_tells_it():
         compile_calls([wanted])
 
 
-@pytest.mark.skipif(not MISSING, reason="the compiler is here")
+@without_gpu_compiler
 def test_without_the_extra():
     with pytest.raises(MissingExtraError) as told:
         compile_calls(calls())

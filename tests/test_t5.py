@@ -11,9 +11,19 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.model_files import assert_parity_of, assert_plans, data_of, first_batches, model_file, module, smaller, tiny
+from tests.model_files import (
+    assert_parity_of,
+    assert_plans,
+    data_of,
+    first_batches,
+    model_file,
+    module,
+    neighbour,
+    smaller,
+    tiny,
+)
 
-FILE, t5 = model_file("t5"), module("t5")
+FILE, t5, spans = model_file("t5"), module("t5"), neighbour("spans")
 RECIPE = smaller(tiny("t5"), sequence_length=64, n_head=2, d_model=64, d_kv=16, d_ff=96)
 MICRO = RECIPE.model
 
@@ -27,7 +37,7 @@ def abstract(config, mesh):
 
 
 def tokens(shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).integers(t5.FIRST_BYTE, 250, shape), jnp.int32)
+    return jnp.asarray(np.random.default_rng(seed).integers(spans.FIRST_BYTE, 250, shape), jnp.int32)
 
 
 @nnx.jit
@@ -36,7 +46,7 @@ def call(model, inputs, before):
 
 
 def test_file_stays_short():
-    assert len(FILE.path.read_text().splitlines()) <= 460
+    assert len(FILE.path.read_text().splitlines()) <= 375
 
 
 # ---- Sizes and units ---------------------------------------------------------------------------
@@ -83,29 +93,29 @@ def test_every_layer_is_a_unit_and_every_parameter_has_a_name_at_hugging_face(va
 
 def put_back(inputs, targets):
     """The text, from inputs and targets alone."""
-    spans, text = {}, []
+    cut_out, text = {}, []
     for token in targets:
         if token > 258:  # a sentinel
-            current = spans.setdefault(token, [])
-        elif token not in (t5.PAD, t5.END):
+            current = cut_out.setdefault(token, [])
+        elif token not in (spans.PAD, spans.END):
             current.append(token)
     for token in inputs:
-        text += spans.pop(token, [token] if token > t5.END else [])
-    assert not spans
+        text += cut_out.pop(token, [token] if token > spans.END else [])
+    assert not cut_out
     return np.array(text)
 
 
 @pytest.mark.parametrize("length", [2, 3, 10, 64, 568])
 def test_inputs_and_targets_give_the_text_back(length):
     recipe = dataclasses.replace(RECIPE, sequence_length=length)
-    text = np.random.default_rng(length).integers(t5.FIRST_BYTE, 259, length)
-    inputs, targets = t5.corrupt(text, recipe, np.random.default_rng(0))
-    assert (inputs.size, targets.size) == t5.lengths(recipe)
+    text = np.random.default_rng(length).integers(spans.FIRST_BYTE, 259, length)
+    inputs, targets = spans.corrupt(text, recipe, np.random.default_rng(0))
+    assert (inputs.size, targets.size) == spans.lengths(recipe)
     np.testing.assert_array_equal(put_back(inputs, targets), text)
 
 
 def test_samples_have_the_lengths_of_the_paper():
-    assert t5.lengths(FILE.recipe("t5_11b")[1]) == (512, 114)
+    assert spans.lengths(FILE.recipe("t5_11b")[1]) == (512, 114)
 
 
 def test_samples_are_lines_of_real_text_with_a_share_cut_out():
@@ -115,13 +125,13 @@ def test_samples_are_lines_of_real_text_with_a_share_cut_out():
         sample, again = data.train[i], t5.data(RECIPE).train[i] if i < 2 else data.train[i]
         for name in sample:
             np.testing.assert_array_equal(sample[name], again[name])
-        found = put_back(sample["inputs"], sample["targets"]) - t5.FIRST_BYTE
+        found = put_back(sample["inputs"], sample["targets"]) - spans.FIRST_BYTE
         window = text.train[i]["inputs"]
         np.testing.assert_array_equal(found, window[: found.size])
         assert found.size == window.size or found[-1] == ord("\n")
-        cut_out = ((sample["targets"] >= t5.FIRST_BYTE) & (sample["targets"] < 259)).sum()
+        cut_out = ((sample["targets"] >= spans.FIRST_BYTE) & (sample["targets"] < 259)).sum()
         assert cut_out == max(round(0.15 * found.size), 1)
-        padding += (sample["inputs"] == t5.PAD).sum()
+        padding += (sample["inputs"] == spans.PAD).sum()
     assert padding > 0
 
 
@@ -151,7 +161,7 @@ def test_padding_does_not_count():
     whole = loss(model, {"inputs": inputs, "targets": targets})
     np.testing.assert_allclose(loss(model, more), whole, rtol=1e-6)
     # One token of each of the first two, twelve of the others: tokens have equal weight, not samples.
-    short = {"inputs": inputs, "targets": targets.at[:2, 1:].set(t5.PAD)}
+    short = {"inputs": inputs, "targets": targets.at[:2, 1:].set(spans.PAD)}
     first = loss(model, {"inputs": inputs[:2], "targets": targets[:2, :1]})
     rest = loss(model, {"inputs": inputs[2:], "targets": targets[2:]})
     np.testing.assert_allclose(loss(model, short), (2 * first + 24 * rest) / 26, rtol=1e-6)
@@ -188,7 +198,7 @@ def test_scores_have_a_bias_and_no_scale():
 def test_flops_are_those_of_the_traced_loss():
     recipe = smaller(RECIPE, sequence_length=512, d_model=128, d_kv=64, d_ff=256)
     names = ("inputs", "targets")
-    batch = {name: jnp.zeros((8, length), jnp.int32) for name, length in zip(names, t5.lengths(recipe), strict=True)}
+    batch = {name: jnp.zeros((8, length), jnp.int32) for name, length in zip(names, spans.lengths(recipe), strict=True)}
     model = nnx.eval_shape(lambda: build(recipe.model))
     forward = nnx.jit(t5.loss_fn).lower(model, batch).lowered.cost_analysis()["flops"]
     assert t5.flops(recipe)[0] == pytest.approx(3 * forward, rel=0.04)
@@ -208,7 +218,7 @@ def test_every_product_is_in_the_dtype_of_computation(variant):
 
 @pytest.mark.parametrize("degrees", [{}, {"replica": 2, "fsdp": 4}], ids=["zero3", "hsdp"])
 def test_sharded_training_is_that_of_one_device(degrees):
-    real = [(batch["targets"] != t5.PAD).sum(-1) for batch in first_batches("t5", RECIPE)]
+    real = [(batch["targets"] != spans.PAD).sum(-1) for batch in first_batches("t5", RECIPE)]
     assert len({int(number) for number in np.concatenate(real)}) > 1  # shards have different numbers of tokens
     assert_parity_of("t5", RECIPE, **degrees)
 

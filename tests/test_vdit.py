@@ -11,9 +11,18 @@ from flax import nnx
 
 import jshard as js
 from tests.helpers import placed
-from tests.model_files import assert_parity_of, assert_plans, first_batches, model_file, module, smaller, tiny
+from tests.model_files import (
+    assert_parity_of,
+    assert_plans,
+    first_batches,
+    model_file,
+    module,
+    neighbour,
+    smaller,
+    tiny,
+)
 
-vdit = module("vdit")
+vdit, digits = module("vdit"), neighbour("digits")
 
 IMAGE = dataclasses.replace(tiny("vdit").model, n_layer=1, d_model=64)
 VIDEO = dataclasses.replace(IMAGE, num_frames=4, image_size=16, patch_frames=2, patch_size=4)
@@ -182,7 +191,7 @@ def test_products_are_in_the_dtype_of_computation_and_times_are_not():
 
 
 def test_clips_are_a_function_of_their_number():
-    clips, held_out = vdit.Clips("train", VIDEO.shape, copies=3), vdit.Clips("held_out", VIDEO.shape)
+    clips, held_out = digits.Clips("train", VIDEO.shape, copies=3), digits.Clips("held_out", VIDEO.shape)
     assert (len(clips), len(held_out)) == (3 * 1477, 320)
     clip, again, other = clips[7], clips[7], clips[7 + 1477]
     assert all(np.array_equal(clip[key], again[key]) for key in clip)
@@ -193,16 +202,16 @@ def test_clips_are_a_function_of_their_number():
 def test_digits_bounce_off_the_edges_and_stay_whole():
     way = np.arange(-2, 11)[:, None] * np.ones(2)
     there = [2, 1, 0, 1, 2, 3, 4, 3, 2, 1, 0, 1, 2]
-    np.testing.assert_array_equal(vdit.bounced(way, np.array([4, 0])), np.stack([there, [0] * 13], axis=1))
-    video = vdit.Clips("train", (40, 16, 16, 2))[7]["video"]
+    np.testing.assert_array_equal(digits.bounced(way, np.array([4, 0])), np.stack([there, [0] * 13], axis=1))
+    video = digits.Clips("train", (40, 16, 16, 2))[7]["video"]
     ink = (video - video.min()).sum((1, 2))
     np.testing.assert_allclose(ink, np.full((40, 2), ink[0, 0]), rtol=1e-5)
     assert len(np.unique(video, axis=0)) > 10
 
 
 def test_image_is_the_digit_itself():
-    sample = vdit.Clips("train", IMAGE.shape)[3]
-    np.testing.assert_array_equal(sample["video"][0], vdit.Digits("train")[3]["image"])
+    sample = digits.Clips("train", IMAGE.shape)[3]
+    np.testing.assert_array_equal(sample["video"][0], digits.Digits("train")[3]["image"])
 
 
 @pytest.mark.parametrize("wrong", [{"n_head": 5}, {"patch_size": 3}, {"patch_frames": 2}])

@@ -12,6 +12,7 @@ from benchmarks.overlap import plots
 from benchmarks.overlap.conclusion import baseline_of, dot_of, expected, long_block, sentences
 from benchmarks.overlap.predictions import KILL_RULE, holds, longer_alone, outcomes, said
 from benchmarks.overlap.records import Record, Row, path_of
+from benchmarks.tables import markdown_table
 from jshard.kernels.occupancy import GpuFacts
 
 TITLE = "Kernels beside a collective"
@@ -176,8 +177,7 @@ def _kernels(record: Record) -> list[str]:
 
 
 def _table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> list[str]:
-    line = lambda values: f"| {' | '.join(values)} |"
-    return [line(head), "|" + "---|" * len(head), *map(line, cells)]
+    return markdown_table(head, cells, num_words=len(head))
 
 
 def _write_csv(record: Record, path: Path) -> None:

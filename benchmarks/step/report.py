@@ -21,6 +21,7 @@ from benchmarks.step.summary import (
     rss_bytes,
     step_s,
 )
+from benchmarks.tables import markdown_table
 
 _OURS = "jshard"
 _RAW = {"jshard chain": "raw Flax", "jshard scan": "raw Flax"}
@@ -49,28 +50,29 @@ def _what(result: Mapping[str, Any], sizes: Sizes) -> str:
 
 def _steps(result: Mapping[str, Any], sizes: Sizes) -> list[str]:
     peak = result["peak_flops_per_s"]
-    heads = ["step, ms", "sharded / unsharded", "tokens/s", "host, ms"]
-    heads += ["TFLOP/s per GPU", "of peak", "MFU"] if peak else []
-    heads += ["peak, MB", "compiled, MB", "collectives in the program", "until ready, s"]
-    lines = [_line("candidate", *heads), "|---|" + "---:|" * len(heads)]
-    for name, row in result["candidates"].items():
-        times = Spread.of(step_s(row))
-        compared = overhead(result["candidates"], name)
-        facts = row["facts"]
-        cells = [times.text(".1f", 1e3), compared.text(".2f") if compared else "1"]
-        cells += [f"{result['processes'] * sizes.tokens / times.median:,.0f}", f"{1e3 * host_s(row):.2f}"]
-        cells += _utilisation(sizes, times.median, peak) if peak else []
-        compiled = facts["compiled_bytes"]
-        collectives = ", ".join(f"{count} {kind}" for kind, count in sorted(facts["collectives"].items()))
-        cells += [f"{(peak_bytes(row) or rss_bytes(row)) / 1e6:,.0f}", f"{compiled / 1e6:,.0f}" if compiled else ""]
-        lines.append(_line(name, *cells, collectives, f"{facts['ready_s']:.0f}"))
+    head = ["candidate", "step, ms", "sharded / unsharded", "tokens/s", "host, ms"]
+    head += ["TFLOP/s per GPU", "of peak", "MFU"] if peak else []
+    head += ["peak, MB", "compiled, MB", "collectives in the program", "until ready, s"]
+    rows = [_cells(result, sizes, name) for name in result["candidates"]]
     kinds = "of a process" if result["device"] == "cpu" else "of device memory, as the framework counts it"
     notes = [
         f"`peak` is {kinds}, while it trains; `compiled` what XLA lays out for state, batch and temporaries.",
         "`host` is CPU time of the thread that starts a step, the quickest of a turn; an eager step computes in it.",
         "`sharded / unsharded`: over the same framework's unsharded step with the same batch per process, by rounds.",
     ]
-    return [*lines, "", *notes, *([flops.FORMULA] if peak else [])]
+    return [*markdown_table(head, rows), "", *notes, *([flops.FORMULA] if peak else [])]
+
+
+def _cells(result: Mapping[str, Any], sizes: Sizes, name: str) -> list[str]:
+    row, peak = result["candidates"][name], result["peak_flops_per_s"]
+    facts, times, compared = row["facts"], Spread.of(step_s(row)), overhead(result["candidates"], name)
+    cells = [name, times.text(".1f", 1e3), compared.text(".2f") if compared else "1"]
+    cells += [f"{result['processes'] * sizes.tokens / times.median:,.0f}", f"{1e3 * host_s(row):.2f}"]
+    cells += _utilisation(sizes, times.median, peak) if peak else []
+    compiled = facts["compiled_bytes"]
+    cells += [f"{(peak_bytes(row) or rss_bytes(row)) / 1e6:,.0f}", f"{compiled / 1e6:,.0f}" if compiled else ""]
+    collectives = ", ".join(f"{count} {kind}" for kind, count in sorted(facts["collectives"].items()))
+    return [*cells, collectives, f"{facts['ready_s']:.0f}"]
 
 
 def _utilisation(sizes: Sizes, seconds: float, peak: float) -> list[str]:
@@ -79,18 +81,18 @@ def _utilisation(sizes: Sizes, seconds: float, peak: float) -> list[str]:
 
 
 def _goals(candidates: Mapping[str, Any]) -> list[str]:
-    lines = ["", "| goal | reached |", "|---|---|"]
+    rows = []
     for name, raw in _RAW.items():
         if name not in candidates:
             continue
         compared = overhead(candidates, name)
         if compared:
-            lines.append(f"| {name}: sharded / unsharded <= {_OVERHEAD_GOAL:.2f} | {compared.text('.2f')} |")
+            rows.append([f"{name}: sharded / unsharded <= {_OVERHEAD_GOAL:.2f}", compared.text(".2f")])
         if raw in candidates:
             over = ratios(candidates[raw], candidates[name])
-            lines.append(f"| {raw}'s step / {name}'s >= {_RAW_GOAL:.1f} | {over.text('.2f')} |")
-        lines.append(f"| {name}: host <= {_HOST_GOAL_MS:.0f} ms per step | {1e3 * host_s(candidates[name]):.2f} |")
-    return lines if len(lines) > 3 else []
+            rows.append([f"{raw}'s step / {name}'s >= {_RAW_GOAL:.1f}", over.text(".2f")])
+        rows.append([f"{name}: host <= {_HOST_GOAL_MS:.0f} ms per step", f"{1e3 * host_s(candidates[name]):.2f}"])
+    return ["", *markdown_table(["goal", "reached"], rows, num_words=2)] if rows else []
 
 
 def _losses(candidates: Mapping[str, Any]) -> list[str]:
@@ -101,13 +103,12 @@ def _losses(candidates: Mapping[str, Any]) -> list[str]:
             continue
         apart = difference(candidates, sharded=sharded)
         told = "" if apart is None else f": at most {apart:.1e} apart in {len(losses(next(iter(rows.values()))))} steps"
-        lines += [f"Losses. {what}{told}.", "", _line("candidate", "first", "second", "last", "last gradient norm")]
-        lines.append("|---|" + "---:|" * 4)
-        for name, row in rows.items():
-            series = losses(row)
-            figures = (f"{series[index]:.6f}" for index in (0, 1, -1))
-            lines.append(_line(name, *figures, f"{grad_norms(row)[-1]:.5f}"))
-        lines.append("")
+        cells = [
+            [name, *(f"{losses(row)[index]:.6f}" for index in (0, 1, -1)), f"{grad_norms(row)[-1]:.5f}"]
+            for name, row in rows.items()
+        ]
+        head = ["candidate", "first", "second", "last", "last gradient norm"]
+        lines += [f"Losses. {what}{told}.", "", *markdown_table(head, cells), ""]
     return lines[:-1]
 
 
@@ -140,7 +141,3 @@ def _bars(spreads: Mapping[str, Spread], label: str, path: Path) -> Path:
     axes.invert_yaxis()
     axes.set_xlabel(label)
     return save(axes, path)
-
-
-def _line(*cells: str) -> str:
-    return f"| {' | '.join(cells)} |"

@@ -75,8 +75,7 @@ class Session:
         try:
             facts, answers = turns.take(candidate, round_)
         except CandidateError as error:
-            left_out[candidate.name] = str(error)
-            print(f"{candidate.name} is left out: {error}", flush=True)
+            _leave_out(candidate, error, left_out)
             return
         told = {"sharded": candidate.sharded, "alone": candidate.alone, "anew": not self.alive}
         row = found.setdefault(candidate.name, told | {"facts": facts[0], "processes": {}})
@@ -84,6 +83,11 @@ class Session:
             mine = row["processes"].setdefault(str(process), {"first_loss": begun["losses"][0], "rounds": []})
             mine["rounds"].append(answer)
         print(f"round {round_ + 1}: {candidate.name:<18}{1e3 * answers[0]['step_s']:9.1f} ms", flush=True)
+
+
+def _leave_out(candidate: Candidate, error: CandidateError, left_out: dict[str, str]) -> None:
+    left_out[candidate.name] = str(error)
+    print(f"{candidate.name} is left out: {error}", flush=True)
 
 
 class _Turns:
@@ -98,8 +102,7 @@ class _Turns:
                 try:
                     self._alive[candidate.name] = self._started(candidate)
                 except CandidateError as error:
-                    left_out[candidate.name] = str(error)
-                    print(f"{candidate.name} is left out: {error}", flush=True)
+                    _leave_out(candidate, error, left_out)
 
     def take(self, candidate: Candidate, round_: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """The facts and the answers of the processes for a turn."""

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
-from jshard._mesh import data_axes, data_degree
+from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import Member, Path, Unit, dotted, plain_class, unit_of
 from jshard._offload import back, to_device
 from jshard._placement import spec_over
@@ -187,8 +187,7 @@ class _Once:
         assert isinstance(mesh, Mesh), "the model has arrays"
         axes = data_axes(mesh)
         specs = [spec_over(axes, member.placement.spec) for member in self.members]
-        manual = set(axes) | {a for a, size in mesh.shape.items() if size == 1}
-        return mesh, specs, {"mesh": mesh, "axis_names": manual}
+        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
 
 
 def _by_variable(live: nnx.Module, *copied: tuple[_Once, list]) -> dict[int, jax.Array]:

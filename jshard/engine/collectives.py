@@ -1,8 +1,11 @@
 """The collectives of one parameter: all-gather before use, reduce-scatter of its gradient."""
 
+import collections
+import itertools
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
@@ -13,6 +16,7 @@ from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
+_JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
 
 
 def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -67,8 +71,38 @@ def scatter(full: jax.Array, placement: Placement) -> jax.Array:
 
 def all_reduce(gradient: jax.Array, mesh: Mesh, like: jax.Array) -> jax.Array:
     """The sum over the data axes on which the stored shard is the same, and put where it lies."""
-    extra = tuple(a for a in data_axes(mesh) if a in _compat.varying_axes(gradient) - _compat.varying_axes(like))
-    return placed_like((lax.psum(gradient, extra) if extra else gradient).astype(like.dtype), like)
+    axes = _same_on(gradient, mesh, like)
+    return placed_like((lax.psum(gradient, axes) if axes else gradient).astype(like.dtype), like)
+
+
+def all_reduce_unit(gradients: list, placements: list[Placement], mesh: Mesh, likes: list) -> list:
+    """`all_reduce` of a unit's gradients, None for those that nobody asked for; the small ones travel in one array.
+
+    Each would cost the time that a collective needs to start. What lies on other axes, too, travels alone: it could
+    not be joined without being gathered over them.
+    """
+    together = collections.defaultdict(list)
+    for i, (g, p, like) in enumerate(zip(gradients, placements, likes, strict=True)):
+        if g is not None and p.shards == p.degree and g.size * g.dtype.itemsize < _JOINED_BYTES:
+            together[_same_on(g, mesh, like), g.dtype].append(i)
+    found = list(gradients)
+    for (axes, _), at in together.items():
+        if axes and len(at) > 1:
+            for i, g in zip(at, _joined_psum([gradients[i] for i in at], axes), strict=True):
+                found[i] = g
+    return [None if g is None else all_reduce(g, mesh, like) for g, like in zip(found, likes, strict=True)]
+
+
+def _same_on(gradient: jax.Array, mesh: Mesh, like: jax.Array) -> tuple[str, ...]:
+    """The data axes over which a gradient is still to be summed."""
+    differs = _compat.varying_axes(gradient) - _compat.varying_axes(like)
+    return tuple(a for a in data_axes(mesh) if a in differs)
+
+
+def _joined_psum(arrays: list, axes: tuple[str, ...]) -> list:
+    whole = lax.psum(jnp.concatenate([x.ravel() for x in arrays]), axes)
+    ends = list(itertools.accumulate(x.size for x in arrays))
+    return [part.reshape(x.shape) for part, x in zip(jnp.split(whole, ends[:-1]), arrays, strict=True)]
 
 
 def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.Array) -> jax.Array:

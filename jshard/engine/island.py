@@ -16,7 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._mesh import data_axes
+from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
 from jshard._padded import padding_of, store
 from jshard._placement import Placement, spec_over
@@ -92,16 +92,11 @@ class _Island:
         # shard_map reads out_specs after it has traced the body, which fills the list: one trace instead of two.
         self.out_specs: list[PartitionSpec] = []
         region = jax.shard_map(
-            self._body, mesh=self.mesh, in_specs=specs, out_specs=self.out_specs, axis_names=self._manual_axes()
+            self._body, mesh=self.mesh, in_specs=specs, out_specs=self.out_specs, axis_names=manual_axes(self.mesh)
         )
         eager = not any(_compat.is_tracer(x) for x in jax.tree.leaves((params, state, arrays)))
         outs = (jax.jit(region) if eager else region)(params, state, arrays)
         return self._finish(outs)
-
-    def _manual_axes(self) -> set[str]:
-        """The data axes, and any other of degree 1: a region that is manual all over compiles best."""
-        others = {a for a, size in self.mesh.shape.items() if size == 1}
-        return set(self.axes) | others
 
     @property
     def _copied(self) -> list[bool]:

@@ -17,7 +17,7 @@ from flax.linen.transforms import get_module_scopes
 from jshard._errors import AnnotationError, CallError
 from jshard._linen import Annotation, annotation_of, check_found
 from jshard._linen_layout import Layout, Seen, SeenUnit
-from jshard._mesh import data_axes
+from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Path, attach, dotted
 from jshard.engine.call import Call
 from jshard.engine.context import current_region, global_view, in_global_view
@@ -231,7 +231,7 @@ def _run_unit(inside: _Inside, module: nn.Module, function: Callable, args: tupl
 
 def _method(lifted: Lifted, function: Callable, inside: _Inside) -> Callable[..., Any]:
     """The lifted call as a method of its view; backward traces it again, later, so it brings its own surroundings."""
-    rules = rules_without(data_axes(inside.layout.root.mesh))
+    rules = rules_without(manual_axes(inside.layout.root.mesh))
 
     def method(view: View, *args: Any, **kwargs: Any) -> Any:
         with _interception(), _set(_inside, inside), _tracing(inside.layout), nn.logical_axis_rules(rules):

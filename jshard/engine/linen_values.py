@@ -1,6 +1,6 @@
 """The values of Linen variables: arrays, boxed by Flax or, inside the region, by jshard."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -69,7 +69,7 @@ def described(leaf: Any, path: Path) -> Leaf:
     return Leaf(tuple(raw.shape), jnp.dtype(raw.dtype).name, spec)
 
 
-def rules_without(axes: tuple[str, ...]) -> list[tuple[str, Any]]:
+def rules_without(axes: Collection[str]) -> list[tuple[str, Any]]:
     """The rules for logical axes without these mesh axes: inside the region an array is one shard along them."""
     found = []
     for name, entry in nn.get_logical_axis_rules():

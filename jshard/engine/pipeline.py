@@ -18,22 +18,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jshard._mesh import FSDP, data_axes, data_degree, degree
 from jshard._placement import Placement
 from jshard.engine.asked import Asked, filled, is_nothing, values
-from jshard.engine.chain import Place, tie
-from jshard.engine.collectives import (
-    all_reduce,
-    gather_pieces,
-    gather_unit,
-    keep_piece,
-    scatter,
-    scope,
-    small_ones,
-    vary,
-)
+from jshard.engine.chain import Place
+from jshard.engine.collectives import scope
+from jshard.engine.pull import Pull
 from jshard.engine.reshard import Saving
-from jshard.engine.rows import Pull, empty, like, put, take
+from jshard.engine.rows import empty, like, put, take
+from jshard.engine.wires import Wires
 
 Arrays = tuple[list, list]
 """Arrays that have gradients, and those that have none."""
@@ -82,7 +74,7 @@ def pipelined(
         A function of (tokens, shards, own inputs, carry, shared inputs) that returns (carry, outputs) and the tokens
         that came out. Shards, own inputs and outputs have a row per layer.
     """
-    wires = _Wires(placements, mesh, saving.reshard)
+    wires = Wires(placements, mesh, saving.reshard)
     plain = _Forward(layer, wires, schedule, place)
 
     @functools.cache
@@ -120,63 +112,13 @@ def pipelined(
     return run
 
 
-class _Wires:
-    """The collectives of a layer."""
-
-    def __init__(self, placements: list[Placement], mesh: Mesh, reshard: bool | int) -> None:
-        self._placements, self._mesh, self._reshard = placements, mesh, reshard
-        self.axes = data_axes(mesh)
-        self.has_replicas = data_degree(mesh) > degree(mesh, FSDP)
-
-    def gather(self, shards: list) -> list:
-        return gather_unit(self.varied(shards), self._placements, self._mesh)
-
-    def kept(self, full: list) -> list:
-        """What forward saves of the gathered parameters, besides the shards."""
-        if self._reshard is True:
-            return []
-        if self._reshard is False:
-            return full
-        return [keep_piece(x, p, self._reshard) for x, p in zip(full, self._placements, strict=True)]
-
-    def gather_again(self, kept: list) -> list:
-        if self._reshard is False:
-            return kept
-        if self._reshard is True:
-            return self.gather(kept)
-        return [gather_pieces(x, p, self._reshard) for x, p in zip(kept, self._placements, strict=True)]
-
-    @property
-    def gathers_again(self) -> bool:
-        return self._reshard is not False
-
-    def after_small(self, gathered: list, gradients: list) -> list:
-        """Gradients that are reduced no earlier than a layer's small parameters are there: see `gather_unit`."""
-        small = [gathered[i] for i in small_ones(self._placements, self._mesh)]
-        return lax.optimization_barrier((small, gradients))[1] if small else gradients
-
-    def scatter(self, gradients: list) -> list:
-        return [None if g is None else scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
-
-    def finish(self, scattered: list, shards: list) -> list:
-        return [None if g is None else all_reduce(g, self._mesh, x) for g, x in zip(scattered, shards, strict=True)]
-
-    def varied(self, shards: list) -> list:
-        return [vary(x, self.axes) for x in shards]
-
-    def once_there(self, ahead: list[list], inputs: list, shards: list) -> tuple[list[list], list, list]:
-        """A layer's parameters and inputs, and the shards to gather meanwhile: no earlier, even before the loop."""
-        (*ahead, inputs, shards), _ = tie(None, self.axes, *ahead, inputs, self.varied(shards))
-        return ahead, inputs, shards
-
-
 class _Forward:
     """Forward; where gradients are asked for, also what backward needs, a row per layer."""
 
     def __init__(
         self,
         layer: Layer,
-        wires: _Wires,
+        wires: Wires,
         schedule: Schedule,
         place: Place,
         *,
@@ -198,7 +140,7 @@ class _Forward:
 
         def compute(i: Any, carry: Arrays, full: list, rows: list) -> tuple[Arrays, list]:
             carry, outs, saved = self._one(full, take(own, i), carry, shared)
-            return carry, put(rows, i, [outs, saved, wires.kept(full) if self.asked else []])
+            return carry, put(rows, i, [outs, saved, wires.kept(full) if self.asked else None])
 
         def step(state: tuple, i: jax.Array) -> tuple[tuple, None]:
             carry, ahead, rows = state
@@ -238,7 +180,7 @@ class _Forward:
         def one(shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> list:
             full = self.wires.gather(shards)
             _, outs, saved = self._one(full, own, carry, shared)
-            return [outs, saved, self.wires.kept(full) if self.asked else []]
+            return [outs, saved, self.wires.kept(full) if self.asked else None]
 
         first = take(shards, 0), take(own, 0)
         jaxpr, shapes = jax.make_jaxpr(one, return_shape=True)(*first, carry, shared)

@@ -7,12 +7,13 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard._mesh import data_axes
 from jshard._offload import hosted
 from jshard._placement import Placement
 from jshard.engine.asked import Asked, filled, is_nothing, values
 from jshard.engine.chain import Place, Token
-from jshard.engine.collectives import all_reduce, gather_pieces, gather_unit, keep_piece, scatter, scope, vary
+from jshard.engine.collectives import scope
+from jshard.engine.pull import Pull
+from jshard.engine.wires import Wires
 
 Compute = Callable[[list, list, list, list, Token | None], list]
 
@@ -48,101 +49,85 @@ def sharded(
     Returns:
         A function of (tokens, shards, others, inputs, rest) that returns the results and the tokens that came out.
     """
-    axes = data_axes(mesh)
+    unit = _Sharded(compute, Wires(placements, mesh, saving.reshard), saving, place, name)
+    run = jax.custom_vjp(unit.run)
+    run.defvjp(unit.forward, unit.backward, symbolic_zeros=True)
+    return run
 
-    def begin(wait: Token | None, shards: list, inputs: list) -> tuple[list, list, Token | None]:
-        shards, wait = place.gather_after(wait, [vary(x, axes) for x in shards])
-        return place.start(wait, gather_unit(shards, placements, mesh), inputs)
 
-    @jax.custom_vjp
-    def run(tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple[list, tuple]:
+class _Sharded:
+    """A unit's call, and its forward and backward where gradients are asked for."""
+
+    def __init__(self, compute: Compute, wires: Wires, saving: Saving, place: Place, name: str) -> None:
+        self._compute, self._wires, self._saving, self._place = compute, wires, saving, place
+        self._scope = scope(name)
+
+    def run(self, tokens: tuple, shards: list, others: list, inputs: list, fixed: list) -> tuple[list, tuple]:
         wait, order = tokens
-        with jax.named_scope(scope(name)):
-            full, inputs, started = begin(wait, shards, inputs)
-            outs, done = place.finish(started, compute(full, others, inputs, fixed, started))
+        with jax.named_scope(self._scope):
+            full, inputs, started = self._begin(wait, shards, inputs)
+            outs, done = self._place.finish(started, self._compute(full, others, inputs, fixed, started))
         return outs, (started, done, order)
 
-    def forward(*args: Any) -> tuple:
+    def forward(self, *args: Any) -> tuple:
         asked = Asked.of(args[1], *args[2:4])
         tokens, shards, others, inputs, fixed = values(args)
         if not asked:
-            return run(tokens, shards, others, inputs, fixed), None
+            return self.run(tokens, shards, others, inputs, fixed), None
         wait, order = tokens
-        with jax.named_scope(scope(name)):
-            full, inputs, started = begin(wait, shards, inputs)
-            step = saving.checkpoint(compute)
+        with jax.named_scope(self._scope):
+            full, inputs, started = self._begin(wait, shards, inputs)
+            step = self._saving.checkpoint(self._compute)
             call = lambda full, others, inputs: step(full, others, inputs, fixed, started)
             outs, pull = asked.vjp(call, full, others, inputs)
-            outs, done = place.finish(started, outs)
-            kept = _kept(saving.reshard, full, shards, placements)
-        residuals, tree = jax.tree.flatten(pull)
-        slots = tuple(next((i for i, w in enumerate(full) if r is w), None) for r in residuals)
-        saved = [r for r, slot in zip(residuals, slots, strict=True) if slot is None]
+            outs, done = self._place.finish(started, outs)
+            kept = self._wires.kept(full)
+        pull, saved = Pull.apart(pull, full)
         if away := hosted(saved):
-            outs, sent, order = place.sent(order, outs, [saved[i] for i in away])
+            outs, sent, order = self._place.sent(order, outs, [saved[i] for i in away])
             saved = _with(saved, away, sent)
-        return (outs, (started, done, order)), (shards, kept, saved, _Pull(tree, slots, asked))
+        return (outs, (started, done, order)), (shards, kept, saved, pull, asked)
 
-    def backward(residuals: tuple | None, cotangents: tuple) -> tuple:
-        gradients, (started, done, order) = cotangents[0], filled(cotangents[1])
+    def backward(self, residuals: tuple | None, cotangents: tuple) -> tuple:
+        place, (gradients, (started, done, order)) = self._place, (cotangents[0], filled(cotangents[1]))
         wait = None if started is None else started + done
         if residuals is None or is_nothing(gradients):
             return (place.released(wait, wait), order), None, None, None, None
-        shards, kept, saved, pull = residuals
-        with jax.named_scope(f"{scope(name)}/backward"):
-            gradients, away = filled(gradients), hosted(saved)
-            if saving.reshard is not False or away:
-                kept = [*(vary(x, axes) for x in kept), *(saved[i] for i in away)]
-                kept, gradients, wait = place.gather_again_after(wait, kept, gradients)
-                kept, saved = kept[: len(placements)], _with(saved, away, kept[len(placements) :])
-            full = _full_again(saving.reshard, kept, placements, mesh)
+        shards, kept, saved, pull, asked = residuals
+        with jax.named_scope(f"{self._scope}/backward"):
+            kept = shards if kept is None else kept
+            full, saved, gradients, wait = self._again(wait, kept, saved, filled(gradients))
             full, gradients, started = place.start(wait, full, gradients)
-            of_full, of_others, of_inputs = pull.restore(full, saved)(gradients)
+            of_full, of_others, of_inputs = asked.spread(pull.together(full, saved)(gradients))
             of_full, of_inputs, done = place.reduce_after(started, order, of_full, of_inputs)
-            scattered = [None if g is None else scatter(g, p) for g, p in zip(of_full, placements, strict=True)]
-            scattered, order = place.reduced(done, scattered)
-            of_shards = [None if g is None else all_reduce(g, mesh, x) for g, x in zip(scattered, shards, strict=True)]
-            if away := hosted(of_shards):
-                sent, order = place.reduced(order, [of_shards[i] for i in away])
-                of_shards = _with(of_shards, away, sent)
+            of_shards, order = self._reduced(done, of_full, shards)
         return (place.released(started, done), order), of_shards, of_others, of_inputs, None
 
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
+    def _begin(self, wait: Token | None, shards: list, inputs: list) -> tuple[list, list, Token | None]:
+        """Forward: the full parameters and the inputs, once the unit may start."""
+        shards, wait = self._place.gather_after(wait, self._wires.varied(shards))
+        return self._place.start(wait, self._wires.gather(shards), inputs)
+
+    def _again(self, wait: Token | None, kept: list, saved: list, gradients: list) -> tuple:
+        """Backward: the full parameters and what was saved, from where they lie."""
+        away = hosted(saved)
+        if self._wires.gathers_again or away:
+            coming = [*self._wires.varied(kept), *(saved[i] for i in away)]
+            coming, gradients, wait = self._place.gather_again_after(wait, coming, gradients)
+            kept, saved = coming[: len(kept)], _with(saved, away, coming[len(kept) :])
+        return self._wires.gather_again(kept), saved, gradients, wait
+
+    def _reduced(self, done: Token | None, of_full: list, shards: list) -> tuple[list, Token | None]:
+        """Backward: the gradients of the shards, put where the shards lie, and the token that they are there."""
+        scattered, order = self._place.reduced(done, self._wires.scatter(of_full))
+        of_shards = self._wires.finish(scattered, shards)
+        if away := hosted(of_shards):
+            sent, order = self._place.reduced(order, [of_shards[i] for i in away])
+            of_shards = _with(of_shards, away, sent)
+        return of_shards, order
 
 
 def _with(arrays: list, at: list[int], values: list) -> list:
     """The arrays with others in some places."""
     new = dict(zip(at, values, strict=True))
     return [new.get(i, x) for i, x in enumerate(arrays)]
-
-
-def _kept(reshard: bool | int, full: list, shards: list, placements: list[Placement]) -> list:
-    if reshard is True:
-        return shards
-    if reshard is False:
-        return full
-    return [keep_piece(x, p, reshard) for x, p in zip(full, placements, strict=True)]
-
-
-def _full_again(reshard: bool | int, kept: list, placements: list[Placement], mesh: Mesh) -> list:
-    if reshard is False:
-        return kept
-    if reshard is True:
-        return gather_unit(kept, placements, mesh)
-    return [gather_pieces(x, p, reshard) for x, p in zip(kept, placements, strict=True)]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class _Pull:
-    """The structure of a backward function whose gathered parameters were taken out."""
-
-    tree: Any
-    slots: tuple[int | None, ...]
-    asked: Asked
-
-    def restore(self, full: list, saved: list) -> Callable:
-        it = iter(saved)
-        pull = jax.tree.unflatten(self.tree, [next(it) if s is None else full[s] for s in self.slots])
-        return lambda gradients: self.asked.spread(pull(gradients))

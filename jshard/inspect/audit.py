@@ -65,21 +65,25 @@ class CompiledMemory:
         found: Any = compiled.memory_analysis()
         if found is None:
             return None
-        standing = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-        told, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
-        # XLA:CPU leaves the temporaries out of its peak.
-        peak = told if told - standing > temporaries / 100 else standing + temporaries
-        peak = (
-            min(peak, standing + temporaries) if _host_figures(found) else peak
-        )  # what it tells counts the host's too
         return cls(
             arguments_bytes=found.argument_size_in_bytes,
             results_bytes=found.output_size_in_bytes,
             shared_bytes=found.alias_size_in_bytes,
-            temporaries_bytes=temporaries,
-            peak_bytes=peak,
+            temporaries_bytes=found.temp_size_in_bytes,
+            peak_bytes=_peak_bytes(found),
             **_host_figures(found),
         )
+
+
+def _peak_bytes(found: Any) -> int:
+    """The most in the device's own memory at one time; not on every platform what the compiler calls so."""
+    told, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
+    standing = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
+    if told - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
+        return standing + temporaries
+    if _host_figures(found):  # and what lies in host memory is counted in
+        return min(told, standing + temporaries)
+    return told
 
 
 def _host_figures(found: Any) -> dict[str, int]:
