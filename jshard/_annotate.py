@@ -69,6 +69,7 @@ def fully_shard(
     replicated_args: Sequence[str] = (),
     outputs: str | None = None,
     sync_batch_norm: bool = True,
+    gathered: bool = True,
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
@@ -125,6 +126,11 @@ def fully_shard(
         outputs: `"mean"` or `"sum"`: how outputs without a batch dim, computed from a part of the batch
             each, are combined. Without it they raise; `js.batch_mean` in the model says it one by one.
         sync_batch_norm: BatchNorm statistics are those of the whole batch, not of one data shard.
+        gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
+            unit's call runs as written, in global view, where each parameter is one logical array: for tables of
+            which a step reads little. It is called outside the root's call, which takes what it returns. What it
+            communicates is the model's own; of the settings above it takes those that say where a parameter lies, and
+            `offload="optimizer"`.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.
@@ -148,6 +154,7 @@ def fully_shard(
     checks.check_reshard(reshard_after_forward, mesh)
     checks.check_choice("outputs", outputs, (None, "mean", "sum"))
     checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
+    checks.check_choice("gathered", gathered, (True, False))
     precision = mixed_precision or MixedPrecision()
     ahead = Prefetch.parse(prefetch)
     policy = UnitPolicy(
@@ -161,6 +168,7 @@ def fully_shard(
         replicated_args=tuple(replicated_args),
         outputs=outputs,
         sync_batch_norm=sync_batch_norm,
+        gathered=gathered,
     )
     rule = PlacementRule(
         tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
@@ -170,11 +178,15 @@ def fully_shard(
         min_size,
         pads=not isinstance(module, nn.Module),
         offload=offload,
+        gathered=gathered,
     )
+    if not gathered:
+        checks.check_ungathered(policy, strategy, offload)
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
         checks.check_no_offload(offload)
+        checks.check_gathered(gathered)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
     if strategy is not None:
@@ -211,19 +223,27 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     checks.check_same_mesh(module, record)
     checks.check_call(module)
     checks.check_quantised(module)
+    checks.check_no_units_inside(module, record)
     nested_allowed = _nested_allowed(module)
     attach(module, dataclasses.replace(record, allow_replicated=record.allow_replicated + nested_allowed), route)
     inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
     try:
         found = _members(module)
+        renewed = [(nested, _renewed(path, nested, old, found)) for path, nested, old in inner if old is not None]
+        checks.check_not_shared(renewed)
     except AnnotationError:
         detach(module)
         raise
-    for path, nested, old in inner:
-        assert old is not None
-        members = tuple(_seen_from(nested, found))
-        attach(nested, dataclasses.replace(old, members=members, nested=bool(path) or old.nested), route)
+    for nested, new in renewed:
+        attach(nested, new, route)
     _place_arrays(module)
+
+
+def _renewed(path: Path, nested: nnx.Module, old: Unit, found: dict[int, "_Found"]) -> Unit:
+    """The record of a unit, as the module around it is annotated."""
+    members = tuple(_seen_from(nested, found))
+    name = "" if old.policy.gathered or not path else dotted(path)
+    return dataclasses.replace(old, members=members, nested=bool(path) or old.nested, name=name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What an annotation may say: each check raises an error that names what is wrong."""
 
+import dataclasses
 import fnmatch
 from typing import Any
 
@@ -8,9 +9,10 @@ from flax import nnx
 from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, AnyMesh, degree
-from jshard._nnx import Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
+from jshard._nnx import OUTER, Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
 from jshard._nnx import modules as modules_of
-from jshard._policies import MixedPrecision
+from jshard._offload import PARAMS
+from jshard._policies import MixedPrecision, UnitPolicy
 
 
 def check_modules(modules: list[Any]) -> None:
@@ -43,6 +45,66 @@ def check_no_offload(offload: Any) -> None:
             where=f"fully_shard(offload={offload!r})",
             why="the TrainState of a Linen model is updated by Optax alone, which would mix arrays of both memories.",
             do='js.fully_shard(model, mesh=mesh, units=Block, remat="offload")  # activations',
+        )
+
+
+def check_gathered(gathered: bool) -> None:
+    """Raises if a unit of a Linen model were not to be gathered: its calls come from inside the region."""
+    if not gathered:
+        raise AnnotationError(
+            "A unit that is never gathered is for nnx models only.",
+            where="fully_shard(gathered=False)",
+            why="it is called outside the root's call, and a Linen submodule is only called inside of it.",
+            do="js.fully_shard(model, mesh=mesh, units=Block)  # the tables in a module beside the model",
+        )
+
+
+def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> None:
+    """Raises for settings that mean nothing for a unit that is never gathered."""
+    plain = UnitPolicy(gathered=False, group=policy.group)
+    names = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) != getattr(plain, f.name)]
+    told = [f"{name.replace('batch_args', 'batch_arg')}=..." for name in names]
+    told += ["strategy=..."] if strategy is not None else []
+    told += [f"offload={offload!r}"] if offload == PARAMS else []
+    if told:
+        raise AnnotationError(
+            "A unit that is never gathered takes no such settings.",
+            where=f"fully_shard(gathered=False, {', '.join(told)})",
+            why="its call runs as written, in global view: no copy is gathered, kept, cast or reduced, and nothing is"
+            " split by jshard. It takes shard_dim, stacked, ignored, allow_replicated, min_size and"
+            " offload='optimizer'.",
+            do="js.fully_shard(model.tables, mesh=mesh, gathered=False, shard_dim=0)",
+        )
+
+
+def check_no_units_inside(module: nnx.Module, record: Unit) -> None:
+    """Raises for units inside a unit that is never gathered: no region is opened that they could gather in."""
+    inner = [dotted(p) for p, _ in nested_units(module)]
+    if inner and not record.policy.gathered:
+        raise AnnotationError(
+            "A unit that is never gathered has units inside.",
+            where=[f"{plain_class(module).__name__}: {path}" for path in inner],
+            why="its whole call runs as written, and so would they.",
+            do="annotate only what is not to be gathered: js.fully_shard(model.tables, mesh=mesh, gathered=False);"
+            "\nthen the root: js.fully_shard(model, mesh=mesh)",
+        )
+
+
+def check_not_shared(units: list[tuple[nnx.Module, Unit]]) -> None:
+    """Raises if a parameter of a unit that is never gathered is tied to one elsewhere, whose unit would gather it."""
+    ungathered = [(module, unit) for module, unit in units if not unit.policy.gathered]
+    shared = [
+        f"{plain_class(module).__name__}: {dotted(member.path)}"
+        for module, unit in ungathered
+        for member in unit.members
+        if member.owner == OUTER
+    ]
+    if shared:
+        raise AnnotationError(
+            "A parameter of a unit that is never gathered is used elsewhere, too.",
+            where=shared,
+            why="it belongs to the unit around all of its uses, which would gather it.",
+            do="use it by a method of its own module: model.table.attend(x), outside the root's call.",
         )
 
 

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, REPLICA, AnyMesh, degree
-from jshard._nnx import nested_units
 from jshard._plan import ShardPlan, plan
 from jshard._processes import gather_texts
 from jshard._remembered import key_of, recall
+from jshard._revise import has_inner_units
 from jshard._strategies import Strategy, strategies
 
 AUTO = "auto"
@@ -67,7 +67,7 @@ def _other_mesh(strategy: Strategy, mesh: AnyMesh) -> AnnotationError:
 
 
 def _chosen(model: nnx.Module, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
-    if not any(path for path, _ in nested_units(model)):
+    if not has_inner_units(model):
         return {}, "auto: nothing to choose, as there are no units inside the root"
     if isinstance(mesh, Mesh):
         known = recall(key_of(model, list(mesh.devices.flat)))

@@ -55,6 +55,8 @@ class Unit:
         allow_replicated: path patterns that may be large and replicated.
         members: every parameter under the module.
         nested: whether an enclosing unit is known.
+        name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
+            knows the others' paths.
     """
 
     mesh: AnyMesh
@@ -64,6 +66,7 @@ class Unit:
     allow_replicated: tuple[str, ...] = ()
     members: tuple[Member, ...] = ()
     nested: bool = False
+    name: str = ""
 
     @functools.cached_property
     def by_path(self) -> dict[Path, Member]:

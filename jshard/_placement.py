@@ -33,6 +33,7 @@ class Placement:
         layers: layers stacked in the leading dims; a scan gathers them one at a time.
         padding: rows of zeros at the end of `dim` in the stored array, without which it would not divide.
         offload: what of it lies in host memory: "optimizer", its optimizer state; "params", the parameter too.
+        gathered: whether its unit gathers it; False: what uses it works on the shards.
     """
 
     shape: tuple[int, ...]
@@ -47,6 +48,7 @@ class Placement:
     layers: int = 1
     padding: int = 0
     offload: str | None = None
+    gathered: bool = True
 
     @property
     def size(self) -> int:
@@ -73,7 +75,9 @@ class Placement:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes on one device of the copy gathered over `fsdp`, with its padding."""
+        """Bytes on one device of the copy gathered over `fsdp`, with its padding; 0 if it is never gathered."""
+        if not self.gathered:
+            return 0
         return self.stored_size * self.degree // self.shards * jnp.dtype(self.gathered_dtype).itemsize
 
     @property
@@ -114,6 +118,7 @@ class PlacementRule:
         min_size: parameters with fewer elements stay replicated, and on the device.
         pads: a dim that does not divide may be stored padded; else the parameter is replicated.
         offload: what of larger ones lies in host memory.
+        gathered: whether the unit gathers its parameters.
     """
 
     degrees: tuple[tuple[str, int], ...]
@@ -123,6 +128,7 @@ class PlacementRule:
     min_size: int = 1024
     pads: bool = True
     offload: str | None = None
+    gathered: bool = True
 
     @property
     def degree(self) -> int:
@@ -174,6 +180,7 @@ def place(
         layers=math.prod(shape[: rule.stacked]),
         padding=0 if dim is None else -shape[dim] % rule.degree,
         offload=rule.offload if math.prod(shape[rule.stacked :]) >= rule.min_size else None,
+        gathered=rule.gathered,
     )
 
 

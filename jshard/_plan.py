@@ -45,6 +45,7 @@ class UnitPlan:
         mixed_precision: the dtypes asked for, as text.
         prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
         strategy: of the root: what was chosen for the layers, and why; empty if nothing was.
+        gathered: False: its parameters are sharded, and never gathered; the settings above mean nothing then.
     """
 
     name: str
@@ -54,6 +55,7 @@ class UnitPlan:
     mixed_precision: str
     prefetch: str = "1"
     strategy: str = ""
+    gathered: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +92,12 @@ class ShardPlan:
     def logical_bytes(self) -> int:
         """Bytes of all parameters as stored, over all devices, each counted once."""
         return sum(leaf.placement.logical_bytes for leaf in self.leaves)
+
+    @functools.cached_property
+    def gathered_part(self) -> "ShardPlan":
+        """The same without the parameters that are never gathered; the plan itself if none is ever gathered."""
+        leaves = tuple(leaf for leaf in self.leaves if leaf.placement.gathered)
+        return dataclasses.replace(self, leaves=leaves) if leaves else self
 
     @property
     def bytes_per_device(self) -> int:
@@ -259,6 +267,7 @@ def made_unit_plan(name: str, kind: str, unit: Unit, *, is_root: bool) -> UnitPl
         + (f", keep={' '.join(precision.keep)}" if precision.keep else ""),
         prefetch="compiler" if unit.policy.prefetch is None else str(unit.policy.prefetch),
         strategy=unit.policy.strategy,
+        gathered=unit.policy.gathered,
     )
 
 

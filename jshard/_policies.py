@@ -120,8 +120,9 @@ _BYTES = {"B": 1} | {
 class UnitPolicy:
     """What `fully_shard` was told about one unit.
 
-    `strategy` is of the root: what was chosen for its layers, and why. `group` is shared by modules that were given in
-    one list; None for a module on its own.
+    `gathered` is False for a unit whose call runs as written, in global view, on shards that stay where they are: of
+    the rest only `group` is set then. `strategy` is of the root: what was chosen for its layers, and why. `group` is
+    shared by modules that were given in one list; None for a module on its own.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -135,6 +136,7 @@ class UnitPolicy:
     replicated_args: tuple[str, ...] = ()
     outputs: str | None = None
     sync_batch_norm: bool = True
+    gathered: bool = True
 
 
 def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:

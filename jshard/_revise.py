@@ -23,7 +23,8 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
 
     `prefetch`, and a `reshard_after_forward` of False, go to every unit inside the root. Other values of
     `reshard_after_forward`, and `remat`, go to the layers only: units that the model has several of, or stacks of
-    them; to all innermost units where nothing comes twice. A head or an encoder's wrapper keeps what it was given.
+    them; to all innermost units where nothing comes twice. A head or an encoder's wrapper keeps what it was given, and
+    so does a unit that is never gathered.
 
     Args:
         model: the root, annotated.
@@ -64,14 +65,14 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
         assert unit is not None
         if not path and strategy:
             attach(module, _with(unit, {"strategy": strategy}), route)
-        if path:
+        if path and unit.policy.gathered:
             mine = {k: v for k, v in values.items() if id(module) in layers or _is_for_all(k, v)}
             attach(module, _with(unit, mine), route)
 
 
 def has_inner_units(model: nnx.Module) -> bool:
-    """Whether there are units inside the root."""
-    return any(path for path, _ in nested_units(model))
+    """Whether there are units inside the root whose settings can be changed."""
+    return any(path and unit_of(module).policy.gathered for path, module in nested_units(model))  # type: ignore[union-attr]
 
 
 def _is_for_all(name: str, value: Any) -> bool:
@@ -86,6 +87,7 @@ def _with(unit: Unit, values: Mapping[str, Any]) -> Unit:
 def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
     """The units that repeat, and how many layers each holds: innermost ones that come several times, or stacks."""
     inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
+    inner = [module for module in inner if unit_of(module).policy.gathered]  # type: ignore[union-attr]
     count = collections.Counter(map(plain_class, inner))
     repeated = [module for module in inner if count[plain_class(module)] > 1 or _depth(module) > 1]
     return {module: _depth(module) for module in repeated or inner}

@@ -75,7 +75,7 @@ def look_up(tables_RD: Sequence[jax.Array], ids_BC: jax.Array, first_row: Sequen
 
 
 class Tables(nnx.Module):
-    """An embedding table for each category. To be called in global view: on a mesh it sends the rows itself."""
+    """An embedding table for each category. It is called in global view, and on a mesh sends the rows itself."""
 
     def __init__(self, config: DHENConfig, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(0.05)
@@ -208,15 +208,14 @@ def annotate(model: DHEN, mesh: Mesh | AbstractMesh) -> None:
     if model.config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=model.config.compute_dtype, reduce="float32")
     model.tables.mesh = mesh
-    js.fully_shard(model.tables, mesh=mesh, shard_dim=0)
+    js.fully_shard(model.tables, mesh=mesh, shard_dim=0, gathered=False)
     for layer in model.layers:
         js.fully_shard(layer, mesh=mesh, mixed_precision=precision)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 
 
 def click_logits(model: DHEN, batch: Batch) -> jax.Array:
-    with js.global_view():  # no region around the tables: nothing is gathered for it
-        rows_BCD = model.tables(batch["ids"])
+    rows_BCD = model.tables(batch["ids"])  # before the model, whose parameters are gathered
     return model(batch["numbers"], rows_BCD).astype(jnp.float32)
 
 

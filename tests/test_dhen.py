@@ -10,6 +10,9 @@ from flax import nnx
 
 import jshard as js
 from jshard._optimizer import abstract_optimizer
+from jshard._revise import revise
+from jshard.inspect.communication import traffic_of
+from jshard.inspect.memory import memory_of
 from jshard.train import state, step
 from tests.helpers import compile_to_read
 from tests.model_files import assert_parity_of, assert_plans, data_of, model_file, module, neighbour, smaller, tiny
@@ -28,8 +31,7 @@ def test_look_up_in_parts_finds_what_the_whole_table_has(dtype):
     wanted = model.tables(ids)
     assert wanted.dtype == dtype
     dhen.annotate(model, js.mesh(replica=2))
-    with js.global_view():
-        np.testing.assert_array_equal(model.tables(ids), wanted)
+    np.testing.assert_array_equal(model.tables(ids), wanted)
 
 
 @MESHES
@@ -58,6 +60,22 @@ def test_no_collective_has_the_size_of_a_table(degrees):
     assert memory.temp_size_in_bytes < 1.2 * 2 * 3 * shard_bytes
 
 
+@MESHES
+def test_the_audit_agrees_with_the_plan(degrees):
+    """XLA:CPU merges the second gather of unrolled layers with the first: so they are gathered once here."""
+    recipe, file, mesh = tiny("dhen"), model_file("dhen"), js.mesh(**degrees)
+    model = js.abstract_init(lambda: file.build(recipe.model, nnx.Rngs(0)), lambda model: file.annotate(model, mesh))
+    revise(model, {"reshard_after_forward": False})
+    batch = state.batch_like(data_of("dhen", recipe), recipe.batch_size, mesh)
+    lowered = nnx.jit(lambda model, batch: nnx.value_and_grad(file.loss_fn)(model, batch)).lower(model, batch).lowered
+    found = js.audit(compile_to_read(lowered), model=model)
+    assert found.ok, found.differences
+    sent = {(row.kind, row.phase): row.total_bytes for row in found.rows if row.unit == "tables" and row.dtype == "f32"}
+    rows_bytes = recipe.batch_size * len(recipe.model.rows) * recipe.model.d_model * 4
+    there, back = sent["reduce-scatter", "forward"], sent["all-gather", "backward"]
+    assert there == rows_bytes and back <= rows_bytes  # between replicas rows are gathered apart
+
+
 def test_rows_that_no_sample_asks_for_stay_as_they_are():
     recipe = dataclasses.replace(MICRO, warmup_steps=0)
     model = dhen.build(recipe.model, nnx.Rngs(0))
@@ -82,6 +100,13 @@ def test_plan_of_768_billion_parameters_cuts_every_table_by_row():
     dense = plan.num_parameters - sum(leaf.placement.size for leaf in tables)
     assert (len(tables), dense) == (31, 554_864_001)
     assert {leaf.placement.dim for leaf in tables} == {0}
+    held = memory_of(plan, optimizer=model_file("dhen").recipe("dhen_550m")[1].optimizer())
+    assert held.largest_unit == "layers/0" and held.largest_unit_bytes < 140 * 2**20
+    # Two arrays of every table between steps, and a gradient; the dense part has three and a gradient.
+    by_device = [sum(leaf.placement.bytes_per_device for leaf in part) for part in (tables, plan.leaves)]
+    assert held.held_bytes == pytest.approx(2 * by_device[0] + 3 * (by_device[1] - by_device[0]), rel=1e-3)
+    assert held.step_bytes < 1.1 * 3 * by_device[0]
+    assert sum(t.full_bytes for t in traffic_of(plan)) < 10 * dense
 
 
 # ---- The data --------------------------------------------------------------------------------

@@ -210,6 +210,26 @@ def annotated_late():
     call(model, X)
 
 
+def ungathered(use: Callable) -> Model:
+    """The first layer is never gathered."""
+    model = Model(use, nnx.Rngs(0))
+    shard(model.inner, gathered=False)
+    return shard(model)
+
+
+def ungathered_and_tied() -> Model:
+    model = Model(lambda model, x: model.out(x), nnx.Rngs(0))
+    model.out.kernel = model.inner.kernel
+    shard(model.inner, gathered=False)
+    return shard(model)
+
+
+def ungathered_late():
+    model = shard(Model(lambda model, x: model.out(x), nnx.Rngs(0)))
+    shard(model.inner, gathered=False)
+    call(model, X)
+
+
 def check_a_mean_over_the_batch():
     model = annotated(lambda model, x: model.out(x) - model.out(x).mean(0, keepdims=True))
     with warnings.catch_warnings():
@@ -251,6 +271,24 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: no such strategy": lambda: shard(linear(), mesh=js.mesh(), strategy="zero4"),
     "fully_shard: a strategy for another mesh": lambda: shard(linear(), mesh=js.mesh(), strategy="replicate"),
     "fully_shard: a strategy for Linen": lambda: shard(nn.Dense(8), mesh=js.mesh(), strategy="zero2"),
+    "fully_shard: gathered is not true or false": lambda: shard(linear(), gathered="never"),
+    "ungathered: settings": lambda: shard(
+        linear(),
+        gathered=False,
+        remat="full",
+        prefetch="512MiB",
+        reshard_after_forward=True,
+        mixed_precision=js.MixedPrecision(param="bfloat16"),
+        batch_arg="x",
+        strategy="zero2",
+    ),
+    "ungathered: parameters in host memory": lambda: shard(linear(), gathered=False, offload="params"),
+    "ungathered: units inside": lambda: shard(Model(print, nnx.Rngs(0)), units="inner", gathered=False),
+    "ungathered: tied": ungathered_and_tied,
+    "ungathered: Linen": lambda: shard(nn.Dense(8), gathered=False),
+    "ungathered: called inside": lambda: call(ungathered(lambda model, x: model.out(model.inner(x))), X),
+    "ungathered: read inside": lambda: call(ungathered(lambda model, x: model.out(x @ model.inner.kernel)), X),
+    "ungathered: annotated after the root": ungathered_late,
     "revise: no units inside": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full"}),
     "revise: no such setting": lambda: revise(shard(linear(), mesh=js.mesh()), {"remat": "full", "depth": 2}),
     "fully_shard: explicit axes": lambda: shard(linear(), mesh=jax.make_mesh((8,), ("fsdp",))),

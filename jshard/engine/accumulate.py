@@ -1,5 +1,6 @@
 """Gradient accumulation: reduce every microbatch into a sharded sum, or gather once and reduce once."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,10 +13,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree, manual_axes
-from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._nnx import Member, Path, Unit, dotted, plain_class, unit_of
 from jshard._offload import back, to_device
 from jshard._placement import spec_over
 from jshard._plan import root_forgotten
+from jshard.engine.call import raw
 from jshard.engine.collectives import all_gather, reduce_scatter
 from jshard.engine.context import copies_scope
 
@@ -38,7 +40,7 @@ def value_and_grad(
         accumulate: number of microbatches.
         sync: `"each"`: every microbatch gathers parameters and reduce-scatters gradients; the sum is sharded.
             `"last"`: parameters are gathered once and gradients reduced once per step; each device holds the
-            full parameters and gradients of the model meanwhile.
+            full parameters and gradients of the model meanwhile. What is never gathered is as with `"each"`.
         has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
         wrt: the parameters to differentiate with respect to, as `nnx.Optimizer` takes them: an nnx filter. The others
             are frozen: gathered, and nothing more.
@@ -80,14 +82,13 @@ def _accumulate(
     graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
     if once:
         _check_parameters(params, plain_class(model).__name__)
-    members, others = ([unit.by_path.get(path) for path, _ in nnx.to_flat_state(part)] for part in (params, frozen))
-    copies = _gather_once(params, members, unit) if once else []
-    frozen_copies = _gather_once(frozen, others, unit) if once else []
-    dtypes = [m.placement.reduce_dtype for m in members if m is not None][: len(copies)]
+    of_params, of_frozen = _Once.of(params, unit, once), _Once.of(frozen, unit, once)
+    copies, frozen_copies = of_params.gather(params), of_frozen.gather(frozen)
+    dtypes = [member.placement.reduce_dtype for member in of_params.members]
 
     def loss(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, Any]:
         live = nnx.merge(graphdef, params, frozen, state, copy=True)
-        with copies_scope(_by_variable(live, (params, copies), (frozen, frozen_copies)) if once else None):
+        with copies_scope(_by_variable(live, (of_params, copies), (of_frozen, frozen_copies)) if once else None):
             out = loss_fn(live, *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
@@ -105,7 +106,7 @@ def _accumulate(
     dtype = jax.eval_shape(loss, params, copies, state, jax.tree.map(lambda x: x[0], parts))[0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, state), parts)
     if once:
-        grads = jax.tree.map(jnp.add, grads, to_device(_reduce_once(params, of_copies, members, unit)))
+        grads = of_params.add(grads, to_device(of_params.reduce(params, of_copies)))
     nnx.update(model, state)
     grads = back(jax.tree.map(lambda g: g / steps, grads), params)
     value = total / steps
@@ -124,44 +125,76 @@ def _check_parameters(params: Any, name: str) -> None:
         )
 
 
-def _gather_once(params: Any, members: list[Member | None], unit: Unit) -> list:
-    """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
-    mesh, specs, layout = _layout(members, unit)
+@dataclasses.dataclass(frozen=True)
+class _Once:
+    """Parameters that are gathered once for all microbatches: those of a state that are ever gathered.
 
-    def gather_all(values: list) -> list:
-        return [all_gather(x, m.placement, mesh)[None] for x, m in zip(values, members, strict=True) if m is not None]
+    Args:
+        paths: in the state.
+        members: their records.
+        unit: of the root.
+    """
 
-    run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
-    return run(jax.tree.leaves(params))
+    paths: tuple[Path, ...]
+    members: tuple[Member, ...]
+    unit: Unit
+
+    @classmethod
+    def of(cls, state: Any, unit: Unit, once: bool) -> "_Once":
+        """Those of a state of parameters; none if each microbatch gathers for itself."""
+        paths = [path for path, _ in nnx.to_flat_state(state)] if once else []
+        found = {path: unit.by_path[path] for path in paths if unit.by_path[path].placement.gathered}
+        return cls(tuple(found), tuple(found.values()), unit)
+
+    def gather(self, state: Any) -> list:
+        """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
+        if not self.members:
+            return []
+        mesh, specs, layout = self._layout()
+
+        def gather_all(values: list) -> list:
+            return [all_gather(x, m.placement, mesh)[None] for x, m in zip(values, self.members, strict=True)]
+
+        run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
+        return run(self._values(state))
+
+    def reduce(self, state: Any, sums: list) -> list:
+        """The gradients of the shards from each data shard's gradients of its copies."""
+        if not self.members:
+            return []
+        mesh, specs, layout = self._layout()
+
+        def reduce_all(values: list, sums: list) -> list:
+            found = zip(values, sums, self.members, strict=True)
+            return [reduce_scatter(g[0], m.placement, mesh, x) for x, g, m in found]
+
+        run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
+        return run(self._values(state), sums)
+
+    def add(self, gradients: Any, more: list) -> Any:
+        """Gradients of a state, with more of them for these parameters."""
+        by_path = dict(zip(self.paths, more, strict=True))
+        flat = [(p, v.replace(raw(v) + by_path[p]) if p in by_path else v) for p, v in nnx.to_flat_state(gradients)]
+        return nnx.from_flat_state(flat)
+
+    def _values(self, state: Any) -> list:
+        flat = dict(nnx.to_flat_state(state))
+        return [raw(flat[path]) for path in self.paths]
+
+    def _layout(self) -> tuple[Mesh, list[PartitionSpec], dict[str, Any]]:
+        """The mesh, the parameters' specs over the data axes, and where `shard_map` is manual."""
+        mesh = self.unit.mesh
+        assert isinstance(mesh, Mesh), "the model has arrays"
+        axes = data_axes(mesh)
+        specs = [spec_over(axes, member.placement.spec) for member in self.members]
+        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
 
 
-def _reduce_once(params: Any, sums: list, members: list[Member | None], unit: Unit) -> Any:
-    """The gradients of the shards from each data shard's gradients of its copies."""
-    mesh, specs, layout = _layout(members, unit)
-
-    def reduce_all(values: list, sums: list) -> list:
-        found = zip(values, sums, members, strict=True)
-        return [reduce_scatter(g[0], m.placement, mesh, x) for x, g, m in found if m is not None]
-
-    run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
-    return jax.tree.unflatten(jax.tree.structure(params), run(jax.tree.leaves(params), sums))
-
-
-def _layout(members: list[Member | None], unit: Unit) -> tuple[Mesh, list[PartitionSpec], dict[str, Any]]:
-    """The mesh, the parameters' specs over the data axes, and where `shard_map` is manual."""
-    mesh = unit.mesh
-    assert isinstance(mesh, Mesh), "the model has arrays"
-    assert None not in members, "every parameter of the root is a member of it"
-    axes = data_axes(mesh)
-    specs = [spec_over(axes, m.placement.spec) for m in members if m is not None]
-    return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
-
-
-def _by_variable(live: nnx.Module, *copied: tuple[Any, list]) -> dict[int, jax.Array]:
+def _by_variable(live: nnx.Module, *copied: tuple[_Once, list]) -> dict[int, jax.Array]:
     """The copies by the variables of a live model, so that a call into any of its units finds its own."""
     variables = dict(nnx.iter_graph(live))
-    found = [pair for state, copies in copied for pair in zip(nnx.to_flat_state(state), copies, strict=True)]
-    return {id(variables[path]): copy for (path, _), copy in found}
+    found = [pair for once, copies in copied for pair in zip(once.paths, copies, strict=True)]
+    return {id(variables[path]): copy for path, copy in found}
 
 
 def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:

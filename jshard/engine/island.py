@@ -30,7 +30,7 @@ from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.overwritten import largest_over_shards
 from jshard.engine.reads import guard, hold_shard
 from jshard.engine.reductions import warn_of_batch_reductions
-from jshard.engine.unit import check_scanned, run_unit
+from jshard.engine.unit import check_scanned, refuse_late, run_unit
 
 
 def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -38,22 +38,27 @@ def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
 
     A call without an array that could carry a batch runs in global view.
     """
-    name = plain_class(module).__name__
-    if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
-        raise CallError(
-            "The model was annotated for devices that are not here.",
-            where=f"{name}.{method.__name__}",
-            why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
-            do="mesh = js.mesh(fsdp=-1)",
-        )
-    if not unit.nested:
-        check_replicated(unit, name)
     call = Call(module, method, args, kwargs)
+    refuse_absent(unit, call.where)
+    if not unit.nested:
+        check_replicated(unit, plain_class(module).__name__)
+    refuse_late(module, call.where)
     split = split_batch(call, unit)
     if split is None:
         with global_view(), on_device(module, unit):
             return method(module, *args, **kwargs)
     return _Island(call, unit, cast(Mesh, unit.mesh), split).run()
+
+
+def refuse_absent(unit: Unit, where: str) -> None:
+    """Raises for a call on devices that are not here, unless only shapes are asked for."""
+    if not isinstance(unit.mesh, Mesh) and not in_shapes_only():
+        raise CallError(
+            "The model was annotated for devices that are not here.",
+            where=where,
+            why="its mesh is abstract (js.mesh(devices=<number>)): good for plans, not for calls.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
 
 
 @dataclasses.dataclass
@@ -71,7 +76,7 @@ class _Island:
         self.members = [_member(self.call, path) for path, _ in self.call.params]
         unplanned = [p[1:] for (p, _), m in zip(self.call.params, self.members, strict=True) if m is None and not p[0]]
         warn_of_unplanned([dotted(p) for p in unplanned], where)
-        self.copies = _copies_of(self.call, gathered_copies())
+        self.copies = _copies_of(self.call, self.members, gathered_copies())
         self.region = Region(self.mesh, self.axes, Chain(self.axes), gathered=self.copies is not None)
 
     def run(self) -> Any:
@@ -83,7 +88,7 @@ class _Island:
             warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
         specs = self._input_specs()
         if self.copies is not None:
-            params = self.copies
+            params = [x if copy is None else copy for x, copy in zip(params, self.copies, strict=True)]
         # shard_map reads out_specs after it has traced the body, which fills the list: one trace instead of two.
         self.out_specs: list[PartitionSpec] = []
         region = jax.shard_map(
@@ -93,11 +98,16 @@ class _Island:
         outs = (jax.jit(region) if eager else region)(params, state, arrays)
         return self._finish(outs)
 
+    @property
+    def _copied(self) -> list[bool]:
+        """For each parameter, whether it enters as a copy that was gathered beforehand."""
+        return [copy is not None for copy in self.copies or [None] * len(self.members)]
+
     def _input_specs(self) -> tuple[list, list, list]:
         along = PartitionSpec(*[None] * self.exit.batch_dim, self.axes)
         params = [
-            PartitionSpec(self.axes) if self.copies is not None else self._param_spec(member, raw(variable).ndim)
-            for member, (_, variable) in zip(self.members, self.call.params, strict=True)
+            PartitionSpec(self.axes) if copied else self._param_spec(member, raw(variable).ndim)
+            for copied, member, (_, variable) in zip(self._copied, self.members, self.call.params, strict=True)
         ]
         state = [along if is_batch else PartitionSpec() for is_batch in self.split.state]
         arrays = [along if is_batch else PartitionSpec() for is_batch in self.split.arrays]
@@ -112,12 +122,11 @@ class _Island:
         return spec_over(self.axes, entries)
 
     def _body(self, params: list, state: list, arrays: list) -> list:
-        if self.copies is not None:
-            params = [x[0] for x in params]  # each rank's own copy
+        params = [x[0] if copied else x for x, copied in zip(params, self._copied, strict=True)]  # a rank's own copy
         shards = {
             i: dotted(member.path)
             for i, member in enumerate(self.members)
-            if member is not None and member.placement.dim is not None and self.copies is None
+            if member is not None and member.placement.dim is not None and not self._copied[i]
         }
         return guard(self._trace, shards, self.call.where, (params, state, arrays))
 
@@ -152,9 +161,10 @@ class _Island:
         by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
         for path, node in nnx.iter_graph(live.graph):
             member = by_path.get(path) if isinstance(node, nnx.Param) else None
-            if member is not None and _comes_and_goes(member.placement) and not self.region.gathered:
+            copied = self.region.gathered and member is not None and member.placement.gathered
+            if member is not None and _comes_and_goes(member.placement) and not copied:
                 hold_shard(node, member.placement, self.mesh)
-            if member is not None and self.region.gathered and (padding := padding_of(node)) is not None:
+            if copied and (padding := padding_of(node)) is not None:
                 store(node, None, padding.cut(node.get_raw_value()))  # a copy is whole, and a scan may hand it back
             if isinstance(node, nnx.RngKey) and self.split.shards > 1:
                 node.set_raw_value(self._fold(node.get_raw_value()))
@@ -187,10 +197,11 @@ def _member(call: Call, path: tuple) -> Member | None:
     return None if unit is None else unit.by_path.get(relative)
 
 
-def _copies_of(call: Call, copies: Mapping[int, Any] | None) -> list | None:
-    """The copies gathered beforehand for the parameters of this call, if they are all there."""
+def _copies_of(call: Call, members: list[Member | None], copies: Mapping[int, Any] | None) -> list | None:
+    """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
     if copies is None:
         return None
     variables = dict(nnx.iter_graph(call.graph))
     found = [copies.get(id(variables[path])) for path, _ in call.params]
-    return None if any(x is None for x in found) else found
+    wanted = [member is None or member.placement.gathered for member in members]
+    return None if any(x is None and wants for x, wants in zip(found, wanted, strict=True)) else found

@@ -37,6 +37,8 @@ class _GatheredReads:
     def get_value(self: Any, *, index: Any = _MISSING) -> jax.Array:
         stored = self.get_metadata(_KEY)
         region = current_region()
+        if not stored.placement.gathered:
+            raise _read_inside(stored.placement, region.unit if region else "")
         full = gather(self.get_raw_value(), stored.placement, stored.mesh, region.unit if region else "")
         return full[index] if index is not _MISSING and index is not Ellipsis else full
 
@@ -52,6 +54,15 @@ class _GatheredReads:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+def _read_inside(placement: Placement, unit: str) -> CallError:
+    return CallError(
+        "A parameter that is never gathered was read inside the sharded region.",
+        where=f"{unit}: a parameter {placement.dtype}{list(placement.shape)}",
+        why="only this device's shard of it is there, and gathering it is what the annotation rules out.",
+        do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
+    )
 
 
 @functools.cache

@@ -12,22 +12,27 @@ from jshard._nnx import plain_class, unit_of
 from jshard.engine.context import current_region, in_global_view, in_plain_flax
 from jshard.engine.hosted import on_device
 from jshard.engine.island import open_region
+from jshard.engine.ungathered import called_inside, run_ungathered
 from jshard.engine.unit import run_as_flax, run_unit
 
 
 def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Runs a method of a unit: as the region itself, as a unit inside it, or plainly in global view."""
+    """Runs a method of a unit: as the region itself, as a unit inside it, or in global view."""
     unit = unit_of(module)
     assert unit is not None
+    region = current_region()
     if in_plain_flax():
         return run_as_flax(module, unit, method, args, kwargs)
+    if not unit.policy.gathered and region is not None:
+        raise called_inside(module, method, region)
     if in_global_view():
         with on_device(module, unit):
             return method(module, *args, **kwargs)
-    region = current_region()
     if region is not None:
         return run_unit(module, unit, region, method, args, kwargs, outermost=False)
     refuse_manual(unit.mesh, f"{plain_class(module).__name__}.{method.__name__}")
+    if not unit.policy.gathered:
+        return run_ungathered(module, unit, method, args, kwargs)
     return open_region(module, unit, method, args, kwargs)
 
 

@@ -67,7 +67,7 @@ def scan_layers(
     """
     stack = _Stack(layers, method, _arrays(x), _arrays(xs), args, kwargs, collect=collect)
     region, unit = current_region(), unit_of(stack.first)
-    if region is None or region.gathered or in_global_view() or unit is None:
+    if region is None or region.gathered or in_global_view() or unit is None or not unit.policy.gathered:
         return _plain_loop(stack) if stack.is_list and not in_shapes_only() else _plain_scan(stack)
     mine = gathered_here(stack.call, unit, False)
     ahead = unit.policy.prefetch if prefetch is None else Prefetch.parse(prefetch)

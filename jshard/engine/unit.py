@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import CallError
 from jshard._mesh import data_axes, data_degree
-from jshard._nnx import OUTER, OWN, Member, Unit, dotted, plain_class
+from jshard._nnx import OUTER, OWN, Member, Unit, dotted, nested_units, plain_class, unit_of
 from jshard._offload import fetched
 from jshard._placement import Placement
 from jshard._plan import resharded
@@ -41,7 +41,7 @@ def run_unit(
     """
     call = Call(module, method, args, kwargs)
     if not outermost and not unit.nested:
-        raise _annotated_late(call)
+        raise _annotated_late(call.where)
     mine = {} if region.gathered else gathered_here(call, unit, outermost)
     name = dotted(()) if outermost else region.names.get(id(module), plain_class(module).__name__)
     region = dataclasses.replace(region, unit=name)
@@ -137,10 +137,17 @@ def check_scanned(member: Member, ndim: int, where: str) -> None:
         )
 
 
-def _annotated_late(call: Call) -> CallError:
+def refuse_late(module: nnx.Module, where: str) -> None:
+    """Raises for units inside that the annotation of the module around them never saw."""
+    units = [(path, unit_of(inner)) for path, inner in nested_units(module)]
+    if late := [f"{where}: {dotted(path)}" for path, unit in units if path and unit is not None and not unit.nested]:
+        raise _annotated_late(late)
+
+
+def _annotated_late(where: str | list[str]) -> CallError:
     return CallError(
         "A unit was annotated after the module around it.",
-        where=call.where,
+        where=where,
         why="the module around it took its parameters as its own, and would gather them a second time.",
         do="annotate submodules first: js.fully_shard(model.inner, mesh=mesh), then js.fully_shard(model, mesh=mesh).",
     )

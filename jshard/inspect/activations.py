@@ -91,8 +91,8 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Sav
         regions = list(_regions(eqn))
         for region in regions:
             found.update(_kind(v.aval, 1) for v in _new(region.outvars, set(map(id, region.invars))))
-        if regions:
-            known.update(map(id, eqn.outvars))
+        if regions or (eqn.primitive.name == "sharding_constraint" and id(eqn.invars[0]) in known):
+            known.update(map(id, eqn.outvars))  # counted; or a parameter that is never gathered, held where it lies
     shards = data_degree(unit_of(model).mesh)  # type: ignore[union-attr]
     found.update(_kind(v.aval, shards) for v in _new(jaxpr.outvars, known))
     return found

@@ -134,6 +134,8 @@ class Audit:
     def amount(self, kind: str) -> float:
         """Elements sent by collectives of one kind, by the number of parameters: 2.0 is every parameter twice.
 
+        Parameters that are never gathered are not among that number.
+
         Args:
             kind: such as `all-gather`.
         """
@@ -144,7 +146,7 @@ class Audit:
                 why="amounts are by the number of parameters, which a program does not tell.",
                 do="js.audit(program, model=model)",
             )
-        return total_of(kind, self.schedule.windows).elements / self.plan.num_parameters
+        return total_of(kind, self.schedule.windows).elements / self.plan.gathered_part.num_parameters
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
         """The collectives that block, or during which nothing is multiplied.
@@ -247,7 +249,7 @@ def _collectives_table(found: Audit) -> Table:
     caption = "runs: instructions, and executions with loops counted. arrays: whole ones, in the dtype on the wire."
     columns = ["collective", "over", "dtype", "unit", "runs>", "arrays>", "async>", "matmuls>"]
     if plan is not None:
-        caption += " copies: elements by the number of parameters."
+        caption += f" copies: elements by the number of parameters{_which(plan)}."
         columns.insert(6, "copies>")
     table = made_table("Collectives of one device (compiled)", *columns, caption=caption)
     for row in found.rows:
@@ -267,8 +269,12 @@ def _collectives_table(found: Audit) -> Table:
     return table
 
 
+def _which(plan: ShardPlan) -> str:
+    return "" if plan.gathered_part.leaves == plan.leaves else " that are gathered"
+
+
 def _copies(elements: float, plan: ShardPlan) -> str:
-    return f"{elements / plan.num_parameters:.2f}"
+    return f"{elements / plan.gathered_part.num_parameters:.2f}"
 
 
 def _memory_table(memory: CompiledMemory) -> Table:

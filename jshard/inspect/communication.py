@@ -3,12 +3,12 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax.numpy as jnp
 
 from jshard._mesh import DATA_AXES, FSDP
-from jshard._placement import axes_of
+from jshard._placement import Placement, axes_of
 from jshard._plan import LeafPlan, ShardPlan
 from jshard.inspect.hlo import KINDS, ring_bytes
 
@@ -42,7 +42,8 @@ class Traffic:
 def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     """The collectives of one forward and backward pass as the plan asks for them.
 
-    A compiler leaves out the second gather of a parameter that backward does not need, such as most biases.
+    A compiler leaves out the second gather of a parameter that backward does not need, such as most biases. For units
+    that are never gathered nothing is asked.
     """
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
@@ -55,8 +56,9 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
 
 def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> Iterator[Traffic]:
     placement = leaf.placement
-    fsdp, on = degrees[FSDP], {n for entry in placement.spec for n in axes_of(entry)}
-    same = tuple(a for a in DATA_AXES if degrees.get(a, 1) > 1 and a not in on)  # where the stored shard is the same
+    if not placement.gathered:
+        return  # what it sends is the model's own
+    fsdp, same = degrees[FSDP], copied_over(placement, degrees)
     num_same = math.prod(degrees[a] for a in same)
     reduce, gather = placement.reduce_dtype, placement.gathered_dtype
     full = placement.gathered_bytes
@@ -74,3 +76,9 @@ def _of_leaf(leaf: LeafPlan, reshard: bool | int, degrees: dict[str, int]) -> It
     yield Traffic("reduce-scatter", (FSDP,), fsdp, reduce, reduced, "gradients")
     if same:
         yield Traffic("all-reduce", same, num_same, reduce, reduced // fsdp, "gradients, over replicas")
+
+
+def copied_over(placement: Placement, degrees: Mapping[str, int]) -> tuple[str, ...]:
+    """The data axes along which the stored shard is the same."""
+    on = {name for entry in placement.spec for name in axes_of(entry)}
+    return tuple(axis for axis in DATA_AXES if degrees.get(axis, 1) > 1 and axis not in on)

@@ -2,17 +2,20 @@
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._mesh import DATA_AXES, EXPERT
 from jshard._plan import ShardPlan
+from jshard.inspect.apart import Array, gathered_anyway, summed_over_copies, told_apart
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import KINDS, ring_bytes
 from jshard.inspect.module import item_bytes
 from jshard.inspect.steps import Window
 from jshard.inspect.tables import folded_names
 
-# Of the number of parameters. The second gathers that backward does not need, most biases, and scalars fall below.
+# Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
+# scalars fall below.
 TOLERANCE = 0.02
 
 
@@ -56,7 +59,8 @@ def differences(
     """Compares the collectives of a program with those that its plan asks for.
 
     Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`
-    and the exchange with experts are the model's own, and not compared.
+    and the exchange with experts are the model's own, and not compared; nor are those of units that are never gathered,
+    unless arrays in them are whole parameters of such a unit, or gradients.
 
     Args:
         windows: the collectives, with their axes.
@@ -65,15 +69,16 @@ def differences(
         sync: likewise.
     """
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
-    ours = [w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))]
+    ours, apart = told_apart([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
     compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
-    least = TOLERANCE * plan.num_parameters
+    least = TOLERANCE * plan.gathered_part.num_parameters
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
     less = {place: -d for place, d in delta.items() if d < -least}
-    more = {place: d for place, d in delta.items() if d > least}
+    beside = {p: summed_over_copies(plan).get(p.axes, 0) if p.kind == "all-reduce" else 0 for p in delta}
+    more = {place: d for place, d in delta.items() if d > least + beside[place]}
     kept = [p for p in delta if p in compiled and p in planned and p not in more]
     found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
-    return (*found, *_dtypes(kept, compiled, planned, ours, least))
+    return (*found, *_dtypes(kept, compiled, planned, ours, least), *_whole(apart, plan, least))
 
 
 _Elements = dict[Place, dict[str, float]]  # by place and dtype
@@ -132,7 +137,7 @@ def _amounts(
     found = []
     for place in sorted({*less, *more}):
         is_less = place in less
-        amounts = [_sum(sums, place) / plan.num_parameters for sums in (planned, compiled)]
+        amounts = [_sum(sums, place) / plan.gathered_part.num_parameters for sums in (planned, compiled)]
         units = _units(windows, place)
         word = "less" if is_less else "more"
         text = f"{amounts[0]:.2f} x the parameters planned, {amounts[1]:.2f} x compiled"
@@ -156,6 +161,21 @@ def _dtypes(
             words += f", {ratio:.1f}x the bytes"
             found.append(Difference(words, place.kind, place.kind, place.axes, units))
     return found
+
+
+def _whole(windows: Iterable[Window], plan: ShardPlan, least: float) -> list[Difference]:
+    """Where a parameter that is never gathered is whole after all, or its gradient is."""
+    found: dict[Place, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
+    for window, arrays in gathered_anyway(windows, plan):
+        found[_place(window)].append((window, arrays))
+    differences = []
+    for place, among in sorted(found.items()):
+        units = _units([window for window, _ in among], place)
+        if sum(math.prod(dims) * w.executions for w, arrays in among for _, dims in arrays) > least:
+            shapes = dict.fromkeys(f"{d}[{','.join(map(str, dims))}]" for _, arrays in among for d, dims in arrays)
+            words = f"{place.kind} of what is never gathered: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
+            differences.append(Difference(words, None, place.kind, place.axes, units))
+    return differences
 
 
 def _place(window: Window) -> Place:

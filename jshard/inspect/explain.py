@@ -20,7 +20,7 @@ from jshard._plan import plan as make_plan
 from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
-from jshard.inspect.tables import add_row, joined_name, made_table, name_pattern, printed
+from jshard.inspect.tables import add_row, folded_names, joined_name, made_table, name_pattern, printed
 
 
 def explain(
@@ -93,7 +93,13 @@ class Explanation:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [*chosen, *_replicated_notes(self.plan), *_padded_notes(self.plan), *_tied_notes(self.plan)]
+        notes = [
+            *chosen,
+            *_ungathered_notes(self.plan),
+            *_replicated_notes(self.plan),
+            *_padded_notes(self.plan),
+            *_tied_notes(self.plan),
+        ]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 
@@ -132,9 +138,13 @@ def folded_units(plan: ShardPlan) -> list[tuple[str, int, UnitPlan]]:
 def _headline(plan: ShardPlan) -> str:
     axes = ", ".join(f"{name}={size}" for name, size in plan.mesh)
     devices = math.prod(size for _, size in plan.mesh)
+    where = f"on {devices} device{'s'[: devices != 1]} ({axes})"
+    gathered = plan.gathered_part
+    if gathered.leaves == plan.leaves:
+        return f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, {where}"
     return (
-        f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, "
-        f"on {devices} device{'s'[: devices != 1]} ({axes})"
+        f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}, {where};"
+        f" {gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P, are ever gathered"
     )
 
 
@@ -152,13 +162,16 @@ def _units_table(plan: ShardPlan) -> Table:
             unit.kind,
             human_count(sum(leaf.placement.size for leaf in leaves)),
             human_bytes(sum(leaf.placement.bytes_per_device for leaf in leaves)),
-            human_bytes(unit_bytes(plan, unit.name)),
-            _dtypes(leaves),
-            _kept(unit.reshard_after_forward),
-            unit.prefetch,
-            unit.remat,
+            *(_gathering(plan, unit) if unit.gathered else ("never", _dtypes(leaves), "-", "-", "-")),
         )
     return table
+
+
+def _gathering(plan: ShardPlan, unit: UnitPlan) -> tuple[str, ...]:
+    """How a unit is gathered: the bytes, the dtypes, what is kept, how early, and what is computed again."""
+    dtypes = _dtypes(plan.unit_leaves(unit.name))
+    gathered = human_bytes(unit_bytes(plan, unit.name))
+    return gathered, dtypes, _kept(unit.reshard_after_forward), unit.prefetch, unit.remat
 
 
 def _kept(reshard: bool | int) -> str:
@@ -166,7 +179,8 @@ def _kept(reshard: bool | int) -> str:
 
 
 def _dtypes(leaves: tuple[LeafPlan, ...]) -> str:
-    found = {(p.dtype, p.gathered_dtype, p.reduce_dtype) for p in (leaf.placement for leaf in leaves)}
+    placements = [leaf.placement for leaf in leaves]
+    found = {(p.dtype, p.gathered_dtype, p.reduce_dtype) if p.gathered else (p.dtype,) for p in placements}
     return "; ".join(sorted(", ".join(map(_short, dtypes)) for dtypes in found)) or "-"
 
 
@@ -226,11 +240,12 @@ def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> Table:
     caption = 'With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.'
     columns = "collective", "over", "dtype", "arrays>", "in P>", "sent>", "for"
     table = made_table("Communication of one forward and backward pass, by device", *columns, caption=caption)
+    whole = plan.gathered_part.logical_bytes
     for t in traffic:
-        amounts = human_bytes(t.full_bytes), f"{t.full_bytes / plan.logical_bytes:.2f}", human_bytes(t.wire_bytes)
+        amounts = human_bytes(t.full_bytes), f"{t.full_bytes / whole:.2f}", human_bytes(t.wire_bytes)
         add_row(table, t.kind, f"{', '.join(t.axes)} ({t.group_size})", _short(t.dtype), *amounts, t.purpose)
     total = sum(t.wire_bytes for t in traffic)
-    sent = f"{total / plan.logical_bytes:.2f} P"
+    sent = f"{total / whole:.2f} P"
     add_row(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
     return table
 
@@ -253,6 +268,13 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
         lines.append(f"  {because}:")
         lines += [f"    {path}" + (f"  x{count}" if count > 1 else "") for path, count in paths.items()]
     return lines
+
+
+def _ungathered_notes(plan: ShardPlan) -> list[str]:
+    """One line for the units that are never gathered: nothing of what they send is in the tables."""
+    names = folded_names([unit.name for unit in plan.units if not unit.gathered])
+    told = "called in global view; what that sends is the model's own, and not counted"
+    return [f"Never gathered: {', '.join(names)} ({told})"] if names else []
 
 
 def _padded_notes(plan: ShardPlan) -> list[str]:

@@ -188,14 +188,19 @@ class _Reader:
 
 def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, int]:
     """Bytes of the whole arrays of a collective, by dtype: what `Collective.full_bytes` tells."""
+    scattered = group_size if kind == "reduce-scatter" else 1
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for dtype, dims in results_of(instruction, kind):
+        sizes[dtype] += math.prod(dims) * _item_bytes(dtype, instruction.name) * scattered
+    return dict(sizes)
+
+
+def results_of(instruction: Instruction, kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The arrays of a collective's result: dtype and dims of each."""
     shape = instruction.shape
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         shape = elements(shape)[1]  # (operands, results, context)
-    scattered = group_size if kind == "reduce-scatter" else 1
-    sizes: dict[str, int] = collections.defaultdict(int)
-    for dtype, dims in arrays(shape):
-        sizes[dtype] += math.prod(dims) * _item_bytes(dtype, instruction.name) * scattered
-    return dict(sizes)
+    return arrays(shape)
 
 
 def rounds(module: Module, home: Computation, loop: Instruction) -> int:

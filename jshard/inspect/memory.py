@@ -116,7 +116,7 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
     gathered = {unit.name: unit_bytes(plan, unit.name) for unit in plan.units}
     kept, passing = sum(kept_bytes(plan, unit) for unit in plan.units), {"": 0}
     for unit in plan.units:
-        if unit.reshard_after_forward is not False:
+        if unit.gathered and unit.reshard_after_forward is not False:
             passing[unit.name] = gathered[unit.name]
     largest = max(passing, key=lambda name: passing[name])
     gradients = [_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
@@ -174,7 +174,7 @@ def kept_bytes(plan: ShardPlan, unit: UnitPlan) -> int:
 
 
 def copy_bytes(placement: Placement) -> int:
-    """Bytes of the gathered copy on a device, all layers; 0 where the stored array serves as it is."""
+    """Bytes of the gathered copy on a device, all layers; 0 where the stored array serves as it is, or its shards."""
     same = placement.dim is None and placement.gathered_dtype == placement.dtype and not placement.on_host
     return 0 if same else placement.gathered_bytes
 
@@ -189,7 +189,7 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     total = 0
     for leaf in leaves:
         p = leaf.placement
-        if p.dim is not None and leaf.trained:
+        if p.dim is not None and p.gathered and leaf.trained:
             total += p.stored_size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
     return total
 

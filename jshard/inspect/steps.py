@@ -26,6 +26,7 @@ class Window:
         matmuls: matrix products among these, those in fusions and loops counted.
         flops: floating-point operations of these.
         conditional: it lies in a branch, and may not run at all.
+        arrays: of its result: dtype and dims of each.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Window:
     matmuls: int = 0
     flops: float = 0.0
     conditional: bool = False
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     @property
     def full_bytes(self) -> int:

@@ -6,7 +6,7 @@ import re
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.inspect.forms import Forms, Role, base_opcode, channel
-from jshard.inspect.hlo import KINDS, axes_of, cannot, group_of, rounds, sizes_of
+from jshard.inspect.hlo import KINDS, axes_of, cannot, group_of, results_of, rounds, sizes_of
 from jshard.inspect.loops import trip_count
 from jshard.inspect.module import Computation, Instruction, Module, tuple_index
 from jshard.inspect.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
@@ -181,6 +181,7 @@ class Walk:
             executions=self._executions,
             is_async=role.stage == "start",
             conditional=self._in_branch,
+            arrays=results_of(collective, base_opcode(collective.opcode)),
         )
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:

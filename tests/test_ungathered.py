@@ -1,0 +1,247 @@
+"""A unit that is never gathered: sharded as any other, its call runs as written in global view; nothing else moves."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard._revise import repeated_layers, revise
+from jshard.inspect.activations import activations
+from jshard.inspect.apart import gathered_anyway, told_apart
+from jshard.inspect.communication import traffic_of
+from jshard.inspect.memory import memory_of
+from jshard.inspect.steps import Window
+from tests.helpers import compile_to_read, placed
+from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, assert_parity, compare, train
+
+ROWS, WIDTH, BATCH = 1001, 32, 16  # rows divide by nothing: the table is stored padded
+
+
+class Table(nnx.Module):
+    """Rows of a table that is read as one logical array; the compiler says how."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.rows = nnx.Param(jax.random.normal(rngs.params(), (ROWS, WIDTH)))
+        self.scale = nnx.Param(jnp.full((WIDTH,), 2.0, jnp.float32))
+        self.calls = nnx.Variable(jnp.zeros((), int))
+
+    def __call__(self, ids):
+        self.calls[...] += 1
+        return self.rows[...][ids] * self.scale[None]
+
+    def all_of_it(self, ids):
+        """Holds the whole table on every device."""
+        return jax.lax.with_sharding_constraint(self.rows[...], jax.NamedSharding(js.mesh(), P()))[ids]
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        return x + nnx.gelu(self.linear(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.table = Table(rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+        self.head = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build():
+    return Model(nnx.Rngs(0))
+
+
+def by_row(path, shape):
+    return 0 if path == "rows" else None
+
+
+def annotator(mesh, **settings):
+    def annotate(model):
+        js.fully_shard(model.table, mesh=mesh, gathered=False, shard_dim=by_row, **settings)
+        js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)
+
+    return annotate
+
+
+def loss_fn(model, ids, targets):
+    return jnp.mean((model(model.table(ids)) - targets) ** 2) + 1e-3 * jnp.mean(model.table.rows[...] ** 2)
+
+
+RNG = np.random.default_rng(0)
+DATA = RNG.integers(0, ROWS, BATCH, dtype=np.int32), RNG.normal(size=(BATCH, WIDTH)).astype(np.float32)
+
+MESHES = pytest.mark.parametrize("degrees", [{}, {"replica": 2}], ids=["zero3", "hsdp"])
+
+
+def abstract(mesh, **settings):
+    return js.abstract_init(build, annotator(mesh, **settings))
+
+
+@functools.cache
+def audited(**degrees):
+    """The gradients, compiled for abstract arrays, and what the audit says of it; no optimizer says where they lie."""
+    model = abstract(js.mesh(**degrees))
+    error = lambda model, ids, targets: jnp.mean((model(model.table(ids)) - targets) ** 2)
+    lowered = nnx.jit(lambda model, *batch: nnx.value_and_grad(error)(model, *batch)).lower(model, *DATA).lowered
+    compiled = compile_to_read(lowered)
+    return compiled, js.audit(compiled, model=model)
+
+
+@MESHES
+def test_trains_as_on_one_device(degrees):
+    assert_parity(build, annotator(js.mesh(**degrees)), loss_fn, DATA, steps=3)
+
+
+def test_microbatches_reduced_at_the_end_are_those_of_one_device():
+    """The others' copies are gathered once; the table has none, and its gradients are summed as they come."""
+    grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
+    model = placed(build, annotator(js.mesh(replica=2)))
+    program = str(jax.make_jaxpr(lambda state, *batch: grad_of(model, grad, state, *batch))(nnx.state(model), *DATA))
+    rows = re.findall(rf"f32\[(\d+),{WIDTH}\]\S* = all_gather\[", program)
+    assert rows and set(rows) == {str(WIDTH)}  # the kernels of the blocks and of the head
+    wanted, found = train(build(), loss_fn, DATA, steps=2), train(model, loss_fn, DATA, steps=2, grad=grad)
+    assert int(found.state["table/calls"]) == 2 * int(wanted.state["table/calls"])
+    apart = compare(dataclasses.replace(found, state=wanted.state), wanted)
+    assert apart.gradient <= GRADIENT_TOLERANCE and apart.parameters <= PARAMETER_TOLERANCE, apart
+
+
+def grad_of(model, grad, state, *batch):
+    live = nnx.merge(nnx.graphdef(model), state, copy=True)
+    return grad(loss_fn)(live, *batch)
+
+
+# ---- Where it lies ---------------------------------------------------------------------------
+
+
+@MESHES
+def test_parameters_gradients_and_optimizer_state_are_sharded_as_of_any_unit(degrees):
+    compiled, _ = audited(**degrees)
+    found = [(jax.tree_util.keystr(path), x) for path, x in jax.tree.leaves_with_path(compiled.output_shardings)]
+    assert [tuple(x.spec)[:1] for name, x in found if "rows" in name] == [("fsdp",)]  # the gradient
+    mesh = js.mesh(**degrees)
+    model = abstract(mesh)
+    for holder in (model, js.shard_optimizer(model, optax.adamw(1e-3))):
+        rows = [x.get_raw_value() for path, x in nnx.to_flat_state(nnx.state(holder)) if "rows" in path]
+        assert rows and all(x.sharding.spec == P("fsdp", None) for x in rows)
+        assert {x.shape for x in rows} == {(-(-ROWS // mesh.shape["fsdp"]) * mesh.shape["fsdp"], WIDTH)}
+
+
+def test_its_checkpoint_is_that_of_any_unit(tmp_path):
+    saved = placed(build, annotator(js.mesh()))
+    js.checkpoint.save(tmp_path / "0", {"model": saved})
+    like = abstract(js.mesh(replica=2))
+    found = js.checkpoint.restore(tmp_path / "0", like={"model": like})["model"]
+    assert found.table.rows.sharding.spec == P("fsdp", None)
+    np.testing.assert_array_equal(found.table.rows[...], build().table.rows[...])
+
+
+# ---- What is planned, and what is compiled ----------------------------------------------------
+
+
+def test_plan_traffic_and_memory_know_that_nothing_is_gathered():
+    plan = js.plan(abstract(js.mesh()))
+    assert [unit.name for unit in plan.units if not unit.gathered] == ["table"]
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    of_table = dataclasses.replace(plan, leaves=plan.unit_leaves("table"))
+    assert traffic_of(of_table) == ()
+    held = memory_of(of_table)
+    assert held.parameters_bytes == held.gradients_bytes == 1008 * WIDTH * 4 // 8 + WIDTH * 4
+    assert (held.kept_bytes, held.largest_unit_bytes, held.prefetched_bytes, held.largest_gradient_bytes) == (0,) * 4
+    assert traffic_of(plan) == traffic_of(plan.gathered_part)
+    root, block, table = (unit for unit in plan.units if unit.name in ("(root)", "blocks/0", "table"))
+    block = dataclasses.replace(block, reshard_after_forward=True)
+    few = dataclasses.replace(plan, units=(root, table, block))
+    assert memory_of(few).prefetched_bytes == 0  # nothing is gathered while the table's call runs
+    assert plan.gathered_part.num_parameters == plan.num_parameters - ROWS * WIDTH - WIDTH
+
+
+def test_activations_do_not_count_a_parameter_that_is_used_where_it_lies():
+    model = nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0))
+    js.fully_shard(model, mesh=js.mesh(), gathered=False)
+    loss = lambda model, x: (model(model(x)) ** 2).sum()
+    saved = activations(model, loss, np.zeros((8, 256), np.float32)).saved_bytes
+    assert 0 < saved < 256 * 256 * 4 // 8  # what is multiplied; not the kernel's part on a device
+
+
+def test_explain_says_never():
+    text = str(js.explain(abstract(js.mesh())))
+    (row,) = [line for line in text.splitlines() if line.startswith(" table ")]
+    assert row.split()[-5:] == ["never", "f32", "-", "-", "-"]
+    assert "Never gathered: table" in text
+    assert "3,168 of them, 12.38 KiB = P, are" in text
+
+
+@MESHES
+def test_the_compiled_step_gathers_and_reduces_nothing_of_it_but_over_replicas(degrees):
+    _, found = audited(**degrees)
+    assert found.ok, found.differences
+    own = {(w.kind, w.axes): w.full_bytes for w in found.schedule.windows if w.units == ("table",)}
+    assert own and max(own.values()) <= BATCH * WIDTH * 4  # rows of the batch
+    over_replicas = [w for w in found.schedule.windows if w.kind == "all-reduce" and w.axes == ("replica",)]
+    summed = {dims for w in over_replicas for _, dims in w.arrays}
+    assert ((1004 // 4, WIDTH) in summed) == bool(degrees)  # the gradient of the shard
+
+
+def test_the_audit_tells_if_the_compiler_gathers_it_after_all():
+    loss = lambda model, ids, targets: jnp.mean((model(model.table.all_of_it(ids)) - targets) ** 2)
+    model = abstract(js.mesh())
+    step = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss)(model, *batch))
+    found = js.audit(compile_to_read(step.lower(model, *DATA).lowered), model=model)
+    told = {(d.compiled, d.words.partition(":")[0]) for d in found.differences}
+    assert ("all-gather", "all-gather of what is never gathered") in told
+    assert all(kind in ("all-gather", "all-reduce") for kind, _ in told)
+
+
+def test_an_array_that_travels_with_its_rows_is_told_apart():
+    """A compiler joins collectives; of the units' own what has the shape of a parameter counts, transposed or not."""
+    plan = js.plan(abstract(js.mesh()))
+    arrays = ("f32", (WIDTH, WIDTH)), ("s32", (BATCH, 3)), ("f32", (WIDTH, ROWS))
+    joined = Window("c", "all-gather", (("f32", 1),), tuple(range(8)), ("fsdp",), ("(root)", "table"), arrays=arrays)
+    (ours,), (apart,) = told_apart([joined], plan)
+    assert (ours.arrays, ours.sizes) == (arrays[:1], (("f32", WIDTH * WIDTH * 4),))
+    assert apart.arrays == arrays[1:]
+    assert gathered_anyway([apart], plan) == [(apart, [arrays[2]])]
+
+
+# ---- What changes the others leaves it as it is ------------------------------------------------
+
+
+def test_settings_for_all_units_pass_it_by():
+    model = abstract(js.mesh())
+    before = js.plan(model)
+    revise(model, {"prefetch": 2, "remat": "full", "reshard_after_forward": False})
+    after = js.plan(model)
+    named = lambda plan: {unit.name: unit for unit in plan.units}
+    assert named(after)["table"] == named(before)["table"]
+    assert named(after)["blocks/0"].remat == "full"
+    assert model.table not in repeated_layers(model)
+
+
+def test_a_call_in_global_view_and_one_of_the_model_check_out():
+    model = placed(build, annotator(js.mesh()))
+    with js.global_view():
+        wanted = model(model.table(DATA[0]))
+    np.testing.assert_allclose(model(model.table(DATA[0])), wanted, rtol=1e-5, atol=1e-5)
+    js.check(model, *DATA, loss_fn=loss_fn)
+
+
+def test_it_may_stand_alone_and_its_state_comes_back():
+    table = Table(nnx.Rngs(0))
+    js.fully_shard(table, mesh=js.mesh(), gathered=False, shard_dim=by_row)
+    np.testing.assert_allclose(table(DATA[0]), Table(nnx.Rngs(0))(DATA[0]), rtol=1e-6)
+    assert int(table.calls[...]) == 1
