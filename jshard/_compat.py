@@ -177,6 +177,11 @@ def user_frame(eqn: Any) -> str:
     return "an unknown place"
 
 
+def scope_of(eqn: Any) -> str:
+    """The `jax.named_scope` around an equation, inside its own jaxpr."""
+    return str(eqn.source_info.name_stack)
+
+
 def called_by_optimizer() -> bool:
     """Whether the function that asks was called by the module of Flax in which `nnx.Optimizer` is."""
     return sys._getframe(2).f_globals.get("__name__") == nnx.Optimizer.__module__

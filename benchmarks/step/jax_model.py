@@ -16,10 +16,9 @@ from flax import nnx
 
 from benchmarks.step.inputs import initial_weights
 from benchmarks.step.sizes import Sizes
+from jshard.inspect import collectives
 from jshard.train.step import program_bytes
 from models.gpt import GPTConfig
-
-_COLLECTIVE = re.compile(r" (all-gather|reduce-scatter|all-reduce|all-to-all|collective-permute)(?:-start)?\(")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +29,8 @@ class Made:
         step: takes a batch, keeps the state, gives the scalars "loss" and "grad_norm".
         batch_sharding: of a batch.
         compiled_bytes: per device, as the compiler counts them.
-        collectives: instructions of the compiled program, by kind; those in a loop once.
+        collectives: instructions of the compiled program, by kind; those in a loop once, those of jshard that gloo
+            carries as all-to-alls by what they stand for.
     """
 
     step: Callable[[Any], dict[str, jax.Array]]
@@ -45,7 +45,7 @@ class Made:
             step=step,
             batch_sharding=sharding,
             compiled_bytes=program_bytes(compiled),
-            collectives=dict(Counter(_COLLECTIVE.findall(compiled.as_text() or ""))),
+            collectives=dict(Counter(c.kind for c in collectives(compiled) if len(c.group) > 1)),
         )
 
 

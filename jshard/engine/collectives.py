@@ -14,6 +14,7 @@ from jshard._mesh import FSDP, data_axes
 from jshard._offload import fetched, placed_like
 from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
+from jshard.engine import gloo
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
 _JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
@@ -30,6 +31,8 @@ def all_gather(shard: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     if dim is None:
         return shard
     run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True)
+    if gloo.carries(mesh):
+        run = lambda x: gloo.all_gather(x, dim, placement.degree)
     return _without_padding(_keep_other_axes(run, shard, placement)(shard), placement)
 
 
@@ -58,7 +61,7 @@ def small_ones(placements: list[Placement], mesh: Mesh) -> list[int]:
     return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
 
 
-def scatter(full: jax.Array, placement: Placement) -> jax.Array:
+def scatter(full: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The reduce-scatter over `fsdp` of each data shard's gradient of the full parameter, in the reduce dtype."""
     full = full.astype(placement.reduce_dtype)
     dim = _dim(full, placement)
@@ -66,6 +69,8 @@ def scatter(full: jax.Array, placement: Placement) -> jax.Array:
         return full
     full = _with_padding(full, placement)
     run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
+    if gloo.carries(mesh):
+        run = lambda x: gloo.reduce_scatter(x, dim, placement.degree)
     return _keep_other_axes(run, full, placement)(full)
 
 
@@ -107,7 +112,7 @@ def _joined_psum(arrays: list, axes: tuple[str, ...]) -> list:
 
 def reduce_scatter(full: jax.Array, placement: Placement, mesh: Mesh, like: jax.Array) -> jax.Array:
     """The gradient of the stored shard from each data shard's gradient of the full parameter."""
-    return all_reduce(scatter(full, placement), mesh, like)
+    return all_reduce(scatter(full, placement, mesh), mesh, like)
 
 
 def gather(shard: jax.Array, placement: Placement, mesh: Mesh, unit: str) -> jax.Array:

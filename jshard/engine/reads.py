@@ -11,9 +11,11 @@ from flax import nnx
 from jax.extend import core as jex
 from jax.sharding import Mesh
 
+from jshard import _compat
 from jshard._errors import CallError
 from jshard._padded import unpadded
 from jshard._placement import Placement
+from jshard.engine import gloo
 from jshard.engine.collectives import gather
 from jshard.engine.context import current_region
 
@@ -140,7 +142,7 @@ def _follow(jaxpr: Any, marked: Sequence[str | None], misuse: dict[str, str]) ->
             continue
         name = eqn.primitive.name
         inner = list(jex.jaxprs_in_params(eqn.params))
-        if name == "all_gather":
+        if name == "all_gather" or gloo.stands_for(_compat.scope_of(eqn)):
             continue
         if inner:
             found = _through(inner, ins, len(eqn.outvars), misuse)

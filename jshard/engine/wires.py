@@ -63,7 +63,8 @@ class Wires:
 
     def scatter(self, gradients: list) -> list:
         """Their reduce-scatter over `fsdp`."""
-        return [None if g is None else scatter(g, p) for g, p in zip(gradients, self._placements, strict=True)]
+        found = zip(gradients, self._placements, strict=True)
+        return [None if g is None else scatter(g, p, self._mesh) for g, p in found]
 
     def finish(self, scattered: list, shards: list) -> list:
         """Their all-reduce over what is left, as gradients of the shards."""

@@ -8,6 +8,7 @@ program has none: every collective blocks.
 import dataclasses
 import re
 
+from jshard.engine.gloo import stands_for
 from jshard.inspect.hlo import KINDS, OTHERS, cannot
 from jshard.inspect.module import Instruction, Module
 
@@ -51,7 +52,7 @@ class Forms:
         if base in OTHERS:
             raise cannot(instruction.text, f"{instruction.opcode} is not one of {', '.join(KINDS)}.")
         if base in KINDS:
-            return self._plain(instruction, base, instruction)
+            return self._plain(instruction, stands_for(instruction.op_name) or base, instruction)
         if base in _WRAPPED and instruction.opcode.endswith("-start"):
             inner = self._first(instruction)
             return self._plain(instruction, base_opcode(inner.opcode), inner) if inner is not None else None
