@@ -1,7 +1,7 @@
 """A small GPT in Flax Linen, sharded without a change to it, and trained by a loop of one's own.
 
-    python models/linen_gpt.py                           text from Python's standard library, all devices
-    python models/linen_gpt.py --steps 50 --replica 2    HSDP
+    python models/linen_gpt.py                  text from Python's standard library, all devices
+    JAX_NUM_CPU_DEVICES=4 python models/linen_gpt.py --steps 50 --replica 2     HSDP, on simulated devices
 
 `jshard train` takes nnx models. A Linen model brings its own loop: the `TrainState` and the step below are plain Flax,
 and jshard is in three lines, `fully_shard`, `shard_init` and `to_devices`.
