@@ -101,7 +101,7 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
             ["--topology", "h100:4x8"],
             "RecipeError: The batch does not split over the data axes of the mesh.\n"
             "  where: batch_size=16, accumulate=1\n"
-            "         mesh replica=1, fsdp=32\n"
+            "         mesh fsdp=32\n"
             "  why:   16 sequences over 32 data shards.\n"
             "  do:    --set batch_size=32, or a smaller mesh: --mesh fsdp=16\n",
         ),
