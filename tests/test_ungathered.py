@@ -211,7 +211,8 @@ def test_an_array_that_travels_with_its_rows_is_told_apart():
     """A compiler joins collectives; of the units' own what has the shape of a parameter counts, transposed or not."""
     plan = js.plan(abstract(js.mesh()))
     arrays = ("f32", (WIDTH, WIDTH)), ("s32", (BATCH, 3)), ("f32", (WIDTH, ROWS))
-    joined = Window("c", "all-gather", (("f32", 1),), tuple(range(8)), ("fsdp",), ("(root)", "table"), arrays=arrays)
+    sizes = ("f32", 4 * WIDTH * (WIDTH + ROWS)), ("s32", 4 * BATCH * 3)
+    joined = Window("c", "all-gather", sizes, tuple(range(8)), ("fsdp",), ("(root)", "table"), arrays=arrays)
     (ours,), (apart,) = told_apart([joined], plan)
     assert (ours.arrays, ours.sizes) == (arrays[:1], (("f32", WIDTH * WIDTH * 4),))
     assert apart.arrays == arrays[1:]

@@ -255,6 +255,18 @@ class Chained(Place):
         return done if self._behind is None else started
 
 
+def both(started: Token | None, done: Token | None) -> Token | None:
+    """Backward: the token that comes of those which forward gave out; None where the compiler chooses the order."""
+    return None if started is None or done is None else started + done
+
+
+def passed_on(place: Place, tokens: tuple) -> tuple[Token | None, Token | None]:
+    """Backward of a unit that nobody wants gradients of: its tokens, as if it were not there."""
+    started, done, order = tokens
+    wait = both(started, done)
+    return place.released(wait, wait), order
+
+
 def _minus(x: jax.Array, zero: Token) -> jax.Array:
     """`x`, in a way that keeps the token in use."""
     return x - zero.astype(x.dtype)

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jshard._placement import Placement
 from jshard.engine.asked import Asked, filled, is_nothing, values
-from jshard.engine.chain import Place
+from jshard.engine.chain import Place, both, passed_on
 from jshard.engine.collectives import scope
 from jshard.engine.pull import Pull
 from jshard.engine.reshard import Saving
@@ -74,42 +74,44 @@ def pipelined(
         A function of (tokens, shards, own inputs, carry, shared inputs) that returns (carry, outputs) and the tokens
         that came out. Shards, own inputs and outputs have a row per layer.
     """
-    wires = Wires(placements, mesh, saving.reshard)
-    plain = _Forward(layer, wires, schedule, place)
+    scan = _Pipelined(layer, Wires(placements, mesh, saving.reshard), schedule, saving, place, name)
+    run = jax.custom_vjp(scan.run)
+    run.defvjp(scan.forward, scan.backward, symbolic_zeros=True)
+    return run
 
-    @functools.cache
-    def saving_for(asked: Asked) -> _Forward:
-        return _Forward(layer, wires, schedule, place, asked=asked, checkpoint=saving.checkpoint)
 
-    @jax.custom_vjp
-    def run(tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
-        with jax.named_scope(scope(name)):
-            return plain(tokens, shards, own, carry, shared)[0]
+class _Pipelined:
+    """The scan, and its forward and backward where gradients are asked for."""
 
-    def forward(*args: Any) -> tuple:
+    def __init__(self, layer: Layer, wires: Wires, schedule: Schedule, saving: Saving, place: Place, name: str) -> None:
+        self._place, self._scope = place, scope(name)
+        self._plain = _Forward(layer, wires, schedule, place)
+        saving_for = lambda asked: _Forward(layer, wires, schedule, place, asked=asked, checkpoint=saving.checkpoint)
+        self._saving_for = functools.cache(saving_for)  # backward finds what forward has traced
+
+    def run(self, tokens: tuple, shards: list, own: Arrays, carry: Arrays, shared: Arrays) -> tuple:
+        with jax.named_scope(self._scope):
+            return self._plain(tokens, shards, own, carry, shared)[0]
+
+    def forward(self, *args: Any) -> tuple:
         asked = Asked.of(args[1], *(floats for floats, _ in args[2:]))
         tokens, shards, own, carry, shared = values(args)
         if not asked:
-            return run(tokens, shards, own, carry, shared), None
+            return self.run(tokens, shards, own, carry, shared), None
         asked = asked.wholly(2)  # what goes from layer to layer has gradients once a layer has
-        with jax.named_scope(scope(name)):
-            out, rows = saving_for(asked)(tokens, shards, own, carry, shared)
+        with jax.named_scope(self._scope):
+            out, rows = self._saving_for(asked)(tokens, shards, own, carry, shared)
         return out, (shards, own, shared, rows, asked)
 
-    def backward(residuals: tuple | None, cotangents: tuple) -> tuple:
+    def backward(self, residuals: tuple | None, cotangents: tuple) -> tuple:
         gradients, tokens = cotangents
         if residuals is None or is_nothing(gradients):
-            started, done, order = filled(tokens)
-            wait = None if started is None else started + done
-            return (place.released(wait, wait), order), None, None, None, None
+            return passed_on(self._place, filled(tokens)), None, None, None, None
         shards, own, shared, rows, asked = residuals
-        with jax.named_scope(f"{scope(name)}/backward"):
-            run = _Backward(saving_for(asked), shards, own, shared, rows)
+        with jax.named_scope(f"{self._scope}/backward"):
+            run = _Backward(self._saving_for(asked), shards, own, shared, rows)
             tokens, of_shards, of_own, of_carry, of_shared = run(*filled(cotangents))
         return tokens, of_shards, (of_own, None), (of_carry, None), (of_shared, None)
-
-    run.defvjp(forward, backward, symbolic_zeros=True)
-    return run
 
 
 class _Forward:
@@ -225,7 +227,7 @@ class _Backward:
     def __call__(self, of_out: tuple, of_tokens: tuple) -> tuple:
         ((floats, _), (of_outs, _)), (started, done, order) = of_out, of_tokens
         wires, place, length, depth = self._wires, self._place, self._schedule.length, self._depth
-        wait = None if started is None else started + done
+        wait = both(started, done)
         first = wires.varied([x[length - 1 - i] for i in range(depth) for x in self._kept])
         if wires.gathers_again:
             first, floats, wait = place.gather_again_after(wait, first, floats)

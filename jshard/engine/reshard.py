@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from jshard._offload import hosted
 from jshard._placement import Placement
 from jshard.engine.asked import Asked, filled, is_nothing, values
-from jshard.engine.chain import Place, Token
+from jshard.engine.chain import Place, Token, both, passed_on
 from jshard.engine.collectives import scope
 from jshard.engine.pull import Pull
 from jshard.engine.wires import Wires
@@ -90,13 +90,12 @@ class _Sharded:
 
     def backward(self, residuals: tuple | None, cotangents: tuple) -> tuple:
         place, (gradients, (started, done, order)) = self._place, (cotangents[0], filled(cotangents[1]))
-        wait = None if started is None else started + done
         if residuals is None or is_nothing(gradients):
-            return (place.released(wait, wait), order), None, None, None, None
+            return passed_on(place, (started, done, order)), None, None, None, None
         shards, kept, saved, pull, asked = residuals
         with jax.named_scope(f"{self._scope}/backward"):
             kept = shards if kept is None else kept
-            full, saved, gradients, wait = self._again(wait, kept, saved, filled(gradients))
+            full, saved, gradients, wait = self._again(both(started, done), kept, saved, filled(gradients))
             full, gradients, started = place.start(wait, full, gradients)
             of_full, of_others, of_inputs = asked.spread(pull.together(full, saved)(gradients))
             of_full, of_inputs, done = place.reduce_after(started, order, of_full, of_inputs)

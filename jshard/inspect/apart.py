@@ -89,9 +89,14 @@ def _shapes(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tup
 
 
 def _with(window: Window, arrays: Sequence[Array]) -> Window:
-    """A collective with some of its arrays."""
-    scattered = len(window.group) if window.kind == "reduce-scatter" else 1
-    sizes: dict[str, int] = {}
-    for dtype, dims in arrays:
-        sizes[dtype] = sizes.get(dtype, 0) + math.ceil(math.prod(dims) * item_bytes(dtype)) * scattered
+    """A collective with some of its arrays; one that scatters has parts of them in its result."""
+    parts = window.full_bytes // sum(map(_bytes, window.arrays))
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for array in arrays:
+        sizes[array[0]] += _bytes(array) * parts
     return dataclasses.replace(window, arrays=tuple(arrays), sizes=tuple(sizes.items()))
+
+
+def _bytes(array: Array) -> int:
+    dtype, dims = array
+    return math.prod(dims) * math.ceil(item_bytes(dtype))
