@@ -72,8 +72,9 @@ def test_a_whole_train_step_of_a_model_file():
     found = audit(compile_to_read(lowered), model=model)
     assert found.amount("reduce-scatter") == pytest.approx(1.00, abs=0.03)
     assert {row.unit for row in found.rows if row.kind == "reduce-scatter"} == {"blocks/0..1", "(root)"}
-    # XLA:CPU merges the second gather of unrolled layers with the first, and the audit sees it.
-    assert [str(d).partition(":")[0] for d in found.differences] == ["less all-gather than planned"]
+    # XLA:CPU of jax 0.10 merges the second gather of unrolled layers with the first, and the audit sees it.
+    merged = [str(d).partition(":")[0] for d in found.differences] == ["less all-gather than planned"]
+    assert merged if found.amount("all-gather") < 1.5 else found.ok
 
 
 def windows_of(traffic: tuple[Traffic, ...], change: Callable[[Window], Window | None] = lambda w: w) -> list[Window]:

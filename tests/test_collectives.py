@@ -1,7 +1,7 @@
 """The compiled step communicates what was asked: kinds, bytes, groups, dtypes, and nothing else.
 
 Amounts are in units of P, the bytes of all parameters, and of whole arrays: one all-gather of every parameter is
-1.00. Scanned layers, because XLA:CPU merges the second gather of unrolled ones with the first.
+1.00. Scanned layers, because XLA:CPU of jax 0.10 merges the second gather of unrolled ones with the first.
 """
 
 import json
