@@ -20,8 +20,7 @@ class Place:
     Attributes:
         processes: that train together.
         mine: those that are started here.
-        first_position: of the first of them among all processes of this machine; each has the core and the GPU of its
-            position.
+        first_position: of the first of them among all processes of this machine; each has the GPU of its position.
         host: of process 0.
         first_port: ports from here on are taken, one for each start of a candidate; None: any free one.
     """

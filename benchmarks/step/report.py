@@ -42,9 +42,9 @@ def _what(result: Mapping[str, Any], sizes: Sizes) -> str:
         f"A GPT of {sizes.num_parameters / 1e6:.1f}M parameters ({sizes.n_layer} layers, d={sizes.d_model}, vocabulary"
         f" {sizes.vocab_size}, {sizes.dtype}, remat {sizes.remat}), batch {sizes.batch} x {sizes.block_size} per"
         f" process, AdamW, gradient norm. {result['processes']} processes on {result['device']}"
-        f"{', one thread on one core each' if result['device'] == 'cpu' else ''}. {result['rounds']} rounds in which"
-        f" every candidate has its turn of {result['steps']} steps, in another order; candidates are {lived}, and one"
-        " of them computes at a time. Medians of rounds with their range."
+        f"{', one thread each, under SCHED_BATCH' if result['device'] == 'cpu' else ''}. {result['rounds']} rounds in"
+        f" which every candidate has its turn of {result['steps']} steps, in another order; candidates are {lived}, and"
+        " one of them computes at a time. Medians of rounds with their range."
     )
 
 

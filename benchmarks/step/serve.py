@@ -31,7 +31,6 @@ class Task:
         process: of `processes`.
         processes: that train together.
         address: "host:port" where they meet; "" for one that trains alone, on the batch of its process.
-        core: the one that the process keeps to; None for any.
     """
 
     sizes: Sizes
@@ -40,7 +39,6 @@ class Task:
     process: int
     processes: int
     address: str
-    core: int | None
 
     @classmethod
     def of(cls, text: str) -> Task:
@@ -79,12 +77,13 @@ def main(build: Callable[[Task], Trainer]) -> None:
     """Runs a worker until its input ends.
 
     Args:
-        build: makes the trainer; it may import what it needs then, after the process was confined to its core.
+        build: makes the trainer; it may import what it needs then.
     """
     task = Task.of(sys.argv[1])
     say = _speaker()
-    if task.core is not None:
-        os.sched_setaffinity(0, {task.core})
+    if task.device == "cpu" and hasattr(os, "SCHED_BATCH"):
+        # Threads of gloo would else take the cores from those that hold its locks: jshard.train.launch.take_turns.
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     trainer = build(task)
     first = _round(trainer, range(1))  # compiles what is compiled at the first call
     _forget_peak()

@@ -89,7 +89,7 @@ class TorchTrainer:
 
 def _start(task: Task) -> torch.device:
     if task.device == "cpu":
-        torch.set_num_threads(1 if task.core is not None else torch.get_num_threads())
+        torch.set_num_threads(1)
         device = torch.device("cpu")
     else:
         device = torch.device("cuda", task.process % torch.cuda.device_count())

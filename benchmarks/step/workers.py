@@ -56,7 +56,6 @@ class Workers:
                 process=process,
                 processes=place.processes,
                 address=address,
-                core=_core(position) if device == "cpu" else None,
             )
             command = [python, "-m", f"benchmarks.step.{candidate.worker}_worker", task.text()]
             self._processes.append(
@@ -127,14 +126,6 @@ def _read(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
     for line in process.stdout:
         answers.put(line)
     answers.put("")
-
-
-def _core(position: int) -> int | None:
-    """A core for each process, where there are as many."""
-    if not hasattr(os, "sched_getaffinity"):
-        return None
-    cores = sorted(os.sched_getaffinity(0))
-    return cores[position % len(cores)]
 
 
 def _environment(device: str, position: int, environ: Mapping[str, str]) -> dict[str, str]:
