@@ -13,6 +13,7 @@ from jshard._errors import AnnotationError
 from jshard._linen import annotation_of
 from jshard._linen_layout import Layout
 from jshard._linen_padded import boxed, boxed_like, unboxed
+from jshard._mesh import AnyMesh, is_concrete
 from jshard._offload import to_device, to_host
 from jshard._plan import root_forgotten
 from jshard._state_places import StatePlaces, key_texts
@@ -37,9 +38,9 @@ def linen_optimizer(
     tx = optax.with_extra_args_support(tx)
 
     def init(params: Any) -> Any:
-        places = places_of(annotation.layout)
-        state = tx.init(unboxed(params))
-        return _to_host(boxed(state, places) if _has_boxes(params) else state, places)
+        places, state = places_of(annotation.layout), tx.init(unboxed(params))
+        state = boxed(state, places) if _has_boxes(params) else state
+        return _to_host(_held(state, places, annotation.root.mesh), places)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         rule = _Update(tx, annotation.layout, unboxed(to_device(extra)))
@@ -68,10 +69,10 @@ class _Update:
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """Updates and the next state of arrays on the device, each as what it replaces lies."""
-        held = self._hold((grads, state))
+        held = _held((grads, state), self.places, self._mesh)
         plain_grads, plain_state = unboxed(held)
         made = self._tx.update(plain_grads, plain_state, unboxed(params), **self._extra)
-        return self._hold(boxed_like(held, made))
+        return _held(boxed_like(held, made), self.places, self._mesh)
 
     def streamed(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
         """The same of state in host memory, which comes to the device and goes back a part at a time."""
@@ -84,16 +85,22 @@ class _Update:
         device = [jax.ShapeDtypeStruct((), "float32")] * len(of_grads)
         return jax.tree.unflatten(made, streamed(update, given, parts, like=[*device, *like]))
 
-    def _hold(self, tree: Any) -> Any:
-        """Arrays that belong to parameters of the model, held to the plan; without it the compiler picks anew."""
 
-        def hold(path: tuple, x: Any) -> Any:
-            keys = key_texts(path)
-            if self.places.tail(keys) is None and x.ndim:
-                return x
-            return lax.with_sharding_constraint(x, NamedSharding(self._mesh, self.places.spec(keys, x.shape)))
+def _held(tree: Any, places: StatePlaces, mesh: AnyMesh) -> Any:
+    """Stored arrays of the model's parameters, held to the plan; without it the compiler picks anew.
 
-        return jax.tree.map_with_path(hold, tree)
+    A caller may have others: of other models, and logical ones, which no sharding divides.
+    """
+
+    def hold(path: tuple, x: Any) -> Any:
+        keys = key_texts(path)
+        padding = places.padding(keys, x.shape)
+        is_logical = padding is not None and padding.logical_shape(x.shape) == x.shape
+        if is_logical or (x.ndim and places.tail(keys) is None):
+            return x
+        return lax.with_sharding_constraint(x, NamedSharding(mesh, places.spec(keys, x.shape)))
+
+    return jax.tree.map_with_path(hold, tree) if is_concrete(mesh) else tree
 
 
 def _has_boxes(tree: Any) -> bool:

@@ -77,12 +77,13 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         return iter(self.unbox())
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("value", "padding"):  # asked for before they are there, as by copy
+        if name.startswith("_") or name in ("value", "padding"):  # asked for before they are there, as by copy
             raise AttributeError(name)
         return getattr(self.value if name in OF_STORAGE else self.unbox(), name)
 
     def __repr__(self) -> str:
-        return f"Padded({self.unbox()!r}, stored {getattr(self.value, 'shape', None)})"
+        dtype, stored = (getattr(self.value, name, None) for name in ("dtype", "shape"))
+        return f"Padded({dtype}{list(self.padding.logical_shape(stored or ()))}, stored {list(stored or ())})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple, Padding]:
         children, padding = self.tree_flatten()

@@ -1,6 +1,7 @@
 """Optimizer state of a Linen model in host memory: the same numbers as without it, and where it was said to be."""
 
 import functools
+import re
 from typing import Any
 
 import jax
@@ -12,6 +13,10 @@ from jax.extend import core as jex
 
 import jshard as js
 from jshard import _compat
+from jshard._mesh import batch_sharding
+from jshard.cluster.topology import parse_topology, topology_devices
+from jshard.inspect.audit import CompiledMemory
+from tests.gpu_compiler import needs_gpu_compiler
 from tests.linen_models import Block, Decoder, X, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE
 
@@ -155,6 +160,35 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
         annotated(offload="optimizer")
 
 
+def test_units_may_differ_in_what_is_offloaded():
+    model = annotated(units={"block_0": {"offload": "optimizer"}, Block: {}})
+    state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
+    hosted = [path for path, (kind, _) in kinds(state).items() if kind == "pinned_host"]
+    assert len(hosted) == 2 * 2 and all("['block_0']" in path and "opt_state" in path for path in hosted)
+    with pytest.raises(js.AnnotationError, match="Host memory for parameters"):
+        annotated(units={Block: {"offload": "params"}})
+    with pytest.raises(js.AnnotationError, match="There is no such offload"):
+        annotated(units={Block: {"offload": "cpu"}})
+
+
+@needs_gpu_compiler
+@pytest.mark.usefixtures("no_stored_programs")
+def test_on_gpus_it_leaves_the_device():
+    """Compiled, not run: two thirds of the state are arguments in host memory, and no copy is waited for at once."""
+    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h200:1x8")))
+    model = annotated(mesh=mesh, offload="optimizer", min_size=1)
+    state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
+    batch = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(mesh)) for x in tokens()]
+    shardings = jax.tree.map(lambda x: _compat.asked_of_results(x.sharding), state)
+    lowered = jax.jit(step, donate_argnums=0, out_shardings=shardings).lower(state, *batch)
+    compiled = lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu"))
+    memory, text = CompiledMemory.of(compiled), compiled.as_text() or ""
+    assert memory is not None
+    assert memory.host_arguments_bytes == memory.host_results_bytes
+    assert memory.host_arguments_bytes == pytest.approx(2 * js.plan(model).bytes_per_device, rel=0.01)
+    assert not [line for line in text.splitlines() if re.search(r" copy\(", line) and "S(5)" in line]
+
+
 def test_an_average_of_the_parameters_stays_on_the_device():
     class Averaged(TrainState):
         ema: Any
@@ -167,3 +201,9 @@ def test_an_average_of_the_parameters_stays_on_the_device():
 
     state = js.shard_init(create, model)
     assert {kind for kind, _ in kinds(state.ema).values()} == {"device"}
+
+
+def test_state_that_is_made_later_lies_there_too():
+    state = trained()
+    for init in (state.tx.init, jax.jit(state.tx.init)):
+        assert kinds(init(state.params)) == kinds(state.opt_state)

@@ -134,24 +134,23 @@ class Lifted:
         for scope, counts in zip(self.counted, self._counts, strict=True):
             _restore(scope.rng_counters, counts)  # every trace of the call makes the same keys
         groups: list[dict[str, Any]] = [{name: {} for name in group} for group in self.groups]
-        held = {name: held_in(getattr(view, name)) for name in self._places}
         for name, (place, _) in self._places.items():
-            _insert(groups[place.scope][place.collection], place.path, held[name])
+            _insert(groups[place.scope][place.collection], place.path, held_in(getattr(view, name)))
         rngs: list[dict[str, LazyRng]] = [{} for _ in self.rngs]
         for name, (i, stream, rng) in self._keys.items():
             rngs[i][stream] = LazyRng(_untyped(getattr(view, name).get_raw_value(), rng.rng), rng.suffix)
         scopes = self.scope_fn((tuple(groups),), (tuple(rngs),))
         out = self.core(scopes, *args, **kwargs)
-        self._take(view, self.repack(scopes)[0], held)
+        self._take(view, self.repack(scopes)[0])
         return out
 
-    def _take(self, view: View, groups: Sequence[Mapping[str, Any]], held: Mapping[str, Any]) -> None:
+    def _take(self, view: View, groups: Sequence[Mapping[str, Any]]) -> None:
         for place, leaf in self._variables(groups):
             variable = getattr(view, place.name, None)
             if variable is None:
                 setattr(view, place.name, _made(place, leaf))
                 self._new[place.name] = place, None
-            elif raw_of(held.get(place.name)) is not raw_of(leaf):
+            elif variable.get_raw_value() is not raw_of(leaf):
                 variable.set_raw_value(as_arrays(raw_of(leaf)))
 
     def results(self, view: View) -> tuple:
