@@ -171,12 +171,11 @@ def fully_shard(
         gathered=gathered,
     )
     rule = PlacementRule(
-        tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
-        precision,
-        shard_dim,
-        stacked,
-        min_size,
-        pads=not isinstance(module, nn.Module),
+        degrees=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+        mixed_precision=precision,
+        shard_dim=shard_dim,
+        stacked=stacked,
+        min_size=min_size,
         offload=offload,
         gathered=gathered,
     )
@@ -185,7 +184,7 @@ def fully_shard(
     record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
-        checks.check_no_offload(offload)
+        checks.check_params_stay(offload)
         checks.check_gathered(gathered)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)

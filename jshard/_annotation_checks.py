@@ -37,14 +37,14 @@ def check_no_strategy(strategy: Any) -> None:
         )
 
 
-def check_no_offload(offload: Any) -> None:
-    """Raises if parameters or optimizer state of a Linen model were to lie in host memory."""
-    if offload is not None:
+def check_params_stay(offload: Any) -> None:
+    """Raises if parameters of a Linen model were to lie in host memory."""
+    if offload == PARAMS:
         raise AnnotationError(
-            "Host memory for parameters and optimizer state is for nnx models only.",
+            "Host memory for parameters is for nnx models only.",
             where=f"fully_shard(offload={offload!r})",
-            why="the TrainState of a Linen model is updated by Optax alone, which would mix arrays of both memories.",
-            do='js.fully_shard(model, mesh=mesh, units=Block, remat="offload")  # activations',
+            why="the TrainState of a Linen model adds updates to parameters itself, which would mix both memories.",
+            do='js.fully_shard(model, mesh=mesh, units=Block, offload="optimizer")',
         )
 
 

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 LINEN_CALL = "_call_wrapped_method"
 """The method of a Linen module through which every call of its methods goes: `(self, function, args, kwargs)`."""
 
+_MAPPING, _TRANSFORMING = ("jax", "optax", "jshard"), ("init_fn", "update_fn", "init", "update")
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, __file__))
 
 
@@ -185,6 +186,19 @@ def scope_of(eqn: Any) -> str:
 def called_by_optimizer() -> bool:
     """Whether the function that asks was called by the module of Flax in which `nnx.Optimizer` is."""
     return sys._getframe(2).f_globals.get("__name__") == nnx.Optimizer.__module__
+
+
+def called_by_optax() -> bool:
+    """Whether the function that asks was called, by way of jax's maps over trees, by a transformation of Optax.
+
+    Not so Optax's functions of trees, such as `apply_updates` and `tree.norm`.
+    """
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _MAPPING:
+        if frame.f_code.co_name in _TRANSFORMING and frame.f_globals["__name__"].startswith("optax."):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def launcher_cluster(environ: Mapping[str, str]) -> tuple[str, str, int, int] | None:

@@ -17,12 +17,13 @@ from jshard._compat import LINEN_CALL
 from jshard._errors import AnnotationError
 from jshard._linen_layout import Layout, Leaf, Seen
 from jshard._nnx import Path, Unit, dotted
+from jshard._offload import check_offload
 from jshard._placement import PlacementRule
 from jshard._policies import MixedPrecision, Prefetch, check_remat
 
 L = TypeVar("L", bound=nn.Module)
 
-_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "shard_dim", "min_size")
+_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "shard_dim", "min_size", "offload")
 
 
 @dataclasses.dataclass(eq=False)
@@ -194,7 +195,10 @@ def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]
         )
     policy, rule = dict(settings), record.rule
     checks.check_types(policy.get("mixed_precision"), policy.get("shard_dim"), 0, 0, policy.get("min_size", 0))
-    placing = {name: policy.pop(name) for name in ("shard_dim", "min_size") if name in policy}
+    placing = {name: policy.pop(name) for name in ("shard_dim", "min_size", "offload") if name in policy}
+    if "offload" in placing:
+        check_offload(placing["offload"], record.mesh)
+        checks.check_params_stay(placing["offload"])
     if "remat" in policy:
         check_remat(policy["remat"])
     if "reshard_after_forward" in policy:

@@ -6,37 +6,49 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._linen import Annotation, annotation_of
-from jshard._optimizer import StatePlaces, key_texts
+from jshard._linen_optimizer import places_of
+from jshard._linen_padded import boxed
+from jshard._offload import sharding_of
 from jshard._replicated import check_replicated
+from jshard._state_places import Keys, StatePlaces, key_texts
 
 
 def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
-    """What `build()` returns, with shapes for arrays, and shardings if the mesh has devices."""
+    """What `build()` returns, with shapes for arrays, and shardings if the mesh has devices.
+
+    What lies at the path of a parameter and has its shape is sharded and padded as it is. State in host memory is what
+    `build` put there, which `js.shard_optimizer` does.
+    """
     annotation = _annotation(model)
-    shapes = jax.eval_shape(build)
+    traced, shapes = jax.make_jaxpr(build, return_shape=True)()
     layout = annotation.layout
     check_replicated(layout.root, layout.kind)
-    places = StatePlaces({leaf.path: leaf.placement for leaf in layout.leaves.values()}, layout.root.rule.degrees)
-    mesh: Any = layout.root.mesh
+    places, mesh = places_of(layout), layout.root.mesh
+    away = [_compat.on_host(aval) for aval in traced.out_avals]
+    if not any(away):
+        _check_offloaded(shapes, places, layout.kind)
 
-    def one(path: tuple, x: Any) -> jax.ShapeDtypeStruct:
+    def one(path: tuple, x: Any, on_host: bool) -> jax.ShapeDtypeStruct:
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         spec = PartitionSpec() if is_key else places.spec(key_texts(path), x.shape)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec), weak_type=x.weak_type)
+        sharding = sharding_of(mesh, spec, on_host=on_host)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
-    return jax.tree.map_with_path(one, shapes)
+    stored = boxed(shapes, places)
+    return jax.tree.map_with_path(one, stored, jax.tree.unflatten(jax.tree.structure(stored), away))
 
 
 def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
     """What `build()` returns, made by one compiled program."""
     leaves, tree = jax.tree.flatten(linen_shapes(build, model))
+    places = places_of(_annotation(model).layout)
     options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(mesh)  # jax: only at top level
-    make = lambda: jax.tree.leaves(build())
+    make = lambda: jax.tree.leaves(boxed(build(), places))
     arrays = jax.jit(make, out_shardings=[x.sharding for x in leaves], compiler_options=options)()
     return jax.tree.unflatten(tree, arrays)
 
@@ -44,6 +56,25 @@ def linen_arrays(build: Callable[[], Any], model: nn.Module, mesh: Mesh) -> Any:
 def linen_mesh(model: nn.Module) -> Any:
     """The mesh of an annotated Linen model."""
     return _annotation(model).root.mesh
+
+
+def _check_offloaded(shapes: Any, places: StatePlaces, kind: str) -> None:
+    """Raises for optimizer state that is to lie in host memory, and that Optax alone made: it knows of no memory.
+
+    Of the arrays that belong to a parameter the one of the shortest path is the parameter.
+    """
+    found: dict[Any, list[Keys]] = {}
+    for path, x in jax.tree.leaves_with_path(shapes):
+        if places.on_host(keys := key_texts(path), x.shape):
+            found.setdefault(places.tail(keys), []).append(keys)
+    state = ["/".join(keys) for paths in found.values() for keys in sorted(paths, key=len)[1:]]
+    if state:
+        raise AnnotationError(
+            "The optimizer state would not lie in host memory.",
+            where=[f"{kind}: {path}" for path in state],
+            why='the model was annotated with offload="optimizer", and this was made by Optax alone.',
+            do="TrainState.create(..., tx=js.shard_optimizer(model, tx))",
+        )
 
 
 def _annotation(model: nn.Module) -> Annotation:

@@ -17,6 +17,7 @@ from jshard._errors import AnnotationError
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, dotted
 from jshard._placement import Placement, place
 from jshard._plan import LeafPlan, ShardPlan, made_unit_plan
+from jshard._replicated import is_named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,11 +154,13 @@ def _in_order(path: Path) -> list[list[Any]]:
 
 
 def _placed(path: Path, owner: Path, leaf: Leaf, settings: Unit, layers: int) -> Placement:
+    """The placement of a parameter; patterns are held against its path from the model and from its unit."""
     from_unit = path[len(owner) :]
     leave_out = nnx.filterlib.to_predicate(settings.ignored)
     variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
     ignored = any(leave_out(p, variable) for p in (path, from_unit))
-    rule = dataclasses.replace(settings.rule, stacked=layers) if layers else settings.rule
+    whole = any(is_named(p, settings.allow_replicated) for p in (path, from_unit))
+    rule = dataclasses.replace(settings.rule, stacked=layers, pads=not whole)
     return place(dotted(from_unit), leaf.shape, leaf.dtype, leaf.spec, rule, ignored=ignored)
 
 

@@ -67,9 +67,14 @@ def fetched(x: Any) -> Any:
     return jax.device_put(x, jax.memory.Space.Device) if _compat.on_host(x) else x
 
 
+def to_host(x: jax.Array) -> jax.Array:
+    """An array, in the host's memory."""
+    return x if _compat.on_host(x) else jax.device_put(x, jax.memory.Space.Host)
+
+
 def placed_like(x: jax.Array, like: Any) -> jax.Array:
     """An array in the memory that another one lies in."""
-    return jax.device_put(x, jax.memory.Space.Host) if _compat.on_host(like) and not _compat.on_host(x) else x
+    return to_host(x) if _compat.on_host(like) else x
 
 
 def back(tree: Any, like: Any) -> Any:

@@ -1,8 +1,8 @@
 """Optimizer state that follows the plan: created sharded, and kept so."""
 
-from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, cast, overload
 
+import flax.linen as nn
 import jax
 import optax
 from flax import nnx
@@ -10,26 +10,29 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError
-from jshard._mesh import REPLICA
+from jshard._linen_optimizer import linen_optimizer
 from jshard._nnx import Path, plain_class, unit_of
 from jshard._offload import sharding_of, to_device
 from jshard._padded import Padding, logical, store
-from jshard._placement import Placement, PlacementRule, place
 from jshard._plan import root_forgotten
-from jshard._policies import MixedPrecision
-from jshard._streamed import Part, streamed
+from jshard._state_places import StatePlaces, key_texts
+from jshard._streamed import parts_of, streamed
 
-_PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
+
+@overload
+def shard_optimizer(
+    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = ..., shard_replicated: bool = ...
+) -> nnx.Optimizer: ...
+
+
+@overload
+def shard_optimizer(model: nn.Module, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs: ...
 
 
 def shard_optimizer(
-    model: nnx.Module,
-    tx: optax.GradientTransformation,
-    *,
-    wrt: Any = nnx.Param,
-    shard_replicated: bool = False,
-) -> nnx.Optimizer:
-    """An `nnx.Optimizer` whose state is created sharded.
+    model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
+) -> Any:
+    """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
 
     State with the shape of a parameter lies as the parameter does; other large state is sharded along a dim that
     divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
@@ -38,16 +41,20 @@ def shard_optimizer(
     State of parameters that were annotated with `offload` lies in host memory, and so it stays: an update brings it to
     the device and takes it back, leaf by leaf. Such parameters need this optimizer.
 
+    A Linen model's state is created by its `TrainState.create(..., tx=js.shard_optimizer(model, tx))`, and sharded by
+    `shard_init`. Its parameters need this only where they are stored padded, or `offload` says where state lies.
+
     Args:
-        model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it.
+        model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it. Or a Linen model.
         tx: any Optax transformation, unchanged: it sees whole parameters in global view.
-        wrt: which variables it updates.
+        wrt: which variables it updates; of an nnx model.
         shard_replicated: ZeRO-1: also shard the state of replicated parameters, over `replica`. Each device
-            then updates its part, and the parameters are gathered again.
+            then updates its part, and the parameters are gathered again. Of an nnx model.
 
     Returns:
         The optimizer; for an abstract model an abstract one, with the same shapes and shardings, for
-        `jshard.checkpoint.restore`: so a run that continues never holds its state twice.
+        `jshard.checkpoint.restore`: so a run that continues never holds its state twice. For a Linen model an
+        `optax.GradientTransformationExtraArgs`.
 
     Raises:
         AnnotationError: the root of the model is not annotated.
@@ -55,6 +62,8 @@ def shard_optimizer(
     Example:
         >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
     """
+    if isinstance(model, nn.Module):
+        return linen_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
     optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
     arrays = jax.tree.leaves(nnx.state(model))
     if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
@@ -94,7 +103,7 @@ def abstract_optimizer(
         )
     places = _places(model, over_replica=shard_replicated)
     placed = _placed(tx, places, mesh)
-    kind = OffloadedOptimizer if places.any_on_host else nnx.Optimizer
+    kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
     made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
     graphdef, state = nnx.split(_padded(made, places))
     return nnx.merge(
@@ -108,8 +117,7 @@ class OffloadedOptimizer(nnx.Optimizer):
     def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
         """As `nnx.Optimizer.update`, a part of the parameters after another; the updates are on the device."""
         graphdef, state = nnx.split((model, self))
-        flat, tree = jax.tree_util.tree_flatten_with_path(state)
-        leaves, (of_grads, grads_tree) = [x for _, x in flat], jax.tree.flatten(grads)
+        (leaves, tree), (of_grads, grads_tree) = jax.tree.flatten(state), jax.tree.flatten(grads)
         shape_of_updates: Any = None
 
         def update(*arrays: jax.Array) -> list[jax.Array]:
@@ -120,108 +128,13 @@ class OffloadedOptimizer(nnx.Optimizer):
             of_updates, shape_of_updates = jax.tree.flatten(updates)
             return [*jax.tree.leaves(nnx.state((model, optimizer))), *of_updates]
 
-        grad_paths = [path for path, _ in jax.tree_util.tree_flatten_with_path(grads)[0]]
-        parts = _parts(model, [path for path, _ in flat], grad_paths)
+        paths, grad_paths = ([key_texts(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (state, grads))
+        offloaded = _places(model, over_replica=False).offloaded
+        parts = parts_of(offloaded, [*paths, *grad_paths], paths, grad_paths)
         device = [jax.ShapeDtypeStruct((), "float32")] * len(of_grads)
         found = streamed(update, [*leaves, *of_grads], parts, like=[*leaves, *device])
         nnx.update((model, self), jax.tree.unflatten(tree, found[: len(leaves)]))
         return jax.tree.unflatten(shape_of_updates, found[len(leaves) :])
-
-
-def _parts(model: nnx.Module, paths: list[tuple], of_grads: list[tuple]) -> list[Part]:
-    """Parameters with their gradients and their state, several together, those first whose gradients come first.
-
-    What has no gradient is frozen, and in none of them.
-    """
-    unit = unit_of(model)
-    assert unit is not None, "shard_optimizer was given the root"
-    members = {tuple(map(str, m.path)): m.placement for m in unit.members if m.placement.offload}
-    found: dict[tuple[str, ...], Part] = {path: ([], []) for path in members}
-    for i, path in enumerate([*paths, *of_grads]):
-        keys = key_texts(path)
-        tail = next((keys[start:] for start in range(len(keys)) if keys[start:] in members), None)
-        if tail is not None:
-            found[tail][0].append(i)
-            found[tail][1].extend([i] if i < len(paths) else [])
-    trained = [path for path, (given, made) in found.items() if len(given) > len(made)]
-    parts, size = [([], [])], 0
-    for path in reversed(trained):
-        for all_of, more in zip(parts[-1], found[path], strict=True):
-            all_of.extend(more)
-        size += members[path].bytes_per_device
-        if size >= _PART_BYTES:
-            parts, size = [*parts, ([], [])], 0
-    return [part for part in parts if part[0]]
-
-
-class StatePlaces:
-    """Where each array of an optimizer's state lies; from shapes and paths alone.
-
-    Args:
-        parameters: placement of every parameter, by the keys of its path as text.
-        degrees: size of every mesh axis.
-        over_replica: whether the state of replicated parameters is sharded over `replica`.
-    """
-
-    def __init__(
-        self,
-        parameters: Mapping[tuple[str, ...], Placement],
-        degrees: tuple[tuple[str, int], ...],
-        *,
-        over_replica: bool = False,
-    ) -> None:
-        self._parameters, self._over_replica = parameters, over_replica
-        self._rule = PlacementRule(degrees, MixedPrecision(), pads=False)
-        self._replicas = dict(degrees).get(REPLICA, 1)
-
-    def parameter(self, path: tuple[str, ...]) -> Placement | None:
-        """The placement of the parameter that a path in the state ends in."""
-        tails = (self._parameters.get(path[start:]) for start in range(len(path)))
-        return next((placement for placement in tails if placement is not None), None)
-
-    def spec(self, path: tuple[str, ...], shape: tuple[int, ...]) -> PartitionSpec:
-        """The spec of an array of the state."""
-        parameter = self.parameter(path)
-        if parameter is None:
-            return PartitionSpec()
-        if shape not in (parameter.shape, parameter.stored_shape):
-            return place("", shape, "float32", (), self._rule).partition_spec
-        if parameter.dim is None and self._over_replica:
-            return self._over_replicas(parameter)
-        return parameter.partition_spec
-
-    @property
-    def any_on_host(self) -> bool:
-        """Whether any of the state lies in host memory."""
-        return any(parameter.offload is not None for parameter in self._parameters.values())
-
-    def on_host(self, path: tuple[str, ...], shape: tuple[int, ...]) -> bool:
-        """Whether an array of the state lies in host memory: one of the shape of a parameter that is offloaded."""
-        parameter = self.parameter(path)
-        shapes = () if parameter is None or parameter.offload is None else (parameter.shape, parameter.stored_shape)
-        return shape in shapes
-
-    def padding(self, path: tuple[str, ...], shape: tuple[int, ...]) -> Padding | None:
-        """The padding of an array of the state: that of its parameter, if it has its shape."""
-        parameter = self.parameter(path)
-        if parameter is None or shape not in (parameter.shape, parameter.stored_shape):
-            return None
-        return Padding.of(parameter)
-
-    def _over_replicas(self, parameter: Placement) -> PartitionSpec:
-        size = self._replicas
-        fits = [d for d, n in enumerate(parameter.shape) if n and n % size == 0 and parameter.spec[d] is None]
-        if size == 1 or not fits:
-            return parameter.partition_spec
-        dim = max(fits, key=lambda d: parameter.shape[d])
-        return PartitionSpec(*[REPLICA if d == dim else e for d, e in enumerate(parameter.spec)])
-
-
-def key_texts(path: tuple) -> tuple[str, ...]:
-    """The keys of a path of `jax.tree_util` as text, without the one that leads into a variable or a box of Flax."""
-    if path and getattr(path[-1], "name", None) == "value":  # a parameter of that name has a `key`
-        path = path[:-1]
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
 
 
 def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:

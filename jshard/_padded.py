@@ -23,7 +23,7 @@ from jshard._placement import Placement
 V = TypeVar("V", bound=nnx.Variable)
 
 _MISSING = object()
-_OF_STORAGE = frozenset(
+OF_STORAGE = frozenset(
     "dtype sharding committed addressable_shards global_shards is_fully_addressable is_fully_replicated is_deleted"
     " delete block_until_ready".split()
 )
@@ -115,7 +115,7 @@ class _LogicalReads:
         nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
 
     def __getattr__(self: Any, name: str) -> Any:
-        if name in _OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
+        if name in OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
             return nnx.Variable.__getattr__(self, name)
         return getattr(self._jshard_padding.cut(self.get_raw_value()), name)
 

@@ -265,7 +265,7 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], r
     possible = [d for d in free if shape[d] % rule.degree == 0 or rule.pads]
     if dim in possible:
         return dim
-    even = f", and divide by the degree of the fsdp axis, {rule.degree}: Linen's arrays are not padded."
+    even = f", and divide by the degree of the fsdp axis, {rule.degree}: it is in allow_replicated, and not padded."
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",

@@ -217,8 +217,8 @@ def _not_nnx(model: Any) -> AnnotationError:
     return AnnotationError(
         "This is for nnx models only.",
         where=type(model).__name__,
-        why="optimizer state and microbatches of a Linen model are those of its TrainState and of Optax.",
-        do="state = js.shard_init(create_train_state, model)  # accumulate: optax.MultiSteps(tx, every_k_schedule=4)",
+        why="gradients and microbatches of a Linen model are those of its own step.",
+        do="jax.value_and_grad(loss_fn)(state.params)  # accumulate: optax.MultiSteps(tx, every_k_schedule=4)",
     )
 
 

@@ -36,7 +36,7 @@ def check_replicated(root: Unit, name: str) -> None:
             where=[_describe(m) for m in large],
             why=f"no dim divides by {axis}, and each is over {_LARGE_SHARE:.0%} of the model's {total} bytes.",
             do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}),\n"
-            + ("or have it padded: shard_dim=0." if root.rule.pads else "or pad a dim of the model to a multiple."),
+            "or have it padded: shard_dim=0.",
         )
     if odd:
         listed = "".join(f"\n  {_describe(m)}" for m in odd)

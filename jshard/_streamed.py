@@ -4,7 +4,7 @@ An optimizer is a function of whole trees. Its traced program is evaluated here 
 of some parameters need it, then of the next ones. Left to itself the compiler fetches all of it before forward begins.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,11 +13,42 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._offload import fetched, placed_like
+from jshard._placement import Placement
+from jshard._state_places import Keys, tail_in
 
+_PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
 _IN_FLIGHT = 2  # parts on the device at once: one is fetched or taken back while the other computes
 
 Part = tuple[list[int], list[int]]
 """Positions of arguments and of results that belong together."""
+
+
+def parts_of(
+    offloaded: Mapping[Keys, Placement], arguments: Sequence[Keys], results: Sequence[Keys], gradients: Sequence[Keys]
+) -> list[Part]:
+    """Parameters with their gradients and their state, several together, those first whose gradients come first.
+
+    Args:
+        offloaded: the parameters whose state lies on the host, by path.
+        arguments: paths of what the update takes; each ends in that of a parameter, or belongs to none.
+        results: likewise of what it makes.
+        gradients: paths of the gradients; what has none is frozen, and in no part.
+    """
+    found: dict[Keys, Part] = {path: ([], []) for path in offloaded}
+    for number, paths in enumerate((arguments, results)):
+        for i, path in enumerate(paths):
+            tail = tail_in(offloaded, path)
+            if tail is not None:
+                found[tail][number].append(i)
+    trained = {tail_in(offloaded, path) for path in gradients}
+    parts, size = [([], [])], 0
+    for path in reversed([path for path in offloaded if path in trained]):
+        for all_of, more in zip(parts[-1], found[path], strict=True):
+            all_of.extend(more)
+        size += offloaded[path].bytes_per_device
+        if size >= _PART_BYTES:
+            parts, size = [*parts, ([], [])], 0
+    return [part for part in parts if part[0]]
 
 
 def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence[Part], like: Sequence) -> list:

@@ -88,6 +88,22 @@ def explain_with_a_loss() -> None:
     js.explain(model, loss=lambda params, x: 0.0, batch=X)
 
 
+def optax_alone() -> None:
+    model = shard(nn.Embed(501, 47))
+    params = js.shard_init(lambda: model.init(KEY, jnp.zeros(8, int)), model)["params"]
+    optax.adam(1e-3).init(params)
+
+
+def optax_alone_on_the_host() -> None:
+    model = shard(offload="optimizer")
+
+    def create() -> Any:
+        params = model.init(KEY, X)["params"]
+        return params, optax.sgd(1e-3, momentum=0.9).init(params)
+
+    js.shard_init(create, model)
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     "linen: annotated twice": lambda: shard(shard()),
     "linen: annotated inside": annotated_inside,
@@ -104,7 +120,10 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: plain model": lambda: js.plan(Model()),
     "linen: init without annotation": lambda: js.shard_init(variables, Model()),
     "linen: build returns the module": lambda: js.shard_init(Model, lambda model: None),
-    "linen: optimizer": lambda: js.shard_optimizer(shard(), optax.adam(1e-3)),
+    "linen: settings of an optimizer": lambda: js.shard_optimizer(shard(), optax.adam(1e-3), shard_replicated=True),
+    "linen: optax alone, padded": optax_alone,
+    "linen: optax alone, on the host": optax_alone_on_the_host,
+    "linen: value_and_grad": lambda: js.value_and_grad(lambda model, x: 0.0)(shard(), X),
     "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
     "linen: inside map_variables": lambda: shard(Normed(), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),

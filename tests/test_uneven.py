@@ -5,7 +5,6 @@ import json
 import math
 import pickle
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -536,9 +535,3 @@ def test_values_go_into_a_plain_model():
     model, plain = placed(table, shard_table), Table(nnx.Rngs(1))
     nnx.update(plain, nnx.to_pure_dict(nnx.state(model)))
     np.testing.assert_array_equal(plain.kernel.get_raw_value(), plain_values())
-
-
-def test_linen_models_are_not_padded():
-    model = js.fully_shard(nn.Dense(501, use_bias=False), mesh=js.mesh())
-    with pytest.raises(js.AnnotationError, match=r"kernel(.|\n)*or pad a dim of the model to a multiple"):
-        js.shard_init(lambda: model.init(jax.random.key(0), jnp.zeros((8, 47))), model)

@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jshard._linen_padded import is_padded
 from jshard._padded import logical_shape, padding_of
 from jshard.checkpoint.data import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError
@@ -61,8 +62,10 @@ def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
             variables = nnx.to_flat_state(nnx.state(value) if _is_nnx(value) else value)
             places = [((*name, *map(str, path)), variable) for path, variable in variables]
         else:
-            flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: padding_of(x) is not None)[0]
+            is_leaf = lambda x: is_padded(x) or padding_of(x) is not None
+            flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)[0]
             places = [((*name, *map(_key, path), "value"), variable) for path, variable in flat]
+            found |= {(*name, *map(_key, path)): box.shape for path, box in flat if is_padded(box)}
         found |= {path: logical_shape(variable) for path, variable in places if padding_of(variable) is not None}
     return found
 
@@ -259,8 +262,8 @@ def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        yield (*name, *map(_key, path)), leaf
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)[0]:
+        yield (*name, *map(_key, path)), leaf.value if is_padded(leaf) else leaf  # one path, padded or not
 
 
 def _key(key: Any) -> str:

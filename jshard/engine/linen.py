@@ -18,7 +18,8 @@ from jshard._errors import AnnotationError, CallError
 from jshard._linen import Annotation, annotation_of, check_found
 from jshard._linen_layout import Layout, Seen, SeenUnit
 from jshard._mesh import data_axes, manual_axes
-from jshard._nnx import Path, attach, dotted
+from jshard._nnx import Path, Unit, attach, dotted
+from jshard._padded import Padding, logical, padding_of, store
 from jshard.engine.call import Call
 from jshard.engine.context import current_region, global_view, in_global_view
 from jshard.engine.inputs import BatchSplit, trace_globally
@@ -165,10 +166,20 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         layout = annotation.layout_of(lifted.leaves, survey)
         unit = layout.record((), lifted.params)
         attach(view, unit, route)
+        _store_padded(view, unit)
         method = _method(lifted, function, _Inside(annotation, layout, prefix))
         return open_region(view, unit, method, args, kwargs), view
 
     return lifted_call(module, function, args, kwargs, prefix=prefix, run=run)
+
+
+def _store_padded(view: View, unit: Unit) -> None:
+    """Pads what is to be: parameters may come as plain arrays, or padded for another mesh."""
+    for member in unit.members:
+        variable, padding = getattr(view, member.path[0]), Padding.of(member.placement)
+        if padding_of(variable) != padding:
+            value = logical(variable).get_raw_value()
+            store(variable, padding, value if padding is None else padding.pad(value))
 
 
 def _surveyed(

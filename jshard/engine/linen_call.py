@@ -19,7 +19,9 @@ from flax.core.scope import LazyRng, Scope
 from flax.linen import transforms
 
 from jshard._linen_layout import Leaf
+from jshard._linen_padded import padding_in
 from jshard._nnx import Path, dotted
+from jshard._padded import store
 from jshard.engine.linen_values import Shard, as_arrays, described, flat, held_in, raw_of
 from jshard.engine.overwritten import COLLECTION, Overwritten
 from jshard.engine.reads import hold_shard
@@ -120,6 +122,8 @@ class Lifted:
             variable = _made(place, leaf)
             if isinstance(leaf, Shard):
                 hold_shard(variable, leaf.stored.placement, leaf.stored.mesh)
+            elif (padding := padding_in(leaf)) is not None:
+                store(variable, padding, raw_of(leaf))
             setattr(view, name, variable)
         for name, (_, stream, rng) in self._keys.items():
             setattr(view, name, nnx.RngKey(_typed(rng.rng), tag=stream))

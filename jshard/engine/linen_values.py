@@ -12,7 +12,9 @@ from flax.linen.spmd import logical_to_mesh_axes
 
 from jshard._errors import AnnotationError
 from jshard._linen_layout import Leaf
+from jshard._linen_padded import padding_in
 from jshard._nnx import Path, dotted
+from jshard._padded import logical
 from jshard.engine.collectives import gather
 from jshard.engine.context import current_region
 from jshard.engine.reads import Stored, stored_in
@@ -54,7 +56,7 @@ def flat(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 def described(leaf: Any, path: Path) -> Leaf:
     """What a layout needs to know of a parameter."""
-    raw, spec = raw_of(leaf), ()
+    raw, padding, spec = raw_of(leaf), padding_in(leaf), ()
     if not hasattr(raw, "shape"):
         raise AnnotationError(
             "A parameter of a Linen module is not an array.",
@@ -62,11 +64,12 @@ def described(leaf: Any, path: Path) -> Leaf:
             why="each parameter is sharded as one array.",
             do='make several: self.param("scale", ...), self.param("bias", ...)',
         )
+    shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
     if isinstance(leaf, nn.LogicallyPartitioned):
         spec = tuple(logical_to_mesh_axes(leaf.names, leaf.rules) or ())
     elif isinstance(leaf, nn.Partitioned):
         spec = tuple(leaf.get_partition_spec())
-    return Leaf(tuple(raw.shape), jnp.dtype(raw.dtype).name, spec)
+    return Leaf(shape, jnp.dtype(raw.dtype).name, spec)
 
 
 def rules_without(axes: Collection[str]) -> list[tuple[str, Any]]:
@@ -92,7 +95,6 @@ def as_arrays(raw: Any) -> Any:
 
 
 def held_in(variable: nnx.Variable) -> Any:
-    """The value of a variable, boxed if it is a shard."""
+    """The value of a variable: a box if it is a shard, else the logical array."""
     stored = stored_in(variable)
-    raw = variable.get_raw_value()
-    return raw if stored is None else Shard(raw, stored)
+    return logical(variable).get_raw_value() if stored is None else Shard(variable.get_raw_value(), stored)

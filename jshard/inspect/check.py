@@ -12,8 +12,8 @@ from flax import nnx
 from jshard._errors import CallError
 from jshard._linen import annotation_of
 from jshard._nnx import dotted, plain_class, unit_of
-from jshard._optimizer import key_texts
 from jshard._plan import root_forgotten
+from jshard._state_places import key_texts
 from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view
 

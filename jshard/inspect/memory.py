@@ -10,9 +10,9 @@ import optax
 from flax import nnx
 
 from jshard._offload import HOST_KIND
-from jshard._optimizer import StatePlaces, key_texts
 from jshard._placement import Placement
 from jshard._plan import LeafPlan, ShardPlan, UnitPlan
+from jshard._state_places import StatePlaces, key_texts
 from jshard.inspect.activations import Activations
 
 # Of what the head and the loss save, the part that their gradients take while it is still there; and of what a layer
