@@ -19,6 +19,7 @@ from flax import nnx
 
 import jshard as js
 from jshard._mesh import FSDP, REPLICA, TENSOR, data_shards
+from jshard._nnx import modules
 from jshard._plan import ShardPlan, UnitPlan
 from jshard._revise import has_inner_units, repeated_layers, revise
 from jshard.cluster.machine import Machine
@@ -145,7 +146,7 @@ class Costs:
     def _layer_names(self) -> frozenset[str]:
         model = self._model(_TRACED)
         layers = set(map(id, repeated_layers(model)))
-        return frozenset("/".join(map(str, p)) for p, m in nnx.iter_graph(model) if id(m) in layers)
+        return frozenset("/".join(map(str, p)) for p, m in modules(model) if id(m) in layers)
 
     def _is_layer(self, name: str) -> bool:
         return any(part in self._layer_names for part in name.split("+"))

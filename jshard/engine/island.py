@@ -17,7 +17,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes, manual_axes
-from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._nnx import Member, Unit, dotted, plain_class, unit_of, walk
 from jshard._padded import padding_of, store
 from jshard._placement import Placement, spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
@@ -159,7 +159,7 @@ class _Island:
         """What the in-region copy has that the user's module has not."""
         largest_over_shards(live, self.axes)
         by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
-        for path, node in nnx.iter_graph(live.graph):
+        for path, node in walk(live.graph):
             member = by_path.get(path) if isinstance(node, nnx.Param) else None
             copied = self.region.gathered and member is not None and member.placement.gathered
             if member is not None and _comes_and_goes(member.placement) and not copied:
@@ -201,7 +201,7 @@ def _copies_of(call: Call, members: list[Member | None], copies: Mapping[int, An
     """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
     if copies is None:
         return None
-    variables = dict(nnx.iter_graph(call.graph))
+    variables = dict(walk(call.graph))
     found = [copies.get(id(variables[path])) for path, _ in call.params]
     wanted = [member is None or member.placement.gathered for member in members]
     return None if any(x is None and wants for x, wants in zip(found, wanted, strict=True)) else found
