@@ -145,7 +145,7 @@ def children(node: Any) -> dict[Any, Any]:
 
     `nnx.iter_graph` visits a shared node once; this is the step to visit it along every path.
     """
-    impl = graphlib.get_node_impl(node) if is_node(node) else None
+    impl = graphlib.GRAPH_REGISTRY.get(type(node)) or (graphlib.get_node_impl(node) if is_node(node) else None)
     found = {} if impl is None else impl.node_dict(node)
     return {key: child for key, child in found.items() if not str(key).startswith("_pytree__")}
 

@@ -23,7 +23,7 @@ from jshard._placement import Placement, spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.chain import Chain
-from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only
+from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only, is_unchecked
 from jshard.engine.hosted import on_device
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
@@ -85,7 +85,8 @@ class _Island:
         if self.split.shards > 1:
             traced = trace_globally(self.call, self.split, self.exit.batch_dim)
             self.global_shapes, self.state_shapes = traced.shapes, traced.state
-            warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
+            if not is_unchecked():
+                warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
         specs = self._input_specs()
         if self.copies is not None:
             params = [x if copy is None else copy for x, copy in zip(params, self.copies, strict=True)]
@@ -128,7 +129,7 @@ class _Island:
             for i, member in enumerate(self.members)
             if member is not None and member.placement.dim is not None and not self._copied[i]
         }
-        return guard(self._trace, shards, self.call.where, (params, state, arrays))
+        return guard(self._trace, {} if is_unchecked() else shards, self.call.where, (params, state, arrays))
 
     def _trace(self, params: list, state: list, arrays: list) -> list:
         """The call on this data shard; returns its arrays and notes how each leaves the region."""
