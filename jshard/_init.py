@@ -13,7 +13,7 @@ from jshard import _compat
 from jshard._errors import AnnotationError, MeshError
 from jshard._linen_init import linen_arrays, linen_mesh, linen_shapes
 from jshard._mesh import AnyMesh
-from jshard._nnx import dotted, plain_class, unit_of
+from jshard._nnx import dotted, plain_class, unit_of, walk
 from jshard._padded import padding_of, store
 from jshard._plan import root_forgotten
 from jshard._replicated import check_replicated
@@ -78,7 +78,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     options = None if _compat.is_tracer(jnp.zeros(())) else _compat.init_options(used)  # jax: only at top level
     arrays = jax.jit(init, out_shardings=shardings, compiler_options=options)()
     model = nnx.merge(graphdef, jax.tree.unflatten(jax.tree.structure(shapes), arrays))
-    for path, variable in nnx.iter_graph(model):
+    for path, variable in walk(model):
         if path in planned:
             store(variable, padding_of(planned[path]), variable.get_raw_value())
     return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
@@ -117,7 +117,7 @@ def _split(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
             why="init makes them: build returns what init returned, or a TrainState.",
             do="model = js.fully_shard(model, mesh=mesh); js.shard_init(lambda: model.init(key, x), model)",
         )
-    for _, variable in nnx.iter_graph(model):  # they note the setting; it is to be that of a plain model
+    for _, variable in walk(model):  # they note the setting; it is to be that of a plain model
         if isinstance(variable, nnx.Variable):
             variable.set_metadata(eager_sharding=eager)
     return nnx.split(model)
@@ -128,7 +128,7 @@ def _shapes(build: Callable[[], M]) -> tuple[nnx.GraphDef[M], Any]:
     with _compat.fast_shape_tracing():
         graphdef, shapes = jax.eval_shape(lambda: _split(build))
     model = nnx.merge(graphdef, shapes)
-    lost = [dotted(p) for p, x in nnx.iter_graph(model) if _compat.is_tracer(x)]
+    lost = [dotted(p) for p, x in walk(model) if _compat.is_tracer(x)]
     if lost:
         raise AnnotationError(
             "The model holds arrays that Flax cannot see while it is traced.",

@@ -175,26 +175,38 @@ def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx
         if unit_of(node) is not None:
             units = (*units, node)
         for key, child in _compat.children(node).items():
-            yield from visit(child, (*path, key), units, open_nodes | {id(node)})
+            if type(child) not in _compat.SETTINGS:
+                yield from visit(child, (*path, key), units, open_nodes | {id(node)})
 
     yield from visit(module, (), (), frozenset())
 
 
-def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
-    """The modules in a graph with their first path, each once.
+def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
+    """Everything in a graph with its first path, outer before inner; nodes and variables once.
 
-    As `nnx.iter_graph` finds them, which also looks at every number and name in them and takes several times as long.
+    As `nnx.iter_graph` finds it, which also asks of every number and name what it is, and takes several times as long.
+
+    Args:
+        graph: a module, or a tree with modules in it.
+        settings: with numbers, names and functions, which most have no use for.
     """
     visited: set[int] = set()
-    stack: list[tuple[Path, Any]] = [((), module)]
+    stack: list[tuple[Path, Any]] = [((), graph)]
     while stack:
         path, node = stack.pop()
-        if id(node) in visited or isinstance(node, nnx.Variable):
-            continue
-        visited.add(id(node))
-        if isinstance(node, nnx.Module):
-            yield path, node
-        stack += [((*path, key), child) for key, child in reversed(_compat.children(node).items())]
+        if type(node) not in _compat.SETTINGS and (_compat.is_node(node) or isinstance(node, nnx.Variable)):
+            if id(node) in visited:
+                continue
+            visited.add(id(node))
+        yield path, node
+        for key, child in reversed(_compat.children(node).items()):
+            if settings or type(child) not in _compat.SETTINGS:
+                stack.append(((*path, key), child))
+
+
+def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    """The modules in a graph with their first path, each once."""
+    return ((path, node) for path, node in walk(module) if isinstance(node, nnx.Module))
 
 
 def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError
 from jshard._linen_optimizer import linen_optimizer
-from jshard._nnx import Path, plain_class, unit_of
+from jshard._nnx import Path, plain_class, unit_of, walk
 from jshard._offload import sharding_of, to_device
 from jshard._padded import Padding, logical, store
 from jshard._plan import root_forgotten
@@ -146,7 +146,7 @@ def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:
 
 def _padded(optimizer: nnx.Optimizer, places: StatePlaces) -> nnx.Optimizer:
     """The optimizer, with state stored padded where its parameter is."""
-    for path, variable in nnx.iter_graph(optimizer):
+    for path, variable in walk(optimizer):
         value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
         padding = places.padding(tuple(map(str, path)), getattr(value, "shape", ()))
         if padding is not None:

@@ -17,7 +17,7 @@ from jax import lax
 from jshard import _compat
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import AXES, DATA_AXES, EXPERT
-from jshard._nnx import dotted, plain_class
+from jshard._nnx import dotted, plain_class, walk
 from jshard._placement import Entry, axes_of, spec_over
 
 
@@ -39,7 +39,7 @@ def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
         >>> js.parallel.split(model, {"*/up/kernel": (None, "tensor"), "*/down/kernel": ("tensor", None)})
     """
     unused, deep = dict.fromkeys(table), []
-    params = [(dotted(path), v) for path, v in nnx.iter_graph(model) if isinstance(v, nnx.Param)]
+    params = [(dotted(path), v) for path, v in walk(model) if isinstance(v, nnx.Param)]
     for path, variable in params:
         pattern = next((p for p in table if fnmatch.fnmatch(path, p)), None)
         if pattern is None:

@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from jshard._errors import RunError, ShardingError
-from jshard.train import load_model_file
 from jshard.train.data import Data, Loader
 from jshard.train.data.reader import Reader, first_spec
 from jshard.train.data.worker_pool import WorkerPool
 
 MODEL_FILE = """
-import dataclasses, threading
+import dataclasses, sys, threading
 import numpy as np
 from jshard.train.data import Data
 
@@ -45,7 +44,7 @@ class Scaled:
     def __getitem__(self, index):
         if index == self.bad:
             raise (OddId if self.odd else OSError)(index, "no such image")
-        return {"image": scaled(index)}
+        return {"image": scaled(index), "jax": np.bool_("jax" in sys.modules)}
 
 def data(recipe, **options):
     return Data(train=Scaled(30, **options), held_out=Scaled(9), description="", fingerprint="")
@@ -91,6 +90,8 @@ def deadly_in_step(step, act):
 
 @pytest.fixture
 def model_file(tmp_path):
+    from jshard.train import load_model_file  # here: it brings jax, and workers import this file
+
     path = tmp_path / "images.py"
     path.write_text(MODEL_FILE)
     return load_model_file(path)
@@ -106,8 +107,10 @@ def test_batches_are_the_same_with_workers(model_file):
     data = model_file.data(None)
     one, two = (Loader(data=data, batch_size=4, seed=5, rows=[1, 2], workers=workers) for workers in (0, 2))
     alone = [batch["image"].tolist() for batch in one.train(12, start_step=7)]
-    assert [batch["image"].tolist() for batch in two.train(12, start_step=7)] == alone
+    read = list(two.train(12, start_step=7))
+    assert [batch["image"].tolist() for batch in read] == alone
     assert len(alone) == 12 - 7
+    assert not any(batch["jax"].any() for batch in read), "workers whose samples need no jax pay for it"
 
 
 @pytest.mark.parametrize("odd", [False, True])

@@ -2,6 +2,7 @@
 
 import ast
 import doctest
+import importlib
 import inspect
 import pathlib
 import re
@@ -24,8 +25,8 @@ COMPAT = ROOT / "jshard" / "_compat.py"
 
 PUBLIC = {
     name: value
-    for name, value in vars(js).items()
-    if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    for name, value in ((name, getattr(js, name)) for name in dir(js))
+    if not isinstance(value, types.ModuleType)
 }
 FUNCTIONS = {name: f for name, f in PUBLIC.items() if inspect.isfunction(f)}
 
@@ -103,11 +104,17 @@ def test_at_most_thirty_public_names():
     assert len(PUBLIC) <= 30, sorted(PUBLIC)
 
 
-def test_public_names_are_imported_as_themselves():
-    """`from x import y as y`, which type checkers take for a public name."""
-    for node in ast.walk(ast.parse((ROOT / "jshard" / "__init__.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and node.module != "typing":
-            assert all(alias.asname == alias.name for alias in node.names), ast.unparse(node)
+STUBS = sorted((ROOT / "jshard").rglob("__init__.pyi"))
+
+
+@pytest.mark.parametrize("stub", STUBS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_public_names_are_imported_as_themselves(stub):
+    """`from x import y as y`, which type checkers take for a public name; and each is there."""
+    package = importlib.import_module(".".join(stub.relative_to(ROOT).parts[:-1]))
+    imports = [node for node in ast.walk(ast.parse(stub.read_text())) if isinstance(node, ast.ImportFrom)]
+    assert all(alias.asname == alias.name for node in imports for alias in node.names)
+    assert sorted(alias.name for node in imports for alias in node.names) == sorted(package.__all__) == dir(package)
+    assert all(getattr(package, name) is not None for name in package.__all__)
 
 
 @pytest.mark.parametrize("name", PUBLIC)

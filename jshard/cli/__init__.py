@@ -16,8 +16,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-import jax
-
 from jshard._errors import FourPartError, MissingExtraError, RunError, ShardingError
 
 COMMANDS = {
@@ -121,6 +119,8 @@ def _tell(error: BaseException, argv: Sequence[str]) -> int:
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
+    import jax  # here: the processes that read data import this module, too
+
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 

@@ -19,10 +19,12 @@ from flax import nnx
 
 import jshard as js
 from jshard._mesh import FSDP, REPLICA, TENSOR, data_shards
+from jshard._nnx import modules
 from jshard._plan import ShardPlan, UnitPlan
 from jshard._revise import has_inner_units, repeated_layers, revise
 from jshard.cluster.machine import Machine
 from jshard.cluster.variants import Variant
+from jshard.engine.context import unchecked
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.explain import folded_units
@@ -145,7 +147,7 @@ class Costs:
     def _layer_names(self) -> frozenset[str]:
         model = self._model(_TRACED)
         layers = set(map(id, repeated_layers(model)))
-        return frozenset("/".join(map(str, p)) for p, m in nnx.iter_graph(model) if id(m) in layers)
+        return frozenset("/".join(map(str, p)) for p, m in modules(model) if id(m) in layers)
 
     def _is_layer(self, name: str) -> bool:
         return any(part in self._layer_names for part in name.split("+"))
@@ -204,7 +206,8 @@ class Costs:
     def _arrays(self, rows: int, remat: str, tensor: int) -> Saved:
         units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
         model = self._revised((*_TRACED, (TENSOR, tensor)), units)
-        return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows))
+        with unchecked():
+            return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows))
 
     def _batch(self, rows: int) -> Any:
         if self.model_file.data is not None:

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import data_axes, data_degree, manual_axes
-from jshard._nnx import Member, Path, Unit, dotted, plain_class, unit_of
+from jshard._nnx import Member, Path, Unit, dotted, plain_class, unit_of, walk
 from jshard._offload import back, to_device
 from jshard._placement import spec_over
 from jshard._plan import root_forgotten
@@ -192,7 +192,7 @@ class _Once:
 
 def _by_variable(live: nnx.Module, *copied: tuple[_Once, list]) -> dict[int, jax.Array]:
     """The copies by the variables of a live model, so that a call into any of its units finds its own."""
-    variables = dict(nnx.iter_graph(live))
+    variables = dict(walk(live))
     found = [pair for once, copies in copied for pair in zip(once.paths, copies, strict=True)]
     return {id(variables[path]): copy for path, copy in found}
 

@@ -8,8 +8,9 @@ import jax
 import numpy as np
 from flax import nnx
 
+from jshard import _compat
 from jshard._errors import CallError
-from jshard._nnx import Path, dotted, plain_class
+from jshard._nnx import Path, dotted, plain_class, walk
 
 Kept = list[tuple[Path, Any]]
 """Paths with variables; an array that a module holds as a plain attribute stands for itself."""
@@ -53,7 +54,17 @@ class Live:
 
     def variables(self, kind: type[nnx.Variable] = nnx.Variable) -> Kept:
         """The variables of a kind, by path."""
-        return [(p, v) for p, v in nnx.iter_graph(self.graph) if isinstance(v, kind)]
+        return [(p, v) for p, v in walk(self.graph) if isinstance(v, kind)]
+
+    def contents(self) -> tuple[Kept, dict[Path, Any]]:
+        """The variables, and what plain attributes hold, by path."""
+        variables, attributes = [], {}
+        for path, x in walk(self.graph, settings=True):
+            if type(x) not in _compat.SETTINGS and isinstance(x, nnx.Variable):
+                variables.append((path, x))
+            elif not _compat.is_node(x):
+                attributes[path] = x
+        return variables, attributes
 
 
 class Call:
@@ -125,7 +136,7 @@ class Call:
 
     def write_back(self, changes: Kept) -> None:
         """Carries what the call changed over to the caller's objects."""
-        mine = dict(nnx.iter_graph(self.graph))
+        mine = dict(walk(self.graph)) if changes else {}
         for path, new in changes:
             if path in mine:
                 mine[path].set_raw_value(new.get_raw_value())
@@ -143,7 +154,8 @@ class Before:
     @classmethod
     def of(cls, live: Live) -> "Before":
         """What a live graph holds now."""
-        return cls({p: v.get_raw_value() for p, v in live.variables()}, _attributes(live))
+        variables, attributes = live.contents()
+        return cls({p: v.get_raw_value() for p, v in variables}, attributes)
 
     def changes(self, live: Live, where: str) -> Kept:
         """State that the method changed or made.
@@ -151,7 +163,8 @@ class Before:
         Raises:
             CallError: it wrote a parameter, or a plain attribute: neither could leave the call.
         """
-        changed = [(p, v) for p, v in live.variables() if not _same(v.get_raw_value(), self.values.get(p))]
+        variables, attributes = live.contents()
+        changed = [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
         written = [dotted(p[1:]) for p, v in changed if isinstance(v, nnx.Param)]
         if written:
             raise CallError(
@@ -160,8 +173,8 @@ class Before:
                 why="inside, only a shard or a gathered copy of it is there; the write would be lost.",
                 do="update parameters outside the model, as nnx.Optimizer does.",
             )
-        now = _attributes(live)
-        lost = [dotted(p[1:]) for p, x in now.items() if p not in self.attributes or self.attributes[p] is not x]
+        before = self.attributes
+        lost = [dotted(p[1:]) for p, x in attributes.items() if p not in before or before[p] is not x]
         if lost:
             raise CallError(
                 "A plain attribute was written inside the call.",
@@ -174,12 +187,6 @@ class Before:
 
 def _kind(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
-
-
-def _attributes(live: Live) -> dict[Path, Any]:
-    skip = lambda p: any(isinstance(k, str) and k.startswith("_pytree__") for k in p)
-    plain = lambda x: not isinstance(x, nnx.Variable) and not nnx.graphlib.is_node(x)
-    return {p: x for p, x in nnx.iter_graph(live.graph) if p and not skip(p) and plain(x)}
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -38,6 +38,7 @@ class Region:
 _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
 _copies: contextvars.ContextVar[Mapping[int, Any] | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
+_unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", default=False)
 _global_view = jax.make_user_context(default_value="")
 
 
@@ -84,6 +85,21 @@ def shapes_only() -> Iterator[None]:
         yield
     finally:
         _shapes_only.reset(token)
+
+
+def is_unchecked() -> bool:
+    """Whether calls are traced without a look at what the model does with its shards and its batch."""
+    return _unchecked.get()
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """For one of many traces of the same model: a third of the time goes into checks, which the others make."""
+    token = _unchecked.set(True)
+    try:
+        yield
+    finally:
+        _unchecked.reset(token)
 
 
 def in_global_view() -> bool:

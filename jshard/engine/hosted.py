@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from flax import nnx
 
 from jshard import _compat
-from jshard._nnx import Unit
+from jshard._nnx import Unit, walk
 from jshard._offload import fetched
 
 
@@ -15,7 +15,7 @@ def on_device(module: nnx.Module, unit: Unit) -> Iterator[None]:
     """Inside, the parameters of a unit's module are on the device: products do not take arrays of both memories."""
     moved = []
     if any(member.placement.on_host for member in unit.members):
-        for _, variable in nnx.iter_graph(module):
+        for _, variable in walk(module):
             if isinstance(variable, nnx.Param) and _compat.on_host(stored := variable.get_raw_value()):
                 variable.set_raw_value(there := fetched(stored))
                 moved.append((variable, stored, there))

@@ -17,13 +17,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes, manual_axes
-from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
+from jshard._nnx import Member, Unit, dotted, plain_class, unit_of, walk
 from jshard._padded import padding_of, store
 from jshard._placement import Placement, spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.chain import Chain
-from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only
+from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only, is_unchecked
 from jshard.engine.hosted import on_device
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
@@ -85,7 +85,8 @@ class _Island:
         if self.split.shards > 1:
             traced = trace_globally(self.call, self.split, self.exit.batch_dim)
             self.global_shapes, self.state_shapes = traced.shapes, traced.state
-            warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
+            if not is_unchecked():
+                warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
         specs = self._input_specs()
         if self.copies is not None:
             params = [x if copy is None else copy for x, copy in zip(params, self.copies, strict=True)]
@@ -128,7 +129,7 @@ class _Island:
             for i, member in enumerate(self.members)
             if member is not None and member.placement.dim is not None and not self._copied[i]
         }
-        return guard(self._trace, shards, self.call.where, (params, state, arrays))
+        return guard(self._trace, {} if is_unchecked() else shards, self.call.where, (params, state, arrays))
 
     def _trace(self, params: list, state: list, arrays: list) -> list:
         """The call on this data shard; returns its arrays and notes how each leaves the region."""
@@ -159,7 +160,7 @@ class _Island:
         """What the in-region copy has that the user's module has not."""
         largest_over_shards(live, self.axes)
         by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
-        for path, node in nnx.iter_graph(live.graph):
+        for path, node in walk(live.graph):
             member = by_path.get(path) if isinstance(node, nnx.Param) else None
             copied = self.region.gathered and member is not None and member.placement.gathered
             if member is not None and _comes_and_goes(member.placement) and not copied:
@@ -201,7 +202,7 @@ def _copies_of(call: Call, members: list[Member | None], copies: Mapping[int, An
     """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
     if copies is None:
         return None
-    variables = dict(nnx.iter_graph(call.graph))
+    variables = dict(walk(call.graph))
     found = [copies.get(id(variables[path])) for path, _ in call.params]
     wanted = [member is None or member.placement.gathered for member in members]
     return None if any(x is None and wants for x, wants in zip(found, wanted, strict=True)) else found

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jshard import checkpoint
+from tests import compiling
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
 
 ROOT = Path(__file__).parents[2]
@@ -25,8 +26,7 @@ TIMEOUT_S = 200
 
 
 def environment():
-    clean = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
-    return clean | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    return compiling.environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
 
 
 def start_two(folder, *parts):
@@ -173,7 +173,7 @@ def test_a_process_is_killed_while_it_saves(tmp_path):
         folder = tmp_path / str(number)
         process = subprocess.Popen(
             [sys.executable, "-c", ALONE, "0", str(folder), str(folder)],
-            env=environment() | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"},
+            env=environment() | {"JAX_NUM_CPU_DEVICES": "4"},
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import jshard as js
+from jshard import _compat
 from jshard.train import launch
-from jshard.train.launch import cluster as cluster_module
 from jshard.train.launch import devices, worker
 from jshard.train.launch.endings import Ending, cause
 
@@ -334,7 +334,7 @@ def test_variables_that_make_no_sense_are_refused(environ, told):
 
 def test_a_pod_of_an_indexed_job_is_asked_about(monkeypatch):
     asked = []
-    monkeypatch.setattr(cluster_module._compat, "launcher_cluster", lambda environ: asked.append(dict(environ)))
+    monkeypatch.setattr(_compat, "launcher_cluster", lambda environ: asked.append(dict(environ)))
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     assert launch.detect(pod) is launch.detect({**pod, "JOB_COMPLETION_INDEX": "1"}) is None
     assert asked == [{}, {**pod, "JOB_COMPLETION_INDEX": "1"}]

@@ -1,19 +1,5 @@
 """Data: text or a source of one's own, the order of its samples, and batches ahead of time."""
 
-from jshard.train.data.loader import Loader, local_rows
-from jshard.train.data.source import Data, DataError, Sample, Source
-from jshard.train.data.text import load_text
-from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer
+from jshard._lazy import attach as _attach
 
-__all__ = [
-    "ByteTokenizer",
-    "Data",
-    "DataError",
-    "HuggingFaceTokenizer",
-    "Loader",
-    "Sample",
-    "Source",
-    "Tokenizer",
-    "load_text",
-    "local_rows",
-]
+__getattr__, __dir__, __all__ = _attach(__name__, __file__)

@@ -12,16 +12,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from jshard._errors import FourPartError, RunError
-from jshard._mesh import batch_sharding, data_degree
 from jshard.train.data.reader import Reader, Sample, Spec, first_spec
 from jshard.train.data.source import Data, DataError
 from jshard.train.data.worker_pool import WorkerPool, pickled
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
 
 Batches = Generator[Sample, None, None]
 
@@ -41,6 +42,8 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     Raises:
         DataError: the batch does not split evenly over the data axes of the mesh.
     """
+    from jshard._mesh import batch_sharding, data_degree  # here: the processes that read data do without jax
+
     degree = data_degree(mesh)
     if batch_size % degree:
         raise DataError(

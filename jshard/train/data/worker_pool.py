@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import multiprocessing
+import os
 import pickle
 import signal
 import sys
@@ -22,7 +23,6 @@ from typing import Any
 
 from jshard._errors import RunError, ShardingError
 from jshard.train.data.reader import Reader, Sample
-from jshard.train.model_file import MODULE_PREFIX
 
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
@@ -153,6 +153,8 @@ def pickled(reader: Reader) -> bytes:
     """
     import cloudpickle  # only where there are workers
 
+    from jshard.train.model_file import MODULE_PREFIX  # brings jax, and the workers import this module
+
     # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
     model_files = [module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)]
     for module in model_files:
@@ -177,12 +179,10 @@ def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
 
 def _work(pipe: Connection, name: str) -> None:
     """The life of a worker: a reader, then sample ids in and batches out, until the pipe ends."""
-    import jax
-
     for number in _LEFT_TO_THE_RUN:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
-    jax.config.update("jax_platforms", "cpu")  # the accelerators belong to the run
+    _leave_the_accelerators()
     try:
         pickled = pipe.recv_bytes()
         try:
@@ -194,6 +194,13 @@ def _work(pipe: Connection, name: str) -> None:
             pipe.send_bytes(_reply(reader, pickle.loads(pipe.recv_bytes()), name))
     except (EOFError, OSError):
         return  # the run has ended, however it did
+
+
+def _leave_the_accelerators() -> None:
+    """They belong to the run. Its main module has brought jax here already, or its samples will, or nothing does."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
 
 
 def _reply(reader: Reader, sample_ids: Sequence[int], name: str) -> bytes:

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Mapping
 
-from jshard import _compat
 from jshard._errors import ShardingError
 
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
@@ -106,6 +105,8 @@ def _launcher(environ: Mapping[str, str], seen: Mapping[str, str]) -> tuple[str,
             do="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT bash -c 'JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE "
             "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK JAX_LOCAL_DEVICE_IDS=$OMPI_COMM_WORLD_LOCAL_RANK jshard train ...'",
         )
+    from jshard import _compat  # here: it brings jax, and a run that jshard starts itself has no launcher to ask
+
     try:
         found = _compat.launcher_cluster(_without_traps(environ))
     except Exception as error:  # whatever the launcher's parsers and Kubernetes' client raise

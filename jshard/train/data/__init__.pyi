@@ -1,0 +1,10 @@
+from jshard.train.data.loader import Loader as Loader
+from jshard.train.data.loader import local_rows as local_rows
+from jshard.train.data.source import Data as Data
+from jshard.train.data.source import DataError as DataError
+from jshard.train.data.source import Sample as Sample
+from jshard.train.data.source import Source as Source
+from jshard.train.data.text import load_text as load_text
+from jshard.train.data.tokenizer import ByteTokenizer as ByteTokenizer
+from jshard.train.data.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from jshard.train.data.tokenizer import Tokenizer as Tokenizer
