@@ -222,7 +222,7 @@ def test_the_compiled_program_is_that_of_a_run_and_plain_flax_is_without_units()
 
 
 class Told(nn.Module):
-    """Told whether it trains by a field, an argument with a default, a constant; and inside a jit."""
+    """Told whether it trains by a field, an argument, a constant, and inside other modules."""
 
     rate: float = 0.5
     deterministic: bool | None = False
@@ -234,7 +234,7 @@ class Told(nn.Module):
             x, nn.merge_param("deterministic", self.deterministic, deterministic or None) or False
         )
         x = nn.BatchNorm(name="norm", use_running_average=False)(x)
-        x = nn.jit(Inner)(self.rate, True, name="inner")(x)
+        x = Inner(self.rate, True, name="inner")(x)
         attention = nn.MultiHeadDotProductAttention(2, dropout_rate=self.rate, deterministic=False, name="attention")
         return nn.Dense(VOCAB, name="head")(x + attention(x))
 
@@ -277,6 +277,26 @@ class Averaging(nn.Module):
         x = nn.BatchNorm(name="norm", use_running_average=True)(x)
         x = Inner(0.0, False, name="inner")(x)
         return nn.Dense(VOCAB, name="head")(x + nn.MultiHeadDotProductAttention(2, name="attention")(x))
+
+
+Jitted = nn.jit(Inner)  # once, so that its traces are kept
+
+
+class Traced(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        return Jitted(0.5, True, name="inner")(nn.Embed(VOCAB, 32)(ids)) @ jnp.ones((32, VOCAB))
+
+
+def test_evaluation_takes_no_trace_of_training():
+    model = new_model(file_of(Traced(), None), RECIPE, js.mesh())
+    batch, view = js.shard_batch(batches(1)[0], js.mesh()), inference_view(model)
+    run = nnx.jit(lambda model, batch: model(batch["inputs"]).std())
+    assert float(run(model, batch)) != float(run(model, batch))
+    found, variables = float(run(view, batch)), jax.tree.map(np.asarray, model.variables["params"])
+    x = variables["Embed_0"]["embedding"][batches(1)[0]["inputs"]]
+    x = x @ variables["inner"]["Dense_0"]["kernel"] + variables["inner"]["Dense_0"]["bias"]
+    np.testing.assert_allclose(found, x.sum(-1).std(), rtol=1e-5)
 
 
 # ---- runs ----------------------------------------------------------------------------------------------------------
