@@ -16,12 +16,12 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
-from flax.core import meta
 
 from jshard._errors import AnnotationError
 from jshard._linen import annotation_of, relaid
 from jshard._linen_layout import Layout
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, attach, dotted, unit_of
+from jshard._padded import Padding, store
 from jshard._plan import ShardPlan
 from jshard._policies import UnitPolicy
 from jshard.engine.context import in_plain_flax
@@ -37,11 +37,11 @@ _STREAMS = (_PARAMS, "dropout")  # of keys; Flax takes those of the first for an
 
 @dataclasses.dataclass(frozen=True)
 class _Place:
-    """Where a variable belongs in Linen's collections, the box that Linen has around it, and its name in its module."""
+    """Where a variable belongs in Linen's collections, in which boxes, and its name in its nnx module."""
 
     collection: str
     path: Path
-    box: meta.AxisMetadata | None
+    boxes: jax.tree_util.PyTreeDef
     name: str
 
 
@@ -70,6 +70,8 @@ class LinenModel(nnx.Module):
         self._linen = _Linen(module, annotation.layout, places)
         for path in ((), *annotation.layout.units):
             attach(_part(self, path), _record(annotation.layout, path), _as_it_is)
+        for place in places:
+            _store_padded(self._variable(place), annotation.layout, place)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the Linen module."""
@@ -91,7 +93,7 @@ class LinenModel(nnx.Module):
             raw, tree = self._variable(place).get_raw_value(), found
             for key in (place.collection, *place.path[:-1]):
                 tree = tree.setdefault(key, {})
-            tree[place.path[-1]] = raw if place.box is None else place.box.replace_boxed(raw)
+            tree[place.path[-1]] = jax.tree.unflatten(place.boxes, jax.tree.leaves(raw))
         return found
 
     def _method(self, name: str) -> Callable[..., Any]:
@@ -226,9 +228,16 @@ def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path
         part, name = vars(_part(model, path[:-1], kinds)), path[-1]
         name = f"{collection}:{name}" if name in part else name  # Linen has a namespace for each collection
         setattr(_part(model, path[:-1]), name, _KINDS.get(collection, nnx.Variable)(as_arrays(raw_of(leaf))))
-        box = leaf.replace_boxed(None) if isinstance(leaf, meta.AxisMetadata) else None
-        places.append(_Place(collection, path, box, name))
+        places.append(_Place(collection, path, jax.tree.structure(leaf), name))
     return tuple(places)
+
+
+def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
+    """Says of a parameter that is stored padded that it is, so that an optimizer sees the logical one."""
+    leaf = layout.leaves.get(dotted(place.path)) if place.collection == _PARAMS else None
+    padding = None if leaf is None else Padding.of(leaf.placement)
+    if padding is not None:
+        store(variable, padding, variable.get_raw_value())
 
 
 def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
