@@ -41,7 +41,7 @@ class _Place:
 
     collection: str
     path: Path
-    boxes: jax.tree_util.PyTreeDef
+    boxes: Any  # a treedef
     name: str
 
 
