@@ -63,6 +63,8 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         config = self.config
+        if tokens_BT.shape[1] > config.block_size:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={config.block_size}")
         table = nn.Embed(config.vocab_size, config.d_model, name="tokens")
         positions = nn.Embed(config.block_size, config.d_model, name="positions")
         x_BTD = table(tokens_BT) + positions(jnp.arange(tokens_BT.shape[1]))[None]
