@@ -72,6 +72,10 @@ class Annotation:
         self.latest = found
         return found
 
+    def plain(self, module: nn.Module) -> nn.Module:
+        """An annotated module as it was before."""
+        return _plain(module, self.base)
+
     def _boxed(self, path: Path, leaf: Leaf) -> Leaf:
         return leaf if any(leaf.spec) else dataclasses.replace(leaf, spec=self.specs.get((path, leaf.shape), leaf.spec))
 
@@ -107,6 +111,15 @@ def annotated(module: L, units: Any, record: Unit, ignored: Any, call: Callable[
     return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
 
 
+def relaid(module: nn.Module, changed: Callable[[Layout], Layout], call: Callable[..., Any]) -> nn.Module:
+    """An annotated module whose layouts are changed: other settings for the units that it has shown."""
+    annotation = annotation_of(module)
+    assert annotation is not None and annotation.latest is not None, "its parameters are known"
+    layouts = {key: changed(layout) for key, layout in annotation.layouts.items()}
+    again = dataclasses.replace(annotation, layouts=layouts, latest=changed(annotation.latest))
+    return _annotated_again(annotation.plain(module), again, call)
+
+
 def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[nn.Module]:
     base = annotation.base
 
@@ -118,7 +131,7 @@ def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[n
         "_jshard_linen": annotation,
         LINEN_CALL: routed,
         "__init__": base.__init__,
-        "__reduce__": nn.nowrap(lambda self: (_annotated_again, (_plain(self, base), annotation, call))),
+        "__reduce__": nn.nowrap(lambda self: (_annotated_again, (annotation.plain(self), annotation, call))),
         "__hash__": base.__hash__,
         "__annotations__": {},
         "__module__": base.__module__,

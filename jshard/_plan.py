@@ -145,6 +145,9 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         if wrt is not nnx.Param:
             raise _not_nnx(model)
         return linen.layout.plan
+    own = getattr(type(model), "_jshard_plan", None)  # of one that calls a Linen module: jshard.train.linen_model
+    if own is not None:
+        return own(model)
     root = unit_of(model)
     if root is None:
         raise root_forgotten(model)

@@ -1,10 +1,11 @@
-"""A small GPT in Flax Linen, sharded without a change to it, and trained by a loop of one's own.
+"""A small GPT in Flax Linen, as a model file: the same names as for nnx, and `annotate` returns the annotated copy.
 
-    python models/linen_gpt.py                  text from Python's standard library, all devices
-    JAX_NUM_CPU_DEVICES=4 python models/linen_gpt.py --steps 50 --replica 2     HSDP, on simulated devices
+    jshard train models/linen_gpt.py
+    jshard train models/linen_gpt.py --mesh replica=2,fsdp=4 --set model.dropout=0.1
+    jshard plan models/linen_gpt.py --topology h100:2x8
 
-`jshard train` takes nnx models. A Linen model brings its own loop: the `TrainState` and the step below are plain Flax,
-and jshard is in three lines, `fully_shard`, `shard_init` and `to_devices`.
+The model is plain Linen and knows nothing of devices; `annotate` alone says what is sharded. A loop of one's own over a
+`TrainState` is in docs/linen.md.
 
 Dims of arrays, as suffixes of their names:
 
@@ -13,20 +14,17 @@ Dims of arrays, as suffixes of their names:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import optax
-from flax.training.train_state import TrainState
-from jax.sharding import Mesh
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
-from jshard.train import Loader, load_text, local_rows, to_devices
+from jshard.train import Recipe
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +36,7 @@ class Config:
     n_layer: int = 4
     n_head: int = 4
     d_model: int = 128
+    dropout: float = 0.0
 
 
 class Block(nn.Module):
@@ -52,7 +51,8 @@ class Block(nn.Module):
         attention = nn.MultiHeadDotProductAttention(self.config.n_head, use_bias=False, name="attention")
         x_BTD += attention(nn.LayerNorm(name="attention_norm")(x_BTD), mask=mask_BHTT)
         h_BTF = nn.Dense(4 * width, name="up")(nn.LayerNorm(name="mlp_norm")(x_BTD))
-        return x_BTD + nn.Dense(width, name="down")(nn.gelu(h_BTF))
+        h_BTD = nn.Dense(width, name="down")(nn.gelu(h_BTF))
+        return x_BTD + nn.Dropout(self.config.dropout, deterministic=False)(h_BTD)  # off in evaluation all the same
 
 
 class GPT(nn.Module):
@@ -63,6 +63,8 @@ class GPT(nn.Module):
     @nn.compact
     def __call__(self, tokens_BT: jax.Array) -> jax.Array:
         config = self.config
+        if tokens_BT.shape[1] > config.block_size:
+            raise ValueError(f"{tokens_BT.shape[1]} tokens are more than block_size={config.block_size}")
         table = nn.Embed(config.vocab_size, config.d_model, name="tokens")
         positions = nn.Embed(config.block_size, config.d_model, name="positions")
         x_BTD = table(tokens_BT) + positions(jnp.arange(tokens_BT.shape[1]))[None]
@@ -71,59 +73,47 @@ class GPT(nn.Module):
         return table.attend(nn.LayerNorm(name="norm")(x_BTD))
 
 
-def annotated(config: Config, mesh: Mesh) -> Any:
+def generate(model: Any, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array) -> jax.Array:
+    """Continues each prompt by `num_tokens` tokens, drawn one after another, each from a whole window."""
+    length, window = prompt_BT.shape[1], model.config.block_size
+    text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, window - length))))
+    graphdef, state = nnx.split(model)  # a run hands over its model with its parameters, as an nnx module
+
+    def draw(position: jax.Array, text_BT: jax.Array) -> jax.Array:
+        start = jnp.maximum(position - window, 0)
+        logits_BTV = nnx.merge(graphdef, state)(jax.lax.dynamic_slice_in_dim(text_BT, start, window, axis=1))
+        logits_BV = jax.lax.dynamic_index_in_dim(logits_BTV, position - start - 1, axis=1, keepdims=False)
+        token_B = jax.random.categorical(jax.random.fold_in(key, position), logits_BV / 0.8)
+        return text_BT.at[:, position].set(token_B.astype(text_BT.dtype))
+
+    return jax.lax.fori_loop(length, length + num_tokens, draw, text_BT)[:, : length + num_tokens]
+
+
+# ---- What `jshard train` asks of a model file ---------------------------------------------------
+
+
+def build(config: Config, rngs: nnx.Rngs) -> GPT:
+    """The module; a run initialises it by its loss, with `init`."""
+    return GPT(config)
+
+
+def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> GPT:
     """The model, each block a unit."""
-    return js.fully_shard(GPT(config), mesh=mesh, units=Block)
+    return js.fully_shard(model, mesh=mesh, units=Block)
 
 
-def creator(model: Any, tx: optax.GradientTransformation, *, seed: int = 0) -> Callable[[], TrainState]:
-    """Makes the state when called: for `js.shard_init`, or as it is on one device."""
-    tokens_BT = jnp.zeros((1, model.config.block_size), jnp.int32)
-
-    def create() -> TrainState:
-        params = model.init(jax.random.key(seed), tokens_BT)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    return create
-
-
-@jax.jit
-def step(state: TrainState, batch: dict[str, jax.Array]) -> tuple[TrainState, jax.Array]:
-    """One update; the mean loss over the whole batch."""
-
-    def loss_fn(params: Any) -> jax.Array:
-        logits_BTV = state.apply_fn({"params": params}, batch["inputs"])
-        return optax.softmax_cross_entropy_with_integer_labels(logits_BTV, batch["targets"]).mean()
-
-    loss, grads = jax.value_and_grad(loss_fn)(state.params)
-    return state.apply_gradients(grads=grads), loss
+def tiny() -> Recipe:
+    """0.8M parameters over bytes: trains on two CPU cores in minutes."""
+    return Recipe(
+        model=Config(),
+        sequence_length=128,
+        batch_size=32,
+        num_steps=500,
+        learning_rate=4e-3,
+        warmup_steps=50,
+        eval_every=100,
+        eval_sequences=1024,
+    )
 
 
-def train(config: Config, mesh: Mesh, *, steps: int, batch_size: int = 16) -> list[float]:
-    """Trains on the standard library's sources; the losses of all steps."""
-    data = load_text(sequence_length=config.block_size)
-    loader = Loader(data=data, batch_size=batch_size, seed=0, rows=local_rows(batch_size, mesh))
-    model = annotated(config, mesh)
-    state = js.shard_init(creator(model, optax.adamw(1e-3)), model)
-    print(js.explain(model))
-    losses = []
-    for number, batch in enumerate(to_devices(loader.train(steps), mesh), 1):
-        state, loss = step(state, batch)
-        losses.append(float(loss))
-        if number % 10 == 0 or number == steps:
-            print(f"step {number}/{steps}  loss {losses[-1]:.4f}", flush=True)
-    return losses
-
-
-def main() -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--replica", type=int, default=1, help="copies of the model; each is sharded over the rest")
-    arguments = parser.parse_args()
-    mesh: Any = js.mesh(replica=arguments.replica)
-    train(Config(), mesh, steps=arguments.steps)
-
-
-if __name__ == "__main__":
-    main()
+RECIPES = {"tiny": tiny}

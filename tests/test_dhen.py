@@ -13,7 +13,7 @@ from jshard._optimizer import abstract_optimizer
 from jshard._revise import revise
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
-from jshard.train import state, step
+from jshard.train import building, step
 from tests.helpers import compile_to_read
 from tests.model_files import assert_parity_of, assert_plans, data_of, model_file, module, neighbour, smaller, tiny
 
@@ -46,7 +46,7 @@ def test_no_collective_has_the_size_of_a_table(degrees):
     file, mesh = model_file("dhen"), js.mesh(**degrees)
     model = js.abstract_init(lambda: file.build(recipe.model, nnx.Rngs(0)), lambda model: file.annotate(model, mesh))
     optimizer = abstract_optimizer(model, recipe.optimizer())
-    batch = state.batch_like(data_of("dhen", recipe), recipe.batch_size, mesh)
+    batch = building.batch_like(data_of("dhen", recipe), recipe.batch_size, mesh)
     compiled = compile_to_read(step.lower_step(file.loss_fn, model, optimizer, batch))
     schedule = js.audit(compiled).schedule
     shard_bytes = 65_536 // mesh.shape["fsdp"] * recipe.model.d_model * 4
@@ -66,7 +66,7 @@ def test_the_audit_agrees_with_the_plan(degrees):
     recipe, file, mesh = tiny("dhen"), model_file("dhen"), js.mesh(**degrees)
     model = js.abstract_init(lambda: file.build(recipe.model, nnx.Rngs(0)), lambda model: file.annotate(model, mesh))
     revise(model, {"reshard_after_forward": False})
-    batch = state.batch_like(data_of("dhen", recipe), recipe.batch_size, mesh)
+    batch = building.batch_like(data_of("dhen", recipe), recipe.batch_size, mesh)
     lowered = nnx.jit(lambda model, batch: nnx.value_and_grad(file.loss_fn)(model, batch)).lower(model, batch).lowered
     found = js.audit(compile_to_read(lowered), model=model)
     assert found.ok, found.differences

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -9,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
 from jax.sharding import Mesh
 
 import jshard as js
@@ -23,13 +22,13 @@ from jshard.cli._mesh_option import describe_devices, num_devices, open_mesh, pa
 from jshard.cli._train_request import Request, TrainArgs, again, request_of
 from jshard.train import launch
 from jshard.train.auto import chosen_variant
+from jshard.train.building import abstract_model, batch_of
 from jshard.train.data import Data
 from jshard.train.data.text import load_text
 from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jshard.train.model_file import refuses_batches
 from jshard.train.run import Finished, run_recipe
 from jshard.train.settings.recipe_check import check_batch
-from jshard.train.state import batch_like
 
 
 def run(argv: Sequence[str]) -> int:
@@ -175,14 +174,11 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
 def explained(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanation:
     """The plan of a recipe on a mesh, which need not have devices, and its memory."""
     model_file, recipe = request.model_file, request.recipe
-    model = js.abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
-    rows = recipe.batch_size // recipe.accumulate
-    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens} if data is None else batch_like(data, rows)
+    if data is not None:
+        model_file = dataclasses.replace(model_file, data=lambda recipe: data)
+    batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
     try:
+        model = abstract_model(model_file, recipe, mesh)
         return js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)
     except FourPartError:
         raise

@@ -9,12 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import jax
-import jax.numpy as jnp
 import tyro
 from flax import nnx
 
-import jshard as js
 from jshard._errors import FourPartError, ShardingError
 from jshard.cli._arguments import parse
 from jshard.cli._mesh_option import num_devices, open_mesh
@@ -25,9 +22,9 @@ from jshard.kernels.shaping.device import Device, device_named
 from jshard.kernels.tuning.cache import default_path
 from jshard.kernels.tuning.report import NOT_MEASURED, TuneReport
 from jshard.kernels.tuning.tune import rank, tune
+from jshard.train.building import abstract_model, batch_of
 from jshard.train.model_file import refuses_batches
 from jshard.train.settings.recipe_check import check_batch
-from jshard.train.state import batch_like
 
 _ASSUMED = "h200"  # where there is no GPU and none is named
 
@@ -78,16 +75,12 @@ def run(argv: Sequence[str]) -> int:
     check_batch(request.recipe, mesh)
     device, is_here = _device(args)
     recipe, model_file = request.recipe, request.model_file
-    rows = recipe.batch_size // recipe.accumulate
-    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32)
-    batch = {"inputs": tokens, "targets": tokens}
     if model_file.data is not None:
-        batch = batch_like(own_data(request), rows)
-    model = js.abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
+        data = own_data(request)
+        model_file = dataclasses.replace(model_file, data=lambda recipe: data)
+    batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
     try:
+        model = abstract_model(model_file, recipe, mesh)
         report = _report(args, model, model_file.loss_fn, batch, device, is_here=is_here)
     except FourPartError:
         raise

@@ -15,26 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard._errors import FourPartError
-from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
 from jshard.cluster.compile import ERROR, PROGRAM, RESULT, CompileError, CompileRequest, TooLargeError, as_json
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices
 from jshard.engine.context import plain_flax
 from jshard.inspect.audit import CompiledMemory
+from jshard.train.building import abstract_model, batch_of
 from jshard.train.folder.as_json import versions
 from jshard.train.metrics.mfu import dense_flops
 from jshard.train.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.units import with_units
-from jshard.train.state import batch_like, optimizer_of
+from jshard.train.state import optimizer_of
 from jshard.train.step import lower_step
 
 # What the TPU compiler says of a program that does not fit: needed and there, in GiB.
@@ -109,17 +108,9 @@ def lowered_step(
         mesh: the devices; they need not exist.
         shard_replicated: as in `js.shard_optimizer`.
     """
-    model = js.abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
+    model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model), shard_replicated=shard_replicated)
-    if model_file.data is None:
-        shape = (recipe.batch_size, recipe.sequence_length)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch_sharding(mesh))
-        batch = {"inputs": tokens, "targets": tokens}
-    else:
-        batch = batch_like(model_file.data(recipe), recipe.batch_size, mesh)
+    batch = batch_of(model_file, recipe, recipe.batch_size, mesh)
     return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate)
 
 

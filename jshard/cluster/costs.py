@@ -13,8 +13,6 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 from flax import nnx
 
 import jshard as js
@@ -29,11 +27,11 @@ from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.explain import folded_units
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
+from jshard.train.building import abstract_model, batch_of
 from jshard.train.metrics.mfu import dense_flops
 from jshard.train.model_file import ModelFile
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
-from jshard.train.state import batch_like
 
 _RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic, by that of forward and backward
 # Traffic to the device's memory, by bytes: of what is saved, and of what would be saved without remat, which is read
@@ -156,10 +154,7 @@ class Costs:
     def _model(self, mesh: tuple[tuple[str, int], ...]) -> nnx.Module:
         degrees = dict(mesh)
         abstract = js.mesh(**degrees, devices=math.prod(degrees.values()))
-        return js.abstract_init(
-            lambda: self.model_file.build(self.recipe.model, nnx.Rngs(self.recipe.seed)),
-            lambda model: self.model_file.annotate(model, abstract),
-        )
+        return abstract_model(self.model_file, self.recipe, abstract)
 
     @functools.cache  # noqa: B019
     def _way(self, mesh: tuple[tuple[str, int], ...], units: tuple[tuple[str, Any], ...]) -> _Way:
@@ -210,10 +205,7 @@ class Costs:
             return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows))
 
     def _batch(self, rows: int) -> Any:
-        if self.model_file.data is not None:
-            return batch_like(self.model_file.data(self.recipe), rows)
-        tokens = jax.ShapeDtypeStruct((rows, self.recipe.sequence_length), jnp.int32)
-        return {"inputs": tokens, "targets": tokens}
+        return batch_of(self.model_file, self.recipe, rows)
 
     # ---- times ---------------------------------------------------------------------------------------------------
 

@@ -92,6 +92,14 @@ def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
         return plain()
 
 
+def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
+    """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
+    annotation = annotation_of(module)
+    assert annotation is not None, "it is annotated"
+    with _interception():
+        return _initialise(annotation, module, run)
+
+
 @contextlib.contextmanager
 def _interception() -> Iterator[None]:
     """Inside, Flax asks `_intercept` about every method call; once is enough."""

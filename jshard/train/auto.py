@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from jshard._errors import ShardingError
-from jshard._init import abstract_init
 from jshard._mesh import FSDP, REPLICA, shard_batch
 from jshard._mesh import mesh as make_mesh
 from jshard._processes import gather_texts
@@ -27,12 +25,13 @@ from jshard.cluster.report import seconds
 from jshard.cluster.search import Search, search
 from jshard.cluster.variants import Variant
 from jshard.inspect.tables import add_row, made_table, printed
+from jshard.train.building import abstract_model, batch_like
 from jshard.train.data import Data, Loader, local_rows
 from jshard.train.model_file import ModelFile
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.units import with_units
-from jshard.train.state import batch_like, create
+from jshard.train.state import create
 from jshard.train.step import TrainStep
 
 _STEPS = 3  # timed, after one that is not
@@ -64,10 +63,8 @@ def chosen_variant(
     Raises:
         ShardingError: no way fits, by the estimate.
     """
-    model = abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
+    model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # it is read
+    model = abstract_model(model_file, recipe, mesh)
     key, sample = key_of(model, list(mesh.devices.flat)), str(batch_like(data, 1))
     known = recall(key)
     if known is not None and _is_for(known, recipe, sample, mesh):

@@ -4,7 +4,7 @@ A *model file* is an ordinary Python file. Three names in it are needed:
 
     RECIPES                    dict: recipe name -> function returning a `Recipe`; first = default
     build(config, rngs)        the Flax model for `recipe.model`
-    annotate(model, mesh)      calls `js.fully_shard` on the units, the root last
+    annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; of a Linen module it returns the copy
 
 and five are optional:
 
@@ -34,6 +34,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -61,6 +62,19 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
 
 
+@dataclasses.dataclass(frozen=True)
+class LinenUnits:
+    """What `annotate` returns for a Linen module whose units get other settings once its parameters are known.
+
+    Attributes:
+        module: what the file's own `annotate` returned.
+        settings: new values, by name.
+    """
+
+    module: Any
+    settings: Mapping[str, Any]
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelFile:
     """The names of a model file; see the module's docstring.
@@ -69,7 +83,7 @@ class ModelFile:
         path: where it is.
         recipes: `RECIPES`.
         build: makes the model of a config.
-        annotate: says what is sharded.
+        annotate: says what is sharded; of a Linen module it returns the annotated copy.
         loss_fn: the mean loss over the global batch.
         data: makes the data of a recipe; None for text.
         generate: continues prompts; None for no sample.
@@ -79,8 +93,8 @@ class ModelFile:
 
     path: Path
     recipes: Mapping[str, Callable[[], Recipe]]
-    build: Callable[[Any, nnx.Rngs], nnx.Module]
-    annotate: Callable[[Any, Mesh | AbstractMesh], None]
+    build: Callable[[Any, nnx.Rngs], nnx.Module | nn.Module]
+    annotate: Callable[[Any, Mesh | AbstractMesh], Any]
     loss_fn: LossFn = next_token_loss
     data: Callable[[Any], Any] | None = None
     generate: Callable[..., jax.Array] | None = None

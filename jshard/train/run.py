@@ -20,6 +20,7 @@ from jshard._plan import plan
 from jshard._processes import is_primary
 from jshard.checkpoint.whereabouts import OF_A_RUN, steps_in
 from jshard.train import launch
+from jshard.train.building import batch_like
 from jshard.train.data import Data, DataError, Loader, local_rows
 from jshard.train.folder.run_folder import RunFolder
 from jshard.train.folder.run_record import RunRecord
@@ -45,7 +46,7 @@ from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.sample import sample_text
 from jshard.train.settings.recipe import Recipe
 from jshard.train.settings.recipe_check import check_batch, check_recipe
-from jshard.train.state import batch_like, check_source
+from jshard.train.state import check_source
 from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
 
@@ -122,6 +123,7 @@ def run_recipe(
         ShardingError: something asked for cannot be done; nothing was written.
         RunError: the run has failed; the text names its last checkpoint.
     """
+    model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # whoever asks it for a batch: it is read
     check_recipe(recipe)
     check_batch(recipe, mesh)
     check_names(track)

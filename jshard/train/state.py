@@ -1,18 +1,14 @@
-"""The state of a run: model and optimizer, born sharded or read from a checkpoint; and what its batches look like."""
+"""The state of a run: model and optimizer, born sharded or read from a checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
 import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard._init import abstract_init, shard_init
-from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer, shard_optimizer
 from jshard._plan import plan
 from jshard.checkpoint import Checkpointer, forecast
@@ -20,7 +16,7 @@ from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.places import checkpoint_at
-from jshard.train.data import Data
+from jshard.train.building import abstract_model, new_model
 from jshard.train.loss_scale import LossScale
 from jshard.train.model_file import ModelFile
 from jshard.train.settings.recipe import Recipe
@@ -37,7 +33,7 @@ def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Modul
     Returns:
         The model and the optimizer.
     """
-    model = _new_model(model_file, recipe, mesh)
+    model = new_model(model_file, recipe, mesh)
     return model, shard_optimizer(model, optimizer_of(recipe, model))
 
 
@@ -73,7 +69,7 @@ def restore(
         CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
         RunError: all are damaged, or cannot be read.
     """
-    model = _abstract_model(model_file, recipe, mesh)
+    model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model))
     state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step, fall_back=True)
     return state["model"], state["optimizer"], int(state["step"])
@@ -96,7 +92,7 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
         RunError: it is damaged, or cannot be read.
     """
     found, names = _source(model_file, recipe, path)
-    model = _new_model(model_file, recipe, mesh)
+    model = new_model(model_file, recipe, mesh)
     model = restore_state(found, like={"model": model}, only="params", names=names)["model"]
     return model, shard_optimizer(model, optimizer_of(recipe, model))
 
@@ -115,18 +111,7 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) 
         RunError: what describes it is damaged.
     """
     found, names = _source(model_file, recipe, path)
-    forecast(found, like={"model": _abstract_model(model_file, recipe, mesh)}, only="params", names=names)
-
-
-def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
-    sharding = None if mesh is None else batch_sharding(mesh)
-
-    def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
-        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
-        return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
-
-    return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
+    forecast(found, like={"model": abstract_model(model_file, recipe, mesh)}, only="params", names=names)
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Names | None]:
@@ -134,18 +119,3 @@ def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Na
     found = checkpoint_at(path)
     is_foreign = foreign_source(found) is not None
     return found, model_file.names_elsewhere(recipe.model) if is_foreign else None
-
-
-def _abstract_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
-    return abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-    )
-
-
-def _new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
-    return shard_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(recipe.seed)),
-        lambda model: model_file.annotate(model, mesh),
-        mesh=mesh,
-    )

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
@@ -18,6 +17,7 @@ from jshard._optimizer import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.names import Names
 from jshard.cli._mesh_option import num_devices, parse_mesh, simulate_devices
+from jshard.train.building import abstract_model
 from jshard.train.model_file import ModelFile, load_model_file
 from jshard.train.settings.overrides import override
 from jshard.train.settings.recipe import Recipe
@@ -65,10 +65,7 @@ class Model:
 
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
-        model = js.abstract_init(
-            lambda: self.file.build(self.recipe.model, nnx.Rngs(self.recipe.seed)),
-            lambda model: self.file.annotate(model, mesh),
-        )
+        model = abstract_model(self.file, self.recipe, mesh)
         state = {"model": model, "optimizer": abstract_optimizer(model, optimizer_of(self.recipe, model))}
         found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}

@@ -6,13 +6,14 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import flax.linen as nn
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard._errors import ShardingError
 from jshard._policies import Prefetch, check_remat
 from jshard._revise import SETTINGS, revise
-from jshard.train.model_file import ModelFile
+from jshard.train.model_file import LinenUnits, ModelFile
 
 _WORDS = {"true": True, "false": False, "none": None}
 
@@ -67,8 +68,11 @@ def with_units(model_file: ModelFile, settings: Mapping[str, Any]) -> ModelFile:
     if not settings:
         return model_file
 
-    def annotate(model: nnx.Module, mesh: Mesh | AbstractMesh) -> None:
-        model_file.annotate(model, mesh)
+    def annotate(model: nnx.Module | nn.Module, mesh: Mesh | AbstractMesh) -> LinenUnits | None:
+        annotated = model_file.annotate(model, mesh)
+        if isinstance(model, nn.Module):
+            return LinenUnits(annotated, settings)
         revise(model, settings)
+        return None
 
     return dataclasses.replace(model_file, annotate=annotate)

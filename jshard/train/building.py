@@ -1,0 +1,136 @@
+"""The annotated model of a recipe, with its arrays or without; nobody else asks whether it is of nnx or Linen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard._init import abstract_init, shard_init
+from jshard._linen import annotation_of
+from jshard._mesh import AnyMesh, batch_sharding
+from jshard._revise import revise
+from jshard.engine.linen import initialise
+from jshard.train.data import Data
+from jshard.train.linen_model import LinenModel
+from jshard.train.model_file import LinenUnits, ModelFile, ModelFileError
+from jshard.train.settings.recipe import Recipe
+
+
+class _IsLinen(Exception):
+    """`build` has made a Linen module; it is told by a trace, as an nnx model holds its parameters when it is made."""
+
+
+def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.Module:
+    """The model of a recipe without arrays: shapes, dtypes and shardings.
+
+    Args:
+        model_file: builds and annotates the model.
+        recipe: its config and its seed.
+        mesh: the devices; they need not exist.
+    """
+    return _made(model_file, recipe, mesh, abstract_init)
+
+
+def new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
+    """The model of a recipe, every parameter born sharded.
+
+    Args:
+        model_file: builds and annotates the model.
+        recipe: its config and its seed.
+        mesh: the devices.
+    """
+    return _made(model_file, recipe, mesh, functools.partial(shard_init, mesh=mesh))
+
+
+def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None = None) -> dict[str, Any]:
+    """A batch of a recipe without its arrays; the shapes of text are known without reading it.
+
+    Args:
+        model_file: its `data`, if it has any.
+        recipe: the length of its sequences.
+        rows: of the batch.
+        mesh: for its shardings.
+    """
+    if model_file.data is not None:
+        return batch_like(model_file.data(recipe), rows, mesh)
+    sharding = None if mesh is None else batch_sharding(mesh)
+    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32, sharding=sharding)
+    return {"inputs": tokens, "targets": tokens}
+
+
+def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
+    sharding = None if mesh is None else batch_sharding(mesh)
+
+    def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
+        return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
+
+    return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
+
+
+def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
+    def build() -> nnx.Module:
+        model = model_file.build(recipe.model, nnx.Rngs(recipe.seed))
+        if isinstance(model, nn.Module):
+            raise _IsLinen
+        return model
+
+    try:
+        return place(build, lambda model: model_file.annotate(model, mesh))
+    except _IsLinen:
+        pass
+    module, settings = _annotated_linen(model_file, recipe, mesh)
+    rows = recipe.batch_size // recipe.accumulate
+    model = _held(module, model_file.loss_fn, batch_of(model_file, recipe, rows), recipe.seed, place)
+    if settings:
+        revise(model, settings)
+    return model
+
+
+def _held(
+    module: nn.Module, loss_fn: Callable[..., Any], batch: Mapping[str, Any], seed: int, place: Callable[..., Any]
+) -> LinenModel:
+    """The model, initialised by its loss: that calls it with whatever it takes from a batch."""
+
+    def create() -> tuple[dict[str, Any], Any]:
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
+        init = nn.init(lambda bound, batch: initialise(bound, lambda: loss_fn(bound, batch)), module)
+        collections = init(jax.random.key(seed), zeros)
+        return {name: tree for name, tree in collections.items() if not _is_sown(tree)}, nnx.state(nnx.Rngs(seed))
+
+    collections, keys = place(create, module)
+    rngs = cast(nnx.Rngs, nnx.eval_shape(lambda: nnx.Rngs(seed)))
+    nnx.update(rngs, keys)
+    return LinenModel(module, collections, rngs)
+
+
+def _is_sown(collection: Any) -> bool:
+    """Whether a collection holds what `sow` has collected, in tuples; kept, it would grow with every step."""
+    is_tuple = lambda x: isinstance(x, tuple) and not hasattr(x, "_fields")
+    return any(map(is_tuple, jax.tree.leaves(collection, is_leaf=is_tuple)))
+
+
+def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> tuple[nn.Module, Mapping[str, Any]]:
+    """The annotated Linen module, and what a command line says otherwise of its units."""
+    found: Any = model_file.annotate(model_file.build(recipe.model, nnx.Rngs(recipe.seed)), mesh)
+    settings: dict[str, Any] = {}
+    while isinstance(found, LinenUnits):
+        found, settings = found.module, {**found.settings, **settings}
+    if annotation_of(found) is None:
+        raise ModelFileError(
+            "The model file gives no annotated model.",
+            where=f"{model_file.path}: annotate(model, mesh)",
+            why=f"it returns {'None' if found is None else f'a {type(found).__name__}'}; of a Linen module"
+            " js.fully_shard returns an annotated copy.",
+            do="return js.fully_shard(model, mesh=mesh, units=Block)",
+        )
+    return found, settings

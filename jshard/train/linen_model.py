@@ -1,0 +1,281 @@
+"""A Linen model as an nnx model: plans, steps, optimizers and checkpoints are one code for both.
+
+The variables of a Linen model lie outside of it. Here they are those of nnx modules, one for each Linen module, under
+the names that Linen gives them, and the modules of units carry the units' records: whoever reads or changes an
+annotated nnx model does so with this one. A call hands the variables to the Linen module, and takes back what it
+changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from jshard._errors import AnnotationError
+from jshard._linen import annotation_of, relaid
+from jshard._linen_layout import Layout
+from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, attach, dotted, unit_of
+from jshard._padded import Padding, store
+from jshard._plan import ShardPlan
+from jshard._policies import UnitPolicy
+from jshard.engine.context import in_plain_flax
+from jshard.engine.linen import call_annotated
+from jshard.engine.linen_values import as_arrays, flat, raw_of
+from jshard.engine.overwritten import COLLECTION as OVERWRITTEN
+from jshard.train.linen_inference import inference
+
+_PARAMS = "params"
+_KINDS: dict[str, type[nnx.Variable]] = {_PARAMS: nnx.Param, "batch_stats": nnx.BatchStat, "cache": nnx.Cache}
+_STREAMS = (_PARAMS, "dropout")  # of keys; Flax takes those of the first for any other stream
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a variable belongs in Linen's collections, in which boxes, and its name in its nnx module."""
+
+    collection: str
+    path: Path
+    boxes: Any  # a treedef
+    name: str
+
+
+class _Part(nnx.Module):
+    """The variables of a Linen module inside the model."""
+
+
+class LinenModel(nnx.Module):
+    """A Linen model that holds its variables. It is called as an nnx model is, and as a bound Linen module.
+
+    Its methods and fields are those of the Linen module. Each call has random keys of its own, counted in `rngs`. With
+    `deterministic`, dropout is off and statistics are fixed; see `jshard.train.linen_inference`.
+
+    Args:
+        module: the annotated Linen module, as `init` has shown its parameters.
+        collections: its variables; arrays or shapes.
+        rngs: where the keys of its calls are from.
+    """
+
+    def __init__(self, module: nn.Module, collections: Mapping[str, Any], rngs: nnx.Rngs) -> None:
+        self.rngs, self.deterministic = rngs, False
+        annotation = annotation_of(module)
+        assert annotation is not None, "who makes a LinenModel has checked it"
+        _check(module, collections)
+        places = _hold(self, collections, {path: unit.kind for path, unit in annotation.layout.units.items()})
+        self._linen = _Linen(module, annotation.layout, places)
+        for path in ((), *annotation.layout.units):
+            attach(_part(self, path), _record(annotation.layout, path), _as_it_is)
+        for place in places:
+            _store_padded(self._variable(place), annotation.layout, place)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the Linen module."""
+        return self._run("__call__", args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        linen = vars(self).get("_linen")
+        if linen is None or name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(linen.module, name)
+        is_method = callable(getattr(type(linen.module), name, None)) and not hasattr(nn.Module, name)
+        return self._method(name) if is_method else value
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables as Linen has them, by collection."""
+        found: dict[str, Any] = {}
+        for place in self._linen.places:
+            raw, tree = self._variable(place).get_raw_value(), found
+            for key in (place.collection, *place.path[:-1]):
+                tree = tree.setdefault(key, {})
+            tree[place.path[-1]] = jax.tree.unflatten(place.boxes, jax.tree.leaves(raw))
+        return found
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: self._run(name, args, kwargs)
+
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        states = [] if self.deterministic else self._linen.states
+        module = self._linen.module_for(self._policies())
+        call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=states or False)
+        with inference(self.deterministic):
+            out: Any = call(self.variables, rngs=self._keys())
+        if not states:
+            return out
+        out, changed = out
+        self._take(changed)
+        return out
+
+    def _keys(self) -> dict[str, jax.Array]:
+        """Keys for a call; outside of training nothing is counted, so that a call changes nothing."""
+        rngs = nnx.clone(self.rngs) if self.deterministic else self.rngs
+        return {stream: rngs() for stream in _STREAMS}
+
+    def _take(self, changed: Mapping[str, Any]) -> None:
+        held = {(place.collection, *place.path): place for place in self._linen.places}
+        found = {(name, *path): leaf for name, tree in changed.items() for path, leaf in flat(tree)}
+        if new := sorted(dotted(key) for key in found.keys() - held.keys()):
+            raise AnnotationError(
+                "A call of a Linen model makes variables that its init did not make.",
+                where=[f"{type(self._linen.module).__name__}: {path}" for path in new],
+                why="the state of a run is what init has made; a step leaves it as it is.",
+                do="make them in init too: without a condition on self.is_initializing().",
+            )
+        for key, leaf in found.items():
+            self._variable(held[key]).set_raw_value(as_arrays(raw_of(leaf)))
+
+    def _variable(self, place: _Place) -> nnx.Variable:
+        return vars(_part(self, place.path[:-1]))[place.name]
+
+    def _policies(self) -> dict[Path, UnitPolicy]:
+        """The settings of the units as their records have them now."""
+        records = ((path, unit_of(_part(self, path))) for path in ((), *self._linen.layout.units))
+        return {path: record.policy for path, record in records if record is not None}
+
+    def _jshard_plan(self) -> ShardPlan:
+        """See `jshard._plan.plan`."""
+        return self._linen.layout_for(self._policies()).plan
+
+
+@dataclasses.dataclass(eq=False)
+class _Linen:
+    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant.
+
+    Args:
+        module: the annotated Linen module.
+        layout: of its parameters.
+        places: of its variables.
+    """
+
+    module: nn.Module
+    layout: Layout
+    places: tuple[_Place, ...]
+
+    def __post_init__(self) -> None:
+        self._modules: dict[Any, nn.Module] = {}
+
+    @property
+    def states(self) -> list[str]:
+        """The collections that a call in training may change."""
+        return sorted({place.collection for place in self.places} - {_PARAMS})
+
+    def layout_for(self, policies: Mapping[Path, UnitPolicy]) -> Layout:
+        """The layout with these settings of its units."""
+        return _with_policies(self.layout, policies)
+
+    def module_for(self, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
+        """The module whose units have these settings."""
+        if in_plain_flax():
+            return _plain_flax(self.module, policies)
+        key = tuple(policies.items())
+        if key not in self._modules:
+            changed = lambda layout: _with_policies(layout, policies)
+            self._modules[key] = relaid(self.module, changed, call_annotated)
+        return self._modules[key]
+
+
+def _with_policies(layout: Layout, policies: Mapping[Path, UnitPolicy]) -> Layout:
+    units = {
+        path: dataclasses.replace(unit, settings=dataclasses.replace(unit.settings, policy=policies[path]))
+        for path, unit in layout.units.items()
+    }
+    return dataclasses.replace(layout, root=dataclasses.replace(layout.root, policy=policies[()]), units=units)
+
+
+def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
+    """The module as its file has it, for a comparison with what the compiler makes of it."""
+    annotation = annotation_of(module)
+    assert annotation is not None
+    plain = UnitPolicy().mixed_precision
+    own = [path for path, policy in policies.items() if policy.remat != "none" or policy.mixed_precision != plain]
+    if own:
+        raise AnnotationError(
+            "A Linen model is compared with plain Flax in its own dtypes only.",
+            where=[f"{annotation.base.__name__}: {dotted(path)}" for path in own],
+            why="mixed_precision and remat of the annotation are jshard's; without it the model has neither.",
+            do="leave gspmd out of --compare, or say both in the model: nn.Dense(..., dtype=jnp.bfloat16), nn.remat.",
+        )
+    return annotation.plain(module)
+
+
+def _as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The route of a `LinenModel`: the Linen module has its own."""
+    return method(module, *args, **kwargs)
+
+
+def _record(layout: Layout, path: Path) -> Unit:
+    """The record of a unit, its parameters by their paths in the nnx module."""
+    members = []
+    for leaf in layout.leaves.values():
+        if leaf.path[: len(path)] == path:
+            owner = OWN if leaf.owner == path else NESTED if leaf.owner[: len(path)] == path else OUTER
+            members.append(Member(leaf.path[len(path) :], leaf.placement, owner))
+    settings = layout.units[path].settings if path else layout.root
+    return dataclasses.replace(settings, members=tuple(members), nested=bool(path))
+
+
+def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path, str]) -> tuple[_Place, ...]:
+    """Puts the variables into modules of the model, which it makes."""
+    for path in kinds:
+        _part(model, path, kinds)
+    places = []
+    for collection, path, leaf in _variables(collections):
+        part, name = vars(_part(model, path[:-1], kinds)), path[-1]
+        name = f"{collection}:{name}" if name in part else name  # Linen has a namespace for each collection
+        setattr(_part(model, path[:-1]), name, _KINDS.get(collection, nnx.Variable)(as_arrays(raw_of(leaf))))
+        places.append(_Place(collection, path, jax.tree.structure(leaf), name))
+    return tuple(places)
+
+
+def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
+    """Says of a parameter that is stored padded that it is, so that an optimizer sees the logical one."""
+    leaf = layout.leaves.get(dotted(place.path)) if place.collection == _PARAMS else None
+    padding = None if leaf is None else Padding.of(leaf.placement)
+    if padding is not None:
+        store(variable, padding, variable.get_raw_value())
+
+
+def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+    for collection in sorted(collections, key=lambda name: (name != _PARAMS, name)):
+        for path, leaf in flat(collections[collection]):
+            yield collection, path, leaf
+
+
+def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None) -> nnx.Module:
+    """The module at a path; with `kinds`, which names the classes of units, it is made where it is not there."""
+    for i, key in enumerate(path):
+        if kinds is not None and key not in vars(model):
+            setattr(model, key, _part_class(kinds.get(path[: i + 1], "Part"))())
+        model = vars(model)[key]
+    return model
+
+
+@functools.cache
+def _part_class(kind: str) -> type[_Part]:
+    """A class of the name of the Linen class: units of one class are layers of one kind."""
+    metaclass: Any = type(_Part)
+    return metaclass(kind, (_Part,), {"__module__": __name__})
+
+
+def _check(module: nn.Module, collections: Mapping[str, Any]) -> None:
+    if OVERWRITTEN in collections:
+        raise AnnotationError(
+            "A run does not update the scales of fp8 products.",
+            where=f"{type(module).__name__}: collection {OVERWRITTEN}",
+            why="their gradients are their new values, and an optimizer would take them for gradients.",
+            do="a loop of your own: docs/linen.md, 3. Train, with flax.linen.fp8_ops and its TrainState.",
+        )
+    taken = {"rngs", "deterministic", "variables", "_linen"}
+    used = sorted({str(path[0]) for _, path, _ in _variables(collections)} & taken)
+    if used:
+        raise AnnotationError(
+            "A name in a Linen model is taken.",
+            where=[f"{type(module).__name__}: {name}" for name in used],
+            why=f"the model of a run has attributes of its own: {', '.join(sorted(taken))}.",
+            do=f'rename it: name="{used[0]}_0"',
+        )
