@@ -89,6 +89,11 @@ class ShardPlan:
         return sum(leaf.placement.size for leaf in self.leaves)
 
     @property
+    def num_frozen(self) -> int:
+        """How many of them are not trained."""
+        return sum(leaf.placement.size for leaf in self.leaves if not leaf.trained)
+
+    @property
     def logical_bytes(self) -> int:
         """Bytes of all parameters as stored, over all devices, each counted once."""
         return sum(leaf.placement.logical_bytes for leaf in self.leaves)
@@ -147,7 +152,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         return linen.layout.plan
     own = getattr(type(model), "_jshard_plan", None)  # of one that calls a Linen module: jshard.train.linen_model
     if own is not None:
-        return own(model)
+        return own(model, wrt)
     root = unit_of(model)
     if root is None:
         raise root_forgotten(model)

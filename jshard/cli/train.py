@@ -179,7 +179,7 @@ def explained(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanat
     batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
     try:
         model = abstract_model(model_file, recipe, mesh)
-        return js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)
+        return js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch, wrt=model_file.wrt)
     except FourPartError:
         raise
     except ValueError as error:  # as a model raises that is asked for more than it can do

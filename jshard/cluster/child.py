@@ -83,7 +83,7 @@ def _result(request: CompileRequest, folder: Path) -> dict[str, Any]:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # children: ptxas
     return {
         "memory": dataclasses.asdict(_memory(compiled, topology)),
-        "plan": json.loads(js.plan(model).to_json()),
+        "plan": json.loads(js.plan(model, wrt=model_file.wrt).to_json()),
         "options": options,
         "batch_size": recipe.batch_size,
         "accumulate": recipe.accumulate,
@@ -109,7 +109,9 @@ def lowered_step(
         shard_replicated: as in `js.shard_optimizer`.
     """
     model = abstract_model(model_file, recipe, mesh)
-    optimizer = abstract_optimizer(model, optimizer_of(recipe, model), shard_replicated=shard_replicated)
+    optimizer = abstract_optimizer(
+        model, optimizer_of(recipe, model), wrt=model_file.wrt, shard_replicated=shard_replicated
+    )
     batch = batch_of(model_file, recipe, recipe.batch_size, mesh)
     return model, lower_step(model_file.loss_fn, model, optimizer, batch, accumulate=recipe.accumulate)
 
@@ -154,8 +156,8 @@ def _memory(compiled: jax.stages.Compiled, topology: Topology) -> CompiledMemory
 def _flops(model_file: ModelFile, recipe: Recipe, model: nnx.Module) -> tuple[float, str]:
     if model_file.flops is not None:
         return model_file.flops(recipe)
-    num_parameters = js.plan(model).num_parameters
-    return dense_flops(num_parameters=num_parameters, num_tokens=recipe.batch_size * recipe.sequence_length)
+    plan, num_tokens = js.plan(model, wrt=model_file.wrt), recipe.batch_size * recipe.sequence_length
+    return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=num_tokens)
 
 
 if __name__ == "__main__":

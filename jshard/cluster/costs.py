@@ -158,7 +158,7 @@ class Costs:
 
     @functools.cache  # noqa: B019
     def _way(self, mesh: tuple[tuple[str, int], ...], units: tuple[tuple[str, Any], ...]) -> _Way:
-        plan = js.plan(self._revised(mesh, dict(units)))
+        plan = js.plan(self._revised(mesh, dict(units)), wrt=self.model_file.wrt)
         held = memory_of(plan, optimizer=self.recipe.optimizer())
         # Of the layers; what is traced of a step holds the others' copies, and of the layers none.
         kept = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit.name))
@@ -202,7 +202,7 @@ class Costs:
         units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
         model = self._revised((*_TRACED, (TENSOR, tensor)), units)
         with unchecked():
-            return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows))
+            return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows), wrt=self.model_file.wrt)
 
     def _batch(self, rows: int) -> Any:
         return batch_of(self.model_file, self.recipe, rows)
@@ -229,7 +229,7 @@ class Costs:
         if self.model_file.flops is not None:
             return self.model_file.flops(recipe)[0]
         tokens = recipe.batch_size * recipe.sequence_length
-        return dense_flops(num_parameters=plan.num_parameters, num_tokens=tokens)[0]
+        return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)[0]
 
     def _communication_s(self, way: _Way, compute_s: float) -> tuple[float, float]:
         """All collectives of a microbatch, and what of them is exposed beside its computation."""

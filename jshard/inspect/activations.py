@@ -42,21 +42,22 @@ class Activations:
     offloaded_bytes: int = 0
 
 
-def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Activations:
+def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Activations:
     """Traces the loss of a model, and looks at what is saved. Nothing is compiled or run.
 
     Args:
         model: the annotated model; its arrays and its mesh may be abstract.
         loss: called with the model and the batch, as in training.
         batch: the global batch, abstract or real; a tuple stands for several arguments.
+        wrt: the parameters that are trained, as in `js.plan`.
     """
-    saved = saved_arrays(model, loss, batch)
+    saved = saved_arrays(model, loss, batch, wrt=wrt)
     layers = repeated_layers(model)
     if all(unit_of(module).policy.remat == "none" for module in layers):  # type: ignore[union-attr]
         return summed(saved, saved, layers.values())
     whole = nnx.merge(*nnx.split(model))
     revise(whole, {"remat": "none"})
-    return summed(saved, saved_arrays(whole, loss, batch), layers.values())
+    return summed(saved, saved_arrays(whole, loss, batch, wrt=wrt), layers.values())
 
 
 def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
@@ -73,12 +74,12 @@ def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
     return Activations(_total(here), outside, again, _total(saved) - _total(here))
 
 
-def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> Saved:
+def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Saved:
     """What is saved, from one trace; the arguments are those of `activations`."""
     if unit_of(model) is None:
         raise root_forgotten(model)
     arguments = batch if isinstance(batch, tuple) else (batch,)
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, rest = nnx.split(model, wrt, ...)
 
     def forward(params: Any, rest: Any, arguments: tuple) -> Any:
         # Copied: what the model changes as it runs, as dropout's counts, belongs to the inner trace.

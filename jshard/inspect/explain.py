@@ -29,6 +29,7 @@ def explain(
     optimizer: Any = None,
     loss: Callable[..., Any] | None = None,
     batch: Any = None,
+    wrt: Any = nnx.Param,
     leaves: bool = False,
 ) -> "Explanation":
     """Says where every parameter of an annotated model lies and what training it costs.
@@ -41,6 +42,7 @@ def explain(
         optimizer: an `nnx.Optimizer` or an Optax transformation, to count its state; AdamW is assumed.
         loss: function of the model and the batch. With it and `batch`, activations of a model are estimated.
         batch: the global batch, abstract or real; a tuple stands for several arguments of `loss`.
+        wrt: the parameters of a model that are trained, as in `js.plan`.
         leaves: list every parameter too.
 
     Returns:
@@ -52,7 +54,7 @@ def explain(
     Example:
         >>> print(js.explain(model, optimizer=optax.adamw(3e-4)))
     """
-    plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan)
+    plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else make_plan(model_or_plan, wrt=wrt)
     if loss is not None and annotation_of(model_or_plan) is not None:
         raise AnnotationError(
             "The activations of a Linen model are not estimated.",
@@ -62,7 +64,7 @@ def explain(
         )
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
-        held = held.with_activations(activations(model_or_plan, loss, batch))
+        held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
     return Explanation(plan, held, traffic_of(plan), leaves)
 
 
@@ -141,7 +143,8 @@ def _headline(plan: ShardPlan) -> str:
     where = f"on {devices} device{'s'[: devices != 1]} ({axes})"
     gathered = plan.gathered_part
     if gathered.leaves == plan.leaves:
-        return f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, {where}"
+        frozen = f"; {plan.num_frozen:,} of them are frozen" if plan.num_frozen else ""
+        return f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, {where}{frozen}"
     return (
         f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}, {where};"
         f" {gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P, are ever gathered"

@@ -137,9 +137,14 @@ class LinenModel(nnx.Module):
         records = ((path, unit_of(_part(self, path))) for path in ((), *self._linen.layout.units))
         return {path: record.policy for path, record in records if record is not None}
 
-    def _jshard_plan(self) -> ShardPlan:
+    def _jshard_plan(self, wrt: Any) -> ShardPlan:
         """See `jshard._plan.plan`."""
-        return self._linen.layout_for(self._policies()).plan
+        plan, is_trained = self._linen.layout_for(self._policies()).plan, nnx.filterlib.to_predicate(wrt)
+        held = {
+            dotted(p.path): is_trained(p.path, self._variable(p)) for p in self._linen.places if p.collection == _PARAMS
+        }
+        leaves = tuple(dataclasses.replace(leaf, trained=held[leaf.path]) for leaf in plan.leaves)
+        return dataclasses.replace(plan, leaves=leaves)
 
 
 @dataclasses.dataclass(eq=False)

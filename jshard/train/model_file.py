@@ -6,7 +6,7 @@ A *model file* is an ordinary Python file. Three names in it are needed:
     build(config, rngs)        the Flax model for `recipe.model`
     annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; of a Linen module it returns the copy
 
-and five are optional:
+and six are optional:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
@@ -15,6 +15,7 @@ and five are optional:
                                continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
     hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
+    wrt                        an nnx filter of the parameters that are trained, such as `nnx.LoRAParam`; all by default
 
 `batch` is what the data gives, stacked; of text a dict of two int32 arrays of shape (batch_size, sequence_length):
 "inputs", and "targets", the same text one token later. `models/gpt.py` is an example to copy.
@@ -89,6 +90,7 @@ class ModelFile:
         generate: continues prompts; None for no sample.
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: what Hugging Face calls each parameter; None where nobody said.
+        wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
     """
 
     path: Path
@@ -100,6 +102,7 @@ class ModelFile:
     generate: Callable[..., jax.Array] | None = None
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
+    wrt: Any = nnx.Param
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
         """The named recipe, or the file's first, with its name.
@@ -297,7 +300,8 @@ def _pick(module: Any, path: Path) -> ModelFile:
         )
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}
-    wrong = [*_not_recipes(module.RECIPES), *_not_functions(named)]
+    wrt = getattr(module, "wrt", nnx.Param)
+    wrong = [*_not_recipes(module.RECIPES), *_not_functions(named), *_not_filter(wrt)]
     if wrong:
         raise ModelFileError(
             "The model file has names that it cannot be used with.",
@@ -305,7 +309,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
             why="\n".join(why for _, why in wrong),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
-    return ModelFile(path=path, recipes=module.RECIPES, **named)
+    return ModelFile(path=path, recipes=module.RECIPES, wrt=wrt, **named)
 
 
 def _not_recipes(recipes: Any) -> Iterator[tuple[str, str]]:
@@ -323,6 +327,13 @@ def _not_functions(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in named.items():
         if not callable(value):
             yield name, f"{name} is {_kind(value)}, not a function."
+
+
+def _not_filter(wrt: Any) -> Iterator[tuple[str, str]]:
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except TypeError:
+        yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
 
 
 def _kind(value: Any) -> str:

@@ -263,12 +263,16 @@ class _Job:
         # One process measures: several on one host would take the cores from each other.
         mfu, peak = None, device_peak(self._devices) if self._folder.is_primary else None
         if peak is not None and (self._model_file.flops is not None or tokens is not None):
-            num_parameters = plan(step.model).num_parameters
+            planned = plan(step.model, wrt=self._model_file.wrt)
             mfu = Mfu(
                 *(
                     self._model_file.flops(recipe)
                     if self._model_file.flops is not None
-                    else dense_flops(num_parameters=num_parameters, num_tokens=recipe.batch_size * (tokens or 1))
+                    else dense_flops(
+                        num_parameters=planned.num_parameters,
+                        num_frozen=planned.num_frozen,
+                        num_tokens=recipe.batch_size * (tokens or 1),
+                    )
                 ),
                 peak,
             )

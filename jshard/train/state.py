@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import optax
 from flax import nnx
@@ -34,7 +34,7 @@ def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Modul
         The model and the optimizer.
     """
     model = new_model(model_file, recipe, mesh)
-    return model, shard_optimizer(model, optimizer_of(recipe, model))
+    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
 
 
 def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformation:
@@ -70,13 +70,16 @@ def restore(
         RunError: all are damaged, or cannot be read.
     """
     model = abstract_model(model_file, recipe, mesh)
-    optimizer = abstract_optimizer(model, optimizer_of(recipe, model))
+    optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
     state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step, fall_back=True)
     return state["model"], state["optimizer"], int(state["step"])
 
 
 def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
     """A new model with the parameters of a checkpoint, and a new optimizer for it.
+
+    Where the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks stay as they
+    are made, with a warning.
 
     Args:
         model_file: builds and annotates the model; its `hf_names(config)` says what others call its parameters.
@@ -93,8 +96,9 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
     """
     found, names = _source(model_file, recipe, path)
     model = new_model(model_file, recipe, mesh)
-    model = restore_state(found, like={"model": model}, only="params", names=names)["model"]
-    return model, shard_optimizer(model, optimizer_of(recipe, model))
+    missing = _missing(model_file)
+    model = restore_state(found, like={"model": model}, only="params", names=names, missing=missing)["model"]
+    return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
 
 
 def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:
@@ -111,7 +115,8 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) 
         RunError: what describes it is damaged.
     """
     found, names = _source(model_file, recipe, path)
-    forecast(found, like={"model": abstract_model(model_file, recipe, mesh)}, only="params", names=names)
+    like = {"model": abstract_model(model_file, recipe, mesh)}
+    forecast(found, like=like, only="params", names=names, missing=_missing(model_file))
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Names | None]:
@@ -119,3 +124,8 @@ def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Na
     found = checkpoint_at(path)
     is_foreign = foreign_source(found) is not None
     return found, model_file.names_elsewhere(recipe.model) if is_foreign else None
+
+
+def _missing(model_file: ModelFile) -> Literal["error", "init"]:
+    """What of parameters that a checkpoint lacks: adapters are no part of their base."""
+    return "error" if model_file.wrt is nnx.Param else "init"

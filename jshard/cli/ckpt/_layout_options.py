@@ -66,7 +66,8 @@ class Model:
     def specs(self, mesh: Mesh) -> Mapping[str, PartitionSpec]:
         """How its leaves, and those of its optimizer, are sharded on a mesh, by path as a run stores them."""
         model = abstract_model(self.file, self.recipe, mesh)
-        state = {"model": model, "optimizer": abstract_optimizer(model, optimizer_of(self.recipe, model))}
+        optimizer = abstract_optimizer(model, optimizer_of(self.recipe, model), wrt=self.file.wrt)
+        state = {"model": model, "optimizer": optimizer}
         found: Mapping[Any, Any] = _leaves.abstract(_leaves.flatten(state))
         shardings = {_leaves.text(path): getattr(leaf, "sharding", None) for path, leaf in found.items()}
         padded = {_leaves.text(path) for path in _leaves.logical_shapes(state)}  # cut as it would be without a model

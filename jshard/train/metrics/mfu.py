@@ -96,22 +96,27 @@ def _cpu_flops_per_s(device: jax.Device) -> float:  # pyright: ignore[reportInva
     return 2 * _SIDE**3 / best_s
 
 
-def dense_flops(*, num_parameters: int, num_tokens: int) -> tuple[float, str]:
+def dense_flops(*, num_parameters: int, num_tokens: int, num_frozen: int = 0) -> tuple[float, str]:
     """Arithmetic of a step of a dense transformer, and its formula as text: 6 x parameters x tokens.
 
     Each parameter costs a multiplication and an addition per token, once forward and twice backward (Kaplan et al.
     2020, arXiv 2001.08361; PaLM, arXiv 2204.02311, appendix B). Attention over long sequences comes on top, and
-    recomputation does not count. A model file may give its own `flops` in the same form.
+    recomputation does not count. A frozen parameter costs once backward: 4 operations. A model file may give its own
+    `flops` in the same form.
 
     Args:
         num_parameters: parameters of the model, tied ones once.
         num_tokens: tokens (or samples) of a global batch.
+        num_frozen: of the parameters those that are not trained.
 
     Returns:
         Floating-point operations, and the formula.
     """
-    formula = f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
-    return 6.0 * num_parameters * num_tokens, formula
+    if not num_frozen:
+        return 6.0 * num_parameters * num_tokens, f"6 x {num_parameters:,} parameters x {num_tokens:,} tokens"
+    trained = num_parameters - num_frozen
+    formula = f"(6 x {trained:,} trained + 4 x {num_frozen:,} frozen parameters) x {num_tokens:,} tokens"
+    return (6.0 * trained + 4.0 * num_frozen) * num_tokens, formula
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,128 @@
+"""`wrt` in a model file: adapters are trained over the base of another run, and only they have gradients and state."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import cli
+from jshard.checkpoint import CheckpointWarning
+from jshard.cluster.child import lowered_step
+from jshard.inspect.activations import activations
+from jshard.train import TrainStep, create, load_model_file
+from jshard.train.building import abstract_model, batch_of
+from jshard.train.metrics.mfu import dense_flops
+from jshard.train.model_file import ModelFileError
+from jshard.train.state import check_source, create_from, restore
+from tests.compiling import compile_to_read
+from tests.micro_gpt import MODELS
+
+BASE, LORA = (load_model_file(MODELS / f"{name}.py") for name in ("gpt", "lora_gpt"))
+_SMALL = {"block_size": 16, "n_layer": 2, "n_head": 2, "d_model": 64, "d_ff": 128}
+
+
+def small(file):
+    _, tiny = file.recipe("tiny")
+    model = dataclasses.replace(tiny.model, **_SMALL)
+    return dataclasses.replace(tiny, model=model, sequence_length=16, batch_size=16, warmup_steps=0, learning_rate=0.03)
+
+
+RECIPE = small(LORA)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A checkpoint of a base, and its model."""
+    model, _ = create(BASE, dataclasses.replace(small(BASE), seed=7), js.mesh())
+    path = tmp_path_factory.mktemp("base") / "0"
+    js.checkpoint.save(path, {"model": model})
+    return path, model
+
+
+def values(model, kind=nnx.Param):
+    return {path: np.asarray(x) for path, x in nnx.to_flat_state(nnx.state(model, kind))}
+
+
+def frozen(model):
+    adapters = values(model, nnx.LoRAParam)
+    return {path: x for path, x in values(model).items() if path not in adapters}
+
+
+def equal(some, others):
+    return some.keys() == others.keys() and all((some[path] == others[path]).all() for path in some)
+
+
+def batches(mesh):
+    rows = np.random.default_rng(0).integers(97, 107, (3, RECIPE.batch_size, RECIPE.sequence_length + 1), np.int32)
+    return [js.shard_batch({"inputs": x[:, :-1], "targets": x[:, 1:]}, mesh) for x in rows]
+
+
+def test_adapters_are_trained_over_the_base_of_another_run(base, tmp_path):
+    path, model = base
+    mesh = js.mesh(replica=2)
+    check_source(LORA, RECIPE, mesh, path)
+    with pytest.warns(CheckpointWarning, match="8 leaves stay as `like` has them"):
+        adapted, optimizer = create_from(LORA, RECIPE, mesh, path)
+    assert equal(frozen(adapted), values(model)), "adapters begin as nothing"
+    assert {key[-1] for key, x in nnx.to_flat_state(nnx.state(optimizer)) if x.ndim} == {"lora_a", "lora_b"}
+    given = batches(mesh)
+    step = TrainStep(LORA.loss_fn, adapted, optimizer, given[0])
+    losses = [float(step(batch)["loss"]) for batch in [*given, *given]]
+    assert losses[3:] < losses[:3]
+    assert equal(frozen(step.model), values(model))
+    changed = values(step.model, nnx.LoRAParam)
+    assert all((x != 0).any() for key, x in changed.items() if key[-1] == "lora_b")
+
+    series = js.checkpoint.Checkpointer(tmp_path)
+    series.save(3, {"model": step.model, "optimizer": step.optimizer, "step": 3})
+    series.wait()
+    again, state, done = restore(LORA, RECIPE, js.mesh(), series)
+    assert done == 3 and equal(values(again), values(step.model))
+    assert equal(values(state, nnx.OptState), values(step.optimizer, nnx.OptState))
+
+
+def test_a_base_lacks_nothing_without_wrt(base):
+    file = dataclasses.replace(LORA, wrt=nnx.Param)
+    with pytest.raises(js.checkpoint.CheckpointError, match="lora_a"):
+        check_source(file, RECIPE, js.mesh(), base[0])
+
+
+def test_what_is_frozen_is_planned_and_compiled_as_frozen():
+    model, lowered = lowered_step(LORA, RECIPE, js.mesh())
+    plan = js.plan(model, wrt=LORA.wrt)
+    assert {leaf.path.split("/")[-1] for leaf in plan.leaves if leaf.trained} == {"lora_a", "lora_b"}
+    found = js.audit(compile_to_read(lowered), plan=plan)
+    assert not [row for row in found.rows if row.kind == "reduce-scatter" and row.elements > RECIPE.model.d_ff * 64]
+    assert {d.planned for d in found.differences} <= {"all-gather"}, "XLA:CPU may merge the second with the first"
+
+
+def test_explain_counts_state_and_activations_of_what_is_trained():
+    mesh = js.mesh(fsdp=8, devices=8)
+    model, batch = abstract_model(LORA, RECIPE, mesh), batch_of(LORA, RECIPE, RECIPE.batch_size)
+    whole = js.explain(model, loss=LORA.loss_fn, batch=batch)
+    partly = js.explain(model, loss=LORA.loss_fn, batch=batch, wrt=LORA.wrt)
+    assert "of them are frozen" in str(partly) and "frozen" not in str(whole)
+    assert partly.memory.optimizer_bytes < whole.memory.optimizer_bytes / 4
+    assert partly.memory.gradients_bytes < whole.memory.gradients_bytes / 4
+    saved = [activations(model, LORA.loss_fn, batch, wrt=wrt).saved_bytes for wrt in (nnx.Param, LORA.wrt)]
+    assert saved[1] < saved[0]
+
+
+def test_the_command_says_so(capsys):
+    assert cli.main(["train", str(MODELS / "lora_gpt.py"), "--dry-run"]) == 0
+    assert "of them are frozen" in capsys.readouterr().out
+
+
+def test_a_frozen_parameter_costs_one_product_backward():
+    flops, formula = dense_flops(num_parameters=100, num_frozen=90, num_tokens=10)
+    assert flops == (6 * 10 + 4 * 90) * 10
+    assert formula == "(6 x 10 trained + 4 x 90 frozen parameters) x 10 tokens"
+
+
+def test_a_filter_that_is_none_is_refused(tmp_path):
+    file = tmp_path / "odd.py"
+    file.write_text("RECIPES = {'a': dict}\nbuild = annotate = print\nwrt = 3.5\n")
+    with pytest.raises(ModelFileError, match="wrt is a float, not an nnx filter"):
+        load_model_file(file)
