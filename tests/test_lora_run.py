@@ -16,7 +16,7 @@ from jshard.train.building import abstract_model, batch_of
 from jshard.train.metrics.mfu import dense_flops
 from jshard.train.model_file import ModelFileError
 from jshard.train.state import check_source, create_from, restore
-from tests.compiling import compile_to_read
+from tests.helpers import compile_to_read
 from tests.micro_gpt import MODELS
 
 BASE, LORA = (load_model_file(MODELS / f"{name}.py") for name in ("gpt", "lora_gpt"))
@@ -30,6 +30,7 @@ def small(file):
 
 
 RECIPE = small(LORA)
+_ADAPTERS = 2 * 2 * RECIPE.model.rank * (64 + 128)  # elements, of two layers in two blocks
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,13 @@ def test_adapters_are_trained_over_the_base_of_another_run(base, tmp_path):
     assert equal(values(state, nnx.OptState), values(step.optimizer, nnx.OptState))
 
 
+def test_a_base_that_lacks_what_is_frozen_is_refused(base):
+    deeper = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, n_layer=3))
+    with pytest.raises(js.checkpoint.CheckpointError, match="blocks/2/mlp/up/kernel") as raised:
+        check_source(LORA, deeper, js.mesh(), base[0])
+    assert "lora" not in str(raised.value)
+
+
 def test_a_base_lacks_nothing_without_wrt(base):
     file = dataclasses.replace(LORA, wrt=nnx.Param)
     with pytest.raises(js.checkpoint.CheckpointError, match="lora_a"):
@@ -94,7 +102,7 @@ def test_what_is_frozen_is_planned_and_compiled_as_frozen():
     plan = js.plan(model, wrt=LORA.wrt)
     assert {leaf.path.split("/")[-1] for leaf in plan.leaves if leaf.trained} == {"lora_a", "lora_b"}
     found = js.audit(compile_to_read(lowered), plan=plan)
-    assert not [row for row in found.rows if row.kind == "reduce-scatter" and row.elements > RECIPE.model.d_ff * 64]
+    assert not [row for row in found.rows if row.kind == "reduce-scatter" and row.total_bytes > 4 * _ADAPTERS]
     assert {d.planned for d in found.differences} <= {"all-gather"}, "XLA:CPU may merge the second with the first"
 
 

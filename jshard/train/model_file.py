@@ -332,7 +332,7 @@ def _not_functions(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _not_filter(wrt: Any) -> Iterator[tuple[str, str]]:
     try:
         nnx.filterlib.to_predicate(wrt)
-    except TypeError:
+    except (TypeError, ValueError):
         yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
 
 

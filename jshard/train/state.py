@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import optax
 from flax import nnx
@@ -96,7 +96,7 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
     """
     found, names = _source(model_file, recipe, path)
     model = new_model(model_file, recipe, mesh)
-    missing = _missing(model_file)
+    missing = "error" if model_file.wrt is nnx.Param else "init"
     model = restore_state(found, like={"model": model}, only="params", names=names, missing=missing)["model"]
     return model, shard_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
 
@@ -115,8 +115,12 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) 
         RunError: what describes it is damaged.
     """
     found, names = _source(model_file, recipe, path)
-    like = {"model": abstract_model(model_file, recipe, mesh)}
-    forecast(found, like=like, only="params", names=names, missing=_missing(model_file))
+    model = abstract_model(model_file, recipe, mesh)
+    if model_file.wrt is nnx.Param:
+        forecast(found, like={"model": model}, only="params", names=names)
+    else:  # adapters may be missing, and what is frozen may not
+        frozen = nnx.state(model, nnx.All(nnx.Param, nnx.Not(model_file.wrt)))
+        forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
 
 
 def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Names | None]:
@@ -124,8 +128,3 @@ def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Na
     found = checkpoint_at(path)
     is_foreign = foreign_source(found) is not None
     return found, model_file.names_elsewhere(recipe.model) if is_foreign else None
-
-
-def _missing(model_file: ModelFile) -> Literal["error", "init"]:
-    """What of parameters that a checkpoint lacks: adapters are no part of their base."""
-    return "error" if model_file.wrt is nnx.Param else "init"
