@@ -4,12 +4,15 @@ import contextlib
 import contextvars
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from jshard.engine.chain import Chain
+
+V = TypeVar("V")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,19 +45,23 @@ _unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", d
 _global_view = jax.make_user_context(default_value="")
 
 
+@contextlib.contextmanager
+def _during(variable: contextvars.ContextVar[V], value: V) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
 def current_region() -> Region | None:
     """The region being traced; None outside."""
     return _region.get()
 
 
-@contextlib.contextmanager
-def region_scope(region: Region | None) -> Iterator[None]:
+def region_scope(region: Region | None) -> AbstractContextManager[None]:
     """Sets the region. Rules of `custom_vjp` are traced later than the call, so they must set it again."""
-    token = _region.set(region)
-    try:
-        yield
-    finally:
-        _region.reset(token)
+    return _during(_region, region)
 
 
 def gathered_copies() -> Mapping[int, Any] | None:
@@ -62,14 +69,9 @@ def gathered_copies() -> Mapping[int, Any] | None:
     return _copies.get()
 
 
-@contextlib.contextmanager
-def copies_scope(copies: Mapping[int, Any] | None) -> Iterator[None]:
+def copies_scope(copies: Mapping[int, Any] | None) -> AbstractContextManager[None]:
     """Sets the copies that calls inside find."""
-    token = _copies.set(copies)
-    try:
-        yield
-    finally:
-        _copies.reset(token)
+    return _during(_copies, copies)
 
 
 def in_shapes_only() -> bool:
@@ -77,14 +79,9 @@ def in_shapes_only() -> bool:
     return _shapes_only.get()
 
 
-@contextlib.contextmanager
-def shapes_only() -> Iterator[None]:
+def shapes_only() -> AbstractContextManager[None]:
     """Inside, a model with an abstract mesh can be called in a trace that is not compiled."""
-    token = _shapes_only.set(True)
-    try:
-        yield
-    finally:
-        _shapes_only.reset(token)
+    return _during(_shapes_only, True)
 
 
 def is_unchecked() -> bool:
@@ -92,14 +89,9 @@ def is_unchecked() -> bool:
     return _unchecked.get()
 
 
-@contextlib.contextmanager
-def unchecked() -> Iterator[None]:
+def unchecked() -> AbstractContextManager[None]:
     """For one of many traces of the same model: a third of the time goes into checks, which the others make."""
-    token = _unchecked.set(True)
-    try:
-        yield
-    finally:
-        _unchecked.reset(token)
+    return _during(_unchecked, True)
 
 
 def in_global_view() -> bool:
