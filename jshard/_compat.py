@@ -364,6 +364,32 @@ def parsed_program(program: str | bytes) -> Any:
         return mlir.ir.Module.parse(program)
 
 
+# As XLA runs Shardy before it partitions a program; the last two turn what differs into collectives.
+_PARTITION = (
+    "builtin.module(sdy-propagation-pipeline,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
+    "func.func(sdy-reshard-to-collectives),canonicalize,cse)"
+)
+
+
+def partitioned(lowered: Any) -> Any:
+    """The module of a lowered program with the collectives that its shardings ask for, as Shardy finds them.
+
+    None where it cannot be known without a compiler: another partitioner is in use, or these passes have other names.
+    """
+    from jax.extend.mlir import ir, passmanager
+
+    if not getattr(jax.config, "jax_use_shardy_partitioner", True):
+        return None
+    module = lowered.compiler_ir("stablehlo")
+    with module.context:
+        try:
+            passmanager.PassManager.parse(_PARTITION).run(module.operation)
+        except (ValueError, ir.MLIRError):
+            return None
+    return module
+
+
 def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
     """A function whose operations run on another stream of the GPU, beside those of the program around it."""
     from jax.experimental import compute_on as module

@@ -26,6 +26,7 @@ class Assumptions:
         latency_s: of one collective.
         matmul_efficiency: part of `flops_per_s` that matrix products reach.
         memory_efficiency: part of `memory_bytes_per_s` that other operations reach.
+        host_bytes_per_s: what copies from the host's memory or to it reach, each way; None if it is not known.
         flops_per_s_of: peaks of other dtypes, by HLO name; those not named go by their width (TF32 half, FP8 twice).
 
     Example:
@@ -44,6 +45,7 @@ class Assumptions:
     latency_s: float = 15e-6
     matmul_efficiency: float = 0.6
     memory_efficiency: float = 0.8
+    host_bytes_per_s: float | None = None
     flops_per_s_of: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:

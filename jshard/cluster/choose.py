@@ -43,7 +43,8 @@ class Chosen:
 
     def __rich__(self) -> Group:
         refused = [f"--mesh {mesh} cannot be annotated: {why}" for mesh, why in self.search.refused.items()]
-        parts: list[Any] = [_ranking(self.search), *map(Text, refused), Text(), Comparison(rows=self.compiled), Text()]
+        told = map(Text, (*refused, *self.search.left_out))
+        parts: list[Any] = [_ranking(self.search), *told, Text(), Comparison(rows=self.compiled), Text()]
         return Group(*parts, Text(self._verdict(), style="bold"))
 
     def __str__(self) -> str:
@@ -74,6 +75,7 @@ class Chosen:
             "compiled": [row.to_dict() for row in self.compiled],
             "considered": ways + [_way(cost) | {"fits": False} for cost in found.too_large],
             "refused": dict(self.search.refused),
+            "left_out": list(found.left_out),
         }
 
 
@@ -123,7 +125,8 @@ def _ranking(found: Search) -> Any:
     columns = "way", "mesh", "GiB>", "step>", "computes>", "waits>", "why not"
     caption = (
         "Estimated from the plan, before anything is compiled, to choose what is compiled. way: what is kept from"
-        " forward to backward, remat, microbatches. Of ways that take the same time the one that holds least is shown."
+        " forward to backward, remat, microbatches. waits: for collectives, and copies from and to the host. Of"
+        " ways that take the same time the one that holds least is shown."
     )
     table = made_table("Ways, by the estimate", *columns, caption=caption)
     best = found.ranked[0] if found.ranked else None
@@ -151,5 +154,7 @@ def _way(cost: Cost) -> dict[str, Any]:
         "step_s": cost.step_s,
         "compute_s": cost.compute_s,
         "exposed_s": cost.exposed_s,
+        "own_s": cost.own_s,
+        "host_s": cost.host_s,
         "batch_size": cost.batch_size,
     }

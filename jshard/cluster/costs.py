@@ -1,7 +1,8 @@
 """What ways to train a recipe would hold and take, before any of them is compiled: a sieve, not a measure.
 
 Memory is that of `jshard.inspect.memory`. Time is that of matrix products, of traffic to the device's memory, and of
-the collectives that stay exposed if all the others hide behind computation as far as there is some.
+what stays exposed of collectives and of copies from and to the host, if as much as can hides behind computation. What
+the model sends over axes of its own stands between one product and the next, and hides behind nothing.
 """
 
 from __future__ import annotations
@@ -10,23 +11,25 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from flax import nnx
 
 import jshard as js
-from jshard._mesh import FSDP, REPLICA, TENSOR, data_shards
+from jshard._mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard._nnx import modules
-from jshard._plan import ShardPlan, UnitPlan
+from jshard._plan import ShardPlan
 from jshard._revise import has_inner_units, repeated_layers, revise
+from jshard.cluster.collective_times import Collectives, exposed_s, own_s, planned
+from jshard.cluster.host_copies import host_copies
 from jshard.cluster.machine import Machine
 from jshard.cluster.variants import Variant
 from jshard.engine.context import unchecked
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
-from jshard.inspect.communication import Traffic, traffic_of
-from jshard.inspect.explain import folded_units
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
+from jshard.inspect.own_traffic import at_rows, own_traffic
+from jshard.inspect.partitioned import Amounts
 from jshard.train.building import abstract_model, batch_of
 from jshard.train.metrics.mfu import dense_flops
 from jshard.train.model_file import ModelFile
@@ -41,6 +44,11 @@ _UPDATE_PASSES = 7.0  # over the shard of the parameters: AdamW reads four array
 
 
 _TRACED = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
+_SENT = 2, 3  # sequences on a device that are traced for what they send
+KNOWN_RATE = "--assume host_bytes_per_s=50e9 tells it"
+
+_Waits = tuple[float, float]
+"""Seconds of a step: all, and what of it the computation waits for."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +60,11 @@ class Cost:
         memory: of one device.
         compute_s: what computes.
         communication_s: the collectives, one after another.
-        exposed_s: what of them the computation waits for.
+        exposed_s: what of them, and of copies from and to the host, the computation waits for.
         batch_size: sequences of a step.
+        own_s: what of the collectives runs over the model's own axes: the computation waits for all of it.
+        host_s: copies from and to the host.
+        left_out: what has no price in it, in words.
     """
 
     variant: Variant
@@ -62,6 +73,9 @@ class Cost:
     communication_s: float
     exposed_s: float
     batch_size: int
+    own_s: float = 0.0
+    host_s: float = 0.0
+    left_out: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
@@ -75,23 +89,13 @@ class Cost:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Collectives:
-    """Equal ones: in forward or backward, how many, how long each, and whether nothing is computed beside them."""
-
-    phase: str
-    count: int
-    each_s: float
-    is_alone: bool
-
-
-@dataclasses.dataclass(frozen=True)
 class _Way:
     """What does not depend on the batch."""
 
     plan: ShardPlan
     held: Memory
     kept_bytes: int
-    collectives: tuple[_Collectives, ...]
+    collectives: tuple[Collectives, ...]
 
 
 class Costs:
@@ -113,16 +117,21 @@ class Costs:
         plan = way.plan
         rows = recipe.batch_size // recipe.accumulate // data_shards(variant.mesh)
         saved = self._saved(rows, str(variant.units.get("remat", "")), variant.mesh.get(TENSOR, 1))
-        compute_s = self._compute_s(plan, recipe, rows, variant)
+        parts, compute_s = recipe.accumulate, self._compute_s(plan, recipe, rows, variant)
         saved = dataclasses.replace(saved, saved_bytes=saved.saved_bytes + way.kept_bytes)
-        communication_s, exposed_s = self._communication_s(way, compute_s / recipe.accumulate)
+        memory, there_s = way.held.with_activations(saved), self._there_s(plan, compute_s / parts)
+        (planned_s, waits_s), own_s = exposed_s(way.collectives, there_s), self._own_s(variant, rows)
+        host_s, host_waits_s = self._copies_s(plan, memory, there_s | {"update": self._update_s(plan)}, parts)
         return Cost(
             variant=variant,
-            memory=way.held.with_activations(saved),
+            memory=memory,
             compute_s=compute_s + self._update_s(plan),
-            communication_s=communication_s * recipe.accumulate,
-            exposed_s=exposed_s * recipe.accumulate,
+            communication_s=(planned_s + own_s) * parts,
+            exposed_s=(waits_s + own_s) * parts + host_waits_s,
             batch_size=recipe.batch_size,
+            own_s=own_s * parts,
+            host_s=host_s,
+            left_out=self._left_out(variant, plan, memory, rows),
         )
 
     @functools.cached_property
@@ -162,7 +171,7 @@ class Costs:
         held = memory_of(plan, optimizer=self.recipe.optimizer())
         # Of the layers; what is traced of a step holds the others' copies, and of the layers none.
         kept = sum(kept_bytes(plan, unit) for unit in plan.units if self._is_layer(unit.name))
-        return _Way(plan, held, kept, tuple(self._collectives(plan)))
+        return _Way(plan, held, kept, tuple(planned(plan, self.machine.assumptions)))
 
     def _revised(self, mesh: tuple[tuple[str, int], ...], units: Mapping[str, Any]) -> nnx.Module:
         model = nnx.merge(*nnx.split(self._model(mesh)))
@@ -225,57 +234,61 @@ class Costs:
         a = self.machine.assumptions
         return _UPDATE_PASSES * plan.bytes_per_device / (a.memory_bytes_per_s * a.memory_efficiency)
 
+    def _there_s(self, plan: ShardPlan, compute_s: float) -> dict[str, float]:
+        """What of a microbatch's computation is forward, and what backward."""
+        forward_s = compute_s * (0.25 if _remat_of(plan, self._layer_names) == "full" else 1 / 3)
+        return {"forward": forward_s, "backward": compute_s - forward_s}
+
     def _flops(self, plan: ShardPlan, recipe: Recipe) -> float:
         if self.model_file.flops is not None:
             return self.model_file.flops(recipe)[0]
         tokens = recipe.batch_size * recipe.sequence_length
         return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)[0]
 
-    def _communication_s(self, way: _Way, compute_s: float) -> tuple[float, float]:
-        """All collectives of a microbatch, and what of them is exposed beside its computation."""
-        total, exposed = 0.0, 0.0
-        there_s = {"forward": compute_s * (0.25 if _remat_of(way.plan, self._layer_names) == "full" else 1 / 3)}
-        there_s["backward"] = compute_s - there_s["forward"]
-        for one in way.collectives:
-            total += one.count * one.each_s
-            # The first gather and the last reduction of a row of layers find nothing beside them.
-            exposed += one.each_s * (one.count if one.is_alone else 1)
-            there_s[one.phase] -= 0.0 if one.is_alone else (one.count - 1) * one.each_s
-        exposed += sum(max(0.0, -left_s) for left_s in there_s.values())
-        return total, min(exposed, total)
+    def _own_s(self, variant: Variant, rows: int) -> float:
+        """What the collectives of a microbatch over the model's own axes take."""
+        found = self._own(variant, rows)
+        return 0.0 if found is None else own_s(found, variant.mesh, self.machine.assumptions)
 
-    def _collectives(self, plan: ShardPlan) -> Iterator[_Collectives]:
-        """Those of forward and backward, of each kind of unit."""
-        root = plan.units[0].name
-        for _, units, unit in folded_units(plan):
-            layers = max((leaf.placement.layers for leaf in plan.unit_leaves(unit.name)), default=1)
-            for phase, kind, each_s in self._times(plan, unit, layers):
-                alone = unit.name == root or (unit.prefetch == "0" and kind == "all-gather")
-                yield _Collectives(phase, units * layers, each_s, alone)
+    def _own(self, variant: Variant, rows: int) -> Amounts | None:
+        """Those of so many sequences on a device; None where they are not known."""
+        degrees = variant.mesh.get(EXPERT, 1), variant.mesh.get(TENSOR, 1)
+        if max(degrees) == 1:
+            return {}
+        remat = str(variant.units.get("remat", ""))
+        few, more = (self._sent(n, "" if remat == self.remat else remat, *degrees) for n in _SENT)
+        return None if few is None or more is None else at_rows(few, more, (*_SENT, rows))
 
-    def _times(self, plan: ShardPlan, unit: UnitPlan, layers: int) -> Iterator[tuple[str, str, float]]:
-        """The collectives of one layer of a unit: (forward or backward, kind, seconds)."""
-        of_unit = dataclasses.replace(plan, leaves=plan.unit_leaves(unit.name))
-        for one in (t for t in traffic_of(of_unit) if t.group_size > 1):
-            phase = "forward" if one.purpose == "parameters for forward" else "backward"
-            group = _positions(one, dict(plan.mesh))
-            yield phase, one.kind, self.machine.assumptions.transfer_s(one.kind, one.full_bytes / layers, group)
+    @functools.cache  # noqa: B019
+    def _sent(self, rows: int, remat: str, expert: int, tensor: int) -> Amounts | None:
+        model = self._revised((*_TRACED, (EXPERT, expert), (TENSOR, tensor)), {"remat": remat} if remat else {})
+        with unchecked():
+            return own_traffic(model, self.model_file.loss_fn, self._batch(2 * expert * rows), wrt=self.model_file.wrt)
+
+    def _copies_s(self, plan: ShardPlan, memory: Memory, there_s: Mapping[str, float], parts: int) -> _Waits:
+        """What copies from and to the host take in a step, and what of it nothing is computed beside."""
+        rate, total, exposed = self.machine.assumptions.host_bytes_per_s, 0.0, 0.0
+        if not rate:
+            return 0.0, 0.0
+        for phase, copies in host_copies(plan, memory).items():
+            times, took_s = 1 if phase == "update" else parts, copies.time_s(rate)
+            total += times * took_s
+            exposed += times * max(0.0, took_s - there_s[phase])
+        return total, exposed
+
+    def _left_out(self, variant: Variant, plan: ShardPlan, memory: Memory, rows: int) -> tuple[str, ...]:
+        """What an estimate of a way has no price for."""
+        found = []
+        if self._own(variant, rows) is None:
+            found.append("collectives over tensor and expert, which this JAX does not tell before it compiles")
+        if not all(unit.gathered for unit in plan.units):
+            found.append("what units that are never gathered send")
+        if memory.host_bytes and not self.machine.assumptions.host_bytes_per_s:
+            found.append(f"copies to and from the host, whose rate is not known: {KNOWN_RATE}")
+        return tuple(found)
 
 
 def _remat_of(plan: ShardPlan, layers: frozenset[str]) -> str:
     """The remat policy of the layers."""
     found = [unit.remat for unit in plan.units if unit.name in layers]
     return found[0] if found else "none"
-
-
-def _positions(one: Traffic, mesh: Mapping[str, int]) -> range | list[int]:
-    """Where the first group of a collective lies in the mesh, whose last axis is the nearest."""
-    stride, strides = 1, {}
-    for axis, degree in reversed(list(mesh.items())):
-        strides[axis], stride = stride, stride * degree
-    if len(one.axes) == 1:
-        return range(0, one.group_size * strides[one.axes[0]], strides[one.axes[0]])
-    outer, inner = one.axes
-    return [
-        i * strides[outer] + j * strides[inner] for i in range(mesh.get(outer, 1)) for j in range(mesh.get(inner, 1))
-    ]

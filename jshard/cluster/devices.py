@@ -37,6 +37,8 @@ class DeviceFacts:
         hosts_share_links: whether those links go on beyond a host, as in a rack of GB200.
         slow_bytes_per_s: the same between groups, by device: network adapter, or data-center network. An assumption.
         slow_range: likewise.
+        host_bytes_per_s: what copies from the host's memory or to it reach, each way, by device. An assumption; None
+            where no rate of the link is published.
         sources: for every number above where it is from.
         target: what the GPU compiler asks for; None for a TPU, whose compiler knows its devices.
         dims: extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU.
@@ -54,6 +56,7 @@ class DeviceFacts:
     slow_bytes_per_s: float
     slow_range: tuple[float, float]
     sources: Mapping[str, str]
+    host_bytes_per_s: float | None = None
     target: GpuTarget | None = None
     dims: int = 0
     hosts_share_links: bool = False
@@ -111,6 +114,7 @@ def _gpu(
     link: _Link,
     group: int = 8,
     adapter: _Link,
+    host: _Link,
 ) -> DeviceFacts:
     spec = _XLA.format(spec)
     sources = {
@@ -122,6 +126,7 @@ def _gpu(
         "fast_group": f"{sheet}: GPUs in one NVLink domain",
         "slow_bytes_per_s": f"assumption: {adapter.reached}",
         "slow_range": f"assumption: {adapter.between}",
+        "host_bytes_per_s": f"assumption: {host.reached}",
         "target": spec,
     }
     return DeviceFacts(
@@ -136,6 +141,7 @@ def _gpu(
         fast_group=group,
         slow_bytes_per_s=adapter.bytes_per_s,
         slow_range=adapter.range,
+        host_bytes_per_s=host.bytes_per_s,
         sources=types.MappingProxyType(sources),
         target=target,
         hosts_share_links=group > 8,
@@ -190,6 +196,13 @@ _NVLINK5 = _Link(900, "NVLink 5", reached_percent=82, least_percent=60)
 _IB_200 = _Link(25, "one 200 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 _IB_400 = _Link(50, "one 400 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 
+# One way; the data sheets count both together. Google publishes no such rate for its TPUs.
+_PCIE_4 = _Link(32, "PCIe 4 x16, half of the data sheet's 64 GB/s", reached_percent=80, least_percent=60)
+_PCIE_5 = _Link(64, "PCIe 5 x16, half of the data sheet's 128 GB/s", reached_percent=80, least_percent=60)
+_C2C = _Link(
+    225, "NVLink-C2C, 900 GB/s both ways for the two GPUs of a superchip", reached_percent=80, least_percent=60
+)
+
 _HOPPER_RATES = rates(clock=1.98, matrix_clock=1.8295201, f32_ops=2, f16=512, f64=32)
 _BLACKWELL_RATES = rates(clock=1.965, matrix_clock=1.8353101, f32_ops=1, f16=1024, f64=16)
 _GB200_RATES = rates(clock=2.062, matrix_clock=1.9259081, f32_ops=1, f16=1024, f64=16)
@@ -216,6 +229,7 @@ _ALL = (
         spec="h100_sxm",
         link=_NVLINK4,
         adapter=_IB_400,
+        host=_PCIE_5,
     ),
     _gpu(
         "h200",
@@ -231,6 +245,7 @@ _ALL = (
         spec="h200",
         link=_NVLINK4,
         adapter=_IB_400,
+        host=_PCIE_5,
     ),
     *(
         _gpu(
@@ -254,6 +269,7 @@ _ALL = (
             spec=f"a100_sxm_{gb}",
             link=_NVLINK3,
             adapter=_IB_200,
+            host=_PCIE_4,
         )
         for gb, bandwidth, memory in (
             (40, 1_555_200_000_000, 42_331_013_120),
@@ -280,6 +296,7 @@ _ALL = (
         spec="b200",
         link=_NVLINK5,
         adapter=_IB_400,
+        host=_PCIE_5,
     ),
     _gpu(
         "gb200",
@@ -302,6 +319,7 @@ _ALL = (
         link=_NVLINK5,
         group=72,
         adapter=_IB_400,
+        host=_C2C,
     ),
     _tpu(
         "v5e",

@@ -24,6 +24,7 @@ _CPU = Assumptions(  # a guess, to be corrected by measured steps
     fast_group=1024,
     slow_bytes_per_s=1e9,
     latency_s=1e-4,
+    host_bytes_per_s=1e10,  # the same memory
 )
 EFFICIENCY = 0.60, 0.75  # of matrix products, by the peak of the data sheet
 _FP8 = "f8e4m3fn", "f8e5m2"
@@ -87,6 +88,7 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
         fast_group=fast_group,
         slow_bytes_per_s=device.slow_bytes_per_s,
         matmul_efficiency=EFFICIENCY[0],
+        host_bytes_per_s=device.host_bytes_per_s,
         flops_per_s_of=tuple(peaks.items()),
     )
 
@@ -137,7 +139,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, float]:
     Raises:
         ShardingError: it is no assumption, has no such value, or is given twice.
     """
-    names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int)]
+    names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int, float | None)]
     found = {}
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))

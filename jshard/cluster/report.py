@@ -18,6 +18,7 @@ from jshard.cluster.timeline import timeline_svg
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import page
+from jshard.inspect.explain import human_bytes
 from jshard.inspect.tables import add_row, made_table, printed
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
@@ -73,6 +74,15 @@ class ClusterPlan:
         peak, capacity = self.step.memory.peak_bytes / 2**30, self.topology.device.hbm_bytes / 2**30
         return f"{'fits' if self.fits else 'does not fit'}: {peak:.1f} GiB of {capacity:.1f}"
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What the estimates leave out, in a line: the replay follows no copies between device and host."""
+        away, rate = self.step.memory.host_bytes, self.cluster.assumptions.host_bytes_per_s
+        if not away:
+            return ()
+        once = f"; to move that once takes {seconds(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
+        return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} lie{once}",)
+
     def mfu(self, estimate: Estimate) -> float:
         """The model's arithmetic as a part of the peak, if a step takes as long as in an estimate."""
         peak = self.topology.num_devices * self.topology.device.flops_per_s["bf16"]
@@ -82,7 +92,7 @@ class ClusterPlan:
         parts: list[Any] = [Text(self._headline()), Text(), Text(self._compiled_title(), style="bold")]
         parts += [self.audit, Text(), Text(self.verdict, style="bold" if self.fits else "bold red")]
         parts += [*map(Text, self._memory_notes()), Text(), Text(_ESTIMATE, style="bold")]
-        parts += [self._estimate_table(), Text(self._assumed()), *map(Text, self.notes)]
+        parts += [self._estimate_table(), Text(self._assumed()), *map(Text, (*self.left_out, *self.notes))]
         return Group(*parts)
 
     def __str__(self) -> str:
@@ -109,6 +119,7 @@ class ClusterPlan:
             "compiled": compiled,
             "estimate": self._estimates_json(),
             "sources": dict(device.sources),
+            "left_out": list(self.left_out),
             "notes": list(self.notes),
         }
 

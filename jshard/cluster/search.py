@@ -42,6 +42,12 @@ class Search:
     too_large: tuple[Cost, ...]
     refused: Mapping[str, str]
 
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """What some estimates have no price for, a line for each thing."""
+        found = (self.default, *self.ranked, *self.too_large)
+        return tuple(dict.fromkeys(f"not in the estimate: {one}" for cost in found for one in cost.left_out))
+
     def finalists(self, count: int) -> tuple[Cost, ...]:
         """The first of the ranking whose times differ."""
         found: list[Cost] = []

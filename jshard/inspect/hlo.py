@@ -8,7 +8,7 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -113,7 +113,7 @@ def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
     found = []
     for name, kind, attributes, before, after in op.findall(text):
         kind = kind.replace("_", "-")
-        group = _asked_group(name, kind, attributes, meshes)
+        group = asked_group(name, kind, attributes, meshes)
         sizes: dict[str, int] = collections.defaultdict(int)
         for shape in re.findall(r"tensor<([^>]*)>", before if kind == "reduce-scatter" else after):
             *dims, dtype = shape.split("x")
@@ -122,7 +122,7 @@ def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
     return tuple(found)
 
 
-def _asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) -> tuple[int, ...]:
+def asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) -> tuple[int, ...]:
     """The first group of a StableHLO collective: from a table, or from a mesh with axis names."""
     if table := re.search(r"(?:replica_groups|source_target_pairs) = dense<\[(.*?\])\]?>", attributes):
         rows = [_ints(row) for row in re.findall(r"[\d, ]+\d", table.group(1))]
@@ -131,7 +131,7 @@ def _asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) 
         sizes = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', meshes.get(named.group(1), ""))}
         used = re.findall(r'name = "([^"]+)"', named.group(2))
         if "sub_axis" not in named.group(2) and set(used) <= set(sizes):
-            return _group_along(sizes, used)
+            return group_along(sizes, used)
     raise cannot(f"{name} = {kind}(...)", "its groups of devices are written in an unknown way.")
 
 
@@ -244,10 +244,10 @@ def _mesh_group(instruction: Instruction, sizes: str, axes: str) -> tuple[int, .
     used = re.findall(r"'([^']+)'", axes)
     if ":" in axes or not set(used) <= set(known):
         raise cannot(instruction.text, f"a part of a mesh axis is not understood: {axes}.")
-    return _group_along(known, used)
+    return group_along(known, used)
 
 
-def _group_along(sizes: dict[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+def group_along(sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
     """Positions of the first group of devices along some axes of a mesh."""
     ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
     first = ids[tuple(slice(None) if axis in axes else 0 for axis in sizes)]

@@ -17,6 +17,7 @@ _FREE = frozenset(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id copy-start copy-done"
     " slice-start slice-done iota add-dependency opt-barrier optimization-barrier domain".split()
 )
+_BESIDE, _HOST = ("fusion-start", "fusion-done"), "S(5)"  # asynchronous fusions; XLA's name of the host's memory
 _SLICES = ("dynamic-slice", "slice", "gather")
 _GEMMS = "__cublas", "__onednn$matmul", "__triton_gemm"
 _ATTENTION = "__cudnn$fmha"
@@ -84,6 +85,8 @@ class Worker:
         """The work of one instruction of a computation."""
         if instruction.opcode in _FREE or _target(instruction).startswith(_NOTHING):
             return Work()
+        if instruction.opcode in _BESIDE and _is_hosts(home, instruction):
+            return Work()  # a copy between device and host
         arithmetic = self._arithmetic(home, instruction)
         if instruction.opcode == "fusion":
             touched = sum(_fusion_bytes(body) for body in self._module.callees(instruction))
@@ -106,6 +109,12 @@ class Worker:
         if body.name not in self._inside:
             self._inside[body.name] = added(self._arithmetic(body, i) for i in body.instructions)
         return self._inside[body.name]
+
+
+def _is_hosts(home: Computation, instruction: Instruction) -> bool:
+    """Whether an instruction has to do with the host's memory."""
+    given = [home.operand(instruction, i) for i in range(len(instruction.operands))]
+    return any(_HOST in one.shape for one in (instruction, *given) if one is not None)
 
 
 def _product(dtype: str, flops: float) -> Work:

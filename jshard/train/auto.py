@@ -87,7 +87,7 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[st
     if not found.ranked:
         raise _nothing_fits(found)
     feedback = with_feedback(found, measure)
-    say(told(feedback))
+    say("\n".join((told(feedback), *found.left_out)))
     if feedback.best is None:
         raise _nothing_fits(found)
     return feedback.best
