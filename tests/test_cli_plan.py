@@ -125,7 +125,8 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
             "ShardingError: There is no such assumption about a cluster.\n"
             "  where: --assume matmul_efficiency=70\n"
             "  why:   the assumptions are flops_per_s, memory_bytes_per_s, fast_bytes_per_s, fast_group,"
-            " slow_bytes_per_s, latency_s, matmul_efficiency, memory_efficiency, each a positive number and given"
+            " slow_bytes_per_s, latency_s, matmul_efficiency, memory_efficiency, host_bytes_per_s, each a"
+            " positive number and given"
             " once; an efficiency is at most 1, and fast_group whole.\n"
             "  do:    --assume slow_bytes_per_s=25e9\n",
         ),

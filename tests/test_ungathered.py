@@ -183,7 +183,15 @@ def test_explain_says_never():
     (row,) = [line for line in text.splitlines() if line.startswith(" table ")]
     assert row.split()[-5:] == ["never", "f32", "-", "-", "-"]
     assert "Never gathered: table" in text
-    assert "3,168 of them, 12.38 KiB = P, are" in text
+    assert "3,168 of them, 12.38 KiB = P, are" in text and "frozen" not in text
+
+
+def test_explain_counts_what_is_frozen_where_some_is_never_gathered_too():
+    model = abstract(js.mesh())
+    plan = js.plan(model, wrt=nnx.All(nnx.Param, nnx.Not(nnx.PathContains("table"))))
+    assert 0 < plan.num_frozen < plan.num_parameters
+    text = " ".join(str(js.explain(plan)).split())
+    assert f"= P, are ever gathered; {plan.num_frozen:,} of all are frozen" in text
 
 
 @MESHES

@@ -18,8 +18,7 @@ from jshard.cluster.timeline import timeline_svg
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import page
-from jshard.inspect.explain import human_bytes
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, human_bytes, made_table, printed
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
 _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start unless it is told otherwise

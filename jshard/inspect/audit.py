@@ -20,12 +20,11 @@ from jshard._plan import ShardPlan
 from jshard._plan import plan as make_plan
 from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
 from jshard.inspect.differences import Difference, differences
-from jshard.inspect.explain import human_bytes
 from jshard.inspect.hlo import KINDS
 from jshard.inspect.host import host_differences
 from jshard.inspect.schedule import Schedule, read_schedule
 from jshard.inspect.steps import Window
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, human_bytes, made_table, printed
 
 _SHOWN = 10
 

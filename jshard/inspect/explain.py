@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,8 @@ from jshard._plan import plan as make_plan
 from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
-from jshard.inspect.tables import add_row, folded_names, joined_name, made_table, name_pattern, printed
+from jshard.inspect.notes import notes_of
+from jshard.inspect.tables import add_row, human_bytes, human_count, joined_name, made_table, name_pattern, printed
 
 
 def explain(
@@ -95,13 +95,7 @@ class Explanation:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [
-            *chosen,
-            *_ungathered_notes(self.plan),
-            *_replicated_notes(self.plan),
-            *_padded_notes(self.plan),
-            *_tied_notes(self.plan),
-        ]
+        notes = [*chosen, *notes_of(self.plan)]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 
@@ -142,12 +136,13 @@ def _headline(plan: ShardPlan) -> str:
     devices = math.prod(size for _, size in plan.mesh)
     where = f"on {devices} device{'s'[: devices != 1]} ({axes})"
     gathered = plan.gathered_part
-    if gathered.leaves == plan.leaves:
-        frozen = f"; {plan.num_frozen:,} of them are frozen" if plan.num_frozen else ""
+    all_are = gathered.leaves == plan.leaves
+    frozen = f"; {plan.num_frozen:,} of {'them' if all_are else 'all'} are frozen" if plan.num_frozen else ""
+    if all_are:
         return f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)} = P, {where}{frozen}"
     return (
         f"{plan.num_parameters:,} parameters, {human_bytes(plan.logical_bytes)}, {where};"
-        f" {gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P, are ever gathered"
+        f" {gathered.num_parameters:,} of them, {human_bytes(gathered.logical_bytes)} = P, are ever gathered{frozen}"
     )
 
 
@@ -251,74 +246,3 @@ def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> Table:
     sent = f"{total / whole:.2f} P"
     add_row(table, "total", "", "", "", "", human_bytes(total), sent, style="bold")
     return table
-
-
-def _replicated_notes(plan: ShardPlan) -> list[str]:
-    """One line for each reason, with the parameters it holds for."""
-    if plan.replicated == plan.leaves:
-        return [f"Replicated: all parameters: {plan.leaves[0].placement.because}"]
-    reasons: dict[str, dict[str, int]] = {}
-    for leaf in plan.replicated:
-        paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
-        shape = list(leaf.placement.shape)
-        pattern = f"{_pattern(leaf.path)} {shape}"
-        paths[pattern] = paths.get(pattern, 0) + 1
-    if not reasons:
-        return []
-    total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
-    lines = [f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"]
-    for because, paths in reasons.items():
-        lines.append(f"  {because}:")
-        lines += [f"    {path}" + (f"  x{count}" if count > 1 else "") for path, count in paths.items()]
-    return lines
-
-
-def _ungathered_notes(plan: ShardPlan) -> list[str]:
-    """One line for the units that are never gathered: nothing of what they send is in the tables."""
-    names = folded_names([unit.name for unit in plan.units if not unit.gathered])
-    told = "called in global view; what that sends is the model's own, and not counted"
-    return [f"Never gathered: {', '.join(names)} ({told})"] if names else []
-
-
-def _padded_notes(plan: ShardPlan) -> list[str]:
-    """What is stored with zeros at the end, so that a dim divides."""
-    padded = [leaf for leaf in plan.leaves if leaf.placement.padding]
-    if not padded:
-        return []
-    zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
-    sizes: dict[str, int] = {}
-    for leaf in padded:
-        p = leaf.placement
-        dim = p.dim or 0
-        line = f"  {_pattern(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
-        sizes[line] = sizes.get(line, 0) + 1
-    count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
-    head = f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
-    return [head, *(line + (f"  x{count}" if count > 1 else "") for line, count in sizes.items())]
-
-
-def _pattern(path: str) -> str:
-    return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
-
-
-def _tied_notes(plan: ShardPlan) -> list[str]:
-    tied = [leaf for leaf in plan.leaves if leaf.aliases]
-    return [f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}" for leaf in tied]
-
-
-def human_bytes(count: float) -> str:
-    """Bytes as text, in B, KiB, MiB, GiB or TiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-def human_count(count: float) -> str:
-    """A number of parameters as text: 1.23M."""
-    for unit in ("", "K", "M"):
-        if count < 1000:
-            return f"{count:.0f}" if not unit else f"{count:.2f}{unit}"
-        count /= 1000
-    return f"{count:.2f}B"

@@ -5,8 +5,8 @@ import re
 
 from jshard._plan import ShardPlan
 from jshard.inspect.differences import Difference
-from jshard.inspect.explain import human_bytes
 from jshard.inspect.module import item_bytes
+from jshard.inspect.tables import human_bytes
 
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's

@@ -80,3 +80,21 @@ def folded_names(names: Iterable[str]) -> list[str]:
         pattern, index = name_pattern(name)
         groups.setdefault(pattern, []).append(index)
     return [joined_name(pattern, indices) for pattern, indices in groups.items()]
+
+
+def human_bytes(count: float) -> str:
+    """Bytes as text, in B, KiB, MiB, GiB or TiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"
+
+
+def human_count(count: float) -> str:
+    """A number of parameters as text: 1.23M."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.2f}{unit}"
+        count /= 1000
+    return f"{count:.2f}B"

@@ -11,8 +11,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from jshard.inspect.explain import human_bytes
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, human_bytes, made_table, printed
 from jshard.kernels.knobs import Occupancy
 from jshard.kernels.occupancy import CommFootprint
 from jshard.kernels.shaping.waiting import UnitTimes

@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jshard.inspect.explain import human_bytes
-from jshard.inspect.tables import add_row, folded_names, made_table, printed
+from jshard.inspect.tables import add_row, folded_names, human_bytes, made_table, printed
 from jshard.kernels.occupancy import CommFootprint
 from jshard.kernels.shaping.kernels import told
 from jshard.kernels.shaping.products import Product

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
-from jshard.inspect.explain import human_bytes
+from jshard.inspect.tables import human_bytes
 
 _LIVE_EVERY_S = 0.1
 _PLAIN_EVERY_S = 10.0

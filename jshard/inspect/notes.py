@@ -1,0 +1,64 @@
+"""What the tables of an explanation do not say: lines about parameters that are an exception."""
+
+import re
+
+from jshard._plan import ShardPlan
+from jshard.inspect.tables import folded_names, human_bytes
+
+
+def notes_of(plan: ShardPlan) -> list[str]:
+    """The lines: what is never gathered, what is replicated, padded, tied."""
+    return [*_ungathered_notes(plan), *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
+
+
+def _replicated_notes(plan: ShardPlan) -> list[str]:
+    """One line for each reason, with the parameters it holds for."""
+    if plan.replicated == plan.leaves:
+        return [f"Replicated: all parameters: {plan.leaves[0].placement.because}"]
+    reasons: dict[str, dict[str, int]] = {}
+    for leaf in plan.replicated:
+        paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
+        shape = list(leaf.placement.shape)
+        pattern = f"{_pattern(leaf.path)} {shape}"
+        paths[pattern] = paths.get(pattern, 0) + 1
+    if not reasons:
+        return []
+    total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
+    lines = [f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"]
+    for because, paths in reasons.items():
+        lines.append(f"  {because}:")
+        lines += [f"    {path}" + (f"  x{count}" if count > 1 else "") for path, count in paths.items()]
+    return lines
+
+
+def _ungathered_notes(plan: ShardPlan) -> list[str]:
+    """One line for the units that are never gathered: nothing of what they send is in the tables."""
+    names = folded_names([unit.name for unit in plan.units if not unit.gathered])
+    told = "called in global view; what that sends is the model's own, and not counted"
+    return [f"Never gathered: {', '.join(names)} ({told})"] if names else []
+
+
+def _padded_notes(plan: ShardPlan) -> list[str]:
+    """What is stored with zeros at the end, so that a dim divides."""
+    padded = [leaf for leaf in plan.leaves if leaf.placement.padding]
+    if not padded:
+        return []
+    zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
+    sizes: dict[str, int] = {}
+    for leaf in padded:
+        p = leaf.placement
+        dim = p.dim or 0
+        line = f"  {_pattern(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
+        sizes[line] = sizes.get(line, 0) + 1
+    count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
+    head = f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
+    return [head, *(line + (f"  x{count}" if count > 1 else "") for line, count in sizes.items())]
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
+
+
+def _tied_notes(plan: ShardPlan) -> list[str]:
+    tied = [leaf for leaf in plan.leaves if leaf.aliases]
+    return [f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}" for leaf in tied]
