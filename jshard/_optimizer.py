@@ -101,6 +101,8 @@ def abstract_optimizer(
             why="the model was annotated with an abstract mesh, for a plan only.",
             do="mesh = js.mesh(fsdp=-1)",
         )
+    if isinstance(tx, _Placed) and tx.mesh != mesh:
+        raise _of_other_mesh(plain_class(model).__name__, tx.mesh, mesh)
     places = _places(model, over_replica=shard_replicated)
     placed = _placed(tx, places, mesh)
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
@@ -108,6 +110,23 @@ def abstract_optimizer(
     graphdef, state = nnx.split(_padded(made, places))
     return nnx.merge(
         graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
+    )
+
+
+class _Placed(optax.GradientTransformationExtraArgs):
+    """A transformation that holds its state to a plan, and so belongs to the plan's mesh."""
+
+    mesh: Mesh
+
+
+def _of_other_mesh(name: str, its: Mesh, mesh: Mesh) -> AnnotationError:
+    told = lambda mesh: ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+    why = f"it holds state to the mesh it was made for ({told(its)}), and the model is on another ({told(mesh)})."
+    return AnnotationError(
+        "The transformation is that of another sharded optimizer.",
+        where=f"shard_optimizer({name}, tx)",
+        why=why if told(its) != told(mesh) else f"it holds state to other devices, in a mesh of {told(its)}.",
+        do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
     )
 
 
@@ -199,4 +218,6 @@ def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -
         updates, state = tx.update(grads, state, params, **extra)
         return jax.tree.map_with_path(hold_update, updates), jax.tree.map_with_path(hold, state)
 
-    return optax.GradientTransformationExtraArgs(init, cast(Any, update))
+    placed = _Placed(init, cast(Any, update))
+    placed.mesh = mesh
+    return placed

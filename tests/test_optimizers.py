@@ -249,3 +249,22 @@ def test_zero1_over_the_replicas_of_a_sharded_model():
     assert parts == {"up": WIDTH * HIDDEN * 4 // 2, "down": WIDTH * HIDDEN * 4 // 4}
     train(model, optimizer)
     assert distance(flat(nnx.state(model, nnx.Param)), on_one_device("adamw")) <= 2e-6
+
+
+def test_the_transformation_of_a_sharded_optimizer_is_refused_on_another_mesh():
+    def sharded(degree, tx):
+        mesh = js.mesh(fsdp=degree, devices=jax.devices()[:degree])
+        model = js.fully_shard(nnx.Linear(24, 24, rngs=nnx.Rngs(0)), mesh=mesh, min_size=0)
+        return js.shard_optimizer(model, tx)
+
+    optimizer = sharded(4, optax.sgd(0.1, momentum=0.9))
+    assert sharded(4, optimizer.tx) is not None
+    with pytest.raises(js.ShardingError) as error:
+        sharded(8, optimizer.tx)
+    assert str(error.value) == (
+        "The transformation is that of another sharded optimizer.\n"
+        "  where: shard_optimizer(Linear, tx)\n"
+        "  why:   it holds state to the mesh it was made for (replica=1, fsdp=4, tensor=1), and the model is on another"
+        " (replica=1, fsdp=8, tensor=1).\n"
+        "  do:    tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx"
+    )
