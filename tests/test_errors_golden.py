@@ -346,6 +346,10 @@ ERRORS: dict[str, Callable[[], object]] = {
     "shard_optimizer: abstract mesh": lambda: js.shard_optimizer(
         shard(linear(), mesh=js.mesh(devices=64)), optax.sgd(1.0)
     ),
+    "shard_optimizer: tx of another mesh": lambda: js.shard_optimizer(
+        shard(linear(), mesh=js.mesh()),
+        js.shard_optimizer(shard(linear(), mesh=js.mesh(replica=2)), optax.sgd(1.0)).tx,
+    ),
     "value_and_grad: accumulate": lambda: js.value_and_grad(loss, accumulate=0),
     "value_and_grad: sync": lambda: js.value_and_grad(loss, accumulate=4, sync="never"),
     "value_and_grad: no parameter": lambda: js.value_and_grad(loss, accumulate=2, sync="last", wrt=nnx.Variable)(

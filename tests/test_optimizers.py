@@ -259,12 +259,5 @@ def test_the_transformation_of_a_sharded_optimizer_is_refused_on_another_mesh():
 
     optimizer = sharded(4, optax.sgd(0.1, momentum=0.9))
     assert sharded(4, optimizer.tx) is not None
-    with pytest.raises(js.ShardingError) as error:
+    with pytest.raises(js.ShardingError, match="that of another sharded optimizer"):  # all of it in the golden texts
         sharded(8, optimizer.tx)
-    assert str(error.value) == (
-        "The transformation is that of another sharded optimizer.\n"
-        "  where: shard_optimizer(Linear, tx)\n"
-        "  why:   it holds state to the mesh it was made for (replica=1, fsdp=4, tensor=1), and the model is on another"
-        " (replica=1, fsdp=8, tensor=1).\n"
-        "  do:    tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx"
-    )
