@@ -1,12 +1,23 @@
-"""`python -m jshard` is the command `jshard`."""
+"""The command `jshard` in a process of its own; `python -m jshard` is the same."""
 
+import atexit
+import gc
 import sys
+from typing import NoReturn
 
-from jshard.cli import main
-from jshard.train import launch
+from jshard.cli import leave_if_worker, main
+
+
+def run() -> NoReturn:
+    """Runs the command, and ends the process with its exit code."""
+    # Tracing makes objects by the million, and few are garbage: the search for these is a tenth of a short run, and its
+    # last one, at the end of Python, half a second.
+    gc.set_threshold(200_000, 20, 50)
+    atexit.register(gc.freeze)
+    code = main()
+    leave_if_worker(code)
+    sys.exit(code)
+
 
 if __name__ == "__main__":  # data workers import the main module anew
-    code = main()
-    if launch.is_worker():
-        launch.leave(code)
-    sys.exit(code)
+    run()

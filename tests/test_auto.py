@@ -14,8 +14,9 @@ import jshard as js
 from jshard import cli
 from jshard._errors import AnnotationError
 from jshard._remembered import Choice, key_of, recall, remember
-from jshard.cli import train as cli_train
-from jshard.cli._train_request import TrainArgs, request_of
+from jshard.cli import _training
+from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_request import request_of
 from jshard.cluster.costs import Cost
 from jshard.cluster.feedback import Factors, fitted, with_feedback
 from jshard.cluster.machine import machine_here
@@ -242,7 +243,7 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
     tried.clear()
     with monkeypatch.context() as patch:  # what is told before the first step
         done = Finished(step=2, val_loss=None, stopped_by=None, out=path / "run", checkpoint=None, sample=None)
-        patch.setattr(cli_train, "run_recipe", lambda *_, **__: done)
+        patch.setattr(_training, "run_recipe", lambda *_, **__: done)
         assert train("--auto", "--steps", "2", "--out", "again", *small) == 0
     assert not tried and "--auto: as measured on " in capsys.readouterr().out
 

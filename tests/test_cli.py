@@ -13,9 +13,11 @@ from flax import nnx
 
 import jshard as js
 from jshard import cli, train
-from jshard.cli import train as cli_train
-from jshard.cli._mesh_option import num_devices, open_mesh, parse_mesh
-from jshard.cli._train_request import TrainArgs, request_of
+from jshard.cli import _training
+from jshard.cli._devices import open_mesh
+from jshard.cli._mesh_option import num_devices, parse_mesh
+from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_request import request_of
 from jshard.train.metrics import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
@@ -174,7 +176,7 @@ def test_units_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, m
             return Finished(step=1, val_loss=None, stopped_by=None, out=rest["out"], checkpoint=None, sample=None)
         return train.run_recipe(model_file, recipe, mesh=mesh, **rest)
 
-    monkeypatch.setattr(cli_train, "run_recipe", run_recipe)
+    monkeypatch.setattr(_training, "run_recipe", run_recipe)
     units = ["--unit", "remat=full", "--unit", "reshard_after_forward=false"]
     run = ["train", "my_model.py", "--out", "mine", "--track", "--sample-tokens", "0"]
     assert cli.main([*run, "--data", "text.txt", "--steps", "1", *SMALL, *units]) == 0

@@ -175,6 +175,18 @@ def test_the_commands_packages_are_not_imported_for_help():
     assert done.returncode == 0, done.stderr
 
 
+def test_a_process_that_only_starts_others_does_without_jax():
+    program = (
+        "import sys; from jshard.cli import main, train; from jshard.train import launch\n"
+        "train.launch.supervise = lambda command, **_: launch.detect({})\n"
+        "main(['train', 'model.py', '--processes', '2'])\n"
+        "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'grain', 'matplotlib')))"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "JSHARD_"))}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, env=environ)
+    assert done.returncode == 0, done.stderr
+
+
 def config(**changes):
     values = {"model_file": Path("models/gpt.py"), "recipe_name": "tiny", "recipe": micro(), "mesh": {"fsdp": 8}}
     return config_json(**values | changes)

@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 
-from jshard.cli.train import TrainArgs
+from jshard.cli._train_args import TrainArgs
 from jshard.train import Recipe
 
 ROOT = pathlib.Path(__file__).parent.parent

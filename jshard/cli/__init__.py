@@ -60,14 +60,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         except BaseException as error:
             code = _tell(error, arguments)
-            _leave_if_worker(code, error)
+            leave_if_worker(code, error)
             return code
         finally:
             _flush_stdout()
 
 
-def _leave_if_worker(code: int, error: BaseException) -> None:
-    """One of several processes that fails ends at once: at its normal end it would wait for the others."""
+def leave_if_worker(code: int, error: BaseException | None = None) -> None:
+    """One of several processes ends after its peers; if it has failed at once, not to wait for them."""
     if "JSHARD_WORKER" in os.environ:
         from jshard.train import launch
 

@@ -15,9 +15,11 @@ import tyro
 from jshard._errors import ShardingError
 from jshard._mesh import AnyMesh, data_degree
 from jshard.cli._arguments import parse
-from jshard.cli._mesh_option import num_devices, open_mesh
-from jshard.cli._train_request import Request, TrainArgs, check_profile_name, request_of
-from jshard.cli.train import explained, own_data
+from jshard.cli._devices import open_mesh
+from jshard.cli._mesh_option import num_devices
+from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_request import Request, check_profile_name, request_of
+from jshard.cli._training import explained, own_data
 from jshard.cluster.choose import choose
 from jshard.cluster.compare import compare
 from jshard.cluster.compile import CompileRequest, compile_step, flags_of, unused_flags

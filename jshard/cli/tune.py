@@ -14,9 +14,11 @@ from flax import nnx
 
 from jshard._errors import FourPartError, ShardingError
 from jshard.cli._arguments import parse
-from jshard.cli._mesh_option import num_devices, open_mesh
-from jshard.cli._train_request import TrainArgs, request_of
-from jshard.cli.train import own_data
+from jshard.cli._devices import open_mesh
+from jshard.cli._mesh_option import num_devices
+from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_request import request_of
+from jshard.cli._training import own_data
 from jshard.kernels.occupancy import OccupancyWarning, footprint
 from jshard.kernels.shaping.device import Device, device_named
 from jshard.kernels.tuning.cache import default_path

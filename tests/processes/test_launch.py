@@ -337,7 +337,7 @@ def test_a_pod_of_an_indexed_job_is_asked_about(monkeypatch):
     monkeypatch.setattr(_compat, "launcher_cluster", lambda environ: asked.append(dict(environ)))
     pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
     assert launch.detect(pod) is launch.detect({**pod, "JOB_COMPLETION_INDEX": "1"}) is None
-    assert asked == [{}, {**pod, "JOB_COMPLETION_INDEX": "1"}]
+    assert asked == [{**pod, "JOB_COMPLETION_INDEX": "1"}]
 
 
 def test_jax_chooses_the_gpu_of_a_launchers_process():

@@ -16,7 +16,8 @@ from jshard._errors import ShardingError
 from jshard._optimizer import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.names import Names
-from jshard.cli._mesh_option import num_devices, parse_mesh, simulate_devices
+from jshard.cli._devices import simulate_devices
+from jshard.cli._mesh_option import num_devices, parse_mesh
 from jshard.train.building import abstract_model
 from jshard.train.model_file import ModelFile, load_model_file
 from jshard.train.settings.overrides import override

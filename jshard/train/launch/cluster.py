@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from importlib.util import find_spec
 
 from jshard._errors import ShardingError
 
@@ -17,6 +18,8 @@ _TOLD = (
     *("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"),
     "JOB_COMPLETION_INDEX",
 )
+# Without one of these, and without TPU's library, JAX's own detection finds nothing.
+_OF_LAUNCHERS = ("SLURM_", "OMPI_", "KUBERNETES_", "TPU_LIBRARY_PATH")
 _KINDS = {"ompi": "open mpi", "k8s": "kubernetes", "gcetpu": "cloud tpu", "gketpu": "cloud tpu"}
 
 
@@ -105,10 +108,13 @@ def _launcher(environ: Mapping[str, str], seen: Mapping[str, str]) -> tuple[str,
             do="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT bash -c 'JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE "
             "JAX_PROCESS_ID=$OMPI_COMM_WORLD_RANK JAX_LOCAL_DEVICE_IDS=$OMPI_COMM_WORLD_LOCAL_RANK jshard train ...'",
         )
+    asked = _without_traps(environ)
+    if not any(name.startswith(_OF_LAUNCHERS) for name in asked) and find_spec("libtpu") is None:
+        return None
     from jshard import _compat  # here: it brings jax, and a run that jshard starts itself has no launcher to ask
 
     try:
-        found = _compat.launcher_cluster(_without_traps(environ))
+        found = _compat.launcher_cluster(asked)
     except Exception as error:  # whatever the launcher's parsers and Kubernetes' client raise
         raise ShardingError(
             "What the cluster's launcher tells cannot be read.",

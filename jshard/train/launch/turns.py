@@ -3,8 +3,6 @@
 import contextlib
 import os
 
-import jax
-
 
 def take_turns() -> None:
     """Lets no thread of this process take a core from another one that runs, if its devices are CPUs (Linux only).
@@ -15,6 +13,8 @@ def take_turns() -> None:
 
     To be called when JAX has opened its devices; threads that start later are treated likewise.
     """
+    import jax  # here: a supervisor does without
+
     if not hasattr(os, "SCHED_BATCH") or jax.default_backend() != "cpu":
         return
     for thread in os.listdir("/proc/self/task"):
