@@ -102,6 +102,7 @@ class Decoder(nnx.Module):
         return self.embed.attend(x) if self.config.tied else self.head(x)
 
 
+@functools.cache
 def builder(config: Config = Config(), seed: int = 0) -> Callable[[], Decoder]:
     """Builds the decoder when called: for `js.shard_init` and `js.abstract_init`."""
     return lambda: Decoder(config, nnx.Rngs(seed))
@@ -130,9 +131,20 @@ def sharded(config: Config, mesh: Any, **settings: Any) -> Decoder:
     return js.shard_init(builder(config), annotator(mesh, **settings))
 
 
+def fresh(build: Callable[[], nnx.Module]) -> Any:
+    """The model that is built, on one device; what it draws is drawn once for all who ask."""
+    return nnx.merge(*_drawn(build), copy=True)
+
+
+@functools.lru_cache(maxsize=16)
+def _drawn(build: Callable[[], nnx.Module]) -> tuple[Any, Any]:
+    return nnx.split(build())
+
+
 def placed(build: Callable[[], nnx.Module], annotate: Callable[[Any], Any]) -> Any:
     """A model made whole and then put where `js.shard_init` has it, for tests of what it does: that compiles longer."""
-    model = build()
+    model = fresh(build)
+    nnx.update(model, jax.device_get(nnx.state(model, nnx.Param)))  # from the host no program has to cut them
     annotate(model)
     params, rest = nnx.state(model, nnx.Param, ...)
     mesh = jax.tree.leaves(params)[0].sharding.mesh

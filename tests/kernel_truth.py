@@ -13,7 +13,7 @@ SINGLE = 2e-3  # relative error of one product or norm, whose many results are r
 def drawn(seed: int, *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16, scale: float = 1.0) -> list[jax.Array]:
     """Normal random numbers."""
     random = np.random.default_rng(seed)
-    return [jnp.asarray(scale * random.standard_normal(shape), dtype) for shape in shapes]
+    return [jnp.asarray((scale * random.standard_normal(shape)).astype(dtype)) for shape in shapes]
 
 
 def exact(*arrays: jax.Array) -> list[np.ndarray]:

@@ -13,6 +13,7 @@ import math
 import sys
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.train import Data, Loader, ModelFile, Recipe, load_model_file, load_text
-from tests.helpers import placed
+from tests.helpers import fresh, placed
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Difference, Trained, compare, flat
 
 MODELS = Path(__file__).parents[1] / "models"
@@ -104,7 +105,7 @@ def assert_parity_of(
     """
     recipe = dataclasses.replace(recipe or tiny(name), warmup_steps=1)
     mesh = js.mesh(**degrees)
-    model = placed(functools.partial(_build, name, recipe), lambda model: model_file(name).annotate(model, mesh))
+    model = placed(_builder(name, recipe), lambda model: model_file(name).annotate(model, mesh))
     assert js.plan(model).bytes_per_device < js.plan(model).logical_bytes, "nothing is sharded"
     apart = compare(_trained(name, recipe, model, mesh), _trained_plain(name, recipe))
     assert apart.gradient <= gradient, apart
@@ -114,14 +115,15 @@ def assert_parity_of(
     return apart
 
 
-def _build(name: str, recipe: Recipe) -> nnx.Module:
-    return model_file(name).build(recipe.model, nnx.Rngs(recipe.seed))
+@functools.cache
+def _builder(name: str, recipe: Recipe) -> Callable[[], nnx.Module]:
+    return lambda: model_file(name).build(recipe.model, nnx.Rngs(recipe.seed))
 
 
 @functools.cache
 def _trained_plain(name: str, recipe: Recipe) -> Trained:
     """On one device; for each recipe once, whatever the meshes it is compared with."""
-    return _trained(name, recipe, _build(name, recipe), None)
+    return _trained(name, recipe, fresh(_builder(name, recipe)), None)
 
 
 def _trained(name: str, recipe: Recipe, model: nnx.Module, mesh: jax.sharding.Mesh | None) -> Trained:

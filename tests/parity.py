@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 import jshard as js
-from tests.helpers import placed
+from tests.helpers import fresh, placed
 
 GRADIENT_TOLERANCE = 2e-6  # of the largest element of the leaf
 PARAMETER_TOLERANCE = 2e-6  # relative, L2 over all parameters
@@ -74,9 +74,10 @@ def flat(state: Any) -> dict[str, np.ndarray]:
 
 
 def _host(leaf: Any) -> np.ndarray:
-    value = leaf.get_value() if isinstance(leaf, nnx.Variable) else leaf  # without padding
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
     is_key = jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(value) if is_key else value)
+    whole = np.asarray(jax.random.key_data(value) if is_key else value)
+    return whole[tuple(map(slice, leaf.shape))]  # without padding
 
 
 def worst(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -120,7 +121,7 @@ def assert_parity(
 
     With `wanted`, what the plain model gave for the same, it is not trained again.
     """
-    wanted = wanted or train(build(), loss_fn, batch, steps=steps, tx=tx)
+    wanted = wanted or train(fresh(build), loss_fn, batch, steps=steps, tx=tx)
     found = train(placed(build, annotate), loss_fn, batch, steps=steps, tx=tx, grad=grad)
     apart = compare(found, wanted)
     assert apart.gradient <= gradient, apart

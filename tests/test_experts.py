@@ -164,10 +164,13 @@ def mixture(capacity):
     )
 
 
+call = nnx.jit(lambda layer, x: layer(x))
+
+
 def test_with_room_for_all_it_is_the_mixture_of_the_best_experts():
     layer, x_BTD = mixture(MICRO.n_expert / MICRO.top_k)
-    found, (share_E, score_E) = layer(x_BTD)
-    every_EBTD = layer.experts(jnp.broadcast_to(x_BTD, (MICRO.n_expert, *x_BTD.shape)))
+    found, (share_E, score_E) = call(layer, x_BTD)
+    every_EBTD = call(layer.experts, jnp.broadcast_to(x_BTD, (MICRO.n_expert, *x_BTD.shape)))
     score_BTE = jax.nn.softmax(layer.router(x_BTD))
     best_BTE = jnp.where(score_BTE >= jnp.sort(score_BTE)[..., -MICRO.top_k, None], score_BTE, 0)
     wanted = jnp.einsum("bte,ebtd->btd", best_BTE / best_BTE.sum(-1, keepdims=True), every_EBTD)

@@ -142,9 +142,13 @@ def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]
     same(found, trained(**{name: settings[name] for name in ("config", "accumulate") if name in settings}))
     for tree in (nnx.state(found.model), found.gradients):
         assert all(kind == ("pinned_host" if large(path) else "device") for path, kind in kinds(tree).items())
+
+
+def test_a_call_in_global_view_fetches_parameters_too():
+    model = trained(offload="params").model
     batch, _ = token_batch(CONFIG)
     with js.global_view():
-        np.testing.assert_allclose(found.model(batch[:1])[0], found.model(batch)[0], atol=1e-5)
+        np.testing.assert_allclose(model(batch[:1])[0], model(batch)[0], atol=1e-5)
 
 
 def test_what_is_frozen_has_no_gradient_that_goes_to_the_host():

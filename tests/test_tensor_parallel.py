@@ -56,7 +56,7 @@ def of_blocks(audit, axes):
 
 
 FORMS = {
-    "loop": MICRO,
+    "loop": dataclasses.replace(MICRO, n_layer=2),
     "scan, sequence split, untied": dataclasses.replace(
         MICRO, scan=True, split_sequence=True, tied=False, positions="learned"
     ),

@@ -33,8 +33,8 @@ MICRO_VIDEO = dataclasses.replace(MICRO, model=dataclasses.replace(VIDEO, n_laye
 def awake(config):
     """A model in which nothing is zero any more, as after some training."""
     model = vdit.build(config, nnx.Rngs(0))
-    params, rngs = nnx.state(model, nnx.Param), nnx.Rngs(1)
-    nnx.update(model, jax.tree.map(lambda x: x + 0.1 * rngs.normal(x.shape), params))
+    params, rng = jax.device_get(nnx.state(model, nnx.Param)), np.random.default_rng(1)
+    nnx.update(model, jax.tree.map(lambda x: x + 0.1 * rng.standard_normal(x.shape, np.float32), params))
     return model
 
 
