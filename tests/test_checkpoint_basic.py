@@ -1,6 +1,7 @@
 """Saved state comes back equal, with the shardings of `like`, on the same mesh or another."""
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -14,13 +15,19 @@ import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
 from jshard.checkpoint import host_memory, storage
+from tests.helpers import placed
 from tests.micro_gpt import annotate, build, micro
 
 CONFIG = dataclasses.replace(micro().model, dropout=0.1)
 
 
+@functools.cache
+def builder(seed, config):
+    return lambda: build(config, nnx.Rngs(seed))
+
+
 def make(mesh, seed=0, config=CONFIG):
-    model = js.shard_init(lambda: build(config, nnx.Rngs(seed)), lambda model: annotate(model, mesh))
+    model = placed(builder(seed, config), lambda model: annotate(model, mesh))
     optimizer = js.shard_optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))
     return {"model": model, "optimizer": optimizer, "step": 7}
 

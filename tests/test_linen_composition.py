@@ -33,7 +33,7 @@ def test_batch_norm_has_the_statistics_of_the_whole_batch():
     model = assert_equal(plain, units=Block)
     assert_equal(plain, units=[Block, nn.BatchNorm])
     apart = js.fully_shard(plain, mesh=js.mesh(), units=Block, sync_batch_norm=False)
-    variables = plain.init(jax.random.key(0), X)
+    variables = jax.jit(plain.init)(jax.random.key(0), X)
     with pytest.warns(UserWarning, match="combines examples of the batch"):
         _, alone = apart.apply(variables, X, mutable=["batch_stats"])
     _, together = model.apply(variables, X, mutable=["batch_stats"])
@@ -135,7 +135,7 @@ class Attends(nn.Module):
 
 def test_a_decoding_cache_stays_split_along_the_batch():
     plain = Attends(decode=True)
-    variables = plain.init(jax.random.key(0), X)
+    variables = jax.jit(plain.init)(jax.random.key(0), X)
     caches = {}
     for model in (plain, js.fully_shard(plain, mesh=js.mesh(), units="attention")):
         step = jax.jit(lambda v, ids, model=model: model.apply(v, ids, mutable=["cache"]))
@@ -273,7 +273,7 @@ def regions(function: Any, *args: Any) -> int:
 
 def test_every_way_into_the_model_is_one_region():
     plain = SetupDecoder(depth=1)
-    variables = plain.init(jax.random.key(0), X)
+    variables = jax.jit(plain.init)(jax.random.key(0), X)
     model = js.fully_shard(plain, mesh=js.mesh(), units=SetupBlock)
     assert isinstance(model, SetupDecoder) and repr(model) == repr(plain)
     ways = [
@@ -304,7 +304,7 @@ class Outer(nn.Module):
 def test_an_annotated_model_inside_a_plain_one():
     plain = SetupDecoder(depth=1)
     model = js.fully_shard(plain, mesh=js.mesh(), units=SetupBlock)
-    variables = Outer(model).init(jax.random.key(0), X)
+    variables = jax.jit(Outer(model).init)(jax.random.key(0), X)
     assert js.plan(model).unit_leaves("blocks_0")[0].path == "blocks_0/down/bias"
     assert regions(lambda v: Outer(model).apply(v, X), variables) == 1
     found = jax.jit(lambda v: Outer(model).apply(v, X))(variables)
@@ -312,7 +312,7 @@ def test_an_annotated_model_inside_a_plain_one():
 
 
 def test_a_gradient_of_a_jitted_loss():
-    variables = Decoder(depth=2).init(jax.random.key(0), X)
+    variables = jax.jit(Decoder(depth=2).init)(jax.random.key(0), X)
     model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block, remat="full")
     grads = lambda model: jax.grad(jax.jit(lambda v: cross_entropy(model.apply(v, X))))(variables)
     assert equal(grads(model), grads(Decoder(depth=2)))
@@ -345,7 +345,7 @@ def test_logical_axes_follow_the_rules_of_the_model():
 
 def test_check_compares_with_global_view():
     plain = Decoder(depth=1, norm=True)
-    variables = plain.init(jax.random.key(0), X)
+    variables = jax.jit(plain.init)(jax.random.key(0), X)
     model = js.fully_shard(plain, mesh=js.mesh(), units=Block)
     report = js.check(model, variables, X, train=False)
     assert report.worst < 1e-5 and "block_0/Dense_0/kernel" in report.gradients

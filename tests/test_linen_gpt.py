@@ -32,7 +32,7 @@ def batches():
 def alone():
     """Losses and parameters of plain Linen on one device."""
     model = FILE.build(RECIPE.model, None)
-    params = model.init(jax.random.key(RECIPE.seed), batches()[0]["inputs"])["params"]
+    params = jax.jit(model.init)(jax.random.key(RECIPE.seed), batches()[0]["inputs"])["params"]
     state = TrainState.create(apply_fn=model.apply, params=params, tx=RECIPE.optimizer())
 
     @jax.jit

@@ -14,7 +14,7 @@ import jshard as js
 from tests.helpers import Config, Decoder, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import Trained, flat
 
-CONFIG = Config()
+CONFIG = Config(attends=False)
 SMALL = Config(layers=1, attends=False)
 BATCH = token_batch(CONFIG)
 HALF = js.MixedPrecision(param="bfloat16", reduce="float32")

@@ -220,7 +220,7 @@ def test_every_product_is_in_the_dtype_of_computation(variant):
 def test_sharded_training_is_that_of_one_device(degrees):
     real = [(batch["targets"] != spans.PAD).sum(-1) for batch in first_batches("t5", RECIPE)]
     assert len({int(number) for number in np.concatenate(real)}) > 1  # shards have different numbers of tokens
-    assert_parity_of("t5", RECIPE, **degrees)
+    assert_parity_of("t5", smaller(RECIPE, n_layer=1), **degrees)  # of each kind; two are stacked below
 
 
 def test_sharded_training_of_stacked_layers_is_that_of_one_device():
