@@ -179,8 +179,8 @@ def test_graphdefs_of_equal_models_are_equal_and_jit_traces_once(model):
     assert nnx.graphdef(again) == nnx.graphdef(model)
     assert hash(nnx.graphdef(again)) == hash(nnx.graphdef(model))
     assert nnx.graphdef(again) != nnx.graphdef(plain())
-    assert nnx.graphdef(sharded(CONFIG, js.mesh(replica=2))) != nnx.graphdef(model)
-    assert nnx.graphdef(sharded(CONFIG, js.mesh(), remat="full")) != nnx.graphdef(model)
+    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(replica=2)))) != nnx.graphdef(model)
+    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(), remat="full"))) != nnx.graphdef(model)
     traces = []
     step = nnx.jit(lambda m, x: traces.append(0) or m(x))
     for each in (model, again, nnx.clone(model)):

@@ -66,8 +66,8 @@ def test_round_trip(saved, sizes):
 
 
 def test_restored_state_trains_on_as_if_never_saved(tmp_path):
-    mesh = js.mesh()
-    live = make(mesh)
+    mesh, config = js.mesh(), dataclasses.replace(CONFIG, n_layer=1)
+    live = make(mesh, config=config)
     batch = js.shard_batch({"x": np.arange(16 * 8, dtype=np.int32).reshape(16, 8)}, mesh)
 
     @nnx.jit
@@ -81,7 +81,7 @@ def test_restored_state_trains_on_as_if_never_saved(tmp_path):
 
     losses(live)
     checkpoint.save(tmp_path / "c", live)
-    restored = checkpoint.restore(tmp_path / "c", like=make(mesh, seed=1))
+    restored = checkpoint.restore(tmp_path / "c", like=make(mesh, seed=1, config=config))
     assert losses(restored) == losses(live)  # dropout masks included
 
 

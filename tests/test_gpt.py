@@ -14,6 +14,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.train import load_model_file
+from tests.helpers import placed
 from tests.micro_gpt import MODELS, micro
 
 GPT_FILE = load_model_file(MODELS / "gpt.py")
@@ -152,7 +153,7 @@ def test_sharded_loss_is_that_of_the_plain_model():
 
 def step_of(config, mesh, ids):
     """Loss and gradients of one batch, sharded."""
-    model = js.shard_init(lambda: build(config), lambda model: gpt.annotate(model, mesh))
+    model = placed(lambda: build(config), lambda model: gpt.annotate(model, mesh))
     loss, grads = nnx.jit(nnx.value_and_grad(gpt.loss_fn))(model, {"inputs": ids[:, :-1], "targets": ids[:, 1:]})
     return float(loss), {str(path): np.asarray(x, np.float32) for path, x in jax.tree.leaves_with_path(grads)}
 
@@ -169,8 +170,8 @@ def test_kernels_of_pallas_leave_the_loss_as_it_is():
 
 @pytest.mark.timeout(200)
 def test_kernels_of_pallas_step_by_step_are_their_twins(monkeypatch):
-    """Two layers in bfloat16 on one device: the interpreter of kernels knows no more."""
-    config = dataclasses.replace(MICRO, n_layer=2, d_model=64, d_ff=64, compute_dtype="bfloat16")
+    """In bfloat16 on one device: the interpreter of kernels knows no more."""
+    config = dataclasses.replace(MICRO, n_layer=1, d_model=64, d_ff=64, compute_dtype="bfloat16")
     ids, mesh = tokens((2, 9)), js.mesh(devices=jax.devices()[:1])
     loss, grads = step_of(config, mesh, ids)
     calls = []
@@ -183,7 +184,7 @@ def test_kernels_of_pallas_step_by_step_are_their_twins(monkeypatch):
     mlp = js.kernels.mlp
     monkeypatch.setattr(js.kernels, "mlp", interpreted)
     found, found_grads = step_of(dataclasses.replace(config, mlp="pallas"), mesh, ids)
-    assert len(calls) >= 2
+    assert calls
     assert found == pytest.approx(loss, rel=1e-4)
     for path, x in grads.items():
         assert np.linalg.norm(found_grads[path] - x) <= 2e-2 * np.linalg.norm(x), path

@@ -23,7 +23,7 @@ from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
 from jshard.train.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
+from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch
 from tests.parity import PARAMETER_TOLERANCE, flat
 
 CONFIG = Config(attends=False)
@@ -60,15 +60,18 @@ def built(config: Config) -> Decoder:
     return model
 
 
-def annotated(
-    config: Config, mesh: Mesh, make: Any = js.shard_init, offload: str | None = None, **settings: Any
-) -> Any:
+@functools.cache
+def builder(config: Config) -> Any:
+    return lambda: built(config)
+
+
+def annotated(config: Config, mesh: Mesh, make: Any = placed, offload: str | None = None, **settings: Any) -> Any:
     def annotate(model: Decoder) -> None:
         for block in [model.blocks] if config.scanned else model.blocks:
             js.fully_shard(block, mesh=mesh, stacked=int(config.scanned), offload=offload, **settings)
         js.fully_shard(model, mesh=mesh, offload=offload)
 
-    return make(lambda: built(config), annotate)
+    return make(builder(config), annotate)
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.inspect import collectives, full_bytes
-from tests.helpers import Config, Decoder, compile_to_read, loss_fn, token_batch
+from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 
 DEEP = Config(layers=6, attends=False)  # some rounds of the loop, beside the layers before and after it
@@ -42,6 +42,11 @@ def build(config: Config = DEEP) -> Scanning:
     return Scanning(config, nnx.Rngs(0))
 
 
+@functools.cache
+def builder(config: Config) -> Any:
+    return lambda: build(config)
+
+
 def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
     if model.config.scanned:
         js.fully_shard(model.blocks, mesh=mesh, stacked=1, **settings)
@@ -53,9 +58,7 @@ def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
 
 def annotated(mesh: Any, config: Config = DEEP, **settings: Any) -> Scanning:
     """Made whole and then placed: a program that makes its layers is dearer than all else here."""
-    model = build(config)
-    annotate(model, mesh, **settings)
-    return model
+    return placed(builder(config), lambda model: annotate(model, mesh, **settings))
 
 
 @functools.cache
