@@ -104,6 +104,17 @@ def optax_alone_on_the_host() -> None:
     js.shard_init(create, model)
 
 
+def gathered_for_nothing() -> None:
+    model = shard()
+    params = js.abstract_init(lambda: model.init(KEY, X), model)["params"]
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return model.apply({"params": halves}, x).mean()
+
+    jax.eval_shape(js.value_and_grad(loss_fn, model=model, accumulate=2, sync="last"), params, X)
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     "linen: annotated twice": lambda: shard(shard()),
     "linen: annotated inside": annotated_inside,
@@ -124,6 +135,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: optax alone, padded": optax_alone,
     "linen: optax alone, on the host": optax_alone_on_the_host,
     "linen: value_and_grad": lambda: js.value_and_grad(lambda model, x: 0.0)(shard(), X),
+    "linen: value_and_grad, wrt": lambda: js.value_and_grad(jnp.sum, model=shard(), wrt=nnx.LoRAParam)({}),
+    "linen: value_and_grad, other parameters": gathered_for_nothing,
     "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
     "linen: inside map_variables": lambda: shard(Normed(), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),
