@@ -185,7 +185,7 @@ def fully_shard(
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
         checks.check_params_stay(offload)
-        checks.check_gathered(gathered)
+        checks.check_no_units(units, gathered)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
     if strategy is not None:

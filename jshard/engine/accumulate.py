@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,9 @@ from jshard._offload import back, to_device
 from jshard._placement import Placement
 from jshard._plan import root_forgotten
 from jshard._state_places import key_texts
-from jshard.engine.context import copies_scope
+from jshard.engine.context import Copies, copies_scope
 from jshard.engine.microbatches import microbatches
-from jshard.engine.once import Once, copies_in
+from jshard.engine.once import Once
 
 
 def value_and_grad(
@@ -126,12 +127,13 @@ def _accumulated(loss: _Loss, batch: Any, steps: int, *, once: bool) -> tuple[ja
     of_params, of_frozen = (Once.of(placements if once else (), mesh) for placements in loss.placements)
     copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
 
-    def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        found = copies_in((of_params, params, copies), (of_frozen, loss.frozen, frozen_copies)) if once else None
-        with copies_scope(found):
+    def run(params: Any, copies: list, state: Any, part: Any, look: bool = False) -> tuple[jax.Array, tuple[Any, Any]]:
+        found = Copies(of_params.pairs(params, copies) + of_frozen.pairs(loss.frozen, frozen_copies))
+        with copies_scope(found if once else None):
             out = loss.run(params, loss.frozen, state, part)
-        if found is not None and not found.taken:
-            raise _not_taken(loss.name)
+        if look and found.left:
+            names = of_params.names(params) + of_frozen.names(loss.frozen)
+            _tell_of_left([names[i] for i in found.left], len(names), loss.name)
         return out
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
@@ -142,7 +144,8 @@ def _accumulated(loss: _Loss, batch: Any, steps: int, *, once: bool) -> tuple[ja
         return (total + value, sums, state), aux
 
     zeros = jax.tree.map(jnp.zeros_like, loss.params), of_params.zeros(copies)
-    dtype = jax.eval_shape(run, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0].dtype
+    look, first = functools.partial(run, look=True), jax.tree.map(lambda x: x[0], parts)
+    dtype = jax.eval_shape(look, loss.params, copies, loss.state, first)[0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
         grads = of_params.add(grads, to_device(of_params.reduce(loss.params, of_copies)))
@@ -209,11 +212,23 @@ def _check_parameters(params: Any, name: str) -> None:
         )
 
 
-def _not_taken(name: str) -> CallError:
-    return CallError(
+def _tell_of_left(names: list[str], total: int, model: str) -> None:
+    """Tells of parameters that were gathered once for all microbatches, and whose copies no call has taken."""
+    why = (
+        "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
+        " not stored as js.shard_init stores them, or the call ran in global view; such a call gathers for itself."
+    )
+    if len(names) < total:
+        listed = "".join(f"\n  {name}" for name in names)
+        warnings.warn(
+            f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and no call takes them."
+            f" Either the loss has no use for them, or {why}{listed}",
+            stacklevel=2,
+        )
+        return
+    raise CallError(
         "Parameters were gathered once for all microbatches, and no call of the model was with them.",
-        where=name,
-        why="the loss changed the parameters before the call (a cast, a stop_gradient, a jit around it), or they are"
-        " not stored as js.shard_init stores them, or the call ran in global view; they would be gathered again.",
+        where=model,
+        why=why,
         do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or call the model with what loss_fn is given.',
     )

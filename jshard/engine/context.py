@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -43,18 +43,25 @@ class Copies:
 
     Args:
         pairs: each stored array with its copy.
-
-    Attributes:
-        taken: whether a call found those that it needs.
     """
 
-    def __init__(self, pairs: Iterable[tuple[Any, Any]]) -> None:
-        self._by_id = {id(stored): (stored, copy) for stored, copy in pairs}
-        self.taken = False
+    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+        self._by_id = {id(stored): copy for stored, copy in pairs}
+        self._taken: set[int] = set()
 
     def of(self, stored: Any) -> Any:
         """The copy of a stored array; None if there is none."""
-        return self._by_id.get(id(stored), (None, None))[1]
+        return self._by_id.get(id(stored))
+
+    def take(self, arrays: Iterable[Any]) -> None:
+        """Notes that a call has taken the copies of these arrays."""
+        self._taken |= set(map(id, arrays))
+
+    @property
+    def left(self) -> list[int]:
+        """Positions of those that no call has taken."""
+        return [i for i, (stored, _) in enumerate(self._pairs) if id(stored) not in self._taken]
 
 
 # The region is told apart from the outside by the trace itself (its axes are manual), so a context variable is

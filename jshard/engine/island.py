@@ -202,9 +202,10 @@ def _copies_of(call: Call, members: list[Member | None], copies: Copies | None) 
     """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
     if copies is None:
         return None
-    found = [copies.of(raw(variable)) for _, variable in call.params]
+    stored = [raw(variable) for _, variable in call.params]
+    found = [copies.of(x) for x in stored]
     wanted = [member is None or member.placement.gathered for member in members]
     if any(x is None and wants for x, wants in zip(found, wanted, strict=True)):
         return None
-    copies.taken = True
+    copies.take(stored)
     return found

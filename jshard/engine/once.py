@@ -10,8 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard._mesh import AnyMesh, data_axes, manual_axes
 from jshard._placement import Placement, spec_over
+from jshard._state_places import key_texts
 from jshard.engine.collectives import all_gather, reduce_scatter
-from jshard.engine.context import Copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +74,11 @@ class Once:
         """The parameters in a tree, each with its copy."""
         return list(zip(self._values(tree), copies, strict=True))
 
+    def names(self, tree: Any) -> list[str]:
+        """Their paths in a tree, as text."""
+        paths = [path for path, _ in jax.tree.leaves_with_path(tree)]
+        return ["/".join(key_texts(paths[i])) for i in self.at]
+
     def _values(self, tree: Any) -> list[jax.Array]:
         leaves = jax.tree.leaves(tree)
         return [leaves[i] for i in self.at]
@@ -84,8 +89,3 @@ class Once:
         assert isinstance(mesh, Mesh), "the model has arrays"
         specs = [spec_over(data_axes(mesh), placement.spec) for placement in self.placements]
         return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
-
-
-def copies_in(*groups: tuple[Once, Any, list[jax.Array]]) -> Copies:
-    """The copies as calls of the model find them: by the parameters in the trees."""
-    return Copies([pair for once, tree, copies in groups for pair in once.pairs(tree, copies)])
