@@ -130,7 +130,8 @@ def fully_shard(
             unit's call runs as written, in global view, where each parameter is one logical array: for tables of
             which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
             model that is so by itself, as what is around it runs in global view, too. What it communicates is the
-            model's own; of the settings above it takes those that say where a parameter lies, and `offload="optimizer"`.
+            model's own; of the settings above it takes those that say where a parameter lies, and
+            `offload="optimizer"`.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.

@@ -388,8 +388,12 @@ ERRORS: dict[str, Callable[[], object]] = {
 }
 
 
-def gathered_for_nothing() -> None:
-    loss = lambda model, x: model.inner(x).mean()
+def gathered_again() -> None:
+    def loss(model, x):
+        first = model.inner(x)
+        model.out.kernel[...] = 2 * model.out.kernel[...]
+        return model(x).mean() + first.mean()
+
     js.value_and_grad(loss, accumulate=2, sync="last")(annotated(), X)
 
 
@@ -397,7 +401,7 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: replicated": lambda: js.shard_init(lambda: Odd(1024, nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: batch reduction": lambda: call(annotated(lambda m, x: m.out(x) - m.out(x).mean(0, keepdims=True)), X),
-    "warning: gathered for nothing": gathered_for_nothing,
+    "warning: gathered again": gathered_again,
 }
 
 

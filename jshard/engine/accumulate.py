@@ -133,7 +133,7 @@ def _accumulated(loss: _Loss, batch: Any, steps: int, *, once: bool) -> tuple[ja
             out = loss.run(params, loss.frozen, state, part)
         if look and found.left:
             names = of_params.names(params) + of_frozen.names(loss.frozen)
-            _tell_of_left([names[i] for i in found.left], len(names), loss.name)
+            _tell_of_left([names[i] for i in found.left], len(names), found.missed, loss.name)
         return out
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
@@ -212,23 +212,23 @@ def _check_parameters(params: Any, name: str) -> None:
         )
 
 
-def _tell_of_left(names: list[str], total: int, model: str) -> None:
-    """Tells of parameters that were gathered once for all microbatches, and whose copies no call has taken."""
+def _tell_of_left(names: list[str], total: int, missed: bool, model: str) -> None:
+    """Tells of copies that no call has taken, if a call has gathered for itself, or if there are no others."""
     why = (
         "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
-        " not stored as js.shard_init stores them, or the call ran in global view; such a call gathers for itself."
+        " not stored as js.shard_init stores them"
     )
-    if len(names) < total:
+    if len(names) == total:
+        raise CallError(
+            "Parameters were gathered once for all microbatches, and no call of the model was with them.",
+            where=model,
+            why=f"{why}, or it ran in global view; it would gather for itself.",
+            do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or call the model with what loss_fn is given.',
+        )
+    if missed:
         listed = "".join(f"\n  {name}" for name in names)
         warnings.warn(
-            f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and no call takes them."
-            f" Either the loss has no use for them, or {why}{listed}",
+            f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and then again in each:"
+            f" {why}.{listed}",
             stacklevel=2,
         )
-        return
-    raise CallError(
-        "Parameters were gathered once for all microbatches, and no call of the model was with them.",
-        where=model,
-        why=why,
-        do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or call the model with what loss_fn is given.',
-    )

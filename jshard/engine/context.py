@@ -43,12 +43,16 @@ class Copies:
 
     Args:
         pairs: each stored array with its copy.
+
+    Attributes:
+        missed: whether a call has gathered for itself.
     """
 
     def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
         self._pairs = pairs
         self._by_id = {id(stored): copy for stored, copy in pairs}
         self._taken: set[int] = set()
+        self.missed = False
 
     def of(self, stored: Any) -> Any:
         """The copy of a stored array; None if there is none."""

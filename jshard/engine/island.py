@@ -206,6 +206,7 @@ def _copies_of(call: Call, members: list[Member | None], copies: Copies | None) 
     found = [copies.of(x) for x in stored]
     wanted = [member is None or member.placement.gathered for member in members]
     if any(x is None and wants for x, wants in zip(found, wanted, strict=True)):
+        copies.missed = True
         return None
     copies.take(stored)
     return found
