@@ -128,8 +128,9 @@ def fully_shard(
         sync_batch_norm: BatchNorm statistics are those of the whole batch, not of one data shard.
         gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
             unit's call runs as written, in global view, where each parameter is one logical array: for tables of
-            which a step reads little. It is called outside the root's call, which takes what it returns. What it
-            communicates is the model's own; of the settings above it takes those that say where a parameter lies, and
+            which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
+            model that is so by itself, as what is around it runs in global view, too. What it communicates is the
+            model's own; of the settings above it takes those that say where a parameter lies, and
             `offload="optimizer"`.
 
     Returns:
@@ -185,7 +186,7 @@ def fully_shard(
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
         checks.check_params_stay(offload)
-        checks.check_gathered(gathered)
+        checks.check_no_units(units, gathered)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
     if strategy is not None:

@@ -48,14 +48,14 @@ def check_params_stay(offload: Any) -> None:
         )
 
 
-def check_gathered(gathered: bool) -> None:
-    """Raises if a unit of a Linen model were not to be gathered: its calls come from inside the region."""
-    if not gathered:
+def check_no_units(units: Any, gathered: bool) -> None:
+    """Raises for units inside a Linen model that is never gathered."""
+    if units is not None and not gathered:
         raise AnnotationError(
-            "A unit that is never gathered is for nnx models only.",
-            where="fully_shard(gathered=False)",
-            why="it is called outside the root's call, and a Linen submodule is only called inside of it.",
-            do="js.fully_shard(model, mesh=mesh, units=Block)  # the tables in a module beside the model",
+            "A unit that is never gathered has units inside.",
+            where=f"fully_shard(units={units!r}, gathered=False)",
+            why="its whole call runs as written, and so would they.",
+            do='js.fully_shard(model, mesh=mesh, units={"tables": {"gathered": False}, Block: {}})  # only the tables',
         )
 
 

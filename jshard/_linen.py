@@ -6,7 +6,7 @@ and choices; the layout follows when `init` or `apply` is traced, and is kept wi
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import flax.linen as nn
 
@@ -19,11 +19,12 @@ from jshard._linen_layout import Layout, Leaf, Seen
 from jshard._nnx import Path, Unit, dotted
 from jshard._offload import check_offload
 from jshard._placement import PlacementRule
-from jshard._policies import MixedPrecision, Prefetch, check_remat
+from jshard._policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
 
 L = TypeVar("L", bound=nn.Module)
 
-_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "shard_dim", "min_size", "offload")
+_PLACING = ("shard_dim", "min_size", "offload")
+_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", *_PLACING, "gathered")
 
 
 @dataclasses.dataclass(eq=False)
@@ -47,6 +48,11 @@ class Annotation:
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
     specs: dict[tuple[Path, tuple[int, ...]], tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     latest: Layout | None = None
+
+    @property
+    def gathers_all(self) -> bool:
+        """Whether every unit is gathered."""
+        return all(record.policy.gathered for record in (self.root, *(record for _, record in self.choices)))
 
     def match(self, path: Path, module: nn.Module) -> int | None:
         """Which choice makes a submodule a unit: the first that it matches."""
@@ -72,6 +78,14 @@ class Annotation:
         self.latest = found
         return found
 
+    def known_layout(self, leaves: Mapping[Path, Leaf]) -> Layout:
+        """The layout that `init` has shown for these parameters.
+
+        Raises:
+            AnnotationError: it was not traced.
+        """
+        return self.layout_of(leaves, self._unknown)
+
     def plain(self, module: nn.Module) -> nn.Module:
         """An annotated module as it was before."""
         return _plain(module, self.base)
@@ -87,13 +101,17 @@ class Annotation:
             AnnotationError: the parameters are not known yet.
         """
         if self.latest is None:
-            raise AnnotationError(
-                "The parameters of a Linen module are not known yet.",
-                where=self.base.__name__,
-                why="they are made by init, from its inputs; it has not been called since fully_shard.",
-                do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
-            )
+            self._unknown()
+        assert self.latest is not None
         return self.latest
+
+    def _unknown(self) -> NoReturn:
+        raise AnnotationError(
+            "The parameters of a Linen module are not known yet.",
+            where=self.base.__name__,
+            why="they are made by init, from its inputs; it has not been called since fully_shard.",
+            do="jax.eval_shape(model.init, jax.random.key(0), x)  # computes nothing",
+        )
 
 
 def annotation_of(model: Any) -> Annotation | None:
@@ -206,22 +224,36 @@ def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]
             why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(_OWN_SETTINGS)}.",
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
-    policy, rule = dict(settings), record.rule
-    checks.check_types(policy.get("mixed_precision"), policy.get("shard_dim"), 0, 0, policy.get("min_size", 0))
-    placing = {name: policy.pop(name) for name in ("shard_dim", "min_size", "offload") if name in policy}
-    if "offload" in placing:
-        check_offload(placing["offload"], record.mesh)
-        checks.check_params_stay(placing["offload"])
-    if "remat" in policy:
-        check_remat(policy["remat"])
-    if "reshard_after_forward" in policy:
-        checks.check_reshard(policy["reshard_after_forward"], record.mesh)
-    if "prefetch" in policy:
-        policy["prefetch"] = Prefetch.parse(policy["prefetch"])
+    policy = _checked(settings, record)
+    placing = {name: policy.pop(name) for name in _PLACING if name in policy}
     if "mixed_precision" in policy:
-        policy["mixed_precision"] = placing["mixed_precision"] = policy["mixed_precision"] or MixedPrecision()
-    made: PlacementRule = dataclasses.replace(rule, **placing)
-    return dataclasses.replace(record, policy=dataclasses.replace(record.policy, **policy), rule=made)
+        placing["mixed_precision"] = policy["mixed_precision"]
+    common = record.policy
+    if not policy.get("gathered", True):  # what is said for all units is not for this one
+        common = UnitPolicy()
+        checks.check_ungathered(UnitPolicy(**policy), None, placing.get("offload"))
+        placing |= {"gathered": False, "mixed_precision": MixedPrecision()}
+    made: PlacementRule = dataclasses.replace(record.rule, **placing)
+    return dataclasses.replace(record, policy=dataclasses.replace(common, **policy), rule=made)
+
+
+def _checked(settings: Mapping[str, Any], record: Unit) -> dict[str, Any]:
+    """The settings of a choice, as a unit's record takes them."""
+    found = dict(settings)
+    checks.check_types(found.get("mixed_precision"), found.get("shard_dim"), 0, 0, found.get("min_size", 0))
+    checks.check_choice("gathered", found.get("gathered", True), (True, False))
+    if "offload" in found:
+        check_offload(found["offload"], record.mesh)
+        checks.check_params_stay(found["offload"])
+    if "remat" in found:
+        check_remat(found["remat"])
+    if "reshard_after_forward" in found:
+        checks.check_reshard(found["reshard_after_forward"], record.mesh)
+    if "prefetch" in found:
+        found["prefetch"] = Prefetch.parse(found["prefetch"])
+    if "mixed_precision" in found:
+        found["mixed_precision"] = found["mixed_precision"] or MixedPrecision()
+    return found
 
 
 def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf]) -> None:

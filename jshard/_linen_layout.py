@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from jshard._errors import AnnotationError
+from jshard._linen_ungathered import check_ungathered, modules_around
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, dotted
 from jshard._placement import Placement, place
 from jshard._plan import LeafPlan, ShardPlan, made_unit_plan
@@ -106,6 +107,7 @@ class Layout:
         if errors:
             first = errors[0]
             raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
+        check_ungathered(kind, units, placed.values())
         made = cls(kind, root, units, placed, layers)
         return dataclasses.replace(made, root=made.record((), placed))
 
@@ -119,7 +121,13 @@ class Layout:
                 inside = leaf.owner[: len(path)] == path
                 owner = OWN if leaf.owner == path else NESTED if inside else OUTER
                 members.append(Member((name,), leaf.placement, owner))
-        return dataclasses.replace(settings, members=tuple(members), nested=bool(path))
+        name = "" if settings.policy.gathered else dotted(path)
+        return dataclasses.replace(settings, members=tuple(members), nested=bool(path), name=name)
+
+    @functools.cached_property
+    def around(self) -> frozenset[Path]:
+        """Paths of the modules that run in global view, as a unit inside is never gathered."""
+        return modules_around(self.units)
 
     @functools.cached_property
     def plan(self) -> ShardPlan:

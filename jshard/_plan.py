@@ -225,8 +225,8 @@ def _not_nnx(model: Any) -> AnnotationError:
     return AnnotationError(
         "This is for nnx models only.",
         where=type(model).__name__,
-        why="gradients and microbatches of a Linen model are those of its own step.",
-        do="jax.value_and_grad(loss_fn)(state.params)  # accumulate: optax.MultiSteps(tx, every_k_schedule=4)",
+        why="the parameters of a Linen model are an argument of its loss, and of what differentiates it.",
+        do="js.value_and_grad(loss_fn, model=model, accumulate=4)(state.params, x)  # loss_fn(params, x)",
     )
 
 

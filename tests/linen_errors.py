@@ -14,6 +14,7 @@ import jshard as js
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
+NEVER = {"gathered": False}
 
 
 class Model(nn.Module):
@@ -45,6 +46,36 @@ class LastDim(nn.Module):
     def __call__(self, x):
         scanned = nn.scan(Layer, variable_axes={"params": -1}, split_rngs={"params": True}, length=3)
         return scanned(name="layers")(x, None)[0]
+
+
+class Reader(nn.Module):
+    """Uses a table that it is given, by a method or by hand."""
+
+    table: nn.Module
+    by_hand: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(64)(x @ self.table.embedding.T if self.by_hand else self.table.attend(x))
+
+
+class Rows(nn.Module):
+    """A table that a module beside it reads, and a parameter of its own."""
+
+    by_hand: bool = False
+    scaled: bool = False
+
+    @nn.compact
+    def __call__(self, x):
+        table = nn.Embed(96, 64, name="table")
+        x = x @ self.param("scale", nn.initializers.ones, (64, 64)) if self.scaled else x
+        return Reader(table, self.by_hand, name="reader")(x + table(jnp.zeros(16, int)))
+
+
+def never(model: nn.Module, **units: Any) -> Any:
+    """The call of a model with a table that is never gathered."""
+    model = shard(model, units={"table": NEVER, **units})
+    return jax.eval_shape(model.apply, jax.eval_shape(model.init, KEY, X), X)
 
 
 class Normed(nn.Module):
@@ -104,6 +135,17 @@ def optax_alone_on_the_host() -> None:
     js.shard_init(create, model)
 
 
+def gathered_for_nothing() -> None:
+    model = shard()
+    params = js.abstract_init(lambda: model.init(KEY, X), model)["params"]
+
+    def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+        halves = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
+        return model.apply({"params": halves}, x).mean()
+
+    jax.eval_shape(js.value_and_grad(loss_fn, model=model, accumulate=2, sync="last"), params, X)
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     "linen: annotated twice": lambda: shard(shard()),
     "linen: annotated inside": annotated_inside,
@@ -124,6 +166,16 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: optax alone, padded": optax_alone,
     "linen: optax alone, on the host": optax_alone_on_the_host,
     "linen: value_and_grad": lambda: js.value_and_grad(lambda model, x: 0.0)(shard(), X),
+    "linen: value_and_grad, wrt": lambda: js.value_and_grad(jnp.sum, model=shard(), wrt=nnx.LoRAParam)({}),
+    "linen: value_and_grad, other parameters": gathered_for_nothing,
+    "linen: never gathered, with units": lambda: shard(units=nn.Dense, gathered=False),
+    "linen: never gathered, settings": lambda: shard(units={nn.Dense: {"gathered": False, "remat": "full"}}),
+    "linen: never gathered, unit around": lambda: never(Rows(), **{"reader": {}, "reader/Dense_0": NEVER}),
+    "linen: never gathered, parameters around": lambda: never(Rows(scaled=True)),
+    "linen: never gathered, used by a unit": lambda: never(Rows(), reader={}),
+    "linen: never gathered, called inside": lambda: never(Rows()),
+    "linen: never gathered, read inside": lambda: never(Rows(by_hand=True)),
+    "linen: never gathered, not known yet": lambda: shard(units={"first": NEVER}).apply(variables(), X),
     "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
     "linen: inside map_variables": lambda: shard(Normed(), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),

@@ -131,10 +131,15 @@ def assert_equal(
     variables, wanted = reference(plain, call)
     model = js.fully_shard(plain, mesh=mesh or js.mesh(), **settings)
     found = results(model, variables, call)
+    assert_same(found, wanted, tolerance)
+    return model
+
+
+def assert_same(found: Any, wanted: Any, tolerance: float = 2e-6) -> None:
+    """Holds two trees of arrays against each other."""
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     apart = differences(found, wanted)
     assert max(apart.values()) <= tolerance, max(apart.items(), key=lambda item: item[1])
-    return model
 
 
 def differences(found: Any, wanted: Any) -> dict[str, float]:

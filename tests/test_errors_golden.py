@@ -285,7 +285,6 @@ ERRORS: dict[str, Callable[[], object]] = {
     "ungathered: parameters in host memory": lambda: shard(linear(), gathered=False, offload="params"),
     "ungathered: units inside": lambda: shard(Model(print, nnx.Rngs(0)), units="inner", gathered=False),
     "ungathered: tied": ungathered_and_tied,
-    "ungathered: Linen": lambda: shard(nn.Dense(8), gathered=False),
     "ungathered: called inside": lambda: call(ungathered(lambda model, x: model.out(model.inner(x))), X),
     "ungathered: read inside": lambda: call(ungathered(lambda model, x: model.out(x @ model.inner.kernel)), X),
     "ungathered: annotated after the root": ungathered_late,
@@ -388,10 +387,21 @@ ERRORS: dict[str, Callable[[], object]] = {
     **LINEN_ERRORS,
 }
 
+
+def gathered_again() -> None:
+    def loss(model, x):
+        first = model.inner(x)
+        model.out.kernel[...] = 2 * model.out.kernel[...]
+        return model(x).mean() + first.mean()
+
+    js.value_and_grad(loss, accumulate=2, sync="last")(annotated(), X)
+
+
 WARNINGS: dict[str, Callable[[], object]] = {
     "warning: replicated": lambda: js.shard_init(lambda: Odd(1024, nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: batch reduction": lambda: call(annotated(lambda m, x: m.out(x) - m.out(x).mean(0, keepdims=True)), X),
+    "warning: gathered again": gathered_again,
 }
 
 

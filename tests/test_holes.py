@@ -257,6 +257,19 @@ def test_k_accumulation_that_syncs_last_works_through_any_method():
         np.testing.assert_allclose(np.asarray(g[...]) / scale, np.asarray(w[...]) / scale, atol=2e-6, err_msg=str(path))
 
 
+def test_k_accumulation_that_syncs_last_does_not_take_copies_of_what_was_changed():
+    """A parameter that the loss itself perturbs before the call."""
+
+    def perturbed(model, x, y):
+        model.embed.embedding[...] = 2 * model.embed.embedding[...]
+        return loss_fn(model, x, y)
+
+    config = Config()
+    grad = js.value_and_grad(perturbed, accumulate=2, sync="last")
+    with pytest.raises(js.CallError, match="the loss changed them before the call"):
+        grad(sharded(config, js.mesh()), *token_batch(config))
+
+
 class Recurrent(nnx.Module):
     """A loop whose carry starts from zeros, which are the same on all data shards."""
 

@@ -429,6 +429,54 @@ def test_a_loss_of_ones_own_uses_methods_and_fields():
     assert max(differences(nnx.to_pure_dict(grads), wanted_grads["params"]).values()) < 1e-5
 
 
+class Balanced(nn.Module):
+    """Sows a penalty for tokens that choose alike, one by layer and one summed."""
+
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(VOCAB, 32, name="table")(ids)
+        for i in range(2):
+            x = Router(name=f"router_{i}")(x)
+        return nn.Dense(VOCAB, name="head")(x)
+
+
+class Router(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        shares = js.batch_mean(nn.softmax(nn.Dense(32)(x)).mean((0, 1)))
+        self.sow("losses", "balance", (shares**2).sum())
+        self.sow("total", "balance", (shares**2).sum(), init_fn=lambda: 0.0, reduce_fn=jnp.add)
+        return x * shares[None, None]
+
+
+def balanced(model, batch):
+    logits, sown = model(batch["inputs"], mutable=["losses", "total"])
+    penalty = sum(jax.tree.leaves(sown["losses"])) + 3 * sum(jax.tree.leaves(sown["total"]))
+    return cross_entropy(logits, batch["targets"]) + penalty + (model(batch["inputs"]) ** 2).mean()
+
+
+def test_a_loss_gets_what_a_call_sows():
+    """Of that call alone, and of the whole batch; nothing is kept from step to step."""
+    file = dataclasses.replace(file_of(Balanced(), Router), loss_fn=balanced)
+    model = new_model(file, RECIPE, js.mesh(replica=2))
+    assert model.variables.keys() == {"params"}
+    batch = batches(1)[0]
+
+    def plain(variables):
+        logits, sown = Balanced().apply(variables, batch["inputs"], mutable=["losses", "total"])
+        penalty = sum(jax.tree.leaves(sown["losses"])) + 3 * sum(jax.tree.leaves(sown["total"]))
+        return cross_entropy(logits, batch["targets"]) + penalty + (logits**2).mean()
+
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(plain))(jax.device_get(model.variables))
+    run = nnx.jit(nnx.value_and_grad(balanced))
+    for _ in range(2):
+        found, grads = run(model, batch)
+        np.testing.assert_allclose(float(found), float(wanted), rtol=2e-6)
+        assert max(differences(nnx.to_pure_dict(grads), wanted_grads["params"]).values()) < 1e-5
+    assert model.variables.keys() == {"params"}
+    np.testing.assert_allclose(float(balanced(inference_view(model), batch)), float(wanted), rtol=2e-6)
+
+
 @pytest.mark.parametrize(
     ("annotate", "why"),
     [(lambda model, mesh: None, "it returns None"), (lambda model, mesh: model, "it returns a Decoder")],

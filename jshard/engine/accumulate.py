@@ -2,54 +2,63 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError, CallError
-from jshard._mesh import data_axes, data_degree, manual_axes
-from jshard._nnx import Member, Path, Unit, dotted, plain_class, unit_of, walk
+from jshard._linen import annotation_of
+from jshard._linen_layout import Layout
+from jshard._linen_optimizer import places_of
+from jshard._nnx import Unit, dotted, plain_class, unit_of
 from jshard._offload import back, to_device
-from jshard._placement import spec_over
+from jshard._placement import Placement
 from jshard._plan import root_forgotten
-from jshard.engine.call import raw
-from jshard.engine.collectives import all_gather, reduce_scatter
-from jshard.engine.context import copies_scope
+from jshard._state_places import key_texts
+from jshard.engine.context import Copies, copies_scope
+from jshard.engine.microbatches import microbatches
+from jshard.engine.once import Once
 
 
 def value_and_grad(
     loss_fn: Callable[..., Any],
     *,
+    model: nn.Module | None = None,
     accumulate: int = 1,
     sync: str = "each",
     has_aux: bool = False,
     wrt: Any = nnx.Param,
 ) -> Callable[..., Any]:
-    """`nnx.value_and_grad` over microbatches.
+    """`nnx.value_and_grad` over microbatches; of a Linen model `jax.value_and_grad`.
 
     The batch is cut into `accumulate` microbatches along its batch dim; loss and gradients are the means over
-    them. State that the model changes (BatchNorm, dropout counts) passes from one to the next.
+    them. State that an nnx model changes (BatchNorm, dropout counts) passes from one to the next.
 
     Args:
-        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view.
+        loss_fn: `loss_fn(model, *batch)`, a mean over the batch, in global view; of a Linen model
+            `loss_fn(params, *batch)`.
+        model: the annotated Linen model that `loss_fn` calls; nnx models are their own.
         accumulate: number of microbatches.
         sync: `"each"`: every microbatch gathers parameters and reduce-scatters gradients; the sum is sharded.
             `"last"`: parameters are gathered once and gradients reduced once per step; each device holds the
             full parameters and gradients of the model meanwhile. What is never gathered is as with `"each"`.
         has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
         wrt: the parameters to differentiate with respect to, as `nnx.Optimizer` takes them: an nnx filter. The others
-            are frozen: gathered, and nothing more.
+            are frozen: gathered, and nothing more. For nnx models.
 
     Returns:
-        A function of `(model, *batch)` that returns `(loss, gradients)`, or `((loss, aux), gradients)`.
+        A function of `(model, *batch)`, or `(params, *batch)`, that returns `(loss, gradients)`, or
+        `((loss, aux), gradients)`.
 
     Raises:
-        CallError: the batch does not divide into microbatches that divide over the data shards.
+        CallError: the batch does not divide into microbatches that divide over the data shards; or no call of the
+            model is with the parameters that were gathered for it.
 
     Example:
         >>> grad_fn = js.value_and_grad(loss_fn, accumulate=4, sync="last")
@@ -62,55 +71,133 @@ def value_and_grad(
             why='accumulate is a number of microbatches, sync is "each" or "last".',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="last")',
         )
+    steps, once = accumulate, sync == "last"
 
     @functools.wraps(loss_fn)
-    def run(model: nnx.Module, *batch: Any) -> Any:
+    def of_nnx(model: nnx.Module, *batch: Any) -> Any:
         unit = unit_of(model)
         if unit is None:
             raise root_forgotten(model)
-        if accumulate == 1:
+        if steps == 1:
             return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(model, *batch)
-        parts = _microbatches(batch, unit, accumulate, plain_class(model).__name__)
-        return _accumulate(loss_fn, model, unit, parts, accumulate, sync == "last", has_aux, wrt)
+        loss = _nnx_loss(loss_fn, model, unit, has_aux, wrt)
+        if once:
+            _check_parameters(loss.params, loss.name)
+        value, aux, grads, state = _accumulated(loss, batch, steps, once=once)
+        nnx.update(model, state)
+        return ((value, aux) if has_aux else value), grads
 
-    return run
+    @functools.wraps(loss_fn)
+    def of_linen(params: Any, *batch: Any) -> Any:
+        layout = _layout(model, wrt)
+        if steps == 1:
+            return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
+        value, aux, grads, _ = _accumulated(_linen_loss(loss_fn, params, layout, has_aux), batch, steps, once=once)
+        return ((value, aux) if has_aux else value), grads
+
+    return of_nnx if model is None else of_linen
 
 
-def _accumulate(
-    loss_fn: Callable, model: nnx.Module, unit: Unit, parts: Any, steps: int, once: bool, has_aux: bool, wrt: Any
-) -> Any:
-    graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
-    if once:
-        _check_parameters(params, plain_class(model).__name__)
-    of_params, of_frozen = _Once.of(params, unit, once), _Once.of(frozen, unit, once)
-    copies, frozen_copies = of_params.gather(params), of_frozen.gather(frozen)
-    dtypes = [member.placement.reduce_dtype for member in of_params.members]
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """A loss as a function of trees of arrays.
 
-    def loss(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, Any]:
-        live = nnx.merge(graphdef, params, frozen, state, copy=True)
-        with copies_scope(_by_variable(live, (of_params, copies), (of_frozen, frozen_copies)) if once else None):
-            out = loss_fn(live, *part)
-        value, aux = out if has_aux else (out, None)
-        return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
+    Args:
+        run: takes parameters, frozen parameters, state and a microbatch; returns the loss, and aux with the new state.
+        params: the parameters to differentiate with respect to.
+        frozen: the other ones.
+        state: what passes from one microbatch to the next.
+        placements: of the leaves of `params`, and of `frozen`; None for what is no parameter.
+        root: record of the root.
+        name: of the model, for messages.
+    """
+
+    run: Callable[[Any, Any, Any, Any], tuple[jax.Array, tuple[Any, Any]]]
+    params: Any
+    frozen: Any
+    state: Any
+    placements: tuple[Sequence[Placement | None], Sequence[Placement | None]]
+    root: Unit
+    name: str
+
+
+def _accumulated(loss: _Loss, batch: Any, steps: int, *, once: bool) -> tuple[jax.Array, Any, Any, Any]:
+    """Loss, aux of every microbatch, gradients, and the state after the last."""
+    parts, mesh = microbatches(batch, loss.root, steps, loss.name), loss.root.mesh
+    of_params, of_frozen = (Once.of(placements if once else (), mesh) for placements in loss.placements)
+    copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
+
+    def run(params: Any, copies: list, state: Any, part: Any, look: bool = False) -> tuple[jax.Array, tuple[Any, Any]]:
+        found = Copies(of_params.pairs(params, copies) + of_frozen.pairs(loss.frozen, frozen_copies))
+        with copies_scope(found if once else None):
+            out = loss.run(params, loss.frozen, state, part)
+        if look and found.left:
+            names = of_params.names(params) + of_frozen.names(loss.frozen)
+            _tell_of_left([names[i] for i in found.left], len(names), found.missed, loss.name)
+        return out
 
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
         total, sums, state = carry
-        (value, (aux, state)), grads = jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)(
-            params, copies, state, part
-        )
-        grads = to_device(grads)
-        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, grads)
+        grad = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
+        (value, (aux, state)), grads = grad(loss.params, copies, state, part)
+        sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
         return (total + value, sums, state), aux
 
-    zeros = jax.tree.map(jnp.zeros_like, params), [jnp.zeros_like(c, d) for c, d in zip(copies, dtypes, strict=True)]
-    dtype = jax.eval_shape(loss, params, copies, state, jax.tree.map(lambda x: x[0], parts))[0].dtype
-    (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, state), parts)
+    zeros = jax.tree.map(jnp.zeros_like, loss.params), of_params.zeros(copies)
+    look, first = functools.partial(run, look=True), jax.tree.map(lambda x: x[0], parts)
+    dtype = jax.eval_shape(look, loss.params, copies, loss.state, first)[0].dtype
+    (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
-        grads = of_params.add(grads, to_device(of_params.reduce(params, of_copies)))
-    nnx.update(model, state)
-    grads = back(jax.tree.map(lambda g: g / steps, grads), params)
-    value = total / steps
-    return ((value, aux) if has_aux else value), grads
+        grads = of_params.add(grads, to_device(of_params.reduce(loss.params, of_copies)))
+    return total / steps, aux, back(jax.tree.map(lambda g: g / steps, grads), loss.params), state
+
+
+def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, wrt: Any) -> _Loss:
+    graphdef, params, frozen, state = nnx.split(model, wrt, nnx.Param, ...)
+
+    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        live = nnx.merge(graphdef, params, frozen, state, copy=True)
+        out = loss_fn(live, *part)
+        value, aux = out if has_aux else (out, None)
+        return value, (aux, nnx.split(live, wrt, nnx.Param, ...)[3])
+
+    def placements(state: Any) -> list[Placement | None]:  # in the order of its leaves: both are sorted
+        members = [unit.by_path.get(path) for path, _ in nnx.to_flat_state(state)]
+        return [None if member is None else member.placement for member in members]
+
+    placed = placements(params), placements(frozen)
+    return _Loss(run, params, frozen, state, placed, unit, plain_class(model).__name__)
+
+
+def _linen_loss(loss_fn: Callable, params: Any, layout: Layout, has_aux: bool) -> _Loss:
+    places = places_of(layout)
+
+    def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
+        out = loss_fn(params, *part)
+        value, aux = out if has_aux else (out, None)
+        return value, (aux, state)
+
+    def placement(path: tuple, x: Any) -> Placement | None:
+        found = places.parameter(key_texts(path))
+        return found if found is not None and found.stored_shape == jnp.shape(x) else None
+
+    placed = [placement(path, x) for path, x in jax.tree.leaves_with_path(params)]
+    return _Loss(run, params, (), (), (placed, ()), layout.root, layout.kind)
+
+
+def _layout(model: Any, wrt: Any) -> Layout:
+    """The layout of a Linen model whose loss is given."""
+    annotation = annotation_of(model)
+    if annotation is None:
+        raise root_forgotten(model)
+    if wrt is not nnx.Param:
+        raise AnnotationError(
+            "wrt is for nnx models only.",
+            where=f"value_and_grad(model={annotation.base.__name__}, wrt={wrt!r})",
+            why="a Linen model's parameters are an argument of its loss, and all of them get gradients.",
+            do="tx = optax.masked(tx, mask)  # updates some of them",
+        )
+    return annotation.layout
 
 
 def _check_parameters(params: Any, name: str) -> None:
@@ -125,103 +212,23 @@ def _check_parameters(params: Any, name: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Once:
-    """Parameters that are gathered once for all microbatches: those of a state that are ever gathered.
-
-    Args:
-        paths: in the state.
-        members: their records.
-        unit: of the root.
-    """
-
-    paths: tuple[Path, ...]
-    members: tuple[Member, ...]
-    unit: Unit
-
-    @classmethod
-    def of(cls, state: Any, unit: Unit, once: bool) -> "_Once":
-        """Those of a state of parameters; none if each microbatch gathers for itself."""
-        paths = [path for path, _ in nnx.to_flat_state(state)] if once else []
-        found = {path: unit.by_path[path] for path in paths if unit.by_path[path].placement.gathered}
-        return cls(tuple(found), tuple(found.values()), unit)
-
-    def gather(self, state: Any) -> list:
-        """Every data shard's own full copy of the parameters: arrays with one leading row per data shard."""
-        if not self.members:
-            return []
-        mesh, specs, layout = self._layout()
-
-        def gather_all(values: list) -> list:
-            return [all_gather(x, m.placement, mesh)[None] for x, m in zip(values, self.members, strict=True)]
-
-        run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
-        return run(self._values(state))
-
-    def reduce(self, state: Any, sums: list) -> list:
-        """The gradients of the shards from each data shard's gradients of its copies."""
-        if not self.members:
-            return []
-        mesh, specs, layout = self._layout()
-
-        def reduce_all(values: list, sums: list) -> list:
-            found = zip(values, sums, self.members, strict=True)
-            return [reduce_scatter(g[0], m.placement, mesh, x) for x, g, m in found]
-
-        run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
-        return run(self._values(state), sums)
-
-    def add(self, gradients: Any, more: list) -> Any:
-        """Gradients of a state, with more of them for these parameters."""
-        by_path = dict(zip(self.paths, more, strict=True))
-        flat = [(p, v.replace(raw(v) + by_path[p]) if p in by_path else v) for p, v in nnx.to_flat_state(gradients)]
-        return nnx.from_flat_state(flat)
-
-    def _values(self, state: Any) -> list:
-        flat = dict(nnx.to_flat_state(state))
-        return [raw(flat[path]) for path in self.paths]
-
-    def _layout(self) -> tuple[Mesh, list[PartitionSpec], dict[str, Any]]:
-        """The mesh, the parameters' specs over the data axes, and where `shard_map` is manual."""
-        mesh = self.unit.mesh
-        assert isinstance(mesh, Mesh), "the model has arrays"
-        axes = data_axes(mesh)
-        specs = [spec_over(axes, member.placement.spec) for member in self.members]
-        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
-
-
-def _by_variable(live: nnx.Module, *copied: tuple[_Once, list]) -> dict[int, jax.Array]:
-    """The copies by the variables of a live model, so that a call into any of its units finds its own."""
-    variables = dict(walk(live))
-    found = [pair for once, copies in copied for pair in zip(once.paths, copies, strict=True)]
-    return {id(variables[path]): copy for path, copy in found}
-
-
-def _microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
-    """Cuts a batch so that every data shard keeps its own examples: microbatch i takes every i-th of them.
-
-    Scalars go to every microbatch whole; a random key is split.
-    """
-    shards, dim = data_degree(unit.mesh), unit.policy.batch_dim
-    flat, _ = jax.tree_util.tree_flatten_with_path(batch)
-    arrays = [(jax.tree_util.keystr(p), jnp.shape(x)) for p, x in flat if jnp.ndim(x)]
-    bad = [(p, shape) for p, shape in arrays if len(shape) <= dim or shape[dim] % (steps * shards)]
-    if bad:
+def _tell_of_left(names: list[str], total: int, missed: bool, model: str) -> None:
+    """Tells of copies that no call has taken, if a call has gathered for itself, or if there are no others."""
+    why = (
+        "the loss changed them before the call (a cast, a stop_gradient, a jit or checkpoint around it), or they are"
+        " not stored as js.shard_init stores them"
+    )
+    if len(names) == total:
         raise CallError(
-            "The batch cannot be cut into microbatches.",
-            where=[f"{name}: batch{p}  shape {tuple(s)}" for p, s in bad],
-            why=f"{steps} microbatches over {shards} data shards need a batch dim that divides by {steps * shards}.",
-            do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
+            "Parameters were gathered once for all microbatches, and no call of the model was with them.",
+            where=model,
+            why=f"{why}, or it ran in global view; it would gather for itself.",
+            do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or call the model with what loss_fn is given.',
         )
-    sharding = NamedSharding(unit.mesh, PartitionSpec(*[None] * (dim + 1), data_axes(unit.mesh)))
-
-    def cut(x: Any) -> jax.Array:
-        x = jnp.asarray(x)
-        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-            return jax.random.split(x, steps)
-        if not x.ndim:
-            return jnp.broadcast_to(x, (steps,))
-        rows = x.reshape(*x.shape[:dim], x.shape[dim] // steps, steps, *x.shape[dim + 1 :])
-        return lax.with_sharding_constraint(jnp.moveaxis(rows, dim + 1, 0), sharding)
-
-    return jax.tree.map(cut, batch)
+    if missed:
+        listed = "".join(f"\n  {name}" for name in names)
+        warnings.warn(
+            f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and then again in each:"
+            f" {why}.{listed}",
+            stacklevel=2,
+        )

@@ -3,7 +3,7 @@
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -36,10 +36,42 @@ class Region:
     names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
+class Copies:
+    """Full copies of parameters, gathered beforehand: found by the arrays that they are copies of.
+
+    A parameter that was changed since, or another model's, is another array.
+
+    Args:
+        pairs: each stored array with its copy.
+
+    Attributes:
+        missed: whether a call has gathered for itself.
+    """
+
+    def __init__(self, pairs: Sequence[tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+        self._by_id = {id(stored): copy for stored, copy in pairs}
+        self._taken: set[int] = set()
+        self.missed = False
+
+    def of(self, stored: Any) -> Any:
+        """The copy of a stored array; None if there is none."""
+        return self._by_id.get(id(stored))
+
+    def take(self, arrays: Iterable[Any]) -> None:
+        """Notes that a call has taken the copies of these arrays."""
+        self._taken |= set(map(id, arrays))
+
+    @property
+    def left(self) -> list[int]:
+        """Positions of those that no call has taken."""
+        return [i for i, (stored, _) in enumerate(self._pairs) if id(stored) not in self._taken]
+
+
 # The region is told apart from the outside by the trace itself (its axes are manual), so a context variable is
 # enough; global view is not, and must be part of jit's cache key.
 _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
-_copies: contextvars.ContextVar[Mapping[int, Any] | None] = contextvars.ContextVar("copies", default=None)
+_copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", default=False)
 _global_view = jax.make_user_context(default_value="")
@@ -64,12 +96,12 @@ def region_scope(region: Region | None) -> AbstractContextManager[None]:
     return _during(_region, region)
 
 
-def gathered_copies() -> Mapping[int, Any] | None:
-    """Copies gathered beforehand, by id of the variable; None if each call gathers for itself."""
+def gathered_copies() -> Copies | None:
+    """Copies gathered beforehand; None if each call gathers for itself."""
     return _copies.get()
 
 
-def copies_scope(copies: Mapping[int, Any] | None) -> AbstractContextManager[None]:
+def copies_scope(copies: Copies | None) -> AbstractContextManager[None]:
     """Sets the copies that calls inside find."""
     return _during(_copies, copies)
 

@@ -5,7 +5,7 @@ around it the user's program stays in global view, so penalties, metrics and opt
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -23,7 +23,7 @@ from jshard._placement import Placement, spec_over
 from jshard._replicated import check_replicated, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.chain import Chain
-from jshard.engine.context import Region, gathered_copies, global_view, in_shapes_only, is_unchecked
+from jshard.engine.context import Copies, Region, gathered_copies, global_view, in_shapes_only, is_unchecked
 from jshard.engine.hosted import on_device
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
@@ -198,11 +198,15 @@ def _member(call: Call, path: tuple) -> Member | None:
     return None if unit is None else unit.by_path.get(relative)
 
 
-def _copies_of(call: Call, members: list[Member | None], copies: Mapping[int, Any] | None) -> list | None:
+def _copies_of(call: Call, members: list[Member | None], copies: Copies | None) -> list | None:
     """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
     if copies is None:
         return None
-    variables = dict(walk(call.graph))
-    found = [copies.get(id(variables[path])) for path, _ in call.params]
+    stored = [raw(variable) for _, variable in call.params]
+    found = [copies.of(x) for x in stored]
     wanted = [member is None or member.placement.gathered for member in members]
-    return None if any(x is None and wants for x, wants in zip(found, wanted, strict=True)) else found
+    if any(x is None and wants for x, wants in zip(found, wanted, strict=True)):
+        copies.missed = True
+        return None
+    copies.take(stored)
+    return found

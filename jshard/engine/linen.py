@@ -7,79 +7,58 @@ it, calls of the chosen submodules become units; everything else runs as it stan
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
 import jax
-from flax.linen.transforms import get_module_scopes
 
-from jshard._errors import AnnotationError, CallError
+from jshard._errors import CallError
 from jshard._linen import Annotation, annotation_of, check_found
-from jshard._linen_layout import Layout, Seen, SeenUnit
+from jshard._linen_layout import Layout, Seen
 from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
 from jshard._padded import Padding, logical, padding_of, store
+from jshard._replicated import check_replicated
 from jshard.engine.call import Call
 from jshard.engine.context import current_region, global_view, in_global_view
 from jshard.engine.inputs import BatchSplit, trace_globally
 from jshard.engine.island import open_region
 from jshard.engine.linen_call import Lifted, View, lifted_call
 from jshard.engine.linen_fields import Fields
+from jshard.engine.linen_survey import Survey
 from jshard.engine.linen_values import described, flat, rules_without
 from jshard.engine.route import refuse_manual, route
+from jshard.engine.ungathered import called_inside, run_ungathered
 from jshard.engine.unit import run_unit
 
 
 @dataclasses.dataclass(frozen=True)
 class _Inside:
-    """Where we are in an annotated Linen model: its layout, and the unit that runs."""
+    """Where we are in an annotated Linen model.
+
+    Args:
+        annotation: of the model.
+        layout: of its parameters.
+        prefix: path of the model.
+        unit: path of the unit that runs.
+        is_around: we are in global view, around units that are never gathered.
+    """
 
     annotation: Annotation
     layout: Layout
     prefix: Path
     unit: Path = ()
+    is_around: bool = False
 
     def path(self, module: nn.Module) -> Path:
         """Path of a module from the annotated one."""
         return module.path[len(self.prefix) :]
 
 
-@dataclasses.dataclass(eq=False)
-class _Survey:
-    """Collects the units that a trace of a model calls.
-
-    Args:
-        annotation: of the model.
-        prefix: path of the model.
-        seen: what was found so far.
-    """
-
-    annotation: Annotation
-    prefix: Path
-    seen: Seen = dataclasses.field(default_factory=Seen)
-
-    def note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Notes a call that has just run: an inner call of the same module, in a loop or a checkpoint, came before."""
-        path = module.path[len(self.prefix) :]
-        self.seen.called.add(path)
-        self.seen.kinds.setdefault(type(module).__name__, dotted(path))
-        choice = self.annotation.match(path, module)
-        if choice is None:
-            return
-        _refuse_mapped(self.annotation, module, path)
-        unit = self.seen.units.get(path)
-        if unit is None:
-            unit = SeenUnit(type(module).__name__, choice, self.annotation.choices[choice][1])
-            self.seen.units[path] = unit
-        for inner, leaf in flat(module.variables.get("params", {})):
-            unit.shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
-        scopes = {tuple(s.path)[len(self.prefix) :] for s in get_module_scopes(module, args, kwargs)[0]}
-        unit.borrowed |= {p for p in scopes if p[: len(path)] != path}
-
-
 _inside: contextvars.ContextVar[_Inside | None] = contextvars.ContextVar("inside", default=None)
-_survey: contextvars.ContextVar[_Survey | None] = contextvars.ContextVar("survey", default=None)
+_survey: contextvars.ContextVar[Survey | None] = contextvars.ContextVar("survey", default=None)
 _intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepting", default=False)
 # The survey or the layout, as part of jit's cache key: a trace that nn.jit has kept would hide its units from another
 # survey, and run them as another annotation says.
@@ -138,9 +117,13 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
             return run()
         if module.is_initializing():
             return _initialise(annotation, module, run)
+        if not annotation.gathers_all:
+            return _beside(_around(annotation, module), module, function, args, arguments, run)
         return _open(annotation, module, function, args, arguments)
     if is_call:
         _refuse_other(inside, module)
+        if inside.is_around:
+            return _beside(inside, module, function, args, arguments, run)
         if _is_unit(inside, module):
             return _run_unit(inside, module, function, args, arguments)
     return _synchronised(inside, module, run)
@@ -154,7 +137,7 @@ def _is_call(module: nn.Module, name: str) -> bool:
 
 def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any]) -> Any:
     """Lets the model make its variables, and plans for the parameters that it made."""
-    survey = _Survey(annotation, tuple(module.path))
+    survey = Survey(annotation, tuple(module.path))
     with _set(_survey, survey), _tracing(survey):
         out = run()
     leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
@@ -171,14 +154,69 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
     def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
         view = lifted.view(annotation.base)
         survey = lambda: _surveyed(annotation, prefix, lifted, view, function.__name__, args, kwargs)
-        layout = annotation.layout_of(lifted.leaves, survey)
-        unit = layout.record((), lifted.params)
-        attach(view, unit, route)
-        _store_padded(view, unit)
-        method = _method(lifted, function, _Inside(annotation, layout, prefix))
-        return open_region(view, unit, method, args, kwargs), view
+        inside = _Inside(annotation, annotation.layout_of(lifted.leaves, survey), prefix)
+        return _region(inside, lifted, view, function, args, kwargs), view
 
     return lifted_call(module, function, args, kwargs, prefix=prefix, run=run)
+
+
+def _region(
+    inside: _Inside, lifted: Lifted, view: View, function: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Any:
+    """A lifted call as a sharded region, which gathers what belongs to no unit inside."""
+    part = inside.is_around  # of the model, whose parameters were looked at as a whole
+    unit = dataclasses.replace(inside.layout.record((), lifted.params), nested=part)
+    attach(view, unit, route)
+    _store_padded(view, unit)
+    method = _method(lifted, function, dataclasses.replace(inside, is_around=False))
+    return open_region(view, unit, method, args, kwargs)
+
+
+def _around(annotation: Annotation, module: nn.Module) -> _Inside:
+    """Where the outermost call is into a model with units that are never gathered."""
+    leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
+    layout = annotation.known_layout(leaves)
+    check_replicated(layout.root, layout.kind)
+    return _Inside(annotation, layout, tuple(module.path), is_around=True)
+
+
+def _beside(
+    inside: _Inside,
+    module: nn.Module,
+    function: Callable,
+    args: tuple,
+    kwargs: dict[str, Any],
+    plain: Callable[[], Any],
+) -> Any:
+    """A call in global view: around units that are never gathered, of one, or beside them, where it is a region."""
+    path, layout = inside.path(module), inside.layout
+    if path in layout.around:
+        with _set(_inside, inside), _tracing(layout):
+            return plain()
+    refuse_manual(layout.root.mesh, f"{type(module).__name__}.{function.__name__}")
+    gathered = (layout.units[path].settings if path in layout.units else layout.root).policy.gathered
+
+    def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
+        view = lifted.view(type(module))
+        if gathered:
+            return _region(inside, lifted, view, function, args, kwargs), view
+        unit = layout.record(path, lifted.params)
+        attach(view, unit, route)
+        _store_padded(view, unit)
+        return run_ungathered(view, unit, _plain_method(lifted, function), args, kwargs), view
+
+    called = _again(function) if gathered and path in layout.units else function
+    return lifted_call(module, called, args, kwargs, prefix=inside.prefix, run=run)
+
+
+def _again(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that calls itself, so that the interceptor sees a unit inside the region that its call has opened."""
+
+    @functools.wraps(function)
+    def again(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return getattr(module, function.__name__)(*args, **kwargs)
+
+    return again
 
 
 def _store_padded(view: View, unit: Unit) -> None:
@@ -197,7 +235,7 @@ def _surveyed(
 
     A method other than `__call__` need not reach them all.
     """
-    survey = _Survey(annotation, prefix)
+    survey = Survey(annotation, prefix)
 
     def method(view: View, *args: Any, **kwargs: Any) -> Any:
         with _interception(), _set(_survey, survey), _tracing(survey):
@@ -234,6 +272,8 @@ def _run_unit(inside: _Inside, module: nn.Module, function: Callable, args: tupl
         assert region is not None, "inside is set within a region only"
         view = lifted.view(type(module))
         unit = inside.layout.record(path, lifted.params)
+        if not unit.policy.gathered:
+            raise called_inside(view, function, region)
         attach(view, unit, route)
         plain = _method(lifted, function, dataclasses.replace(inside, unit=path))
 
@@ -261,6 +301,17 @@ def _method(lifted: Lifted, function: Callable, inside: _Inside) -> Callable[...
     return method
 
 
+def _plain_method(lifted: Lifted, function: Callable) -> Callable[..., Any]:
+    """The lifted call as a method of its view that runs as written."""
+
+    def method(view: View, *args: Any, **kwargs: Any) -> Any:
+        with global_view():
+            return lifted.run(view, args, kwargs)
+
+    method.__name__ = function.__name__
+    return method
+
+
 def _synchronised(inside: _Inside, module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs a call that is no unit's; that of a BatchNorm with statistics of the whole batch."""
     policy = inside.layout.root.policy
@@ -271,17 +322,6 @@ def _synchronised(inside: _Inside, module: nn.Module, run: Callable[[], Any]) ->
         return run()
     finally:
         object.__setattr__(module, "axis_name", None)
-
-
-def _refuse_mapped(annotation: Annotation, module: nn.Module, path: Path) -> None:
-    assert module.scope is not None, "a call that runs the model"
-    if any("map_variables(" in part for part in module.scope.debug_path):  # Flax's own note of it
-        raise AnnotationError(
-            "A unit lies inside nn.map_variables.",
-            where=f"{annotation.base.__name__}: {type(module).__name__} {dotted(path)}",
-            why="it maps the unit's parameters before the unit gathers them: shards.",
-            do="make the module around it the unit: js.fully_shard(model, mesh=mesh, units=Around)",
-        )
 
 
 def _refuse_other(inside: _Inside, module: nn.Module) -> None:

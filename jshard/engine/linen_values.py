@@ -15,9 +15,7 @@ from jshard._linen_layout import Leaf
 from jshard._linen_padded import padding_in
 from jshard._nnx import Path, dotted
 from jshard._padded import logical
-from jshard.engine.collectives import gather
-from jshard.engine.context import current_region
-from jshard.engine.reads import Stored, stored_in
+from jshard.engine.reads import Stored, gathered_read, stored_in
 
 
 @struct.dataclass
@@ -29,8 +27,7 @@ class Shard(meta.AxisMetadata[Any]):
 
     def unbox(self) -> Any:
         """The whole parameter."""
-        region = current_region()
-        return gather(self.value, self.stored.placement, self.stored.mesh, region.unit if region else "")
+        return gathered_read(self.value, self.stored)
 
     def replace_boxed(self, val: Any) -> Any:
         """The value that is written instead."""

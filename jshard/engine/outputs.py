@@ -88,7 +88,8 @@ class Exit:
             "State differs between data shards after the call.",
             where=f"{self.where}: {dotted(path)} ({type(variable).__name__}, {_type(x)})",
             why=self._own_part + ".",
-            do="make it the same on all: self.state[...] = js.batch_mean(value).",
+            do="make it the same on all: self.state[...] = js.batch_mean(value);"
+            ' in Linen self.sow("losses", name, js.batch_mean(value)).',
         )
 
     def _along(self, x: jax.Array, dim: int) -> tuple[jax.Array, PartitionSpec]:

@@ -37,11 +37,7 @@ class _GatheredReads:
     __slots__ = ()
 
     def get_value(self: Any, *, index: Any = _MISSING) -> jax.Array:
-        stored = self.get_metadata(_KEY)
-        region = current_region()
-        if not stored.placement.gathered:
-            raise _read_inside(stored.placement, region.unit if region else "")
-        full = gather(self.get_raw_value(), stored.placement, stored.mesh, region.unit if region else "")
+        full = gathered_read(self.get_raw_value(), self.get_metadata(_KEY))
         return full[index] if index is not _MISSING and index is not Ellipsis else full
 
     @property
@@ -56,6 +52,19 @@ class _GatheredReads:
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+def gathered_read(shard: Any, stored: Stored) -> jax.Array:
+    """The whole parameter, where a shard of it is read.
+
+    Raises:
+        CallError: it is never gathered.
+    """
+    region = current_region()
+    unit = region.unit if region else ""
+    if not stored.placement.gathered:
+        raise _read_inside(stored.placement, unit)
+    return gather(shard, stored.placement, stored.mesh, unit)
 
 
 def _read_inside(placement: Placement, unit: str) -> CallError:

@@ -19,6 +19,7 @@ from jshard._mesh import AnyMesh, batch_sharding
 from jshard._revise import revise
 from jshard.engine.linen import initialise
 from jshard.train.data import Data
+from jshard.train.linen_collected import Initialising
 from jshard.train.linen_model import LinenModel
 from jshard.train.model_file import LinenUnits, ModelFile, ModelFileError
 from jshard.train.settings.recipe import Recipe
@@ -102,10 +103,13 @@ def _held(
     """The model, initialised by its loss: that calls it with whatever it takes from a batch."""
 
     def create() -> tuple[dict[str, Any], Any]:
-        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch)
-        init = nn.init(lambda bound, batch: initialise(bound, lambda: loss_fn(bound, batch)), module)
-        collections = init(jax.random.key(seed), zeros)
-        return {name: tree for name, tree in collections.items() if not _is_sown(tree)}, nnx.state(nnx.Rngs(seed))
+        zeros, asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), set()
+
+        def initialised(bound: nn.Module, batch: Any) -> None:
+            initialise(bound, lambda: loss_fn(Initialising(bound, asked), batch))
+
+        made = nn.init(initialised, module, mutable=True)(jax.random.key(seed), zeros)
+        return {k: tree for k, tree in made.items() if k not in asked and not _is_sown(tree)}, nnx.state(nnx.Rngs(seed))
 
     collections, keys = place(create, module)
     rngs = cast(nnx.Rngs, nnx.eval_shape(lambda: nnx.Rngs(seed)))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -28,6 +28,7 @@ from jshard.engine.context import in_plain_flax
 from jshard.engine.linen import call_annotated
 from jshard.engine.linen_values import as_arrays, flat, raw_of
 from jshard.engine.overwritten import COLLECTION as OVERWRITTEN
+from jshard.train.linen_collected import is_method, names_of
 from jshard.train.linen_inference import inference
 
 _PARAMS = "params"
@@ -73,17 +74,15 @@ class LinenModel(nnx.Module):
         for place in places:
             _store_padded(self._variable(place), annotation.layout, place)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the Linen module."""
-        return self._run("__call__", args, kwargs)
+    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+        """Calls the Linen module. With `mutable`, names of collections, it also returns what the call put there."""
+        return self._run("__call__", args, kwargs, names_of(mutable))
 
     def __getattr__(self, name: str) -> Any:
         linen = vars(self).get("_linen")
         if linen is None or name.startswith("_"):
             raise AttributeError(name)
-        value = getattr(linen.module, name)
-        is_method = callable(getattr(type(linen.module), name, None)) and not hasattr(nn.Module, name)
-        return self._method(name) if is_method else value
+        return self._method(name) if is_method(linen.module, name) else getattr(linen.module, name)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -97,19 +96,19 @@ class LinenModel(nnx.Module):
         return found
 
     def _method(self, name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: self._run(name, args, kwargs)
+        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
 
-    def _run(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
         states = [] if self.deterministic else self._linen.states
         module = self._linen.module_for(self._policies())
-        call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=states or False)
+        call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=[*states, *asked] or False)
         with inference(self.deterministic):
             out: Any = call(self.variables, rngs=self._keys())
-        if not states:
+        if not states and not asked:
             return out
         out, changed = out
-        self._take(changed)
-        return out
+        self._take({key: tree for key, tree in changed.items() if key in states})
+        return (out, {key: changed.get(key, {}) for key in asked}) if asked else out
 
     def _keys(self) -> dict[str, jax.Array]:
         """Keys for a call; outside of training nothing is counted, so that a call changes nothing."""

@@ -1,0 +1,57 @@
+"""What a trace of a Linen model shows: which chosen submodules it calls, and with which parameters."""
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+from flax.linen.transforms import get_module_scopes
+
+from jshard._errors import AnnotationError
+from jshard._linen import Annotation
+from jshard._linen_layout import Seen, SeenUnit
+from jshard._nnx import Path, dotted
+from jshard.engine.linen_values import described, flat
+
+
+@dataclasses.dataclass(eq=False)
+class Survey:
+    """Collects the units that a trace of a model calls.
+
+    Args:
+        annotation: of the model.
+        prefix: path of the model.
+        seen: what was found so far.
+    """
+
+    annotation: Annotation
+    prefix: Path
+    seen: Seen = dataclasses.field(default_factory=Seen)
+
+    def note(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Notes a call that has just run: an inner call of the same module, in a loop or a checkpoint, came before."""
+        path = module.path[len(self.prefix) :]
+        self.seen.called.add(path)
+        self.seen.kinds.setdefault(type(module).__name__, dotted(path))
+        choice = self.annotation.match(path, module)
+        if choice is None:
+            return
+        _refuse_mapped(self.annotation, module, path)
+        unit = self.seen.units.get(path)
+        if unit is None:
+            unit = SeenUnit(type(module).__name__, choice, self.annotation.choices[choice][1])
+            self.seen.units[path] = unit
+        for inner, leaf in flat(module.variables.get("params", {})):
+            unit.shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
+        scopes = {tuple(s.path)[len(self.prefix) :] for s in get_module_scopes(module, args, kwargs)[0]}
+        unit.borrowed |= {p for p in scopes if p[: len(path)] != path}
+
+
+def _refuse_mapped(annotation: Annotation, module: nn.Module, path: Path) -> None:
+    assert module.scope is not None, "a call that runs the model"
+    if any("map_variables(" in part for part in module.scope.debug_path):  # Flax's own note of it
+        raise AnnotationError(
+            "A unit lies inside nn.map_variables.",
+            where=f"{annotation.base.__name__}: {type(module).__name__} {dotted(path)}",
+            why="it maps the unit's parameters before the unit gathers them: shards.",
+            do="make the module around it the unit: js.fully_shard(model, mesh=mesh, units=Around)",
+        )
