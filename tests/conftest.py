@@ -22,10 +22,11 @@ from jax.experimental.compilation_cache import compilation_cache
 
 # Files that take longest, in the order of what they cost on two cores.
 LONG = """
-    test_your_model test_two_processes test_scan_layers test_linen_composition test_tensor_parallel test_optimizers
-    test_composition test_t5 test_uneven test_checkpoint_processes test_vdit test_annotation test_linen test_experts
-    test_train_run test_init test_parity test_llama test_gpt test_train_workers test_docs test_kernels test_cli
-    test_mixed_precision test_benchmark_step test_checkpoint_basic test_resnet test_costs test_suggest test_frozen
+    test_your_model test_docs test_two_processes test_scan_layers test_linen_model_file test_linen_composition
+    test_train_run test_uneven test_checkpoint_processes test_linen_ungathered test_parity test_experts
+    test_composition test_init test_linen test_linen_uneven test_tensor_parallel test_linen_accumulate test_vdit
+    test_cli test_costs_beyond test_llama test_optimizers test_annotation test_offload test_kernels test_t5
+    test_holes test_gpt test_linen_gpt test_resnet test_launch test_benchmark_step test_dhen
 """.split()
 
 jax.config.update("jax_num_cpu_devices", 8)
