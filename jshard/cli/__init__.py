@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def leave_if_worker(code: int, error: BaseException | None = None) -> None:
-    """One of several processes ends after its peers; if it has failed at once, not to wait for them."""
+    """Ends one of several processes: after its peers; at once, not waiting for them, if it has failed."""
     if "JSHARD_WORKER" in os.environ:
         from jshard.train import launch
 
