@@ -33,6 +33,7 @@ from tests.helpers import (
     token_batch,
 )
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.wide import wide
 
 CONFIG = Config(width=32, hidden=64)
 SLIM = dataclasses.replace(CONFIG, attends=False)
@@ -571,7 +572,7 @@ ODD_CONFIG = Config(layers=1, width=60, hidden=90, vocab=255)
 ODD_BATCH = token_batch(ODD_CONFIG, batch=30, length=8)
 
 
-@pytest.mark.parametrize("count", [3, 6])
+@pytest.mark.parametrize("count", [3, wide(6)])
 def test_odd_sizes_on_odd_numbers_of_devices(count):
     mesh = js.mesh(devices=jax.devices()[:count])
     model = placed(builder(ODD_CONFIG), annotator(mesh))

@@ -286,6 +286,7 @@ def test_report_from_figures(measured, tmp_path, capsys):
     assert "**Not complete. " in text and "wide/tiled 64x64x64/2" in text
 
 
+@pytest.mark.wide
 def test_the_whole_command_on_devices_that_pass_for_gpus(tmp_path, monkeypatch, capsys):
     """The programs of several GPUs, which CPU devices can run as well: XLA's dot beside all-reduce and all-gather."""
     device = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", core_count=108)

@@ -14,6 +14,7 @@ from jshard import checkpoint
 from jshard._optimizer import abstract_optimizer
 from jshard.checkpoint import CheckpointError
 from tests.micro_gpt import annotate, build, micro
+from tests.wide import wide
 
 CONFIG = dataclasses.replace(micro().model, vocab_size=64, d_model=32, d_ff=64, n_layer=3, dropout=0.1)
 
@@ -77,7 +78,7 @@ def saved(tmp_path_factory):
     return states, folder
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"replica": 2, "fsdp": 4}], ids=str)
+@pytest.mark.parametrize("sizes", [wide({"fsdp": 8}), {"replica": 2, "fsdp": 4}], ids=str)
 @pytest.mark.parametrize("scan", [False, True], ids=["stacked to one by one", "one by one to stacked"])
 def test_model_optimizer_and_keys(saved, scan, sizes):
     states, folder = saved

@@ -128,6 +128,7 @@ def test_the_page_about_it_tells_every_option():
         assert field.name == "path" or f"| `--{field.name}" in page
 
 
+@pytest.mark.wide
 def test_a_run_that_goes_on_profiles_what_is_left(run, capfd):
     out, _ = run
     goes_on = ["--out", "run", "--resume", "--steps"]

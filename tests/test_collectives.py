@@ -15,6 +15,7 @@ import jshard as js
 from jshard.inspect import asked_collectives, collectives, full_bytes
 from jshard.inspect.communication import traffic_of
 from tests.helpers import Config, Program, program
+from tests.wide import wide
 
 # The root, which is gathered once and kept, is 0.1 % of this model, so that the round figures show.
 DECODER = Config(layers=12, width=512, hidden=2048, vocab=64, scanned=True, attends=False)
@@ -60,7 +61,7 @@ def test_the_root_with_its_tied_table_is_gathered_once():
         {"reshard_after_forward": 2},
         {"replica": 2},
         {"replica": -1, "fsdp": 1},
-        {"remat": "full"},
+        wide({"remat": "full"}),
         {"replica": 2, "remat": "full"},
     ],
     ids=str,

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from tests.helpers import Config, Decoder, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import assert_parity, flat, train, worst
+from tests.wide import wide
 
 CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
@@ -416,7 +417,7 @@ def encoder_decoder_on_one_device():
     return train(EncoderDecoder(nnx.Rngs(0)), encoder_decoder_loss, BATCH)
 
 
-@pytest.mark.parametrize("settings", [{}, {"remat": "full"}, {"reshard_after_forward": 2}], ids=str)
+@pytest.mark.parametrize("settings", [wide({}), {"remat": "full"}, wide({"reshard_after_forward": 2})], ids=str)
 def test_units_inside_units(settings):
     def annotate(model):
         for stack in (model.encoder, model.decoder):

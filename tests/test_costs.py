@@ -13,6 +13,7 @@ from jshard.cluster.variants import Variant
 from jshard.engine.context import unchecked
 from jshard.train.settings.units import with_units
 from tests.fake_compiler import GPT, cluster_of, costs_of, mesh_of
+from tests.wide import wide
 
 HOST = cluster_of("h100:1x8")
 SETTINGS = ("batch_size=96",)
@@ -43,7 +44,7 @@ def explained(costs: Costs, variant: Variant):
 
 @pytest.mark.parametrize(
     ("replica", "accumulate", "units"),
-    [(1, None, {}), (2, 2, {"prefetch": 2}), (1, 3, {"remat": "full"}), (4, None, {"remat": "dots"})],
+    [(1, None, {}), (2, 2, {"prefetch": 2}), (1, 3, {"remat": "full"}), wide(4, None, {"remat": "dots"})],
     ids=["asked", "hsdp", "full", "dots"],
 )
 def test_memory_is_what_explain_tells(costs, replica, accumulate, units):
@@ -62,7 +63,7 @@ def test_a_trace_without_checks_finds_the_same(costs):
     assert quick == explained(costs, variant)
 
 
-@pytest.mark.parametrize("layers", [2, 5])
+@pytest.mark.parametrize("layers", [wide(2), 5])
 def test_of_a_stack_of_layers_too(layers):
     """The few sequences that are traced are chosen so that no array of them looks like one of so many layers."""
     found = costs_of(HOST, *SETTINGS, "model.scan=true", f"model.n_layer={layers}")

@@ -20,6 +20,7 @@ from jshard.train.settings.overrides import override
 from tests.fake_compiler import cluster_of, costs_of, mesh_of, request_of, step_of
 from tests.micro_gpt import MODELS
 from tests.scheduled_text import program
+from tests.wide import wide
 
 HOST = cluster_of("h100:1x8")
 FAST, COPIES, LATENCY = 0.82 * 450e9, 0.8 * 64e9, 15e-6  # of an H100: NVLink, PCIe 5; of a collective
@@ -40,7 +41,7 @@ def experts():
 # ---- axes of the model's own --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scan", ["false", "true"], ids=["list", "stack"])
+@pytest.mark.parametrize("scan", [wide("false"), "true"], ids=["list", "stack"])
 def test_a_tensor_axis_costs_an_all_reduce_after_every_pair_of_products(scan):
     """Two layers with two in forward and two in backward, the table and the head; and three of a number for a token."""
     found = cost(costs_of(HOST, "batch_size=32", f"model.scan={scan}"), TWO)

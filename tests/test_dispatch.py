@@ -6,12 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.compiling import XLA_FLAGS
 
 ROOT = Path(__file__).parents[1]
 WAYS = ("nnx_jit_ms", "cached_partial_ms", "train_step_ms", "launch_ms", "fit_ms", "around_ms")
 
 
+@pytest.mark.wide
 def test_quick_run_writes_table_and_figures(tmp_path):
     run = subprocess.run(
         [sys.executable, ROOT / "benchmarks" / "run.py", "dispatch", "--quick", "--out", tmp_path],

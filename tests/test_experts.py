@@ -17,6 +17,7 @@ from jshard.train import load_model_file
 from tests.helpers import compile_to_read
 from tests.micro_gpt import MODELS
 from tests.parity import assert_parity, train
+from tests.wide import wide
 
 MOE_FILE = load_model_file(MODELS / "moe.py")
 moe = sys.modules[MOE_FILE.build.__module__]
@@ -47,7 +48,7 @@ def on_one_device():
     return train(build(), moe.loss_fn, (BATCH,))
 
 
-@pytest.mark.parametrize("axes", [THREE, {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize("axes", [wide(THREE), {"fsdp": 2, "expert": 2, "tensor": 2}], ids=str)
 def test_training_is_that_of_one_device(axes):
     mesh = js.mesh(**axes)
     assert_parity(build, annotator(mesh), moe.loss_fn, (BATCH,), wanted=on_one_device())

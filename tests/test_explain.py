@@ -14,6 +14,7 @@ from jshard.inspect.explain import explain, folded_units
 from jshard.inspect.memory import memory_of, optimizer_bytes
 from jshard.inspect.tables import human_bytes, human_count
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, program, sharded, token_batch
+from tests.wide import wide
 
 GOLDEN = """\
 115,648 parameters, 451.75 KiB = P, on 8 devices (replica=2, fsdp=4, tensor=1)
@@ -147,7 +148,7 @@ def test_activations_are_estimated_only_with_loss_and_batch_and_without_devices_
     assert found[0] == found[1] > 0
 
 
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("reshard", [wide(True), False])
 def test_the_activations_estimate_is_close_to_the_compiled_program(reshard: bool):
     """What remat=full saves is the difference of the estimates, and about that of the programs' memory."""
     config = Config(layers=8, width=128, hidden=512, vocab=64, scanned=True)

@@ -15,6 +15,7 @@ import jshard as js
 from tests.helpers import Config, Decoder, abstract, annotator, compile_to_read, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, flat, worst
 from tests.test_token_chain import Region, regions
+from tests.wide import wide
 
 CONFIG = Config(layers=3, attends=False)
 BATCH = token_batch(CONFIG)
@@ -192,7 +193,7 @@ def test_the_compiled_program_has_no_trace_of_them():
 # What comes out.
 
 
-@pytest.mark.parametrize("case", ["list", "scan", "zero2", "each", "last"])
+@pytest.mark.parametrize("case", ["list", "scan", wide("zero2"), wide("each"), "last"])
 def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
     settings = {"reshard_after_forward": False} if case == "zero2" else {}
     kind = Scanned if case == "scan" else Decoder

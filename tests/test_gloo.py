@@ -15,6 +15,7 @@ from jshard.inspect import collectives, full_bytes
 from jshard.train import launch
 from tests.helpers import Config, annotator, builder, loss_fn, program, token_batch
 from tests.parity import assert_parity
+from tests.wide import wide
 
 SCANNED = Config(layers=4, scanned=True, tied=False, attends=False)
 
@@ -52,7 +53,7 @@ def test_each_gives_what_its_own_collective_gives(dim, pairs):
 
 @pytest.mark.parametrize("replica", [1, 2])
 @pytest.mark.parametrize(
-    "config", [Config(attends=False), Config(vocab=203, width=40, attends=False)], ids=["", "uneven"]
+    "config", [wide(Config(attends=False)), Config(vocab=203, width=40, attends=False)], ids=["", "uneven"]
 )
 def test_gradients_are_those_of_one_device(carried, config, replica):
     mesh = js.mesh(replica=replica)

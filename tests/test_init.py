@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from tests.helpers import Config, Decoder, annotator, builder, sharded
 from tests.parity import flat
+from tests.wide import wide
 
 
 class Rich(nnx.Module):
@@ -244,7 +245,7 @@ MODELS = {
 OTHER = 8192  # random keys, counts, and XLA's own alignment
 
 
-@pytest.mark.parametrize(("name", "axes"), [*((name, {}) for name in MODELS), ("deep", {"replica": 2})], ids=str)
+@pytest.mark.parametrize(("name", "axes"), [*((name, {}) for name in MODELS), wide("deep", {"replica": 2})], ids=str)
 def test_memory_is_the_shards_and_one_parameter_at_most(name, axes, monkeypatch):
     build, annotate = MODELS[name]
     found, plan = memory_of_init(monkeypatch, build, annotate(js.mesh(**axes)))

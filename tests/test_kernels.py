@@ -19,6 +19,7 @@ import jshard as js
 from jshard import _compat
 from jshard.kernels import Occupancy
 from tests.kernel_truth import SINGLE, both_ways, drawn, error, exact, exact_mlp, exact_norm, too_far
+from tests.wide import wide
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -59,7 +60,7 @@ def test_matmul_persistent_with_fewer_blocks_than_tiles():
     check_matmul(130, 70, 66, bias=True, occupancy=PERSISTENT)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
+@pytest.mark.parametrize("activation", [wide("gelu"), "silu"])
 def test_mlp_errs_no_more_than_its_twin(activation):
     """Two roundings to bfloat16 lie in it, as in its twin, whose own error is the measure.
 
@@ -149,6 +150,7 @@ def test_in_a_loop():
     assert [error(a, np.asarray(b, np.float64)) < 1e-2 for a, b in zip(found, wanted, strict=True)] == [True, True]
 
 
+@pytest.mark.wide
 def test_persistent_over_one_step_and_many_tiles_for_each_block():
     """A block goes on to its next tile while nothing of the last one is under way: with one step all would be."""
     check_matmul(384, 64, 128, bias=False, occupancy=dataclasses.replace(PERSISTENT, reserved_sms=131))

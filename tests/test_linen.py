@@ -26,6 +26,7 @@ from tests.linen_models import (
     tokens,
 )
 from tests.test_token_chain import Region, regions
+from tests.wide import wide
 
 LAYERS = 5
 
@@ -35,9 +36,9 @@ LAYERS = 5
     [
         {},
         {"prefetch": 0, "remat": "dots"},
-        {"prefetch": 2, "reshard_after_forward": 2},
+        wide({"prefetch": 2, "reshard_after_forward": 2}),
         {"prefetch": "40KB", "remat": "full"},
-        {"prefetch": None, "reshard_after_forward": False},
+        wide({"prefetch": None, "reshard_after_forward": False}),
     ],
     ids=str,
 )
@@ -45,7 +46,7 @@ def test_gradients_equal_those_of_one_device(settings):
     assert_equal(Decoder(depth=3), units=Block, **settings)
 
 
-@pytest.mark.parametrize("settings", [{"min_size": 1}, {"remat": "full"}], ids=str)
+@pytest.mark.parametrize("settings", [wide({"min_size": 1}), {"remat": "full"}], ids=str)
 def test_gradients_on_a_hybrid_mesh(settings):
     assert_equal(Decoder(depth=3), units=Block, mesh=js.mesh(replica=2, fsdp=4), **settings)
 
@@ -63,7 +64,7 @@ def test_gradients_of_eleven_layers():
     assert_equal(Decoder(depth=11, block=Slim), units=Slim, remat="full", min_size=1)
 
 
-@pytest.mark.parametrize("units", [SetupBlock, [nn.Dense, "table"], "blocks_*", None], ids=str)
+@pytest.mark.parametrize("units", [SetupBlock, wide([nn.Dense, "table"]), wide("blocks_*"), None], ids=str)
 def test_gradients_in_setup_style(units):
     assert_equal(SetupDecoder(depth=2), units=units)
 
@@ -255,7 +256,7 @@ def traced(**settings: Any) -> tuple[Region, Region]:
     return Region(found[0]), Region(found[1])
 
 
-@pytest.mark.parametrize(("ahead", "remat"), [(0, "none"), (1, "full"), (2, "none")])
+@pytest.mark.parametrize(("ahead", "remat"), [wide(0, "none"), (1, "full"), wide(2, "none")])
 def test_the_token_chain_is_in_the_program(ahead, remat):
     forward, backward = traced(prefetch=ahead, remat=remat)
     for i in range(LAYERS):

@@ -17,6 +17,7 @@ from jshard.train.building import new_model
 from tests.helpers import compile_to_read
 from tests.linen_models import VOCAB, Block, Decoder, X, Y, assert_same, cross_entropy, tokens
 from tests.test_linen import Layer, Scanned
+from tests.wide import wide
 
 STEPS = 2
 SYNC = pytest.mark.parametrize("sync", ["each", "last"])
@@ -47,7 +48,7 @@ class Odd(nn.Module):
 @SYNC
 @pytest.mark.parametrize(
     ("plain", "degrees"),
-    [(Decoder(depth=2), {}), (Decoder(depth=2), {"replica": 2}), (Odd(), {"tensor": 2})],
+    [(Decoder(depth=2), {}), wide(Decoder(depth=2), {"replica": 2}), (Odd(), {"tensor": 2})],
     ids=["zero3", "hsdp", "padded"],
 )
 def test_gradients_equal_those_of_one_device(plain, degrees, sync):

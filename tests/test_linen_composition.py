@@ -22,6 +22,7 @@ from tests.linen_models import (
     cross_entropy,
     differences,
 )
+from tests.wide import wide
 
 
 def equal(found: Any, wanted: Any) -> bool:
@@ -40,7 +41,7 @@ def test_batch_norm_has_the_statistics_of_the_whole_batch():
     assert max(differences(alone, together).values()) > 1e-3
 
 
-@pytest.mark.parametrize("key", [jax.random.key, jax.random.PRNGKey])
+@pytest.mark.parametrize("key", [jax.random.key, wide(jax.random.PRNGKey)])
 def test_dropout_differs_between_shards_and_repeats(key):
     plain, ids = Decoder(depth=1, rate=0.3), np.repeat(X[:1], 16, 0)
     variables = plain.init(jax.random.key(0), X, train=False)
@@ -194,7 +195,7 @@ def test_a_shared_module_is_gathered_by_the_root(model, units):
     assert plan.leaf("table/embedding").unit == "(root)"
 
 
-@pytest.mark.parametrize("units", [[Block, nn.Dense], {Block: {"remat": "full"}, "block_*/Dense_0": {}}], ids=str)
+@pytest.mark.parametrize("units", [[Block, nn.Dense], wide({Block: {"remat": "full"}, "block_*/Dense_0": {}})], ids=str)
 def test_units_inside_units(units):
     plan = js.plan(assert_equal(Decoder(depth=2), units=units))
     assert plan.leaf("block_1/Dense_0/kernel").unit == "block_1/Dense_0"
@@ -228,7 +229,7 @@ class Scans(nn.Module):
         return nn.Dense(VOCAB, name="head")(copies(name="copies")(x).mean(0))
 
 
-@pytest.mark.parametrize("units", [Layer, Block, SetupBlock], ids=str)
+@pytest.mark.parametrize("units", [Layer, wide(Block), wide(SetupBlock)], ids=str)
 def test_layers_that_a_scan_or_a_vmap_stacks(units):
     model = assert_equal(Scans(), units=units)
     layers = [leaf.placement.layers for leaf in js.plan(model).leaves if leaf.unit != "(root)"]

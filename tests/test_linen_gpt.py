@@ -14,6 +14,7 @@ from jshard import cli
 from jshard.train import TrainStep, create
 from tests.model_files import MODELS, model_file, module, tiny
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE
+from tests.wide import wide
 
 FILE = model_file("linen_gpt")
 SMALL = {"block_size": 16, "n_layer": 2, "d_model": 64}
@@ -51,7 +52,7 @@ def alone():
     return losses, jax.tree.map(np.asarray, state.params)
 
 
-@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize("replica", [1, wide(2)])
 def test_it_trains_as_on_one_device(replica):
     mesh = js.mesh(replica=replica)
     model, optimizer = create(FILE, RECIPE, mesh)
@@ -67,6 +68,7 @@ def test_it_trains_as_on_one_device(replica):
     assert apart**0.5 <= PARAMETER_TOLERANCE
 
 
+@pytest.mark.wide
 def test_it_learns_real_text_and_writes_some(tmp_path, capsys):
     settings = [f"--set=model.{key}={value}" for key, value in SMALL.items()]
     settings += ["--set=sequence_length=16", "--set=batch_size=16", "--set=warmup_steps=2", "--set=eval_sequences=64"]

@@ -19,6 +19,7 @@ from jshard.inspect.audit import CompiledMemory
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.linen_models import Block, Decoder, X, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE
+from tests.wide import wide
 
 TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 UNEVEN = {"shard_dim": 0, "min_size": 1}
@@ -71,7 +72,7 @@ def same(found: Any, wanted: Any) -> None:
     assert (square(apart) / square(wanted)) ** 0.5 <= PARAMETER_TOLERANCE
 
 
-@pytest.mark.parametrize("fsdp", [8, 1])
+@pytest.mark.parametrize("fsdp", [8, wide(1)])
 def test_state_lives_on_the_host_and_trains_the_same(fsdp: int):
     found = trained(fsdp=fsdp)
     same(found.params, trained(offload=None).params)

@@ -19,6 +19,7 @@ import jshard as js
 from jshard import checkpoint
 from jshard._linen_padded import Padded, is_padded
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
+from tests.wide import wide
 
 VOCAB, WIDTH = 501, 47  # nothing divides them
 ADAMW = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, eps=1e-3))  # rounding errors stay small
@@ -110,7 +111,7 @@ def sharded() -> tuple[Any, TrainState]:
     return model, born(model)
 
 
-@pytest.mark.parametrize("degree", ["8", "2x4"])
+@pytest.mark.parametrize("degree", [wide("8"), "2x4"])
 def test_five_steps_of_adamw_are_those_of_one_device(degree):
     model = annotated(degree)
     state = sharded()[1] if degree == "8" else born(model)

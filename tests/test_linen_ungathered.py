@@ -17,6 +17,7 @@ from jshard.train import load_model_file
 from jshard.train.building import new_model
 from tests.helpers import compile_to_read
 from tests.linen_models import WIDTH, Block, assert_same
+from tests.wide import wide
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
 NEVER = {"gathered": False, "shard_dim": 0}
@@ -66,7 +67,7 @@ class Lookup(nn.Module):
 
 
 IDS = np.random.default_rng(0).integers(0, ROWS, BATCH, dtype=np.int32)
-MESHES = pytest.mark.parametrize("degrees", [{}, {"replica": 2}], ids=["zero3", "hsdp"])
+MESHES = pytest.mark.parametrize("degrees", [wide({}), {"replica": 2}], ids=["zero3", "hsdp"])
 
 
 def made(plain: nn.Module, mesh: Any, **settings: Any) -> tuple[nn.Module, Any]:
@@ -87,7 +88,7 @@ def results(model: nn.Module, variables: Any) -> Any:
 
 
 @MESHES
-@pytest.mark.parametrize("plain", [Clicks(), Nested()], ids=["setup", "compact"])
+@pytest.mark.parametrize("plain", [wide(Clicks()), Nested()], ids=["setup", "compact"])
 def test_gradients_equal_those_of_one_device(plain, degrees):
     units = UNITS if isinstance(plain, Clicks) else {"lookup/table": NEVER, Block: {}}
     model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=units)

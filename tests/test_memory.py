@@ -8,6 +8,7 @@ from flax import nnx
 import jshard as js
 from jshard.inspect.memory import memory_of, unit_bytes
 from tests.helpers import Config, abstract, program, sharded, token_batch
+from tests.wide import wide
 
 # A tiny batch, so that weights and not activations fill the temporary memory.
 SHALLOW = Config(layers=12, width=256, hidden=1024, vocab=64, scanned=True)
@@ -31,7 +32,7 @@ def temporary(config: Config, **settings: object) -> int:
     return program(config, **settings).compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("replica", [1, 2])
+@pytest.mark.parametrize("replica", [wide(1), 2])
 def test_each_device_holds_its_share_of_parameters_and_adamw(replica: int):
     mesh = js.mesh(replica=replica)
     model = sharded(Config(layers=2, width=128, hidden=512), mesh)
@@ -67,7 +68,7 @@ def test_a_trained_step_keeps_the_shares():
     assert bytes_on(device, grads) == memory_of(js.plan(model)).gradients_bytes
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [wide("none"), "full"])
 def test_temporary_memory_does_not_grow_with_depth(remat: str):
     """Twelve more layers cost their activations, a small part of what their gathered parameters would."""
     growth = temporary(DEEP, remat=remat) - temporary(SHALLOW, remat=remat)
@@ -84,7 +85,7 @@ def test_temporary_memory_grows_with_the_unit():
     assert units[1] < large < 2 * units[1]
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", wide("full")])
 def test_what_is_kept_is_what_reshard_says(remat: str):
     """Not resharding keeps every layer's gathered parameters, hpZ the part that was asked for."""
     reshard = temporary(SHALLOW, remat=remat)

@@ -13,6 +13,7 @@ from flax import nnx
 import jshard as js
 from tests.helpers import Config, Decoder, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import Trained, flat
+from tests.wide import wide
 
 CONFIG = Config(attends=False)
 SMALL = Config(layers=1, attends=False)
@@ -48,7 +49,7 @@ def one_device_in_half(truth) -> float:
     return error(flat(grad(model, *BATCH)[1]), truth.gradients)
 
 
-@pytest.mark.parametrize(("name", "reshard"), [("zero3", True), ("zero3", 2), ("hsdp", False), ("hsdp", True)])
+@pytest.mark.parametrize(("name", "reshard"), [("zero3", True), wide("zero3", 2), wide("hsdp", False), ("hsdp", True)])
 def test_no_worse_than_half_precision_on_one_device(name, reshard, truth, one_device_in_half):
     model = half(js.mesh(**MESHES[name]), reshard_after_forward=reshard)
     loss, grads = grad(model, *BATCH)

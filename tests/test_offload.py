@@ -25,6 +25,7 @@ from jshard.train.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch
 from tests.parity import PARAMETER_TOLERANCE, flat
+from tests.wide import wide
 
 CONFIG = Config(attends=False)
 STACKED = dataclasses.replace(CONFIG, scanned=True)
@@ -137,7 +138,7 @@ def test_optimizer_state_lives_on_the_host_and_trains_the_same(fsdp: int):
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"fsdp": 1}, {"accumulate": 2}, {"config": STACKED, "remat": "offload"}],
+    [{}, {"fsdp": 1}, wide({"accumulate": 2}), {"config": STACKED, "remat": "offload"}],
     ids=["fsdp", "one device", "microbatches", "scan, activations too"],
 )
 def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]):
@@ -190,7 +191,7 @@ def test_nothing_is_computed_in_host_memory_and_what_is_frozen_is_fetched_for_th
     assert outside and {e.outvars[0].aval.shape for e in outside} == {(CONFIG.width, CONFIG.hidden)}
 
 
-@pytest.mark.parametrize("remat", ["offload", UP_ON_HOST], ids=["products", "by name"])
+@pytest.mark.parametrize("remat", [wide("offload"), UP_ON_HOST], ids=["products", "by name"])
 @pytest.mark.parametrize("config", [CONFIG, STACKED], ids=["unrolled", "scan"])
 def test_activations_go_to_the_host_and_give_the_same_gradients(config: Config, remat: Any):
     mesh = js.mesh(fsdp=8)

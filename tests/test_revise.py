@@ -12,6 +12,7 @@ from jshard.engine.context import plain_flax
 from jshard.train.settings.units import parse_units, with_units
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.micro_gpt import MODELS, micro
+from tests.wide import wide
 
 UNTIED = Config(layers=3, tied=False)
 PRECISION = js.MixedPrecision(param="bfloat16", reduce="float32")
@@ -87,7 +88,7 @@ def test_a_model_file_with_other_units():
 
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["loop", "scan"])
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [wide("none"), "full"])
 def test_plain_flax_computes_the_same(scanned, remat):
     config = Config(scanned=scanned, attends=False)
     model = placed(builder(config), annotator(js.mesh(), remat=remat))

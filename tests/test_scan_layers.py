@@ -14,6 +14,7 @@ import jshard as js
 from jshard.inspect import collectives, full_bytes
 from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.wide import wide
 
 DEEP = Config(layers=6, attends=False)  # some rounds of the loop, beside the layers before and after it
 BATCH = token_batch(DEEP, batch=16, length=8)
@@ -86,16 +87,16 @@ LIST, STACKED = False, True
     [
         (LIST, {}, {}, {}),
         (LIST, {"prefetch": 0}, {"remat": "full"}, {}),
-        (LIST, {"prefetch": 0, "delay_reduce": True}, {}, {"replica": 2}),
+        wide(LIST, {"prefetch": 0, "delay_reduce": True}, {}, {"replica": 2}),
         (LIST, {"prefetch": 1, "delay_reduce": False}, {"reshard_after_forward": 2}, {}),
-        (LIST, {"prefetch": 40}, {}, {"replica": 2}),
+        wide(LIST, {"prefetch": 40}, {}, {"replica": 2}),
         (LIST, {"prefetch": "600KiB"}, {"remat": "full"}, {}),
-        (LIST, {"prefetch": 2, "delay_reduce": False}, {"remat": "dots"}, {"replica": 2}),
-        (LIST, {"prefetch": 2}, {"reshard_after_forward": False}, {}),
+        wide(LIST, {"prefetch": 2, "delay_reduce": False}, {"remat": "dots"}, {"replica": 2}),
+        wide(LIST, {"prefetch": 2}, {"reshard_after_forward": False}, {}),
         (LIST, {}, {"prefetch": None}, {}),
         (STACKED, {}, {"remat": "full"}, {"replica": 2}),
         (STACKED, {"prefetch": 2}, {"reshard_after_forward": 2}, {}),
-        (STACKED, {"prefetch": 0}, {"reshard_after_forward": False, "remat": "full"}, {}),
+        wide(STACKED, {"prefetch": 0}, {"reshard_after_forward": False, "remat": "full"}, {}),
     ],
     ids=str,
 )
@@ -152,9 +153,9 @@ def compiled(layers: int, **settings: Any) -> tuple[js.ShardPlan, Any]:
 @pytest.mark.parametrize(
     ("prefetch", "delayed", "settings", "gathers"),
     [
-        (0, False, {}, 2.0),
+        wide(0, False, {}, 2.0),
         (1, True, {}, 2.0),
-        (2, False, {}, 2.0),
+        wide(2, False, {}, 2.0),
         (2, True, {"reshard_after_forward": False}, 1.0),
     ],
 )
@@ -231,7 +232,7 @@ def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str
     return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", wide("full")])
 def test_dropout_statistics_caches_and_auxiliary_losses(remat):
     (loop_grads, loop_state), (scan_grads, scan_state) = noisy(True, "none"), noisy(False, remat)
     for a, b in zip(scan_grads, loop_grads, strict=True):

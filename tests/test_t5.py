@@ -223,5 +223,6 @@ def test_sharded_training_is_that_of_one_device(degrees):
     assert_parity_of("t5", smaller(RECIPE, n_layer=1), **degrees)  # of each kind; two are stacked below
 
 
+@pytest.mark.wide
 def test_sharded_training_of_stacked_layers_is_that_of_one_device():
     assert_parity_of("t5", smaller(RECIPE, scan=True, tied=False, gated=True), replica=2, fsdp=4)

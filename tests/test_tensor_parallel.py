@@ -21,6 +21,7 @@ from jshard.train import load_model_file
 from tests.helpers import compile_to_read
 from tests.micro_gpt import MODELS, micro
 from tests.parity import assert_parity
+from tests.wide import wide
 
 GPT_FILE = load_model_file(MODELS / "gpt.py")
 gpt = sys.modules[GPT_FILE.build.__module__]
@@ -63,13 +64,13 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", [wide("loop"), "scan, sequence split, untied"])
 def test_training_is_that_of_one_device(name):
     build = lambda: GPT_FILE.build(FORMS[name], nnx.Rngs(0))
     assert_parity(build, annotator(js.mesh(**THREE)), gpt.loss_fn, (BATCH,))
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["loop", "scan"])
+@pytest.fixture(scope="module", params=[wide(False), True], ids=["loop", "scan"])
 def step(request):
     return compiled(dataclasses.replace(MICRO, scan=request.param))
 

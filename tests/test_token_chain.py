@@ -19,6 +19,7 @@ from jax.extend import core as jex
 import jshard as js
 from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.wide import wide
 
 LAYERS = 6
 CONFIG = Config(layers=LAYERS, attends=False)
@@ -113,7 +114,7 @@ def traced(**settings: Any) -> tuple[Region, Region]:
 
 
 @pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("ahead", [0, 1, 2])
+@pytest.mark.parametrize("ahead", [0, wide(1), 2])
 def test_a_unit_is_gathered_so_far_ahead_and_no_farther(ahead, remat):
     forward, backward = traced(prefetch=ahead, remat=remat)
     for i in range(LAYERS):
@@ -224,7 +225,7 @@ def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("prefetch", "remat"),
-    [(0, "none"), (0, "full"), (1, "none"), (1, "full"), (3, "none"), ("5KB", "full"), (None, "none")],
+    [(0, "none"), wide(0, "full"), wide(1, "none"), (1, "full"), wide(3, "none"), ("5KB", "full"), (None, "none")],
 )
 def test_gradients_of_units_of_all_kinds(prefetch, remat):
     x, expected = mixed_gradients()

@@ -31,6 +31,7 @@ from jshard.kernels.tuning.measure import GpuBench, measure, program_of
 from jshard.kernels.tuning.report import NOT_MEASURED
 from jshard.kernels.tuning.tune import TuneError, key_of, rank, tune
 from tests.helpers import Config, abstract, loss_fn
+from tests.wide import wide
 
 H200 = gpu("h200")
 HERE = dataclasses.replace(device_named("h200"), kind="NVIDIA H200")
@@ -371,7 +372,7 @@ def on_h200(function, *arrays):
         return jax.jit(function).trace(*arrays).lower(lowering_platforms=("cuda",))
 
 
-@pytest.mark.parametrize("kind", ["ring", "tree", "symmetric"])
+@pytest.mark.parametrize("kind", ["ring", wide("tree"), wide("symmetric")])
 def test_the_load_is_like_the_collective(kind):
     comm = footprint(kind, gpu=H200, ctas=12)
     shape = load_shape(comm, 1 << 24)

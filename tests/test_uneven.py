@@ -20,6 +20,7 @@ from jshard._padded import padding_of
 from jshard.inspect.memory import memory_of
 from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat, train, worst
+from tests.wide import wide
 
 UNEVEN, EVEN = (251, 47, 151), (256, 64, 256)  # vocabulary, width, hidden: nothing divides the first ones
 GPT2_VOCABULARY = 50257
@@ -80,7 +81,7 @@ def assert_like_one_device(made: Config, mesh, size: int = 16, grad=None, **sett
         assert not np.asarray(variable.get_raw_value())[tuple(slice(n, None) for n in variable.shape[:1])].any()
 
 
-@pytest.mark.parametrize(("tied", "degree"), [(True, "1"), (False, "2"), (True, "8"), (False, "2x4")])
+@pytest.mark.parametrize(("tied", "degree"), [(True, "1"), wide(False, "2"), (True, "8"), wide(False, "2x4")])
 def test_equal_to_one_device(tied, degree):
     assert_like_one_device(config(tied=tied), mesh_of(degree))
 
@@ -90,7 +91,7 @@ def test_sizes_that_divide_are_equal_too():
     assert_like_one_device(config(EVEN, tied=False), mesh_of("2x4"))
 
 
-@pytest.mark.parametrize("degree", [3, 5, 6])
+@pytest.mark.parametrize("degree", [3, wide(5), wide(6)])
 def test_on_odd_numbers_of_devices(degree):
     assert_like_one_device(config(), mesh_of(str(degree)), size=30)
 

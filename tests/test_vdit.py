@@ -174,6 +174,7 @@ def test_hsdp_trains_as_one_device():
     print(assert_parity_of("vdit", MICRO, replica=2, fsdp=4))
 
 
+@pytest.mark.wide
 def test_video_in_a_loop_over_layers_trains_as_one_device():
     print(assert_parity_of("vdit", MICRO_VIDEO))
 
