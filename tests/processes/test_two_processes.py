@@ -22,11 +22,11 @@ from jshard.train.state import restore
 from tests.compiling import environment
 
 MODEL = Path(__file__).with_name("spied_model.py")
-STEPS = 12
+STEPS = 16
 MESH = ("--mesh", "replica=2,fsdp=2")  # a sum over processes is dearer with more devices
 TWO = (*MESH, "--processes", "2")
 TIMEOUT_S = 200
-SETTINGS = ("checkpoint_every=4", "eval_every=6", "model.dropout=0.1", "model.n_layer=1")
+SETTINGS = ("checkpoint_every=6", "eval_every=5", "model.dropout=0.1", "model.n_layer=1")
 
 
 class Command:
@@ -87,10 +87,10 @@ def record(out):
     ]
 
 
-def samples(command):
-    """What each process has read for training; before it are the loader's checks."""
+def samples(command, steps=STEPS):
+    """What each process has read for its last steps; before it are the loader's checks."""
     read = [list(map(int, path.read_text().split())) for path in sorted(command.spy.iterdir())]
-    return [numbers[-STEPS * 16 // len(read) :] for numbers in read]
+    return [numbers[-steps * 16 // len(read) :] for numbers in read]
 
 
 def leaves(out):
@@ -108,17 +108,19 @@ def raw(x):
 # One test, not several over a fixture: parallel test workers would each start the processes anew.
 @pytest.mark.timeout(6 * TIMEOUT_S)
 def test_two_processes_train_like_one(tmp_path, monkeypatch):
+    """Also if one of them is lost on the way, and the run that goes on is stopped: it is as if nothing had been."""
     one = Command(tmp_path, "one", *MESH)
     code, _, stderr = one.ends()
     assert code == 0, stderr
-    two = Command(tmp_path, "two", *TWO, "--profile", "7:9")
+    lost_with_a_report(tmp_path)
+    at = stopped_where_it_is_saved(tmp_path)
+    two = Command(tmp_path, "two", *TWO, "--resume")
     code, stdout, stderr = two.ends()
     assert code == 0, stderr
-    assert stdout.startswith("4 x cpu (simulated")
-    assert "2 processes" in stdout
+    assert f"resumed from {two.out}/checkpoints/{at}\n" in stdout
     assert "Traceback" not in stderr
     assert "[Gloo]" not in stdout + stderr
-    assert stdout.count("validation loss") == 3  # two evaluations and the result: one process speaks
+    assert stdout.count(f"step {STEPS}: validation loss") == 1  # one process speaks
 
     # The same losses, to rounding: a sum over two processes adds in another order.
     for ours, theirs in zip(record(one.out), record(two.out), strict=True):
@@ -131,45 +133,45 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     loader = Loader(data=load_model_file(MODEL).data(recipe), batch_size=16, seed=0, rows=range(16))
     ids = np.array([loader.sample_ids(step) for step in range(STEPS)])
     assert samples(one) == [ids.ravel().tolist()]
-    assert samples(two) == [ids[:, :8].ravel().tolist(), ids[:, 8:].ravel().tolist()]
+    assert samples(two, STEPS - at) == [ids[at:, :8].ravel().tolist(), ids[at:, 8:].ravel().tolist()]
 
     # The same checkpoint, whoever wrote it.
     (step, ours), (other_step, theirs) = leaves(one.out), leaves(two.out)
     assert step == other_step == STEPS
     for x, y in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-5)
-    assert json.loads((two.out / "run.json").read_text())["starts"][0]["processes"] == 2
-
-    # Profiled, which changes no number, by each process for its devices.
-    trace = js.trace(two.out)
-    assert trace.devices == tuple(f"process {p} cpu:{d}" for p in range(2) for d in range(2))
-    assert ([s.number for s in trace.steps], trace.has_units) == ([8, 9], True)
-
-    stopped_lost_and_resumed(tmp_path, record(two.out))
+    assert [start["processes"] for start in json.loads((two.out / "run.json").read_text())["starts"]] == [2, 2, 2]
 
 
-def stopped_lost_and_resumed(folder, wanted):
-    """SIGTERM saves; a process that is killed ends the run with a report; and then it is as if nothing had been."""
-    stopped = Command(folder, "three", *TWO, "--resume")
-    stopped.reaches(2)
-    stopped.process.send_signal(signal.SIGTERM)
-    code, stdout, stderr = stopped.ends()
-    assert code == 143, stderr
-    at = last_step(stopped.out)
-    assert f"stopped by SIGTERM after step {at}: {stopped.out}/checkpoints/{at} is saved" in stdout
-
-    lost = Command(folder, "three", *TWO, "--resume")
-    lost.reaches(max(at, 4) + 1)
+def lost_with_a_report(folder):
+    """A process that is killed ends the run; what was profiled before is whole, of each process its devices."""
+    lost = Command(folder, "two", *TWO, "--profile", "3:5")
+    lost.reaches(8)
     os.kill(lost.workers()[1], signal.SIGKILL)
     code, stdout, stderr = lost.ends()
     assert code == 1
+    assert stdout.startswith("4 x cpu (simulated")
+    assert "2 processes" in stdout
     assert re.search(r"process 1 .*pid \d+", stderr), stderr
     assert "SIGKILL" in stderr
-    assert re.search(rf"{lost.out}/checkpoints/\d+", stderr), stderr
+    assert f"{lost.out}/checkpoints/6" in stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr
+    trace = js.trace(lost.out)
+    assert trace.devices == tuple(f"process {p} cpu:{d}" for p in range(2) for d in range(2))
+    assert ([s.number for s in trace.steps], trace.has_units) == ([4, 5], True)
 
-    resumed = Command(folder, "three", *TWO, "--resume")
-    code, stdout, stderr = resumed.ends()
-    assert code == 0, stderr
-    assert record(resumed.out) == wanted  # bit for bit
+
+def stopped_where_it_is_saved(folder):
+    """SIGTERM saves the step at work, whose number is returned; the steps that were lost are done again, bit for bit."""
+    lost = record(folder / "two")
+    stopped = Command(folder, "two", *TWO, "--resume")
+    stopped.reaches(lost[-1][0] + 1)
+    stopped.process.send_signal(signal.SIGTERM)
+    code, stdout, stderr = stopped.ends()
+    assert code == 143, stderr
+    assert f"resumed from {stopped.out}/checkpoints/6\n" in stdout
+    assert record(stopped.out)[: len(lost)] == lost
+    at = last_step(stopped.out)
+    assert f"stopped by SIGTERM after step {at}: {stopped.out}/checkpoints/{at} is saved" in stdout
+    return at
