@@ -2,12 +2,16 @@
 
 import importlib.metadata
 import os
+import sys
 from pathlib import Path
 
 XLA_FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if importlib.metadata.version("jaxlib").startswith("0.10."):
     # Emits in half the time. XLA ends the process at a flag that it does not know, and later ones do not know this.
     XLA_FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+
+# As `python -m jshard` does: what jax and Flax make when they are imported is no garbage, and is not searched for any.
+_NO_GARBAGE = "import atexit, gc; gc.set_threshold(200_000, 20, 50); atexit.register(gc.freeze)\n"
 
 _SET_BY_TESTS = ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES", "PYTHONDONTWRITEBYTECODE")
 
@@ -25,3 +29,8 @@ def environment(programs: Path | None = None) -> dict[str, str]:
         found["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
         found["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     return found
+
+
+def python(code: str, *arguments: object) -> list[str]:
+    """The command that runs code in a process of its own; a search for garbage is a quarter of its start and end."""
+    return [sys.executable, "-c", _NO_GARBAGE + code, *map(str, arguments)]

@@ -7,7 +7,6 @@ import inspect
 import pathlib
 import pickle
 import subprocess
-import sys
 import warnings
 
 import jax
@@ -20,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from tests.compiling import python
 from tests.helpers import (
     Attention,
     Block,
@@ -169,9 +169,7 @@ def test_pickles_open_in_another_process(model, tmp_path):
     path = tmp_path / "model.pickle"
     path.write_bytes(pickle.dumps(kept))
     root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, str(path)], cwd=root, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(python(LOAD, path), cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -27,6 +26,7 @@ from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.saving import SAVING_SUFFIX
 from jshard.checkpoint.series_folder import SeriesFolder
+from tests.compiling import python
 
 
 def state(number, size=64):
@@ -62,7 +62,7 @@ def run_python(code, *args, **kwargs):
     """
     program = textwrap.dedent(head) + textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", program, *map(str, args)],
+        python(program, *args),
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,

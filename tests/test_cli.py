@@ -56,8 +56,7 @@ def kept_programs(tmp_path):
 
 def start(*arguments, cwd, env=None, **streams):
     """The command in a process of its own, as a user starts it: no device count is set for it."""
-    program = "import sys; from jshard.cli import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, *arguments]
+    command = [sys.executable, "-m", "jshard", *arguments]
     return subprocess.Popen(command, cwd=cwd, env=environment() | (env or {}), **streams)
 
 

@@ -7,13 +7,13 @@ Amounts are in units of P, the bytes of all parameters, and of whole arrays: one
 import json
 import pathlib
 import subprocess
-import sys
 
 import pytest
 
 import jshard as js
 from jshard.inspect import asked_collectives, collectives, full_bytes
 from jshard.inspect.communication import traffic_of
+from tests.compiling import python
 from tests.helpers import Config, Program, program
 from tests.wide import wide
 
@@ -152,8 +152,7 @@ print(json.dumps(kinds | {"devices": jax.device_count(), "wire": wire_bytes(foun
 
 def test_sixty_four_devices_send_three_times_the_parameters():
     root = pathlib.Path(__file__).parents[1]
-    command = [sys.executable, "-c", SIXTY_FOUR]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    done = subprocess.run(python(SIXTY_FOUR), cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["devices"] == 64

@@ -3,7 +3,6 @@
 import dataclasses
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -16,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from tests.compiling import python
 from tests.helpers import Config, Decoder, annotator, builder, sharded
 from tests.parity import flat
 from tests.wide import wide
@@ -103,7 +103,7 @@ def test_bitwise_by_every_initializer():
     )
     environ = os.environ | {"XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=1200"}
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        python(program),
         cwd=Path(__file__).parents[1],
         env=environ,
         capture_output=True,

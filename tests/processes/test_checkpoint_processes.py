@@ -172,7 +172,7 @@ def test_a_process_is_killed_while_it_saves(tmp_path):
     for number in range(KILLS):
         folder = tmp_path / str(number)
         process = subprocess.Popen(
-            [sys.executable, "-c", ALONE, "0", str(folder), str(folder)],
+            compiling.python(ALONE, 0, folder, folder),
             env=environment() | {"JAX_NUM_CPU_DEVICES": "4"},
             stdout=subprocess.PIPE,
             text=True,

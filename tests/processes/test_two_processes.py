@@ -163,7 +163,7 @@ def lost_with_a_report(folder):
 
 
 def stopped_where_it_is_saved(folder):
-    """SIGTERM saves the step at work, whose number is returned; the steps that were lost are done again, bit for bit."""
+    """SIGTERM saves the step at work, which is returned; the steps that were lost are done again, bit for bit."""
     lost = record(folder / "two")
     stopped = Command(folder, "two", *TWO, "--resume")
     stopped.reaches(lost[-1][0] + 1)
