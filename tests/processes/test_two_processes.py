@@ -26,7 +26,7 @@ STEPS = 16
 MESH = ("--mesh", "replica=2,fsdp=2")  # a sum over processes is dearer with more devices
 TWO = (*MESH, "--processes", "2")
 TIMEOUT_S = 200
-SETTINGS = ("checkpoint_every=6", "eval_every=5", "model.dropout=0.1", "model.n_layer=1")
+SETTINGS = ("checkpoint_every=4", "eval_every=5", "model.dropout=0.1", "model.n_layer=1")
 
 
 class Command:
@@ -146,7 +146,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
 def lost_with_a_report(folder):
     """A process that is killed ends the run; what was profiled before is whole, of each process its devices."""
     lost = Command(folder, "two", *TWO, "--profile", "3:5")
-    lost.reaches(8)
+    lost.reaches(9)  # the save of step 8 has waited for that of step 4
     os.kill(lost.workers()[1], signal.SIGKILL)
     code, stdout, stderr = lost.ends()
     assert code == 1
@@ -154,7 +154,7 @@ def lost_with_a_report(folder):
     assert "2 processes" in stdout
     assert re.search(r"process 1 .*pid \d+", stderr), stderr
     assert "SIGKILL" in stderr
-    assert f"{lost.out}/checkpoints/6" in stderr
+    assert re.search(rf"{lost.out}/checkpoints/[48]\n", stderr), stderr
     assert "--resume" in stderr
     assert "Traceback" not in stderr
     trace = js.trace(lost.out)
@@ -170,7 +170,7 @@ def stopped_where_it_is_saved(folder):
     stopped.process.send_signal(signal.SIGTERM)
     code, stdout, stderr = stopped.ends()
     assert code == 143, stderr
-    assert f"resumed from {stopped.out}/checkpoints/6\n" in stdout
+    assert re.search(rf"resumed from {stopped.out}/checkpoints/[48]\n", stdout), stdout
     assert record(stopped.out)[: len(lost)] == lost
     at = last_step(stopped.out)
     assert f"stopped by SIGTERM after step {at}: {stopped.out}/checkpoints/{at} is saved" in stdout
