@@ -30,6 +30,7 @@ SLURM = {
 }
 
 
+@pytest.mark.wide
 def test_two_processes_of_each_framework_get_equal_losses_and_a_report_is_written(tmp_path):
     options = ["--quick", "--processes", "2", "--only", "jshard chain,raw Flax", "--out", str(tmp_path)]
     run = subprocess.run(

@@ -64,6 +64,7 @@ def train(state, mesh, steps=3):
     return [float(step(state["model"], state["optimizer"], x)) for _ in range(steps)]
 
 
+@pytest.mark.wide
 def test_training_goes_on_as_if_never_saved(tmp_path):
     """Bit for bit on the same mesh; on another, sums add in another order."""
     state = filled("zero3", 0)

@@ -9,17 +9,24 @@ import pytest
 
 from jshard.cli._train_args import TrainArgs
 from jshard.train import Recipe
+from tests.wide import wide
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLLOWED = ("your_model.md",)  # its blocks are files and commands: test_your_model.py
+READ_FIRST = ("README.md", "sharding_a_model.md", "checkpoints.md")
 
 
 def blocks(page):
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p) and p.name not in FOLLOWED], ids=lambda p: p.name)
+WITH_CODE = [page for page in PAGES if blocks(page) and page.name not in FOLLOWED]
+
+
+@pytest.mark.parametrize(
+    "page", [page if page.name in READ_FIRST else wide(page) for page in WITH_CODE], ids=lambda page: page.name
+)
 def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
     """A page's own assertions, and whatever its blocks raise, are the test; each page is about jshard."""
     monkeypatch.chdir(tmp_path)

@@ -127,6 +127,7 @@ def test_dropout_acts_in_training_only():
     np.testing.assert_array_equal(call(model, ids), call(model, ids))
 
 
+@pytest.mark.wide
 def test_loss_falls_when_trained_sharded():
     model, mesh = sharded(dataclasses.replace(MICRO, n_layer=1, dropout=0.1))
     optimizer = js.shard_optimizer(model, optax.adam(1e-2))

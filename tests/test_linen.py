@@ -59,6 +59,7 @@ class Slim(Block):
         return x + nn.Dense(self.width)(x)
 
 
+@pytest.mark.wide
 def test_gradients_of_eleven_layers():
     """block_10 comes after block_9, though not by name."""
     assert_equal(Decoder(depth=11, block=Slim), units=Slim, remat="full", min_size=1)

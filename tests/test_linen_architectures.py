@@ -11,7 +11,6 @@ import pytest
 
 import jshard as js
 from tests.linen_models import VOCAB, WIDTH, X, Y, cross_entropy, differences, tokens
-from tests.wide import wide
 
 TOLERANCE = 2e-6
 
@@ -120,8 +119,9 @@ class Translator(nn.Module):
         return self.decode(self.encode(source), source, target)
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize(
-    ("regions", "units"), [(1, [EncoderBlock, DecoderBlock]), wide(2, [Encoder, DecoderBlock, "decoder"])], ids=str
+    ("regions", "units"), [(1, [EncoderBlock, DecoderBlock]), (2, [Encoder, DecoderBlock, "decoder"])], ids=str
 )
 def test_an_encoder_and_a_decoder_that_share_a_table(regions, units):
     source = tokens(seed=3, length=6)[0]

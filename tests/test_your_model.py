@@ -115,6 +115,7 @@ def environment(folder):
     return kept | {"PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(1200)  # a dozen commands; about a minute on two idle cores
 def test_the_page_is_true(tmp_path):
     folder = tmp_path / "empty"

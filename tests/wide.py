@@ -1,4 +1,4 @@
-"""Further combinations of what a test that always runs has proved: `.ci/run` has them, and `pytest -m wide`."""
+"""Further combinations of what a test that always runs has proved: `pytest -m wide` and `.ci/run` have them."""
 
 from typing import Any
 
