@@ -1,7 +1,6 @@
 """`fully_shard`: say which modules are units, and their parameters are sharded over the mesh."""
 
 import dataclasses
-import fnmatch
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,7 +12,7 @@ from flax import nnx
 from jshard import _annotation_checks as checks
 from jshard import _compat
 from jshard._auto import check_strategy, settings_of
-from jshard._choices import UnitChoice, chosen
+from jshard._choices import UnitChoice, as_filter, chosen
 from jshard._errors import AnnotationError
 from jshard._linen import annotated
 from jshard._mesh import AnyMesh, check_mesh, is_concrete
@@ -182,10 +181,9 @@ def fully_shard(
     )
     if not gathered:
         checks.check_ungathered(policy, strategy, offload)
-    record = Unit(mesh, policy, rule, _as_filter(ignored), tuple(allow_replicated))
+    record = Unit(mesh, policy, rule, as_filter(ignored), tuple(allow_replicated))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
-        checks.check_params_stay(offload)
         checks.check_no_units(units, gathered)
         return annotated(module, units, record, ignored, call_annotated)
     _annotate_all(modules, _choose_units(modules, units), record, ignored)
@@ -362,25 +360,6 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
             do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
         )
     return found
-
-
-def _as_filter(ignored: Any) -> Any:
-    """An nnx filter from filters and path patterns; hashable, as it is part of the unit's record."""
-    if ignored is None:
-        return False
-    if isinstance(ignored, str):
-        return _PathPattern(ignored)
-    if isinstance(ignored, (list, tuple, set)):
-        return tuple(_as_filter(one) for one in ignored)
-    return ignored
-
-
-@dataclasses.dataclass(frozen=True)
-class _PathPattern:
-    pattern: str
-
-    def __call__(self, path: Path, value: Any) -> bool:
-        return fnmatch.fnmatch(dotted(path), self.pattern)
 
 
 def _nested_allowed(module: nnx.Module) -> tuple[str, ...]:

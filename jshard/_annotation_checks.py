@@ -37,17 +37,6 @@ def check_no_strategy(strategy: Any) -> None:
         )
 
 
-def check_params_stay(offload: Any) -> None:
-    """Raises if parameters of a Linen model were to lie in host memory."""
-    if offload == PARAMS:
-        raise AnnotationError(
-            "Host memory for parameters is for nnx models only.",
-            where=f"fully_shard(offload={offload!r})",
-            why="the TrainState of a Linen model adds updates to parameters itself, which would mix both memories.",
-            do='js.fully_shard(model, mesh=mesh, units=Block, offload="optimizer")',
-        )
-
-
 def check_no_units(units: Any, gathered: bool) -> None:
     """Raises for units inside a Linen model that is never gathered."""
     if units is not None and not gathered:
@@ -211,16 +200,17 @@ def check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:
     check_patterns_used(ignored, {dotted(p) for m in modules for _, u in nested_units(m) for _, p, _ in occurrences(u)})
 
 
-def check_patterns_used(ignored: Any, paths: set[str]) -> None:
-    """Raises for a text pattern in `ignored` that none of the paths matches."""
-    choices = ignored if isinstance(ignored, (list, tuple, set)) else [ignored]
+def check_patterns_used(choice: Any, paths: set[str], setting: str = "ignored") -> None:
+    """Raises for a text pattern in `ignored`, or another setting, that none of the paths matches."""
+    choices = choice if isinstance(choice, (list, tuple, set)) else [choice]
     unused = [c for c in choices if isinstance(c, str) and not any(fnmatch.fnmatch(p, c) for p in paths)]
     if unused:
+        from_unit = " or from a unit in it" if setting == "ignored" else ""
         raise AnnotationError(
-            "A pattern in ignored matches no parameter.",
-            where=[f"ignored={pattern!r}" for pattern in unused],
+            f"A pattern in {setting} matches no parameter.",
+            where=[f"{setting}={pattern!r}" for pattern in unused],
             why=f"the parameters are {', '.join(sorted(paths)[:6])}{', ...' if len(paths) > 6 else ''}.",
-            do='give a path from the module or from a unit in it, e.g. ignored="*/bias".',
+            do=f'give a path from the module{from_unit}, e.g. {setting}="*/bias".',
         )
 
 

@@ -17,7 +17,7 @@ from jshard._compat import LINEN_CALL
 from jshard._errors import AnnotationError
 from jshard._linen_layout import Layout, Leaf, Seen
 from jshard._nnx import Path, Unit, dotted
-from jshard._offload import check_offload
+from jshard._offload import OPTIMIZER, PARAMS, check_offload
 from jshard._placement import PlacementRule
 from jshard._policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
 
@@ -53,6 +53,11 @@ class Annotation:
     def gathers_all(self) -> bool:
         """Whether every unit is gathered."""
         return all(record.policy.gathered for record in (self.root, *(record for _, record in self.choices)))
+
+    @property
+    def offloads_params(self) -> bool:
+        """Whether parameters lie in host memory."""
+        return any(record.rule.offload == PARAMS for record in (self.root, *(record for _, record in self.choices)))
 
     def match(self, path: Path, module: nn.Module) -> int | None:
         """Which choice makes a submodule a unit: the first that it matches."""
@@ -232,6 +237,7 @@ def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]
     if not policy.get("gathered", True):  # what is said for all units is not for this one
         common = UnitPolicy()
         checks.check_ungathered(UnitPolicy(**policy), None, placing.get("offload"))
+        placing = {"offload": record.rule.offload and OPTIMIZER, **placing}  # its parameters are used where they lie
         placing |= {"gathered": False, "mixed_precision": MixedPrecision()}
     made: PlacementRule = dataclasses.replace(record.rule, **placing)
     return dataclasses.replace(record, policy=dataclasses.replace(common, **policy), rule=made)
@@ -244,7 +250,6 @@ def _checked(settings: Mapping[str, Any], record: Unit) -> dict[str, Any]:
     checks.check_choice("gathered", found.get("gathered", True), (True, False))
     if "offload" in found:
         check_offload(found["offload"], record.mesh)
-        checks.check_params_stay(found["offload"])
     if "remat" in found:
         check_remat(found["remat"])
     if "reshard_after_forward" in found:

@@ -21,22 +21,23 @@ from jshard._state_places import Keys, StatePlaces, key_texts
 def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     """What `build()` returns, with shapes for arrays, and shardings if the mesh has devices.
 
-    What lies at the path of a parameter and has its shape is sharded and padded as it is. State in host memory is what
-    `build` put there, which `js.shard_optimizer` does.
+    What lies at the path of a parameter and has its shape is sharded and padded as it is. In host memory are parameters
+    that were annotated so, and state that `build` put there, which `js.shard_optimizer` does.
     """
     annotation = _annotation(model)
     traced, shapes = jax.make_jaxpr(build, return_shape=True)()
     layout = annotation.layout
     check_replicated(layout.root, layout.kind)
     places, mesh = places_of(layout), layout.root.mesh
-    away = [_compat.on_host(aval) for aval in traced.out_avals]
+    away, offloaded = [_compat.on_host(aval) for aval in traced.out_avals], _offloaded(shapes, places)
     if not any(away):
-        _check_offloaded(shapes, places, layout.kind)
+        _check_offloaded(offloaded, layout.kind)
+    parameters = {its for its, *_ in offloaded if places.on_host_itself(its)}
 
     def one(path: tuple, x: Any, on_host: bool) -> jax.ShapeDtypeStruct:
-        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-        spec = PartitionSpec() if is_key else places.spec(key_texts(path), x.shape)
-        sharding = sharding_of(mesh, spec, on_host=on_host)
+        is_key, keys = jnp.issubdtype(x.dtype, jax.dtypes.prng_key), key_texts(path)
+        spec = PartitionSpec() if is_key else places.spec(keys, x.shape)
+        sharding = sharding_of(mesh, spec, on_host=on_host or keys in parameters)
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding, weak_type=x.weak_type)
 
     stored = boxed(shapes, places)
@@ -58,21 +59,23 @@ def linen_mesh(model: nn.Module) -> Any:
     return _annotation(model).root.mesh
 
 
-def _check_offloaded(shapes: Any, places: StatePlaces, kind: str) -> None:
-    """Raises for optimizer state that is to lie in host memory, and that Optax alone made: it knows of no memory.
-
-    Of the arrays that belong to a parameter the one of the shortest path is the parameter.
-    """
+def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
+    """The paths of the arrays that belong to each offloaded parameter, its own first: that is the shortest."""
     found: dict[Any, list[Keys]] = {}
     for path, x in jax.tree.leaves_with_path(shapes):
         if places.on_host(keys := key_texts(path), x.shape):
             found.setdefault(places.tail(keys), []).append(keys)
-    state = ["/".join(keys) for paths in found.values() for keys in sorted(paths, key=len)[1:]]
+    return [sorted(paths, key=len) for paths in found.values()]
+
+
+def _check_offloaded(offloaded: list[list[Keys]], kind: str) -> None:
+    """Raises for optimizer state that is to lie in host memory, and that Optax alone made: it knows of no memory."""
+    state = ["/".join(keys) for _, *rest in offloaded for keys in rest]
     if state:
         raise AnnotationError(
             "The optimizer state would not lie in host memory.",
             where=[f"{kind}: {path}" for path in state],
-            why='the model was annotated with offload="optimizer", and this was made by Optax alone.',
+            why="the model was annotated with offload, and this was made by Optax alone.",
             do="TrainState.create(..., tx=js.shard_optimizer(model, tx))",
         )
 

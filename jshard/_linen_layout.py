@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 
 from jshard._errors import AnnotationError
+from jshard._linen_trained import Trained
 from jshard._linen_ungathered import check_ungathered, modules_around
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, dotted
 from jshard._placement import Placement, place
@@ -128,6 +129,12 @@ class Layout:
     def around(self) -> frozenset[Path]:
         """Paths of the modules that run in global view, as a unit inside is never gathered."""
         return modules_around(self.units)
+
+    def plan_for(self, wrt: Any) -> ShardPlan:
+        """The same for a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
+        names = Trained(self, wrt).names
+        leaves = tuple(dataclasses.replace(leaf, trained=leaf.path in names) for leaf in self.plan.leaves)
+        return dataclasses.replace(self.plan, leaves=leaves)
 
     @functools.cached_property
     def plan(self) -> ShardPlan:

@@ -1,5 +1,6 @@
 """Optax for a Linen model: a transformation that holds its state to the plan, in the memory that the plan says."""
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import flax.linen as nn
@@ -9,14 +10,17 @@ from flax import nnx
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._linen import annotation_of
 from jshard._linen_layout import Layout
 from jshard._linen_padded import boxed, boxed_like, unboxed
+from jshard._linen_trained import Trained
+from jshard._linen_updates import HostUpdate
 from jshard._mesh import AnyMesh, is_concrete
 from jshard._offload import to_device, to_host
 from jshard._plan import root_forgotten
-from jshard._state_places import StatePlaces, key_texts
+from jshard._state_places import Keys, StatePlaces, key_texts
 from jshard._streamed import parts_of, streamed
 
 
@@ -33,17 +37,19 @@ def linen_optimizer(
     annotation = annotation_of(model)
     if annotation is None:
         raise root_forgotten(model)
-    if wrt is not nnx.Param or shard_replicated:
-        raise _for_nnx(annotation.base.__name__, wrt, shard_replicated)
-    tx = optax.with_extra_args_support(tx)
+    if shard_replicated:
+        raise _for_nnx(annotation.base.__name__)
+    all_are, trained = wrt is nnx.Param, lambda: Trained(annotation.layout, wrt)
+    tx = optax.with_extra_args_support(tx if all_are else optax.masked(tx, lambda tree: trained().mask(tree)))
 
     def init(params: Any) -> Any:
-        places, state = places_of(annotation.layout), tx.init(unboxed(params))
+        places, state = places_of(annotation.layout), tx.init(unboxed(to_device(params)))
         state = boxed(state, places) if _has_boxes(params) else state
         return _to_host(_held(state, places, annotation.root.mesh), places)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         rule = _Update(tx, annotation.layout, unboxed(to_device(extra)))
+        grads = grads if all_are else trained().part(grads)
         return rule.streamed(grads, state, params) if rule.places.offloaded else rule(grads, state, params)
 
     return optax.GradientTransformationExtraArgs(init, cast(Any, update))
@@ -75,15 +81,46 @@ class _Update:
         return _held(boxed_like(held, made), self.places, self._mesh)
 
     def streamed(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """The same of state in host memory, which comes to the device and goes back a part at a time."""
-        (given, tree), like = jax.tree.flatten((grads, state, params)), jax.tree.leaves(state)
-        paths = [[key_texts(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (grads, state, params)]
-        of_grads, of_state, of_params = paths
-        made = jax.tree.structure((grads, state))
-        parts = parts_of(self.places.offloaded, of_grads + of_state + of_params, of_grads + of_state, of_grads)
-        update = lambda *arrays: jax.tree.leaves(self(*jax.tree.unflatten(tree, arrays)))
+        """The same of arrays in host memory, which come to the device and go back a part at a time.
+
+        With the update of a parameter there comes its sum with it.
+        """
+        given, tree = jax.tree.flatten((grads, state, params))
+        of_grads, of_state, of_params = map(_paths, (grads, state, params))
+        parameters = dict(zip(of_params, jax.tree.leaves(params), strict=True))
+        away = {path: x for path in of_grads if (x := parameters.get(path)) is not None and _compat.on_host(x)}
+
+        def update(*arrays: jax.Array) -> list[jax.Array]:
+            grads, state, params = jax.tree.unflatten(tree, arrays)
+            updates, state = self(grads, state, params)
+            sums = self._sums(params, updates) if away else {}
+            return [*jax.tree.leaves((updates, state)), *(sums[path] for path in away)]
+
+        made = [*of_grads, *of_state]
+        parts = parts_of(self.places.offloaded, [*made, *of_params], [*made, *away], of_grads)
         device = [jax.ShapeDtypeStruct((), "float32")] * len(of_grads)
-        return jax.tree.unflatten(made, streamed(update, given, parts, like=[*device, *like]))
+        found = streamed(update, given, parts, like=[*device, *jax.tree.leaves(state), *away.values()])
+        updates, state = jax.tree.unflatten(jax.tree.structure((grads, state)), found[: len(made)])
+        return _with_sums(updates, away, dict(zip(away, found[len(made) :], strict=True))), state
+
+    def _sums(self, params: Any, updates: Any) -> dict[Keys, jax.Array]:
+        """The parameters after the update, by path."""
+        sums = _held(optax.apply_updates(params, updates), self.places, self._mesh)
+        return dict(zip(_paths(sums), jax.tree.leaves(sums), strict=True))
+
+
+def _paths(tree: Any) -> list[Keys]:
+    return [key_texts(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+def _with_sums(updates: Any, parameters: Mapping[Keys, Any], sums: Mapping[Keys, Any]) -> Any:
+    """Updates; those of parameters in host memory with what the sums with them are."""
+
+    def one(path: tuple, x: Any) -> Any:
+        keys = key_texts(path)
+        return HostUpdate(x, (parameters[keys], sums[keys])) if keys in sums else x
+
+    return jax.tree.map_with_path(one, updates)
 
 
 def _held(tree: Any, places: StatePlaces, mesh: AnyMesh) -> Any:
@@ -113,11 +150,10 @@ def _to_host(state: Any, places: StatePlaces) -> Any:
     return jax.tree.map_with_path(there, state)
 
 
-def _for_nnx(name: str, wrt: Any, shard_replicated: bool) -> AnnotationError:
-    told = [f"wrt={wrt!r}"] * (wrt is not nnx.Param) + ["shard_replicated=True"] * shard_replicated
+def _for_nnx(name: str) -> AnnotationError:
     return AnnotationError(
-        "The optimizer of a Linen model takes no such settings.",
-        where=f"shard_optimizer({name}, tx, {', '.join(told)})",
-        why="its TrainState says which parameters are updated, and js.shard_init places what that holds.",
-        do="js.shard_optimizer(model, optax.masked(tx, mask))  # to update some of them",
+        "The optimizer of a Linen model shards no state of replicated parameters.",
+        where=f"shard_optimizer({name}, tx, shard_replicated=True)",
+        why="js.shard_init places what a TrainState holds: state as its parameters.",
+        do="js.shard_optimizer(model, tx)",
     )

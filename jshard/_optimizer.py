@@ -26,7 +26,9 @@ def shard_optimizer(
 
 
 @overload
-def shard_optimizer(model: nn.Module, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs: ...
+def shard_optimizer(
+    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Any = ...
+) -> optax.GradientTransformationExtraArgs: ...
 
 
 def shard_optimizer(
@@ -47,7 +49,8 @@ def shard_optimizer(
     Args:
         model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it. Or a Linen model.
         tx: any Optax transformation, unchanged: it sees whole parameters in global view.
-        wrt: which variables it updates; of an nnx model.
+        wrt: which variables it updates; of a Linen model which parameters, as in `js.value_and_grad`: the others have
+            no state.
         shard_replicated: ZeRO-1: also shard the state of replicated parameters, over `replica`. Each device
             then updates its part, and the parameters are gathered again. Of an nnx model.
 

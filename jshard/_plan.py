@@ -135,7 +135,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. Of a
             Linen module, the plan is that of the parameters that `init` or `apply` saw last.
-        wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen. nnx only.
+        wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen.
 
     Raises:
         AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
@@ -147,9 +147,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     """
     linen = getattr(type(model), "_jshard_linen", None)  # an Annotation: jshard._linen, which imports this file
     if linen is not None:
-        if wrt is not nnx.Param:
-            raise _not_nnx(model)
-        return linen.layout.plan
+        return linen.layout.plan if wrt is nnx.Param else linen.layout.plan_for(wrt)
     own = getattr(type(model), "_jshard_plan", None)  # of one that calls a Linen module: jshard.train.linen_model
     if own is not None:
         return own(model, wrt)

@@ -63,6 +63,11 @@ class StatePlaces:
         shapes = () if parameter is None or parameter.offload is None else (parameter.shape, parameter.stored_shape)
         return shape in shapes
 
+    def on_host_itself(self, path: Keys) -> bool:
+        """Whether the parameter at a path lies in host memory, and not its state alone."""
+        parameter = self.parameter(path)
+        return parameter is not None and parameter.on_host
+
     def padding(self, path: Keys, shape: tuple[int, ...]) -> Padding | None:
         """The padding of an array of the state: that of its parameter, if it has its shape."""
         parameter = self.parameter(path)

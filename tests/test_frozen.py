@@ -70,8 +70,13 @@ def sent(run, model, batch=BATCH) -> dict[str, int]:
     """Elements that each kind of collective takes in, over all rounds of loops."""
     graphdef, state = nnx.split(model)
     jaxpr = jax.make_jaxpr(lambda state, *batch: run(nnx.merge(graphdef, state, copy=True), *batch))(state, *batch)
+    return sent_in(jaxpr.jaxpr)
+
+
+def sent_in(jaxpr: Any) -> dict[str, int]:
+    """The same of a program."""
     found: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0, "psum": 0}
-    _count(jaxpr.jaxpr, 1, found)
+    _count(jaxpr, 1, found)
     return found
 
 

@@ -16,6 +16,7 @@ from jshard._errors import AnnotationError, CallError
 from jshard._linen import annotation_of
 from jshard._linen_layout import Layout
 from jshard._linen_optimizer import places_of
+from jshard._linen_trained import Trained, joined
 from jshard._nnx import Unit, dotted, plain_class, unit_of
 from jshard._offload import back, to_device
 from jshard._placement import Placement
@@ -50,13 +51,16 @@ def value_and_grad(
             full parameters and gradients of the model meanwhile. What is never gathered is as with `"each"`.
         has_aux: `loss_fn` returns `(loss, aux)`; aux comes back stacked over the microbatches.
         wrt: the parameters to differentiate with respect to, as `nnx.Optimizer` takes them: an nnx filter. The others
-            are frozen: gathered, and nothing more. For nnx models.
+            are frozen: gathered, and nothing more. Of a Linen model a path pattern such as `"*/lora_*"`, a function of
+            (path, parameter), the path as a tuple, or a list of these.
 
     Returns:
         A function of `(model, *batch)`, or `(params, *batch)`, that returns `(loss, gradients)`, or
-        `((loss, aux), gradients)`.
+        `((loss, aux), gradients)`. The gradients of a Linen model have the form of `params`; in the place of a frozen
+        array is an `optax.MaskedNode`, which `optax.apply_updates` leaves the parameter alone for.
 
     Raises:
+        AnnotationError: the model is not annotated, or `wrt` chooses none of a Linen model's parameters.
         CallError: the batch does not divide into microbatches that divide over the data shards; or no call of the
             model is with the parameters that were gathered for it.
 
@@ -89,10 +93,13 @@ def value_and_grad(
 
     @functools.wraps(loss_fn)
     def of_linen(params: Any, *batch: Any) -> Any:
-        layout = _layout(model, wrt)
+        layout = _layout(model)
+        trained, frozen = Trained(layout, wrt).split(params)
         if steps == 1:
-            return jax.value_and_grad(loss_fn, has_aux=has_aux)(params, *batch)
-        value, aux, grads, _ = _accumulated(_linen_loss(loss_fn, params, layout, has_aux), batch, steps, once=once)
+            of_trained = lambda trained, *batch: loss_fn(joined(trained, frozen), *batch)
+            return jax.value_and_grad(of_trained, has_aux=has_aux)(trained, *batch)
+        loss = _linen_loss(loss_fn, trained, frozen, layout, has_aux)
+        value, aux, grads, _ = _accumulated(loss, batch, steps, once=once)
         return ((value, aux) if has_aux else value), grads
 
     return of_nnx if model is None else of_linen
@@ -169,11 +176,11 @@ def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, w
     return _Loss(run, params, frozen, state, placed, unit, plain_class(model).__name__)
 
 
-def _linen_loss(loss_fn: Callable, params: Any, layout: Layout, has_aux: bool) -> _Loss:
+def _linen_loss(loss_fn: Callable, trained: Any, frozen: Any, layout: Layout, has_aux: bool) -> _Loss:
     places = places_of(layout)
 
     def run(params: Any, frozen: Any, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
-        out = loss_fn(params, *part)
+        out = loss_fn(joined(params, frozen), *part)
         value, aux = out if has_aux else (out, None)
         return value, (aux, state)
 
@@ -181,22 +188,15 @@ def _linen_loss(loss_fn: Callable, params: Any, layout: Layout, has_aux: bool) -
         found = places.parameter(key_texts(path))
         return found if found is not None and found.stored_shape == jnp.shape(x) else None
 
-    placed = [placement(path, x) for path, x in jax.tree.leaves_with_path(params)]
-    return _Loss(run, params, (), (), (placed, ()), layout.root, layout.kind)
+    placed = [[placement(path, x) for path, x in jax.tree.leaves_with_path(tree)] for tree in (trained, frozen)]
+    return _Loss(run, trained, frozen, (), (placed[0], placed[1]), layout.root, layout.kind)
 
 
-def _layout(model: Any, wrt: Any) -> Layout:
+def _layout(model: Any) -> Layout:
     """The layout of a Linen model whose loss is given."""
     annotation = annotation_of(model)
     if annotation is None:
         raise root_forgotten(model)
-    if wrt is not nnx.Param:
-        raise AnnotationError(
-            "wrt is for nnx models only.",
-            where=f"value_and_grad(model={annotation.base.__name__}, wrt={wrt!r})",
-            why="a Linen model's parameters are an argument of its loss, and all of them get gradients.",
-            do="tx = optax.masked(tx, mask)  # updates some of them",
-        )
     return annotation.layout
 
 

@@ -19,10 +19,12 @@ from jshard._linen import Annotation, annotation_of, check_found
 from jshard._linen_layout import Layout, Seen
 from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
+from jshard._offload import fetched
 from jshard._padded import Padding, logical, padding_of, store
 from jshard._replicated import check_replicated
 from jshard.engine.call import Call
 from jshard.engine.context import current_region, global_view, in_global_view
+from jshard.engine.hosted import all_on_device
 from jshard.engine.inputs import BatchSplit, trace_globally
 from jshard.engine.island import open_region
 from jshard.engine.linen_call import Lifted, View, lifted_call
@@ -110,7 +112,7 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
             survey.note(module, args, arguments)
         return out
     if in_global_view():
-        return run()
+        return _on_device(module, function, args, arguments, run) if is_call else run()
     if inside is None:
         annotation = annotation_of(module) if is_call else None
         if annotation is None:
@@ -172,6 +174,22 @@ def _region(
     return open_region(view, unit, method, args, kwargs)
 
 
+def _on_device(
+    module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], plain: Callable[[], Any]
+) -> Any:
+    """A call in global view; parameters in host memory are brought to the device for it."""
+    annotation = annotation_of(module)
+    if annotation is None or not annotation.offloads_params or module.is_initializing():
+        return plain()
+
+    def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
+        view = lifted.view(annotation.base)
+        with all_on_device(view):
+            return lifted.run(view, args, kwargs), view
+
+    return lifted_call(module, function, args, kwargs, prefix=tuple(module.path), run=run)
+
+
 def _around(annotation: Annotation, module: nn.Module) -> _Inside:
     """Where the outermost call is into a model with units that are never gathered."""
     leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
@@ -224,7 +242,7 @@ def _store_padded(view: View, unit: Unit) -> None:
     for member in unit.members:
         variable, padding = getattr(view, member.path[0]), Padding.of(member.placement)
         if padding_of(variable) != padding:
-            value = logical(variable).get_raw_value()
+            value = fetched(logical(variable).get_raw_value())
             store(variable, padding, value if padding is None else padding.pad(value))
 
 

@@ -21,6 +21,7 @@ from jshard._errors import AnnotationError
 from jshard._linen import annotation_of, relaid
 from jshard._linen_layout import Layout
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, attach, dotted, unit_of
+from jshard._offload import to_device
 from jshard._padded import Padding, store
 from jshard._plan import ShardPlan
 from jshard._policies import UnitPolicy
@@ -102,8 +103,9 @@ class LinenModel(nnx.Module):
         states = [] if self.deterministic else self._linen.states
         module = self._linen.module_for(self._policies())
         call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=[*states, *asked] or False)
+        variables = to_device(self.variables) if in_plain_flax() else self.variables
         with inference(self.deterministic):
-            out: Any = call(self.variables, rngs=self._keys())
+            out: Any = call(variables, rngs=self._keys())
         if not states and not asked:
             return out
         out, changed = out
