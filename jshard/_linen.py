@@ -59,6 +59,11 @@ class Annotation:
         """Whether parameters lie in host memory."""
         return any(record.rule.offload == PARAMS for record in (self.root, *(record for _, record in self.choices)))
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The choices of units, as text."""
+        return tuple(_text(choice) for choice, _ in self.choices)
+
     def match(self, path: Path, module: nn.Module) -> int | None:
         """Which choice makes a submodule a unit: the first that it matches."""
         found = (i for i, (choice, _) in enumerate(self.choices) if chosen(choice, dotted(path), module))
@@ -280,4 +285,4 @@ def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf])
 
 
 def _text(choice: UnitChoice) -> str:
-    return choice.__name__ if isinstance(choice, type) else repr(choice)
+    return repr(choice) if isinstance(choice, str) else getattr(choice, "__name__", repr(choice))

@@ -52,20 +52,28 @@ class SeenUnit:
 
 @dataclasses.dataclass
 class Seen:
-    """What a trace of a model showed: its units by path, a path of each class of module, and every path called."""
+    """What a trace of a model showed: its units by path, a path of each class of module, and every path called.
+
+    And of the modules that `nn.scan` runs the shapes of their parameters as one layer sees them.
+    """
 
     units: dict[Path, SeenUnit] = dataclasses.field(default_factory=dict)
+    loops: dict[Path, dict[Path, tuple[int, ...]]] = dataclasses.field(default_factory=dict)
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)
     called: set[Path] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass(frozen=True)
 class PlacedLeaf:
-    """A parameter and its place; `owner` is the path of the unit that gathers it."""
+    """A parameter and its place; `owner` is the path of the unit that gathers it.
+
+    `stack` is the path of the layers that it is one of, where that unit is around their loop; else it is empty.
+    """
 
     path: Path
     owner: Path
     placement: Placement
+    stack: Path = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -101,8 +109,9 @@ class Layout:
             owner = _owner(path, units)
             settings = units[owner].settings if owner else root
             stacked = layers.get(owner, 0)
+            stack = () if stacked else _stack(path, leaf, seen)
             try:
-                placed[dotted(path)] = PlacedLeaf(path, owner, _placed(path, owner, leaf, settings, stacked))
+                placed[dotted(path)] = PlacedLeaf(path, owner, _placed(path, owner, leaf, settings, stacked), stack)
             except AnnotationError as error:
                 errors.append(error)
         if errors:
@@ -143,7 +152,10 @@ class Layout:
         return ShardPlan(
             mesh=tuple(zip(self.root.mesh.axis_names, self.root.mesh.axis_sizes, strict=True)),
             units=tuple(made_unit_plan(dotted(p), kind, unit, is_root=not p) for p, kind, unit in units),
-            leaves=tuple(LeafPlan(name, dotted(leaf.owner), leaf.placement) for name, leaf in self.leaves.items()),
+            leaves=tuple(
+                LeafPlan(name, dotted(leaf.owner), leaf.placement, stack=dotted(leaf.stack) if leaf.stack else "")
+                for name, leaf in self.leaves.items()
+            ),
         )
 
 
@@ -190,6 +202,12 @@ def _owner(path: Path, units: Mapping[Path, SeenUnit]) -> Path:
             break
         owner = level[0]
     return owner
+
+
+def _stack(path: Path, leaf: Leaf, seen: Seen) -> Path:
+    """The path of the outermost loop that takes leading dims of a parameter; empty if none does."""
+    loops = sorted((loop for loop, shapes in seen.loops.items() if path in shapes), key=len)
+    return next((loop for loop in loops if len(seen.loops[loop][path]) < len(leaf.shape)), ())
 
 
 def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:

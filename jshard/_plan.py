@@ -23,6 +23,7 @@ class LeafPlan:
         placement: how it is stored, gathered and reduced.
         aliases: other paths of the same parameter, if it is tied.
         trained: whether it has a gradient; a frozen one is gathered, and nothing more.
+        stack: path of the layers of a loop that it is stacked with, where they are gathered all at once.
     """
 
     path: str
@@ -30,6 +31,7 @@ class LeafPlan:
     placement: Placement
     aliases: tuple[str, ...] = ()
     trained: bool = True
+    stack: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +110,16 @@ class ShardPlan:
     def bytes_per_device(self) -> int:
         """Bytes of the stored parameters on one device."""
         return sum(leaf.placement.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def whole_stacks(self) -> dict[tuple[str, str], int]:
+        """Layers of a loop that are gathered all at once: path and unit, with the bytes of the gathered copy."""
+        found: dict[tuple[str, str], int] = {}
+        for leaf in self.leaves:
+            if leaf.stack and leaf.placement.gathered and leaf.placement.dim is not None:
+                key = leaf.stack, leaf.unit
+                found[key] = found.get(key, 0) + leaf.placement.gathered_bytes
+        return found
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
@@ -288,4 +300,4 @@ def _leaf_from_json(data: dict[str, Any]) -> LeafPlan:
     placement["shape"] = tuple(placement["shape"])
     placement["spec"] = tuple(tuple(e) if isinstance(e, list) else e for e in placement["spec"])
     aliases, trained = tuple(data["aliases"]), data.get("trained", True)
-    return LeafPlan(data["path"], data["unit"], Placement(**placement), aliases, trained)
+    return LeafPlan(data["path"], data["unit"], Placement(**placement), aliases, trained, data.get("stack", ""))

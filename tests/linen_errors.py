@@ -39,6 +39,21 @@ class Layer(nn.Module):
         return nn.Dense(64)(x), None
 
 
+class Stack(nn.Module):
+    """Layers stacked along the first dim."""
+
+    length: int = 3
+
+    @nn.compact
+    def __call__(self, x):
+        scanned = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=self.length)
+        return nn.Dense(64, name="head")(scanned(name="layers")(x, None)[0])
+
+
+def stacked_layers() -> None:
+    jax.eval_shape(shard(Stack(8192), units="head").init, KEY, X)
+
+
 class LastDim(nn.Module):
     """Layers stacked along the last dim."""
 
@@ -135,6 +150,12 @@ def optax_alone_on_the_host() -> None:
     js.shard_init(create, model)
 
 
+def planned(**settings: Any) -> Any:
+    model = shard()
+    jax.eval_shape(model.init, KEY, X)
+    return js.value_and_grad(jnp.sum, model=model, **settings)({})
+
+
 def gathered_for_nothing() -> None:
     model = shard()
     params = js.abstract_init(lambda: model.init(KEY, X), model)["params"]
@@ -166,7 +187,8 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: optax alone, padded": optax_alone,
     "linen: optax alone, on the host": optax_alone_on_the_host,
     "linen: value_and_grad": lambda: js.value_and_grad(lambda model, x: 0.0)(shard(), X),
-    "linen: value_and_grad, wrt": lambda: js.value_and_grad(jnp.sum, model=shard(), wrt=nnx.LoRAParam)({}),
+    "linen: value_and_grad, none is trained": lambda: planned(wrt=nnx.LoRAParam),
+    "linen: value_and_grad, wrt without use": lambda: planned(wrt=["second/*", "*/lora_*"]),
     "linen: value_and_grad, other parameters": gathered_for_nothing,
     "linen: never gathered, with units": lambda: shard(units=nn.Dense, gathered=False),
     "linen: never gathered, settings": lambda: shard(units={nn.Dense: {"gathered": False, "remat": "full"}}),

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard._revise import revise
 from tests.linen_errors import ERRORS as LINEN_ERRORS
+from tests.linen_errors import stacked_layers
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "errors.txt"
 PACKAGE = pathlib.Path(js.__file__).parent
@@ -299,7 +300,6 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: group that does not divide": lambda: shard(linear(), reshard_after_forward=3),
     "fully_shard: remat": lambda: shard(linear(), remat="all"),
     "fully_shard: offload": lambda: shard(linear(), offload="cpu"),
-    "fully_shard: offload of a Linen model": lambda: shard(nn.Dense(8), mesh=js.mesh(), offload="params"),
     "fully_shard: no host memory": lambda: without_host_memory(js.mesh(fsdp=2, devices=jax.devices()[:2])),
     "fully_shard: prefetch": lambda: shard(linear(), prefetch="some"),
     "scan_layers: none": lambda: js.scan_layers([], X),
@@ -402,6 +402,7 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: batch reduction": lambda: call(annotated(lambda m, x: m.out(x) - m.out(x).mean(0, keepdims=True)), X),
     "warning: gathered again": gathered_again,
+    "warning: linen, stacked layers": stacked_layers,
 }
 
 

@@ -39,8 +39,8 @@ class Scanned(nn.Module):
         return table.attend(nn.LayerNorm(name="norm")(scan(name="layers")(table(ids), None)[0]))
 
 
-def annotated(plain: nn.Module = Decoder(LAYERS), **settings: Any) -> nn.Module:
-    return js.fully_shard(plain, **{"mesh": js.mesh(), "units": [Block], **settings})
+def annotated(plain: nn.Module | None = None, **settings: Any) -> nn.Module:
+    return js.fully_shard(plain or Decoder(LAYERS), **{"mesh": js.mesh(), "units": [Block], **settings})
 
 
 def abstract(model: nn.Module) -> Any:

@@ -17,6 +17,7 @@ import jax
 from jshard._errors import CallError
 from jshard._linen import Annotation, annotation_of, check_found
 from jshard._linen_layout import Layout, Seen
+from jshard._linen_stacks import warn_of_stacks
 from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
 from jshard._offload import fetched
@@ -144,7 +145,8 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
         out = run()
     leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
     check_found(annotation, survey.seen, leaves)
-    annotation.layout_of(leaves, lambda: survey.seen, keep=True)
+    layout = annotation.layout_of(leaves, lambda: survey.seen, keep=True)
+    warn_of_stacks(layout.kind, layout.plan, annotation.chosen)
     return out
 
 

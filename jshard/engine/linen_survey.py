@@ -32,6 +32,7 @@ class Survey:
         path = module.path[len(self.prefix) :]
         self.seen.called.add(path)
         self.seen.kinds.setdefault(type(module).__name__, dotted(path))
+        self._note_loop(module, path)
         choice = self.annotation.match(path, module)
         if choice is None:
             return
@@ -44,6 +45,14 @@ class Survey:
             unit.shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
         scopes = {tuple(s.path)[len(self.prefix) :] for s in get_module_scopes(module, args, kwargs)[0]}
         unit.borrowed |= {p for p in scopes if p[: len(path)] != path}
+
+    def _note_loop(self, module: nn.Module, path: Path) -> None:
+        """Notes what a layer of a loop sees of its parameters, where the module is what `nn.scan` runs."""
+        assert module.scope is not None, "a call that runs the model"
+        if any("scan(" in part for part in tuple(module.scope.debug_path)[-1:]):  # Flax's own note of it
+            shapes = self.seen.loops.setdefault(path, {})
+            for inner, leaf in flat(module.variables.get("params", {})):
+                shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
 
 
 def _refuse_mapped(annotation: Annotation, module: nn.Module, path: Path) -> None:

@@ -7,8 +7,9 @@ from jshard.inspect.tables import folded_names, human_bytes
 
 
 def notes_of(plan: ShardPlan) -> list[str]:
-    """The lines: what is never gathered, what is replicated, padded, tied."""
-    return [*_ungathered_notes(plan), *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
+    """The lines: what is never gathered or all at once, what is replicated, padded, tied."""
+    gathered = [*_ungathered_notes(plan), *_stack_notes(plan)]
+    return [*gathered, *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
 
 
 def _replicated_notes(plan: ShardPlan) -> list[str]:
@@ -36,6 +37,15 @@ def _ungathered_notes(plan: ShardPlan) -> list[str]:
     names = folded_names([unit.name for unit in plan.units if not unit.gathered])
     told = "called in global view; what that sends is the model's own, and not counted"
     return [f"Never gathered: {', '.join(names)} ({told})"] if names else []
+
+
+def _stack_notes(plan: ShardPlan) -> list[str]:
+    """A line for each stack of layers that a unit around their loop gathers."""
+    told = "gathered all at once, not a layer at a time, as no unit is inside their loop"
+    return [
+        f"Stacked layers: {path}, {human_bytes(size)} by {unit} ({told})"
+        for (path, unit), size in plan.whole_stacks.items()
+    ]
 
 
 def _padded_notes(plan: ShardPlan) -> list[str]:

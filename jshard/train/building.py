@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jshard._init import abstract_init, shard_init
 from jshard._linen import annotation_of
 from jshard._mesh import AnyMesh, batch_sharding
+from jshard._nnx import dotted
 from jshard._revise import revise
 from jshard.engine.linen import initialise
 from jshard.train.data import Data
@@ -86,15 +87,32 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
         return model
 
     try:
-        return place(build, lambda model: model_file.annotate(model, mesh))
+        model = place(build, lambda model: model_file.annotate(model, mesh))
     except _IsLinen:
-        pass
+        model = _made_linen(model_file, recipe, mesh, place)
+    _check_trained(model_file, model)
+    return model
+
+
+def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
     module, settings = _annotated_linen(model_file, recipe, mesh)
     rows = recipe.batch_size // recipe.accumulate
     model = _held(module, model_file.loss_fn, batch_of(model_file, recipe, rows), recipe.seed, place)
     if settings:
         revise(model, settings)
     return model
+
+
+def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
+    if jax.tree.leaves(nnx.state(model, model_file.wrt)):
+        return
+    paths = [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    raise ModelFileError(
+        "No parameter of the model is trained.",
+        where=f"{model_file.path}: wrt = {model_file.wrt!r}",
+        why=f"it chooses none of {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}.",
+        do='wrt = "*/lora_*"  # a pattern of their paths, or an nnx filter',
+    )
 
 
 def _held(

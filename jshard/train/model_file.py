@@ -15,7 +15,8 @@ and six are optional:
                                continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
     hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
-    wrt                        an nnx filter of the parameters that are trained, such as `nnx.LoRAParam`; all by default
+    wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
+                               their paths, such as "*/lora_*"; all by default
 
 `batch` is what the data gives, stacked; of text a dict of two int32 arrays of shape (batch_size, sequence_length):
 "inputs", and "targets", the same text one token later. `models/gpt.py` is an example to copy.
@@ -42,6 +43,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard._choices import as_filter
 from jshard._errors import FourPartError, ShardingError
 from jshard.train.settings.recipe import Recipe
 
@@ -309,7 +311,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
             why="\n".join(why for _, why in wrong),
             do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
         )
-    return ModelFile(path=path, recipes=module.RECIPES, wrt=wrt, **named)
+    return ModelFile(path=path, recipes=module.RECIPES, wrt=_filter(wrt), **named)
 
 
 def _not_recipes(recipes: Any) -> Iterator[tuple[str, str]]:
@@ -327,6 +329,12 @@ def _not_functions(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in named.items():
         if not callable(value):
             yield name, f"{name} is {_kind(value)}, not a function."
+
+
+def _filter(wrt: Any) -> Any:
+    """The nnx filter that a file's `wrt` means: patterns choose among parameters."""
+    has_patterns = any(isinstance(one, str) for one in (wrt if isinstance(wrt, (list, tuple)) else [wrt]))
+    return nnx.All(nnx.Param, as_filter(wrt)) if has_patterns else wrt
 
 
 def _not_filter(wrt: Any) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,112 @@
+"""Layers that `nn.scan` stacks and no unit names are gathered all at once: the plan says so, and a warning if large."""
+
+import re
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import pytest
+
+import jshard as js
+from jshard import _linen_stacks
+from tests.linen_models import WIDTH, Block
+
+LAYERS = 4
+X = jax.ShapeDtypeStruct((16, WIDTH), "float32")
+KERNEL = 4 * WIDTH * WIDTH
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block()(x), None
+
+
+class Tower(nn.Module):
+    """Layers in a loop, each with parameters of its own or all with the same."""
+
+    lifted: Any = None
+
+    @nn.compact
+    def __call__(self, x):
+        lifted = self.lifted or {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(Layer, length=LAYERS, **lifted)(name="layers")(x, None)[0]
+
+
+class Heads(nn.Module):
+    """Layers side by side: all of them run at once."""
+
+    @nn.compact
+    def __call__(self, x):
+        heads = nn.vmap(Block, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=None, axis_size=LAYERS)
+        return heads(name="heads")(x).mean(0)
+
+
+class Model(nn.Module):
+    tower: Any
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH, name="head")(self.tower(x))
+
+
+def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
+    model = js.fully_shard(Model(tower or Tower()), mesh=js.mesh(), **settings)
+    jax.eval_shape(model.init, jax.random.key(0), X)
+    return model
+
+
+@pytest.fixture
+def all_are_large(monkeypatch):
+    """Whatever is stacked is worth a warning, told anew."""
+    monkeypatch.setattr(_linen_stacks, "_LARGE_BYTES", 1)
+    _linen_stacks._warn.cache_clear()
+
+
+ALL_AT_ONCE = {"no units": (None, "(root)"), "a unit beside": ("head", "(root)"), "a unit around": (Tower, "tower")}
+
+
+@pytest.mark.parametrize(("units", "unit"), ALL_AT_ONCE.values(), ids=ALL_AT_ONCE)
+def test_layers_that_no_unit_names_are_told(all_are_large, units, unit):
+    size = 4 * LAYERS * 2 * KERNEL
+    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}")) as told:
+        model = annotated(units=units)
+    assert len(told) == 1
+    plan = js.plan(model)
+    assert plan.whole_stacks == {("tower/layers", unit): size}
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    assert f"Stacked layers: tower/layers, 128.00 KiB by {unit} (gathered all at once" in str(js.explain(model))
+
+
+NONE = {
+    "a unit inside": (Tower(), Block),
+    "the layer": (Tower(), Layer),
+    "as the warning says": (Tower(), ["head", "tower/layers"]),
+    "the same parameters in all": (Tower({"variable_broadcast": "params", "split_rngs": {"params": False}}), None),
+    "side by side": (Heads(), None),
+}
+
+
+@pytest.mark.parametrize(("tower", "units"), NONE.values(), ids=NONE)
+def test_of_others_nothing_is_told(all_are_large, tower, units):
+    model = annotated(tower, units=units)
+    assert not js.plan(model).whole_stacks and "Stacked" not in str(js.explain(model))
+
+
+def test_a_small_stack_is_told_by_the_plan_alone():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert js.plan(annotated()).whole_stacks
+
+
+def test_the_program_does_as_told():
+    """A layer's kernel in its round, or those of all layers before the first."""
+    found = []
+    for units in ("head", ["head", "tower/layers"]):
+        model = annotated(units=units)
+        params = js.abstract_init(lambda model=model: model.init(jax.random.key(0), X)["params"], model)
+        grad = jax.grad(lambda params, x, model=model: (model.apply({"params": params}, x) ** 2).mean())
+        gathers = re.findall(r"f32\[([\d,]+)\]\S* = all_gather\[", str(jax.make_jaxpr(grad)(params, X)))
+        found.append({shape for shape in gathers if shape.endswith(f"{WIDTH},{4 * WIDTH}")})
+    assert found == [{f"{LAYERS},{WIDTH},{4 * WIDTH}"}, {f"{WIDTH},{4 * WIDTH}"}]
