@@ -9,12 +9,16 @@ import jax
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.train import TrainStep, create, load_model_file
+from jshard.train.building import abstract_model
+from jshard.train.model_file import ModelFileError
 from tests.helpers import compile_to_read
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
-from tests.parity import PARAMETER_TOLERANCE
+from tests.parity import PARAMETER_TOLERANCE, flat
 from tests.test_frozen import sent_in
 
 LAYERS = 2
@@ -237,3 +241,44 @@ def test_the_plan_knows_what_is_frozen():
     held = js.explain(model, wrt=UPS)
     assert held.memory.gradients_bytes == 4 * LAYERS * (KERNEL // 8 + 4 * WIDTH)
     assert "of them are frozen" in str(held)
+
+
+# A model file.
+
+FILE = """
+from tests.micro_linen import RECIPES, annotate, build
+
+wrt = {wrt!r}
+"""
+
+
+def model_file(folder: Any, wrt: Any) -> Any:
+    path = folder / f"{abs(hash(str(wrt)))}.py"
+    path.write_text(FILE.format(wrt=wrt))
+    return load_model_file(path)
+
+
+def test_a_model_file_says_what_is_trained(tmp_path):
+    file = model_file(tmp_path, [UPS, "norm/*"])
+    recipe, mesh = file.recipe()[1], js.mesh()
+    model, optimizer = create(file, recipe, mesh)
+    before = flat(nnx.state(model, nnx.Param))
+    is_trained = lambda path: "Dense_0" in path or path.startswith("norm")
+    assert {leaf.path for leaf in js.plan(model, wrt=file.wrt).leaves if leaf.trained} == set(
+        filter(is_trained, before)
+    )
+    ids, labels = tokens(length=recipe.sequence_length)
+    batch = js.shard_batch({"inputs": ids, "targets": labels}, mesh)
+    step = TrainStep(file.loss_fn, model, optimizer, batch)
+    for _ in range(2):  # the first rate of the warmup may be none
+        step(batch)
+    after = flat(nnx.state(step.model, nnx.Param))
+    assert {path for path, x in after.items() if (x != before[path]).any()} == set(filter(is_trained, before))
+    moments = [x for x in jax.tree.leaves(nnx.state(step.optimizer)) if x.ndim]
+    assert sum(x.size for x in moments) == 2 * sum(x.size for path, x in before.items() if is_trained(path))
+
+
+def test_a_model_file_that_trains_nothing_is_refused(tmp_path):
+    file = model_file(tmp_path, "*/lora_*")
+    with pytest.raises(ModelFileError, match=r"No parameter of the model is trained(.|\n)*block_0/Dense_0/bias"):
+        abstract_model(file, file.recipe()[1], js.mesh())

@@ -8,6 +8,7 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.engine.context import plain_flax
 from jshard.train import TrainStep, create
 from tests.test_linen_model_file import RECIPE, VOCAB, Block, Decoder, batches, cross_entropy, file_of
 
@@ -57,7 +58,14 @@ def test_a_parameter_that_no_dim_divides_is_padded(boxed):
     np.testing.assert_allclose(losses, plain_losses(Odd(boxed)), rtol=1e-5)
 
 
-def test_optimizer_state_lies_in_host_memory_and_the_losses_are_the_same():
-    (_, here), (step, away) = (run_losses(file_of(Decoder(1), Block, offload=kind)) for kind in (None, "optimizer"))
-    assert "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(step.optimizer))}
-    np.testing.assert_allclose(away, here, rtol=1e-6)
+def test_state_and_parameters_lie_in_host_memory_and_the_losses_are_the_same():
+    kinds = None, "optimizer", "params"
+    steps, losses = zip(*(run_losses(file_of(Decoder(1), Block, offload=kind)) for kind in kinds), strict=True)
+    memories = lambda held: "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(held))}
+    assert [memories(step.optimizer) for step in steps] == [False, True, True]
+    assert [memories(step.model) for step in steps] == [False, False, True]
+    for away in losses[1:]:
+        np.testing.assert_allclose(away, losses[0], rtol=1e-6)
+    with plain_flax():  # what jshard is compared with
+        batch = batches()[0]["inputs"]
+        np.testing.assert_allclose(steps[2].model(batch), steps[0].model(batch), atol=1e-5)

@@ -105,6 +105,15 @@ def test_what_is_frozen_is_planned_and_compiled_as_frozen():
     assert {d.planned for d in found.differences} <= {"all-gather"}, "XLA:CPU may merge the second with the first"
 
 
+def test_a_pattern_of_paths_says_it_too(tmp_path):
+    (tmp_path / "patterns.py").write_text("from lora_gpt import *\n\nwrt = '*/lora_?'\n")
+    (tmp_path / "lora_gpt.py").symlink_to(MODELS / "lora_gpt.py")
+    (tmp_path / "gpt.py").symlink_to(MODELS / "gpt.py")
+    file = load_model_file(tmp_path / "patterns.py")
+    model = abstract_model(file, RECIPE, js.mesh())
+    assert js.plan(model, wrt=file.wrt) == js.plan(model, wrt=LORA.wrt)
+
+
 def test_explain_counts_state_and_activations_of_what_is_trained():
     mesh = js.mesh(fsdp=8, devices=8)
     model, batch = abstract_model(LORA, RECIPE, mesh), batch_of(LORA, RECIPE, RECIPE.batch_size)
