@@ -1,5 +1,6 @@
 """A frozen parameter of a Linen model is gathered, and nothing more; a `TrainState` trains the rest as ever."""
 
+import dataclasses
 import functools
 import re
 from typing import Any
@@ -13,9 +14,11 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.checkpoint import CheckpointWarning
 from jshard.train import TrainStep, create, load_model_file
 from jshard.train.building import abstract_model
 from jshard.train.model_file import ModelFileError
+from jshard.train.state import check_source, create_from
 from tests.helpers import compile_to_read
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat
@@ -276,6 +279,20 @@ def test_a_model_file_says_what_is_trained(tmp_path):
     assert {path for path, x in after.items() if (x != before[path]).any()} == set(filter(is_trained, before))
     moments = [x for x in jax.tree.leaves(nnx.state(step.optimizer)) if x.ndim]
     assert sum(x.size for x in moments) == 2 * sum(x.size for path, x in before.items() if is_trained(path))
+
+
+def test_a_run_begins_with_a_base_that_lacks_what_is_trained(tmp_path):
+    file, mesh = model_file(tmp_path, "block_1/*"), js.mesh()
+    recipe = file.recipe()[1]
+    shallow = dataclasses.replace(recipe, seed=3, model=dataclasses.replace(recipe.model, depth=1))
+    base, _ = create(dataclasses.replace(file, wrt=nnx.Param), shallow, mesh)
+    js.checkpoint.save(tmp_path / "base", {"model": base})
+    check_source(file, recipe, mesh, tmp_path / "base")
+    with pytest.warns(CheckpointWarning, match="6 leaves stay as `like` has them"):
+        model, _ = create_from(file, recipe, mesh, tmp_path / "base")
+    found, wanted = (flat(nnx.state(one, nnx.Param)) for one in (model, base))
+    assert found.keys() - wanted.keys() == {path for path in found if path.startswith("block_1")}
+    assert all((found[path] == x).all() for path, x in wanted.items())
 
 
 def test_a_model_file_that_trains_nothing_is_refused(tmp_path):
