@@ -17,7 +17,6 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from jshard import _compat
 from jshard._errors import AnnotationError
-from jshard._linen_updates import is_masked
 from jshard._padded import OF_STORAGE, Padding
 from jshard._state_places import StatePlaces, key_texts
 
@@ -37,12 +36,12 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         self.value, self.padding = value, padding
 
     def unbox(self) -> Any:
-        """The logical array; of a frozen parameter's gradient there is none."""
-        return self.value if is_masked(self.value) else self.padding.cut(self.value)
+        """The logical array."""
+        return self.padding.cut(self.value)
 
     def replace_boxed(self, val: Any) -> "Padded":
         """A box of another array, logical or padded."""
-        return Padded(val if is_masked(val) else self.padding.pad(val), self.padding)
+        return Padded(self.padding.pad(val), self.padding)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> "Padded":
         """The same: the padded dim is counted from the end, and layers come first."""

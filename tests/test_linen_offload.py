@@ -152,17 +152,20 @@ def on_host_in(jaxpr: Any) -> list[Any]:
     return found
 
 
+MOVES = {"device_put", "optimization_barrier", "pvary", "pcast"}
+
+
 # Of the 5 large parameters a block's 4 are fetched forward and backward, the table once; then their gradients, their
 # two moments and themselves for the update, which makes the sums, too.
 @pytest.mark.parametrize(("offload", "fetches"), [("optimizer", 2 * 5), ("params", 2 * 4 + 1 + 4 * 5)])
 def test_nothing_is_computed_in_host_memory(offload: str, fetches: int):
     state = trained(offload=offload)
     found = on_host_in(jax.make_jaxpr(step)(state, *tokens()).jaxpr)
-    assert {eqn.primitive.name for eqn in found} <= {"device_put", "optimization_barrier", "pvary", "pcast"}
+    assert {eqn.primitive.name for eqn in found} <= MOVES
     assert sum(eqn.primitive.name == "device_put" for eqn in found) == fetches
 
 
-def test_an_update_that_was_changed_is_added_to_a_parameter_that_is_fetched():
+def test_an_update_that_was_changed_or_is_for_others_is_added_anew():
     state = trained(offload="params")
     gradients = jax.tree.map(lambda x: jax.device_put(np.ones(x.shape, x.dtype), x.sharding), state.params)
 
@@ -170,11 +173,13 @@ def test_an_update_that_was_changed_is_added_to_a_parameter_that_is_fetched():
     def halved(state: TrainState) -> Any:
         updates, _ = state.tx.update(gradients, state.opt_state, state.params)
         by_half = optax.apply_updates(state.params, jax.tree.map(lambda x: 0.5 * x, updates))
-        return optax.apply_updates(state.params, updates), by_half
+        double = optax.apply_updates(state.params, state.params)
+        return optax.apply_updates(state.params, updates), by_half, optax.apply_updates(double, updates)
 
-    whole, half = (jax.device_get(tree) for tree in halved(state))
+    whole, half, of_double = (jax.device_get(tree) for tree in halved(state))
     middle = jax.tree.map(lambda x, y: (x + y) / 2, jax.device_get(state.params), whole)
     same(half, middle)
+    same(of_double, jax.tree.map(lambda x, y: x + y, jax.device_get(state.params), whole))
     assert {kind for kind, _ in kinds(halved(state)[1]).values()} == {"device", "pinned_host"}
 
 
@@ -201,6 +206,14 @@ def test_state_that_is_padded_lives_there_too(offload: str):
     mu = found.opt_state[1][0].mu["table"]["embedding"]
     assert (mu.shape, mu.value.shape, mu.sharding.memory_kind) == ((128, 32), (129, 32), "pinned_host")
     assert jax.tree.structure(found.opt_state) == jax.tree.structure(wanted.opt_state)
+
+
+def test_logical_arrays_on_the_host_are_padded_on_the_device():
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(devices=jax.devices()[:3]), offload="params", **UNEVEN)
+    params = jax.eval_shape(model.init, jax.random.key(0), X[:15])["params"]
+    there = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), jax.memory.Space.Host), params)
+    found = on_host_in(jax.make_jaxpr(lambda params: model.apply({"params": params}, X[:15]))(there).jaxpr)
+    assert {eqn.primitive.name for eqn in found} <= MOVES
 
 
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
@@ -305,3 +318,8 @@ def test_state_that_is_made_later_lies_there_too(offload: str):
     state = trained(offload=offload)
     for init in (state.tx.init, jax.jit(state.tx.init)):
         assert kinds(init(state.params)) == kinds(state.opt_state)
+    decay = optax.GradientTransformation(lambda params: jax.tree.map(lambda x: x * np.ones(x.shape), params), TX.update)
+    model = annotated(offload=offload)
+    jax.eval_shape(model.init, jax.random.key(0), X)
+    made = jax.jit(js.shard_optimizer(model, decay).init)(state.params)
+    assert kinds(made) == kinds(state.opt_state[1][0].mu)
