@@ -104,7 +104,7 @@ def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Cal
 
 
 def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
-    if jax.tree.leaves(nnx.state(model, model_file.wrt)):
+    if model_file.wrt is nnx.Param or jax.tree.leaves(nnx.state(model, model_file.wrt)):
         return
     paths = [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
     raise ModelFileError(
