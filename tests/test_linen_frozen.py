@@ -23,6 +23,7 @@ from tests.helpers import compile_to_read
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat
 from tests.test_frozen import sent_in
+from tests.wide import wide
 
 LAYERS = 2
 KERNEL = 4 * WIDTH * WIDTH  # elements of a block's Dense_0, as of its Dense_1
@@ -75,7 +76,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["zero3", "nn.scan", "each", "last", *map(wide, ("zero2", "remat", "host"))])
 def test_what_is_frozen_is_not_reduced(case):
     annotation, settings, times = CASES[case]
     model = annotated(**annotation)
@@ -158,7 +159,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("case", TRAINED)
+@pytest.mark.parametrize("case", ["each", "scan on the host", "padded on the host", wide("last")])
 def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
     plain, annotation, settings = TRAINED[case]
     wrt = "*Dense_0/*"
@@ -184,7 +185,7 @@ PLAIN = {
 }
 
 
-@pytest.mark.parametrize("case", PLAIN)
+@pytest.mark.parametrize("case", ["masked", wide("partition")])
 def test_optax_alone_takes_the_gradients(case):
     model = annotated()
 
