@@ -96,6 +96,21 @@ def test_asynchronous_and_combined_collectives():
     ]
 
 
+@pytest.mark.parametrize(
+    "shape",
+    [
+        "f32[16]{0}",
+        "((f32[16]{0}), f32[16]{0})",
+        "(f32[12]{0}, /*index=1*/f32[4]{0})",
+        "((f32[12]{0}, f32[4]{0}), (f32[12]{0}, f32[4]{0}))",
+    ],
+    ids=["one", "one of jax 0.12", "combined", "combined of jax 0.12"],
+)
+def test_an_asynchronous_all_reduce_counts_once(shape: str):
+    text = module(f"%s = {shape} all-reduce-start(%x), replica_groups={{}}, to_apply=%add")
+    assert [(c.kind, c.full_bytes) for c in collectives(text)] == [("all-reduce", 64)]
+
+
 def test_loops_multiply_and_branches_are_marked():
     (found,) = collectives(loop(', backend_config={"known_trip_count":{"n":"12"}}'))
     assert (found.executions, found.total_bytes) == (12, 12 * 256)

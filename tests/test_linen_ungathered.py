@@ -120,15 +120,6 @@ def test_a_train_state_lies_and_trains_as_of_any_unit(degrees):
     assert_same(nn.unbox(state.params), wanted.params, 5e-6)
 
 
-class Scaled(nn.Module):
-    """A table whose gradient, too, passes an operation of its own: what that sends carries its name."""
-
-    @nn.compact
-    def __call__(self, ids):
-        scale = self.param("scale", nn.initializers.ones, (WIDTH,))
-        return nn.Embed(ROWS, WIDTH, name="rows")(ids) * scale[None]
-
-
 @functools.cache
 def audited(**degrees: int) -> tuple[nn.Module, Any, Any]:
     """The gradients of a call, compiled for abstract arrays, and what the audit says of it."""
@@ -136,7 +127,7 @@ def audited(**degrees: int) -> tuple[nn.Module, Any, Any]:
     class Model(nn.Module):
         @nn.compact
         def __call__(self, ids):
-            return Tower(name="tower")(Scaled(name="table")(ids))
+            return Tower(name="tower")(nn.Embed(ROWS, WIDTH, name="table")(ids))
 
     model, variables = made(Model(), js.mesh(**degrees), reshard_after_forward=False)
     grad = jax.jit(jax.grad(lambda params: (model.apply({"params": params}, IDS) ** 2).mean()))
@@ -162,7 +153,7 @@ def test_plan_and_explain_say_never():
     model, _, _ = audited()
     plan = js.plan(model)
     assert [unit.name for unit in plan.units if not unit.gathered] == ["table"]
-    assert plan.leaf("table/rows/embedding").placement.dim == 0
+    assert plan.leaf("table/embedding").placement.dim == 0
     assert "Never gathered: table" in str(js.explain(model))
 
 

@@ -199,8 +199,9 @@ def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, 
 def results_of(instruction: Instruction, kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """The arrays of a collective's result: dtype and dims of each."""
     shape = instruction.shape
-    if instruction.opcode.endswith("-start") and kind != "all-reduce":
-        shape = elements(shape)[1]  # (operands, results, context)
+    # (operands, results, context); an all-reduce of jax 0.10 has the results alone.
+    if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
+        shape = elements(shape)[1]
     return arrays(shape)
 
 

@@ -18,6 +18,7 @@ class Window:
         axes: the mesh axes that it runs over; None if no mesh was given.
         units: paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the
             program does not say.
+        read_by: where it does not, and what is sent was computed: the units whose operations read that first.
         phase: `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say.
         loop: name of the innermost loop around it; empty if there is none.
         executions: how often it runs in one run of the program.
@@ -35,6 +36,7 @@ class Window:
     group: tuple[int, ...]
     axes: tuple[str, ...] | None = None
     units: tuple[str, ...] = ()
+    read_by: tuple[str, ...] = ()
     phase: str | None = None
     loop: str = ""
     executions: int = 1

@@ -1,7 +1,6 @@
 """Walks a scheduled module in the order in which it runs, and writes down the steps of one device."""
 
 import dataclasses
-import re
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -9,11 +8,12 @@ from jshard.inspect.forms import Forms, Role, base_opcode, channel
 from jshard.inspect.hlo import KINDS, axes_of, cannot, group_of, results_of, rounds, sizes_of
 from jshard.inspect.loops import trip_count
 from jshard.inspect.module import Computation, Instruction, Module, tuple_index
+from jshard.inspect.readers import Readers
 from jshard.inspect.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
+from jshard.inspect.traced_names import unit_and_phase
 from jshard.inspect.work import Work, Worker, added
 
 _ARRIVING = " state"
-_UNIT = re.compile(r"jshard\[([^\]]*)\](/backward)?")
 
 
 @dataclasses.dataclass
@@ -96,7 +96,7 @@ class Walk:
 
     def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:
         self._module, self._mesh = module, mesh
-        self._forms, self._worker = Forms(module), Worker(module)
+        self._forms, self._worker, self._readers = Forms(module), Worker(module), Readers(module)
         self._seen: set[str] = set()  # names of the collectives that were walked over
         self._channels: set[str | None] = set()  # theirs
         self._again: list[Instruction] = []  # printed again where something computes beside one of them
@@ -155,7 +155,7 @@ class Walk:
         if len(group) <= 1:
             body.under_way[token] = None
             return
-        self.windows.append(self._window(instruction, role, group))
+        self.windows.append(self._window(body.home, instruction, role, group))
         place = len(self.windows) - 1
         if role.stage == "start":
             body.steps.append(Start(place, token))
@@ -164,7 +164,7 @@ class Walk:
             body.steps.append(Blocking(place))
             body.under_way[token] = None
 
-    def _window(self, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
+    def _window(self, home: Computation, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
         collective = role.collective
         assert collective is not None
         sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
@@ -176,6 +176,7 @@ class Walk:
             group=group,
             axes=None if self._mesh is None else axes_of(group, self._mesh),
             units=units,
+            read_by=() if units else self._readers.units(home, instruction),
             phase=phase,
             loop=self._loop,
             executions=self._executions,
@@ -284,30 +285,3 @@ class Walk:
         ]
         if missed:
             raise cannot(missed[0], f"it is one of {len(missed)} in a form that the walk through the schedule missed.")
-
-
-def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
-    """The units and the phase that a traced name tells: `.../jshard[blocks/3]/backward/...`."""
-    found = [(name, _UNIT.findall(name)) for name in _joined_names(op_name)]
-    told = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit
-    units = dict.fromkeys(unit for _, (unit, _) in told)
-    phases = {"backward" if marked or "transpose(" in name else "forward" for name, (_, marked) in told}
-    return tuple(units), "both" if len(phases) > 1 else next(iter(phases), None)
-
-
-def _joined_names(op_name: str) -> list[str]:
-    """The names that the compiler joined into one: `a/(b/c:d/e)` is `a/b/c` and `a/d/e`."""
-    prefix, parts, depth = "", [""], 0
-    for char in op_name:
-        depth += (char == "(") - (char == ")")
-        if depth == 1 and char == "(":  # perhaps the joined part begins: what comes before is common
-            prefix, parts = prefix + "".join(parts), [""]
-        elif depth == 1 and char == ":":
-            parts.append("")
-        elif depth == 0 and char == ")":
-            if len(parts) > 1:
-                return [prefix + part for part in parts]
-            prefix, parts = f"{prefix}({parts[0]})", [""]
-        else:
-            parts[-1] += char
-    return [op_name]

@@ -9,7 +9,7 @@ from jshard.inspect.forms import Forms, base_opcode
 from jshard.inspect.hlo import KINDS, OTHERS, group_of
 from jshard.inspect.module import Computation, Instruction, Module, parse_module
 from jshard.inspect.profile.planes import Event
-from jshard.inspect.walk import unit_and_phase
+from jshard.inspect.traced_names import unit_and_phase
 
 _CONTAINERS = ("while", "conditional")  # others are known by what lies inside their time
 _NAMES = "|".join((*KINDS, *OTHERS, "all-reduce-scatter"))

@@ -15,7 +15,7 @@ from jax.extend import core as jex
 from jshard._kernel_names import kernels_of
 from jshard._plan import plan as plan_of
 from jshard.engine.context import shapes_only
-from jshard.inspect.walk import unit_and_phase
+from jshard.inspect.traced_names import unit_and_phase
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 

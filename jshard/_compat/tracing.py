@@ -1,0 +1,67 @@
+"""What a trace says of itself: axes that are manual or split by the compiler, tracers, equations."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax import core
+
+
+def varying_axes(x: Any) -> frozenset[str]:
+    """Manual mesh axes over which a value inside `shard_map` differs."""
+    return frozenset(jax.typeof(x).manual_axis_type.varying)
+
+
+def manual_axes() -> frozenset[str]:
+    """Mesh axes that are manual where we are: not empty inside a `shard_map`."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def automatic_axes() -> dict[str, int]:
+    """Axes of the mesh in use over which the compiler splits arrays, with their degrees, those of degree 1 left out."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {axis: mesh.shape[axis] for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1}
+
+
+def abstract_device() -> Any:
+    """Kind, platform and number of cores of the devices of the mesh in use; None where no mesh is, or it has none."""
+    return jax.sharding.get_abstract_mesh().abstract_device
+
+
+def is_carry_mismatch(error: TypeError) -> bool:
+    """Whether jax refused a loop because its carry varies over a mesh axis at the end and not at the start."""
+    return "manual axis types do not match" in str(error) or "to='varying'" in str(error)
+
+
+def is_tracer(x: Any) -> bool:
+    """Whether a value is being traced, rather than there."""
+    return isinstance(x, core.Tracer)
+
+
+def bind(eqn: Any, values: list[Any]) -> list[Any]:
+    """Runs an equation of a jaxpr on other values; its results."""
+    found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+    return list(found) if eqn.primitive.multiple_results else [found]
+
+
+@contextlib.contextmanager
+def fast_shape_tracing() -> Iterator[None]:
+    """Inside, building a large model abstractly takes time linear in its size.
+
+    Flax asks every traced RNG counter for its sharding; jax answers with an AttributeError whose text, which Flax
+    throws away, costs a search through the whole program so far: quadratic, two thirds of the time for 96 layers.
+    There is no public switch; where the private name is gone, this does nothing.
+    """
+    try:
+        from jax._src.interpreters.partial_eval import DynamicJaxprTracer as tracer
+
+        search = tracer._origin_msg
+    except (ImportError, AttributeError):
+        yield
+        return
+    tracer._origin_msg = lambda self: ""
+    try:
+        yield
+    finally:
+        tracer._origin_msg = search
