@@ -14,7 +14,7 @@ from jshard import _compat
 from jshard._auto import check_strategy, settings_of
 from jshard._choices import UnitChoice, as_filter, chosen
 from jshard._errors import AnnotationError
-from jshard._linen import annotated
+from jshard._linen.annotation import annotated
 from jshard._mesh import AnyMesh, check_mesh, is_concrete
 from jshard._nnx import (
     NESTED,

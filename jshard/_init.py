@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import AnnotationError, MeshError
-from jshard._linen_init import linen_arrays, linen_mesh, linen_shapes
+from jshard._linen.init import linen_arrays, linen_mesh, linen_shapes
 from jshard._mesh import AnyMesh
 from jshard._nnx import dotted, plain_class, unit_of, walk
 from jshard._padded import padding_of, store

@@ -10,7 +10,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import AnnotationError
-from jshard._linen_optimizer import linen_optimizer
+from jshard._linen.optimizer import linen_optimizer
 from jshard._nnx import Path, plain_class, unit_of, walk
 from jshard._offload import sharding_of, to_device
 from jshard._padded import Padding, logical, store

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 import jshard as js
-from jshard import _linen_stacks
+from jshard._linen import stacks
 from tests.linen_models import WIDTH, Block
 
 LAYERS = 4
@@ -60,8 +60,8 @@ def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
 @pytest.fixture
 def all_are_large(monkeypatch):
     """Whatever is stacked is worth a warning, told anew."""
-    monkeypatch.setattr(_linen_stacks, "_LARGE_BYTES", 1)
-    _linen_stacks._warn.cache_clear()
+    monkeypatch.setattr(stacks, "_LARGE_BYTES", 1)
+    stacks._warn.cache_clear()
 
 
 ALL_AT_ONCE = {"no units": (None, "(root)"), "a unit beside": ("head", "(root)"), "a unit around": (Tower, "tower")}

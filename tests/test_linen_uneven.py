@@ -17,7 +17,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jshard as js
 from jshard import checkpoint
-from jshard._linen_padded import Padded, is_padded
+from jshard._linen.padded import Padded, is_padded
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
 from tests.wide import wide
 

@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard._linen_padded import is_padded
+from jshard._linen.padded import is_padded
 from jshard._padded import logical_shape, padding_of
 from jshard.checkpoint.data import is_data_position, position_text, set_position
 from jshard.checkpoint.errors import CheckpointError

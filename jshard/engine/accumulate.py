@@ -13,10 +13,10 @@ from flax import nnx
 from jax import lax
 
 from jshard._errors import AnnotationError, CallError
-from jshard._linen import annotation_of
-from jshard._linen_layout import Layout
-from jshard._linen_optimizer import places_of
-from jshard._linen_trained import Trained, joined
+from jshard._linen.annotation import annotation_of
+from jshard._linen.layout import Layout
+from jshard._linen.optimizer import places_of
+from jshard._linen.trained import Trained, joined
 from jshard._nnx import Unit, dotted, plain_class, unit_of
 from jshard._offload import back, to_device
 from jshard._placement import Placement

@@ -15,9 +15,9 @@ import flax.linen as nn
 import jax
 
 from jshard._errors import CallError
-from jshard._linen import Annotation, annotation_of, check_found
-from jshard._linen_layout import Layout, Seen
-from jshard._linen_stacks import warn_of_stacks
+from jshard._linen.annotation import Annotation, annotation_of, check_found
+from jshard._linen.layout import Layout, Seen
+from jshard._linen.stacks import warn_of_stacks
 from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
 from jshard._offload import fetched

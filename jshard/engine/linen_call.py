@@ -18,8 +18,8 @@ from flax.core import lift, meta
 from flax.core.scope import LazyRng, Scope
 from flax.linen import transforms
 
-from jshard._linen_layout import Leaf
-from jshard._linen_padded import padding_in
+from jshard._linen.layout import Leaf
+from jshard._linen.padded import padding_in
 from jshard._nnx import Path, dotted
 from jshard._padded import store
 from jshard.engine.linen_values import Shard, as_arrays, described, flat, held_in, raw_of

@@ -7,8 +7,8 @@ import flax.linen as nn
 from flax.linen.transforms import get_module_scopes
 
 from jshard._errors import AnnotationError
-from jshard._linen import Annotation
-from jshard._linen_layout import Seen, SeenUnit
+from jshard._linen.annotation import Annotation
+from jshard._linen.layout import Seen, SeenUnit
 from jshard._nnx import Path, dotted
 from jshard.engine.linen_values import described, flat
 

@@ -11,8 +11,8 @@ from flax.core import meta
 from flax.linen.spmd import logical_to_mesh_axes
 
 from jshard._errors import AnnotationError
-from jshard._linen_layout import Leaf
-from jshard._linen_padded import padding_in
+from jshard._linen.layout import Leaf
+from jshard._linen.padded import padding_in
 from jshard._nnx import Path, dotted
 from jshard._padded import logical
 from jshard.engine.reads import Stored, gathered_read, stored_in

@@ -10,7 +10,7 @@ import numpy as np
 from flax import nnx
 
 from jshard._errors import CallError
-from jshard._linen import annotation_of
+from jshard._linen.annotation import annotation_of
 from jshard._nnx import dotted, plain_class, unit_of
 from jshard._plan import root_forgotten
 from jshard._state_places import key_texts

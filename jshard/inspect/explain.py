@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jshard._errors import AnnotationError
-from jshard._linen import annotation_of
+from jshard._linen.annotation import annotation_of
 from jshard._plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._plan import plan as make_plan
 from jshard.inspect.activations import activations

@@ -14,7 +14,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard._init import abstract_init, shard_init
-from jshard._linen import annotation_of
+from jshard._linen.annotation import annotation_of
 from jshard._mesh import AnyMesh, batch_sharding
 from jshard._nnx import dotted
 from jshard._revise import revise

@@ -18,8 +18,8 @@ import jax
 from flax import nnx
 
 from jshard._errors import AnnotationError
-from jshard._linen import annotation_of, relaid
-from jshard._linen_layout import Layout
+from jshard._linen.annotation import annotation_of, relaid
+from jshard._linen.layout import Layout
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, attach, dotted, unit_of
 from jshard._offload import to_device
 from jshard._padded import Padding, store

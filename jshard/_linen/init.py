@@ -10,9 +10,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import AnnotationError
-from jshard._linen import Annotation, annotation_of
-from jshard._linen_optimizer import places_of
-from jshard._linen_padded import boxed
+from jshard._linen.annotation import Annotation, annotation_of
+from jshard._linen.optimizer import places_of
+from jshard._linen.padded import boxed
 from jshard._offload import sharding_of
 from jshard._replicated import check_replicated
 from jshard._state_places import Keys, StatePlaces, key_texts

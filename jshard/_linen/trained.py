@@ -8,12 +8,12 @@ from flax import nnx
 from jshard._annotation_checks import check_patterns_used
 from jshard._choices import as_filter
 from jshard._errors import AnnotationError
-from jshard._linen_updates import Frozen, is_masked
+from jshard._linen.updates import Frozen, is_masked
 from jshard._nnx import Path, dotted
 from jshard._state_places import key_texts, tail_in
 
 if TYPE_CHECKING:
-    from jshard._linen_layout import Layout
+    from jshard._linen.layout import Layout
 
 
 class Trained:

@@ -15,7 +15,7 @@ from jshard import _compat
 from jshard._choices import UnitChoice, chosen
 from jshard._compat import LINEN_CALL
 from jshard._errors import AnnotationError
-from jshard._linen_layout import Layout, Leaf, Seen
+from jshard._linen.layout import Layout, Leaf, Seen
 from jshard._nnx import Path, Unit, dotted
 from jshard._offload import OPTIMIZER, PARAMS, check_offload
 from jshard._placement import PlacementRule

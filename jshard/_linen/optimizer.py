@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._errors import AnnotationError
-from jshard._linen import annotation_of
-from jshard._linen_layout import Layout
-from jshard._linen_padded import boxed, boxed_like, unboxed
-from jshard._linen_trained import Trained
-from jshard._linen_updates import HostUpdate
+from jshard._linen.annotation import annotation_of
+from jshard._linen.layout import Layout
+from jshard._linen.padded import boxed, boxed_like, unboxed
+from jshard._linen.trained import Trained
+from jshard._linen.updates import HostUpdate
 from jshard._mesh import AnyMesh, is_concrete
 from jshard._offload import to_device, to_host
 from jshard._plan import root_forgotten

@@ -14,8 +14,8 @@ import jax
 from flax import nnx
 
 from jshard._errors import AnnotationError
-from jshard._linen_trained import Trained
-from jshard._linen_ungathered import check_ungathered, modules_around
+from jshard._linen.trained import Trained
+from jshard._linen.ungathered import check_ungathered, modules_around
 from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, dotted
 from jshard._placement import Placement, place
 from jshard._plan import LeafPlan, ShardPlan, made_unit_plan

@@ -11,7 +11,7 @@ from jshard._errors import AnnotationError
 from jshard._nnx import Path, dotted
 
 if TYPE_CHECKING:
-    from jshard._linen_layout import PlacedLeaf, SeenUnit
+    from jshard._linen.layout import PlacedLeaf, SeenUnit
 
 
 def modules_around(units: Mapping[Path, "SeenUnit"]) -> frozenset[Path]:
