@@ -227,6 +227,7 @@ def train(*arguments):
     return cli.main(["train", "my_model.py", "--data", "text.txt", "--sample-tokens", "0", "--track", *arguments])
 
 
+@pytest.mark.wide
 def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
     path, tried = folder
     small = "--set", "eval_sequences=16", "--set", "model.n_layer=1"

@@ -166,6 +166,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys,
     assert "There is no checkpoint to restore.\n  where: theirs.safetensors\n" in capsys.readouterr().err
 
 
+@pytest.mark.wide
 def test_units_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, monkeypatch):
     found = []
 

@@ -52,15 +52,15 @@ def test_profiles_hold_only_what_was_measured_with_values_of_the_right_type():
 def test_fastest_on_a_gpu():
     knows_all = compiler(*OPTIONS)
     fastest = options_for("fastest", platform="gpu", overrides={}, try_compile=knows_all)
-    assert fastest == {LIMIT: 4, UNROLLING: DOUBLE_BUFFER}
+    assert fastest == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER}
     assert options_for("fastest", platform="h100", overrides={}, try_compile=knows_all) == fastest
 
 
 def test_the_installed_jaxlib_knows_every_option_of_the_gpu_profiles():
     # The names are read by jaxlib whatever the backend is; a warning would be an error here.
-    assert compiler_options("fastest", platform="gpu") == {LIMIT: 4, UNROLLING: DOUBLE_BUFFER}
+    assert compiler_options("fastest", platform="gpu") == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER}
     least = compiler_options("memory", platform="gpu")
-    assert least.pop(LIMIT) == 4
+    assert least.pop(LIMIT) == 8
     assert len(least) == 2 and set(least.values()) in ({True}, {ON})
 
 
@@ -70,7 +70,7 @@ def test_the_name_that_the_version_knows_is_taken():
     for form, value in ((old, True), (new, ON)):
         names = [form.format(kind) for kind in kinds]
         found = options_for("memory", platform="gpu", overrides={}, try_compile=compiler(LIMIT, *names))
-        assert found == {LIMIT: 4, **dict.fromkeys(names, value)}
+        assert found == {LIMIT: 8, **dict.fromkeys(names, value)}
 
 
 def test_what_is_unknown_is_dropped_with_one_warning():

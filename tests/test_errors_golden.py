@@ -457,7 +457,12 @@ def test_form(name):
 
 
 def sources() -> list[pathlib.Path]:
-    return [*PACKAGE.glob("*.py"), *PACKAGE.glob("engine/*.py"), PACKAGE / "inspect" / "check.py"]
+    return [
+        *PACKAGE.glob("*.py"),
+        *PACKAGE.glob("_linen/*.py"),
+        *PACKAGE.glob("engine/*.py"),
+        PACKAGE / "inspect" / "check.py",
+    ]
 
 
 def raised_texts() -> Iterator[tuple[str, re.Pattern[str]]]:

@@ -54,6 +54,7 @@ def test_training_is_that_of_one_device(axes):
     assert_parity(build, annotator(mesh), moe.loss_fn, (BATCH,), wanted=on_one_device())
 
 
+@pytest.mark.wide
 def test_accumulation_that_syncs_last_keeps_experts_apart():
     """The balance is a product of means over a batch, and so another for each microbatch: it is left out."""
     config = dataclasses.replace(MICRO, balance=0.0, n_layer=2)

@@ -95,6 +95,7 @@ def differing_initializers():
     return [path for path in wanted if found[path].tobytes() != wanted[path].tobytes()]
 
 
+@pytest.mark.wide
 def test_bitwise_by_every_initializer():
     # In a process of its own: the promise is that of XLA's usual optimizations, and the tests switch them off.
     program = (

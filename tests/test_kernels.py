@@ -56,6 +56,7 @@ def test_more_tiles_than_blocks_visit_before_they_go_on():
     assert too_far({"y": y}, {"y": x64 @ w64}) == {}
 
 
+@pytest.mark.wide
 def test_matmul_persistent_with_fewer_blocks_than_tiles():
     check_matmul(130, 70, 66, bias=True, occupancy=PERSISTENT)
 

@@ -197,6 +197,7 @@ def test_it_trains_as_on_one_device():
     assert max(differences(found, wanted).values()) < 2e-6
 
 
+@pytest.mark.wide
 def test_microbatches_do():
     halves = dataclasses.replace(straight(depth=1), accumulate=2)
     once, twice = trained_plain(straight(depth=1), steps=2)[0], trained(FILE, halves, mesh=js.mesh(), steps=2)[0]
@@ -368,6 +369,7 @@ def test_a_checkpoint_of_a_run_is_read_by_a_loop_of_ones_own(whole):
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.wide
 def test_two_processes_train_as_one(whole, text, tmp_path):
     settings = [f"--set=model.{key}={value}" for key, value in NOISY.items()]
     command = ["train", str(PATH), "--data", str(text), "--out", str(tmp_path / "two"), "--track", "--sample-tokens=0"]

@@ -51,6 +51,7 @@ def plain_losses(model):
 
 
 @pytest.mark.parametrize("boxed", [False, True], ids=["", "nn.Partitioned"])
+@pytest.mark.wide
 def test_a_parameter_that_no_dim_divides_is_padded(boxed):
     file = file_of(Odd(boxed), nn.Dense, shard_dim=lambda path, shape: 1 if shape == (30, 127) else None)
     step, losses = run_losses(file)

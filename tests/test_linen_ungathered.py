@@ -207,6 +207,7 @@ def test_check_compares_it_with_global_view():
     js.check(model, variables, IDS)
 
 
+@pytest.mark.wide
 def test_a_run_trains_it():
     """A model file's model holds its variables, and hands them to the same calls."""
     file = load_model_file(__file__.replace("test_linen_ungathered", "micro_linen"))

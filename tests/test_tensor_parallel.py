@@ -170,6 +170,7 @@ def squares(model, x_BTD):
     return (model(x_BTD) ** 2).mean()
 
 
+@pytest.mark.wide
 def test_a_whole_model_along_the_sequence():
     annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(fsdp=2, tensor=4))
     x_BTD = np.random.default_rng(0).normal(size=(4, 64, 32)).astype(np.float32)

@@ -166,6 +166,7 @@ def test_another_mesh_sees_the_same_samples(data, tmp_path):
     assert finished.step == 3
 
 
+@pytest.mark.wide
 def test_a_run_goes_on_with_batches_of_another_size(whole, data, tmp_path):
     """With the next samples, none of them twice."""
     out, source = shutil.copytree(whole[0].out, tmp_path / "run"), SpySource(data.train)

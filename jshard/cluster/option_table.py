@@ -88,7 +88,9 @@ _GPU_OPTIONS = (
         "collectives in flight at once; 1 by default, so that a window closes when the next one opens",
         "4: 175B with prefetch in the scan, loop collectives over matrix products 3 of 10 -> 10 of 10, est. hidden "
         "55 -> 99 %; G64 unrolled on a token chain: est. step 122.4 -> 115.8 ms, peak 4.22 -> 3.96 GB. Unrolled "
-        "without the chain it costs memory: 7.18 -> 11.62 GB",
+        "without the chain it costs memory: 7.18 -> 11.62 GB. 8 for 4, six layers on h100:8x8 on the "
+        "chain: with jax 0.12 0.62 -> 0.87 of the bytes beside products, peak 5.7 -> 7.0 units; with jax 0.10.2 0.87 "
+        "with both, 5.9 -> 6.0",
     ),
     _gpu("experimental_parallel_async_compute_limit", int, "computations on streams of their own at once"),
     _gpu(

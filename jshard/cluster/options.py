@@ -23,7 +23,9 @@ Options = dict[str, Any]  # as jax takes them, which names no int
 # An entry of a profile: one thing under the names that it has had, of which the compiler knows one.
 Entry = Mapping[str, Value]
 
-_LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": 4}
+# As many as a unit has matrices, whose gathers begin together, and one reduce-scatter: seven and one in Llama.
+IN_FLIGHT = 8
+_LIMIT: Entry = {"xla_gpu_experimental_parallel_collective_overlap_limit": IN_FLIGHT}
 _DOUBLE_BUFFER: Entry = {"xla_gpu_enable_while_loop_unrolling": "WHILE_LOOP_UNROLLING_DOUBLE_BUFFER"}
 _PIPELINED: tuple[Entry, ...] = tuple(
     {f"xla_gpu_enable_pipelined_{kind}": True, f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON"}
@@ -67,7 +69,7 @@ def compiler_options(
 ) -> Options:
     """Options of the compiler for one program, as far as the installed version knows them.
 
-    A profile holds only what was shown to help: on a GPU "fastest" lets four collectives overlap and double-buffers
+    A profile holds only what was shown to help: on a GPU "fastest" lets eight collectives overlap and double-buffers
     loops; "memory" overlaps without the second buffer, and pipelines the collectives of loops instead. On a TPU
     "fastest" has options for v5p and v6e. Elsewhere a profile is empty. An option that the installed version does
     not know is left out, with one warning for all of them.

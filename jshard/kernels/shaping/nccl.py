@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from jshard.cluster.options import IN_FLIGHT
 from jshard.kernels.occupancy import COPY_ENGINE, CommFootprint, GpuFacts, OccupancyError, footprint, resident
 from jshard.kernels.shaping.result import Reason
 
@@ -17,7 +18,6 @@ _POLICY_SINCE = (2, 28)  # NCCL_CTA_POLICY=ZERO: the copy engines
 _RING_THREADS = 544
 _FEWER = 256  # NCCL_NTHREADS: with its synchronising warp 288 threads
 
-_IN_FLIGHT = 4
 _CAUTION = (
     "XLA held symmetric kernels back for illegal-memory errors (openxla/xla#33613, #36462): try them before a long run."
 )
@@ -54,10 +54,10 @@ def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | Non
         OccupancyError: this NCCL has no copy engines.
     """
     common = [
-        Reason(_LIMIT, str(_IN_FLIGHT), "fact", "1 by default: a window closes when the next collective begins."),
+        Reason(_LIMIT, str(IN_FLIGHT), "fact", "1 by default: a window closes when the next collective begins."),
         Reason(_PRIORITY, "True", "fact", "the default, stated: with it a collective has the next block's place."),
     ]
-    options: dict[str, Any] = {_LIMIT: _IN_FLIGHT, _PRIORITY: True}
+    options: dict[str, Any] = {_LIMIT: IN_FLIGHT, _PRIORITY: True}
     if comm is None or gpu is None or not gpu.is_nvidia:
         return Side(options, {}, tuple(common))
     if comm.name == COPY_ENGINE.name:
