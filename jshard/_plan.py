@@ -157,9 +157,8 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         >>> js.plan(model).num_parameters
         8704
     """
-    linen = getattr(
-        type(model), "_jshard_linen", None
-    )  # an Annotation: jshard._linen.annotation, which imports this file
+    # An Annotation, of a room that imports this file.
+    linen = getattr(type(model), "_jshard_linen", None)
     if linen is not None:
         return linen.layout.plan if wrt is nnx.Param else linen.layout.plan_for(wrt)
     own = getattr(type(model), "_jshard_plan", None)  # of one that calls a Linen module: jshard.train.linen_model
