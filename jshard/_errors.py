@@ -5,6 +5,14 @@ from collections.abc import Sequence
 _SHOWN = 10
 
 
+def printable(text: str) -> str:
+    r"""A text on one line, without characters that move the cursor, colour the terminal or reverse the text.
+
+    Names in files of others may hold any: each such character is written as Python writes it, `\x1b`.
+    """
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 class FourPartError(Exception):
     """An error told in four parts; the base of those that jshard raises.
 

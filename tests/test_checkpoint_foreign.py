@@ -57,6 +57,98 @@ def test_plain_orbax(tmp_path, layout):
     check(restored)
 
 
+PARAMS = {"dense": {"kernel": np.full((8, 4), 1.0, np.float32), "bias": np.full(8, 1.0, np.float32)}}
+EMA = jax.tree.map(lambda x: x + 4, PARAMS)
+OPT = {"mu": jax.tree.map(lambda x: x + 1, PARAMS), "nu": jax.tree.map(lambda x: x + 2, PARAMS), "count": np.int32(7)}
+
+
+def write_composite(path, layout, **items):
+    """Trees side by side, as Orbax's own users write them; returns the folder of the checkpoint."""
+    items = jax.tree.map(jnp.asarray, items)
+    if layout == "v1":
+        orbax_v1.save_checkpointables(str(path), items)
+        return path
+    args = orbax_v0.args
+    save = args.StandardSave if layout == "v0 StandardSave" else args.PyTreeSave
+    with orbax_v0.CheckpointManager(path) as manager:
+        saved = {name: save(item) for name, item in items.items()}
+        manager.save(1, args=args.Composite(**saved, notes=args.JsonSave({"step": 3})))
+        manager.wait_until_finished()
+    return path / "1"
+
+
+LAYOUTS = ["v0 StandardSave", "v0 PyTreeSave", "v1"]
+
+
+def zeros(tree):
+    return jax.tree.map(sharded, jax.tree.map(np.zeros_like, tree))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tree_of_a_composite_is_read_by_its_name(tmp_path, layout):
+    for name, items in {"a": {"params": PARAMS, "ema_params": EMA}, "b": {"params": PARAMS, "opt": OPT}}.items():
+        path = write_composite(tmp_path / name, layout, **items)
+        like = jax.tree.map(lambda x: sharded(np.zeros_like(x)) if x.ndim else np.zeros_like(x), items)
+        with pytest.warns(CheckpointWarning, match="no sums"):
+            restored = js.checkpoint.restore(path, like)
+        jax.tree.map(np.testing.assert_array_equal, restored, items)
+        assert restored["params"]["dense"]["kernel"].sharding == like["params"]["dense"]["kernel"].sharding
+        for item in items:  # one of them, out of the checkpoint and as a folder of its own
+            with pytest.warns(CheckpointWarning, match="no sums"):
+                one = js.checkpoint.restore(path, {item: like[item]})[item]
+            with pytest.warns(CheckpointWarning, match="no sums"):
+                alone = js.checkpoint.restore(path / item, like[item])
+            jax.tree.map(np.testing.assert_array_equal, one, items[item])
+            jax.tree.map(np.testing.assert_array_equal, alone, items[item])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_composite_is_never_read_as_one_of_its_trees(tmp_path, layout):
+    """The error names them all, and each line of its advice restores the tree that it names: no moments among them."""
+    both = write_composite(tmp_path / "both", layout, params=PARAMS, ema_params=EMA)
+    adam = write_composite(tmp_path / "adam", layout, params=PARAMS, opt=OPT)
+    for path, like, names in (
+        (both, zeros(PARAMS), ["ema_params", "params"]),
+        (adam, zeros(PARAMS), ["opt", "params"]),
+        (adam, {"model": zeros(PARAMS)}, ["opt", "params"]),
+    ):
+        with pytest.raises(CheckpointError, match="several trees, and `like` names none of them") as caught:
+            js.checkpoint.restore(path, like, missing="init", extra="ignore")
+        error = caught.value
+        assert [line.split("  ")[0] for line in error.where] == [str(path), *names]
+        found = []
+        for line in error.do.splitlines():
+            with pytest.warns(CheckpointWarning, match="no sums"):
+                found.append(eval(line, {"js": js, "like": like}))
+        wanted = [EMA, PARAMS] if path == both else [{"model": PARAMS} if "model" in like else PARAMS]
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_no_advice_leads_from_parameters_to_moments(tmp_path):
+    """Adam's have the tree of the parameters: they fit, and restoring them would be wrong without a word."""
+    orbax_v1.save(str(tmp_path / "opt"), jax.tree.map(jnp.asarray, OPT))
+    orbax_v1.save(str(tmp_path / "sgd"), jax.tree.map(jnp.asarray, {"trace": PARAMS}))
+    orbax_v1.save(str(tmp_path / "two"), jax.tree.map(jnp.asarray, {"a": PARAMS, "b": EMA, **OPT}))
+    for name in ("opt", "sgd"):
+        for like in ({"params": zeros(PARAMS)}, zeros(PARAMS), {"state": {"params": zeros(PARAMS)}}):
+            with pytest.raises(CheckpointError, match="leaves differ") as caught:
+                js.checkpoint.restore(tmp_path / name, like, extra="ignore")
+            assert "rename" not in caught.value.do and "stored under" not in caught.value.do
+    with pytest.raises(CheckpointError, match="Several stored trees have these leaves") as caught:
+        js.checkpoint.restore(tmp_path / "two", {"params": zeros(PARAMS)})
+    lines = caught.value.do.splitlines()
+    assert lines[1:] == [f'restore(path, like, rename={{"params": "{name}"}})' for name in "ab"]
+
+
+def test_one_tree_beside_notes_is_read_as_it_is(tmp_path):
+    path = write_composite(tmp_path / "c", "v0 StandardSave", params=PARAMS)
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        jax.tree.map(np.testing.assert_array_equal, js.checkpoint.restore(path, zeros(PARAMS)), PARAMS)
+    with pytest.raises(CheckpointError, match="it is a part of a checkpoint, and none itself") as caught:
+        js.checkpoint.restore(path / "notes", zeros(PARAMS))
+    assert caught.value.do == f'restore("{path}", like=...)'
+
+
 def test_a_flax_user_s_state_by_plain_orbax(tmp_path):
     """nnx.state of a model, as Flax's guides save it, restores into an annotated model."""
     build = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))

@@ -19,8 +19,8 @@ from jshard.checkpoint.failures import reason
 from jshard.checkpoint.formats.source import Box, StoredArray, bounds
 from jshard.checkpoint.opened import OrbaxCheckpoint, unreadable
 from jshard.checkpoint.seal import StoredLeaf
+from jshard.checkpoint.storage import DESCRIPTION
 
-_DESCRIPTION = "_METADATA"  # of the arrays, in their folder
 _BOX_BYTES = 64 << 20
 
 
@@ -146,7 +146,7 @@ def cut(shape: Sequence[int], itemsize: int, chunk: Sequence[int], budget_bytes:
 
 def _layout(path: Path) -> tuple[Path, str, bool] | None:
     """Folder and form of the arrays, and whether they share files; None if there are several folders of them."""
-    found = [file for file in (path / _DESCRIPTION, *sorted(path.glob(f"*/{_DESCRIPTION}"))) if file.is_file()]
+    found = [file for file in (path / DESCRIPTION, *sorted(path.glob(f"*/{DESCRIPTION}"))) if file.is_file()]
     if len(found) != 1 or found[0].parent.name not in ("state", "default", path.name):
         return None
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
+from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.matching import Match, renamed
 from jshard.checkpoint.seal import StoredLeaf
 
 _TOGETHER = 3  # so many leaves below one path are told by that path
+# Fields of Optax's states that have the tree of the parameters: they fit, and are never meant.
+_MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".split())
 
 
 def check_fits(
@@ -28,6 +32,7 @@ def check_fits(
     rename: Mapping[str, str],
     missing: str,
     extra: str,
+    items: Collection[str] = (),
 ) -> None:
     """Raises for everything that does not fit.
 
@@ -40,10 +45,13 @@ def check_fits(
         rename: as `restore` was given it.
         missing: likewise.
         extra: likewise.
+        items: names of the trees of a checkpoint that holds several: `like` has to name one.
 
     Raises:
         CheckpointError: some leaves differ, or do not divide; all of them are told.
     """
+    if items and not any(renamed(key, rename).split("/")[0] in items for key in wanted):
+        raise _names_no_tree(path, found, stored, wanted, items)
     lost = found.missing if missing == "error" else [key for key in found.missing if key in abstract]
     unwanted = found.extra if extra == "error" else ()
     uneven = [line for key, leaf in wanted.items() if key in found.picks and (line := _uneven(key, leaf))]
@@ -65,6 +73,27 @@ def check_fits(
         what = f"The checkpoint does not fit: {count} leaves differ."
         why, do = _advice(found, stored, wanted, rename, path)
     raise CheckpointError(what, where=[str(path), *sorted(lines)], why=why, do=do)
+
+
+def _names_no_tree(
+    path: Path, found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], items: Collection[str]
+) -> CheckpointError:
+    """The error for a `like` that fits into several trees, or into none: which one is meant is not guessed."""
+    sizes = collections.Counter(key.split("/")[0] for key in stored)
+    begins = sorted({printable(key.split("/")[0]) for key in wanted})
+    calls = [
+        f"restore({str(path)!r}, {{{theirs!r}: like}})[{theirs!r}]"
+        if ours == ""
+        else f"restore({str(path)!r}, like, rename={{{ours!r}: {theirs!r}}})"
+        for ours, theirs in _moved(found, stored, wanted)
+    ]
+    return CheckpointError(
+        "The checkpoint holds several trees, and `like` names none of them.",
+        where=[str(path), *(f"{printable(item)}  {sizes[item]} leaves" for item in items)],
+        why=f"Orbax saved {len(items)} items, and each is a name in the state; paths of `like` begin with "
+        f"{', '.join(begins) or 'nothing'}.",
+        do="\n".join(f"js.checkpoint.{call}" for call in calls) or f"jshard ckpt inspect {shlex.quote(str(path))}",
+    )
 
 
 def _uneven(key: str, leaf: Any) -> str | None:
@@ -110,11 +139,15 @@ def _advice(
 ) -> tuple[str, str]:
     """Why, and what to do."""
     why = "it was saved from another model, or from another optimizer."
-    if not found.problems and found.missing and not rename and (moved := _moved(found, stored)):
-        ours, theirs = moved
+    moved = _moved(found, stored, wanted) if not found.problems and not rename else []
+    if len(moved) == 1:
+        ours, theirs = moved[0]
         if ours == "" and "/" not in theirs:
-            return why, f'the leaves lie under "{theirs}": restore(path, like={{"{theirs}": ...}}).'
-        return why, f'they lie elsewhere: restore(path, like, rename={{"{ours}": "{theirs}"}}).'
+            return why, f'the leaves are stored under "{theirs}": restore(path, like={{"{theirs}": ...}}).'
+        return why, f'they are stored elsewhere: restore(path, like, rename={{"{ours}": "{theirs}"}}).'
+    if moved:
+        lines = [f"restore(path, like, rename={json.dumps({ours: theirs})})" for ours, theirs in moved]
+        return f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one is meant:", *lines])
     if any("key<" in line for line in found.problems):
         why = (
             "a random key is of another kind than the one that is stored, and numbers of one are no numbers of another."
@@ -145,19 +178,30 @@ def _differ_in_dtype(found: Match, stored: Mapping[str, StoredLeaf], wanted: Map
     )
 
 
-def _moved(found: Match, stored: Mapping[str, StoredLeaf]) -> tuple[str, str] | None:
+def _moved(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Beginnings of wanted and stored paths that, if one is put for the other, leave nothing missing."""
     used = {path for pick in found.picks.values() for path in pick.stored}
-    tried = set()
-    for key in [*found.extra, *stored]:
+    fitting = []
+    for key in dict.fromkeys([*found.extra, *stored]) if found.missing else ():
         begins = _without_common_end(found.missing[0], key)
-        if begins[0] == found.missing[0] or begins in tried:
+        if begins[0] == found.missing[0] or begins in fitting or _leads_to_moments(*begins):
             continue
-        tried.add(begins)
-        there = {renamed(path, dict([begins])) for path in found.missing}
-        if there <= stored.keys() - used and (begins[0] == "" or there >= set(found.extra)):
-            return begins
-    return None
+        there = {path: renamed(path, dict([begins])) for path in found.missing}
+        fits = all(
+            at in stored and at not in used and _may_hold(stored[at], wanted[path]) for path, at in there.items()
+        )
+        if fits and (begins[0] == "" or {*there.values()} >= set(found.extra)):
+            fitting.append(begins)
+    return fitting
+
+
+def _may_hold(leaf: StoredLeaf, wanted: Any) -> bool:
+    return leaf.shape == tuple(getattr(wanted, "shape", ()))
+
+
+def _leads_to_moments(ours: str, theirs: str) -> bool:
+    """Whether parameters would be read from what an optimizer keeps of them."""
+    return bool(_MOMENTS.intersection(theirs.split("/")) - set(ours.split("/")))
 
 
 def _tied(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any]) -> dict[str, str]:
@@ -165,7 +209,10 @@ def _tied(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, A
     if found.extra:
         return {}
     for key in stored:
-        begins = {path: _elsewhere(path, *_without_common_end(found.missing[0], key)) for path in found.missing}
+        ends = _without_common_end(found.missing[0], key)
+        if _leads_to_moments(*ends):
+            continue
+        begins = {path: _elsewhere(path, *ends) for path in found.missing}
         there = {path: renamed(path, dict([begin])) for path, begin in begins.items() if begin is not None}
         shapes = {path: getattr(wanted[path], "shape", ()) for path in there}
         if len(there) == len(begins) and all(

@@ -35,11 +35,13 @@ class Opened(Protocol):
         path: where it lies.
         seal: what it says of itself; None if jshard did not write it.
         leaves: what it holds, by path.
+        items: the names that all paths begin with, where it holds several trees that were saved side by side.
     """
 
     path: Path
     seal: Seal | None
     leaves: Mapping[str, StoredLeaf]
+    items: tuple[str, ...]
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """The leaves, with the kinds of the values of Python that some paths ask for: each of the others may be unread.
@@ -91,6 +93,8 @@ class OrbaxCheckpoint:
                 raise
             self.seal = None
         self.leaves: Mapping[str, StoredLeaf] = self._from_orbax() if self.seal is None else self.seal.leaves
+        names = storage.items(path) if self.seal is None else ()
+        self.items = tuple(map(_leaves.escape, names))
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; a leaf of others whose keys have slashes is found by the path that asks for it."""
@@ -125,7 +129,7 @@ class OrbaxCheckpoint:
         try:
             found, mark = storage.metadata(self.path)
         except FileNotFoundError as error:
-            if storage.is_committed(self.path):
+            if storage.is_committed(self.path) and not storage.is_committed(self.path.parent):
                 raise unreadable(self.path, "a file that describes it is missing.") from error
             raise no_checkpoint(self.path) from error
         except Exception as error:
@@ -157,6 +161,7 @@ class ForeignCheckpoint:
     """
 
     seal: Seal | None = None
+    items: tuple[str, ...] = ()
 
     def __init__(
         self, path: Path, source: Source, names: Mapping[str, str], values: Mapping[str, str], unnamed: Sequence[str]

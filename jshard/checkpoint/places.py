@@ -10,7 +10,7 @@ from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.paths import local_path, refuse_buckets
 from jshard.checkpoint.series_folder import SeriesFolder
-from jshard.checkpoint.storage import is_committed
+from jshard.checkpoint.storage import CHECKPOINT_METADATA, is_committed, is_item
 from jshard.checkpoint.whereabouts import OF_A_RUN
 
 _OF_A_SERIES = (_history.NAME, "series.json")
@@ -62,8 +62,8 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder looks like one checkpoint, by whomever it was written."""
-    return is_committed(path) or _holds(path, (_seal.NAME, "_CHECKPOINT_METADATA"))
+    """Whether a folder looks like one checkpoint, or like one tree of one, by whomever it was written."""
+    return is_committed(path) or is_item(path) or _holds(path, (_seal.NAME, CHECKPOINT_METADATA))
 
 
 def _holds(folder: Path, names: Collection[str]) -> bool:

@@ -100,6 +100,7 @@ class Restoring:
                 rename=rename,
                 missing=missing,
                 extra=extra,
+                items=opened.items,
             )
         self.record: dict[str, Any] = {
             "began_at": self.phases.began_at,

@@ -24,6 +24,7 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.failures import quiet
 from jshard.checkpoint.host_memory import free_bytes
 from jshard.checkpoint.seal import MARK, StoredLeaf
+from jshard.checkpoint.seal import NAME as SEAL
 
 # Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
 COMMIT_MARK = "commit_success.txt"
@@ -38,6 +39,9 @@ LEAST_SLICE_BYTES = 2 * _MIB  # of a leaf that several devices hold: smaller par
 _IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
 _SHARE_OF_FREE = 8  # several processes may share a host
 _ARRAY = "zarr.json"  # describes an array, in its folder
+_AUTO = "AUTO"  # Orbax finds the tree: there is one
+DESCRIPTION = "_METADATA"  # of the arrays of one tree, in its folder
+CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"  # Orbax's, in the folder of a checkpoint
 
 
 def save_async(
@@ -91,9 +95,43 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     context.pytree.loading.partial_load = True  # some leaves of those that are there
     context.memory.read_concurrent_bytes = in_flight_bytes(wanted)
     context.array.loading.enable_padding_and_truncation = True  # shapes were compared: only padding can differ
+    found: dict[str, Any] = {}
     with quiet(), context:
-        asked = _as_stored(ocp.metadata(str(path)).metadata, wanted) if plain else _leaves.nested(wanted)
-        return {key: leaf for key, leaf in _leaves.flat(ocp.load(str(path), asked)).items() if key in wanted}
+        for name, (folder, item) in _trees(path).items():
+            begin = f"{name}/" if name else ""
+            here = {key.removeprefix(begin): like for key, like in wanted.items() if f"{key}/".startswith(begin)}
+            here = {"" if key == name else key: like for key, like in here.items()}
+            if not here:
+                continue
+            stored = ocp.metadata(folder, checkpointable_name=item).metadata if plain else None
+            asked = _as_stored(stored, here) if plain else _leaves.nested(here)
+            found |= _leaves.flat(ocp.load(folder, asked, checkpointable_name=item), name)
+    return {key: leaf for key, leaf in found.items() if key in wanted}
+
+
+def items(path: Path) -> tuple[str, ...]:
+    """The names of the trees in a checkpoint, where it holds several.
+
+    Orbax saves such ones for `Composite(params=..., ema_params=...)` and `save_checkpointables`. Left to itself, it
+    reads one of them.
+    """
+    names = sorted(file.parent.name for file in path.glob(f"*/{DESCRIPTION}"))
+    return () if len(names) < 2 or (path / DESCRIPTION).is_file() else tuple(names)
+
+
+def is_item(path: Path) -> bool:
+    """Whether a folder is one tree of a checkpoint by others."""
+    is_tree = (path / DESCRIPTION).is_file() and not (path / CHECKPOINT_METADATA).is_file()
+    return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / SEAL).is_file()
+
+
+def _trees(path: Path) -> dict[str, tuple[str, str]]:
+    """What Orbax is to read, a checkpoint and an item of it, by the beginning of the paths."""
+    if names := items(path):
+        return {name: (str(path), name) for name in names}
+    if is_item(path):
+        return {"": (str(path.parent), path.name)}
+    return {"": (str(path), _AUTO)}
 
 
 def _as_stored(stored: Any, wanted: Mapping[str, Any], path: str = "") -> Any:
@@ -130,15 +168,19 @@ def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """
     from orbax.checkpoint import v1 as ocp
 
-    try:
-        with quiet():
-            found = ocp.metadata(str(path))
-    except ocp.errors.InvalidLayoutError as error:
-        raise FileNotFoundError(str(error)) from error
-    if found.metadata is None:
-        raise ValueError("a file that describes its arrays is missing or damaged")
-    noted = found.custom_metadata
-    return _leaves.flat(found.metadata), noted if isinstance(noted, Mapping) else {}
+    found: dict[str, Any] = {}
+    noted: Any = None
+    for name, (folder, item) in _trees(path).items():
+        try:
+            with quiet():
+                described = ocp.metadata(folder, checkpointable_name=item)
+        except ocp.errors.InvalidLayoutError as error:
+            raise FileNotFoundError(str(error)) from error
+        if described.metadata is None:
+            raise ValueError("a file that describes its arrays is missing or damaged")
+        found |= _leaves.flat(described.metadata, name)
+        noted = described.custom_metadata
+    return found, noted if isinstance(noted, Mapping) else {}
 
 
 def is_committed(path: Path) -> bool:

@@ -104,7 +104,7 @@ def _nearby(path: Path) -> tuple[str, Path | None]:
     """What is at a path instead, and the checkpoint that was probably meant."""
     for above in path.parents:
         if is_committed(above):
-            return "it lies in a checkpoint, and is none.", above
+            return "it is a part of a checkpoint, and none itself.", above
     for folder in (path, path / OF_A_RUN):
         if steps := steps_in(folder):
             what = "a folder of checkpoints, of steps" if folder == path else "the folder of a run, with steps"
