@@ -88,8 +88,9 @@ def fully_shard(
             the plan; each gathers its part when it is called. Or a whole Linen model.
         mesh: from `js.mesh`. Parameters are sharded over `fsdp` and repeated over `replica`.
         units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
-            function of (path, module), or a list of these. The same settings go to all and to the root. For a
-            Linen model also a dict of such choices with settings of their own: `{Block: {"remat": "full"}}`.
+            function of (path, module), or a list of these. The same settings go to all and to the root, but for
+            `remat`, which goes to the units alone. For a Linen model also a dict of such choices with settings of
+            their own: `{Block: {"remat": "full"}}`.
         reshard_after_forward: True: let the gathered parameters go after forward and gather again in
             backward (ZeRO-3). False: keep them until backward (ZeRO-2). A number k: keep 1/k of them on each
             device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
@@ -97,7 +98,9 @@ def fully_shard(
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
         remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"offload"`, `"full"` or a policy from
             `jax.checkpoint_policies`. Gathered parameters are never kept on its account. `"offload"` keeps what
-            `"dots"` keeps of products with weights, in host memory; a policy offloads activations by name.
+            `"dots"` keeps of products with weights, in host memory; a policy offloads activations by name. With
+            `units=` it is that of the units and not of the root, around which it would run every unit three times;
+            for both, annotate the units one by one, then the root.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
             the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
@@ -182,11 +185,12 @@ def fully_shard(
     if not gathered:
         checks.check_ungathered(policy, strategy, offload)
     record = Unit(mesh, policy, rule, as_filter(ignored), tuple(allow_replicated))
+    root = record if units is None else dataclasses.replace(record, policy=dataclasses.replace(policy, remat="none"))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
         checks.check_no_units(units, gathered)
-        return annotated(module, units, record, ignored, call_annotated)
-    _annotate_all(modules, _choose_units(modules, units), record, ignored)
+        return annotated(module, root, units, record, ignored, call_annotated)
+    _annotate_all(modules, root, _choose_units(modules, units), record, ignored)
     if strategy is not None:
         for root in modules:
             settings, why = settings_of(strategy, root, mesh)
@@ -194,12 +198,12 @@ def fully_shard(
     return module
 
 
-def _annotate_all(modules: list[nnx.Module], chosen: list[nnx.Module], record: Unit, ignored: Any) -> None:
+def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module], record: Unit, ignored: Any) -> None:
     """Annotates the chosen submodules, then the modules; all of them or, if one fails, none."""
     alone = dataclasses.replace(record, policy=dataclasses.replace(record.policy, group=None))
     done: list[nnx.Module] = []
     try:
-        for one, its_record in [*((m, alone) for m in chosen), *((m, record) for m in modules)]:
+        for one, its_record in [*((m, alone) for m in chosen), *((m, root) for m in modules)]:
             _annotate(one, its_record)
             done.append(one)
         checks.check_patterns(ignored, modules)

@@ -247,7 +247,8 @@ def test_one_call_form(form):
     model = js.fully_shard(plain(), units=units, mesh=js.mesh(), reshard_after_forward=True, remat="full")
     plan = js.plan(model)
     assert {unit.name for unit in plan.units} == {"(root)", *names}
-    assert all(unit.reshard_after_forward is True and unit.remat == "full" for unit in plan.units)
+    assert all(unit.reshard_after_forward is True for unit in plan.units)
+    assert {unit.name for unit in plan.units if unit.remat == "full"} == names
     for leaf in plan.leaves:  # a parameter belongs to the innermost unit around it
         around = [name for name in names if leaf.path.startswith(f"{name}/")]
         assert leaf.unit == max(around, key=len, default="(root)")
@@ -302,6 +303,25 @@ def mean_square(model, x):
 
 ROWS = (np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32),)
 MESH = js.mesh()
+
+
+def test_the_remat_of_the_one_call_form_is_that_of_the_units():
+    """Around the root it would gather and compute every unit three times."""
+    one_by_one, one_call = plain(), js.fully_shard(plain(), units=Block, mesh=MESH, remat="full")
+    for block in one_by_one.blocks:
+        js.fully_shard(block, mesh=MESH, remat="full")
+    js.fully_shard(one_by_one, mesh=MESH)
+    texts = [
+        nnx.jit(nnx.value_and_grad(loss_of)).lower(model, INPUTS, TARGETS).lowered.as_text()
+        for model in (one_by_one, one_call)
+    ]
+    gathers, products = ([text.count(op) for text in texts] for op in ("stablehlo.all_gather", "stablehlo.dot_general"))
+    assert gathers[0] == gathers[1] > 0 and products[0] == products[1]
+    assert js.plan(one_call) == js.plan(one_by_one)
+    alone = js.fully_shard(plain(), mesh=MESH, remat="full")  # a root that is the only unit keeps its own
+    assert [unit.remat for unit in js.plan(alone).units] == ["full"]
+
+
 TIES = {
     "across two units": (False, lambda m: [js.fully_shard(m.embed, mesh=MESH), js.fully_shard(m.head, mesh=MESH)]),
     "with the root": (False, lambda m: js.fully_shard(m.head, mesh=MESH)),

@@ -319,6 +319,17 @@ def test_a_gradient_of_a_jitted_loss():
     assert equal(grads(model), grads(Decoder(depth=2)))
 
 
+@pytest.mark.parametrize("units", [Block, {Block: {}}], ids=["a class", "a dict"])
+def test_the_remat_of_the_annotation_is_that_of_the_units(units):
+    model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=units, remat="full")
+    jax.eval_shape(model.init, jax.random.key(0), X)
+    assert {unit.name: unit.remat for unit in js.plan(model).units} == {
+        "(root)": "none",
+        "block_0": "full",
+        "block_1": "full",
+    }
+
+
 class Tensor(nn.Module):
     @nn.compact
     def __call__(self, ids):

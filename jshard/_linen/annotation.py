@@ -129,13 +129,13 @@ def annotation_of(model: Any) -> Annotation | None:
     return getattr(type(model), "_jshard_linen", None)
 
 
-def annotated(module: L, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
+def annotated(module: L, root: Unit, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
     """A copy of the module whose calls go through `call(module, plain_call)`."""
     _check(module, record)
     if units is not None and _compat.is_quantised(module):
         do = "js.fully_shard(model, mesh=mesh), without units; or the fp8 products of Flax: docs/numerics.md."
         raise checks.quantised_whole(f"fully_shard({type(module).__name__}, units=...)", do=do)
-    annotation = Annotation(type(module), record, tuple(_choices(units, record)), ignored)
+    annotation = Annotation(type(module), root, tuple(_choices(units, record)), ignored)
     return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
 
 

@@ -79,6 +79,15 @@ class _Island:
         self.copies = _copies_of(self.call, self.members, gathered_copies())
         self.region = Region(self.mesh, self.axes, Chain(self.axes), gathered=self.copies is not None)
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether one data shard has the whole batch: nothing is gathered or summed.
+
+        XLA refuses a reduction over axes of degree 1 beside an automatic axis. So everything counts as different over
+        them, and a scalar enters and leaves as an array of one row.
+        """
+        return self.split.shards == 1
+
     def run(self) -> Any:
         params, state, arrays = self.call.values()
         self.global_shapes, self.state_shapes = None, {}
@@ -95,6 +104,8 @@ class _Island:
         region = jax.shard_map(
             self._body, mesh=self.mesh, in_specs=specs, out_specs=self.out_specs, axis_names=manual_axes(self.mesh)
         )
+        if self.is_alone:
+            params, state, arrays = _as_rows((params, state, arrays))
         eager = not any(_compat.is_tracer(x) for x in jax.tree.leaves((params, state, arrays)))
         outs = (jax.jit(region) if eager else region)(params, state, arrays)
         return self._finish(outs)
@@ -105,6 +116,9 @@ class _Island:
         return [copy is not None for copy in self.copies or [None] * len(self.members)]
 
     def _input_specs(self) -> tuple[list, list, list]:
+        if self.is_alone:  # what counts as the same on all shards has a gradient that is summed over them
+            params, state, arrays = ([PartitionSpec(self.axes)] * len(group) for group in self.call.values())
+            return params, state, arrays
         along = PartitionSpec(*[None] * self.exit.batch_dim, self.axes)
         params = [
             PartitionSpec(self.axes) if copied else self._param_spec(member, raw(variable).ndim)
@@ -124,6 +138,9 @@ class _Island:
 
     def _body(self, params: list, state: list, arrays: list) -> list:
         params = [x[0] if copied else x for x, copied in zip(params, self._copied, strict=True)]  # a rank's own copy
+        if self.is_alone:
+            like = self.call.values()
+            params, state, arrays = jax.tree.map(lambda x, like: x.reshape(like.shape), (params, state, arrays), like)
         shards = {
             i: dotted(member.path)
             for i, member in enumerate(self.members)
@@ -147,9 +164,13 @@ class _Island:
         state_arrays, state_specs = changed_state(changes, self.state_shapes, self.exit)
         self.changes = [(p, v, jax.tree.structure(raw(v))) for p, v in changes]
         self.out_specs[:] = [spec for _, spec in ways] + state_specs
-        return [x for x, _ in ways] + state_arrays
+        outs = [x for x, _ in ways] + state_arrays
+        self.scalars = [x.ndim == 0 for x in outs]
+        return _as_rows(outs) if self.is_alone else outs
 
     def _finish(self, outs: list) -> Any:
+        if self.is_alone:
+            outs = [x[0] if is_scalar else x for x, is_scalar in zip(outs, self.scalars, strict=True)]
         it = iter(outs)
         leaves = [next(it) if d else s for d, s in zip(self.dynamic, self.static, strict=True)]
         take = lambda tree: jax.tree.unflatten(tree, [next(it) for _ in range(tree.num_leaves)])
@@ -158,8 +179,10 @@ class _Island:
 
     def _prepare(self, live: Live) -> None:
         """What the in-region copy has that the user's module has not."""
-        largest_over_shards(live, self.axes)
+        if not self.is_alone:
+            largest_over_shards(live, self.axes)
         by_path = dict(zip((p for p, _ in self.call.params), self.members, strict=True))
+        syncs = self.unit.policy.sync_batch_norm and not self.is_alone
         for path, node in walk(live.graph):
             member = by_path.get(path) if isinstance(node, nnx.Param) else None
             copied = self.region.gathered and member is not None and member.placement.gathered
@@ -169,7 +192,7 @@ class _Island:
                 store(node, None, padding.cut(node.get_raw_value()))  # a copy is whole, and a scan may hand it back
             if isinstance(node, nnx.RngKey) and self.split.shards > 1:
                 node.set_raw_value(self._fold(node.get_raw_value()))
-            if self.unit.policy.sync_batch_norm and isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+            if syncs and isinstance(node, nnx.BatchNorm) and node.axis_name is None:
                 node.axis_name = self.axes  # pyright: ignore[reportAttributeAccessIssue]  (lax.pmean takes several)
 
     def _fold_keys(self, arrays: list) -> list:
@@ -182,6 +205,11 @@ class _Island:
         for _ in range(key.ndim):
             fold = jax.vmap(fold)
         return fold(key)
+
+
+def _as_rows(tree: Any) -> Any:
+    """Scalars as arrays of one row, which a spec can name an axis for."""
+    return jax.tree.map(lambda x: x if jnp.ndim(x) else jnp.expand_dims(x, 0), tree)
 
 
 def _comes_and_goes(placement: Placement) -> bool:

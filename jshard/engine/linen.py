@@ -18,7 +18,7 @@ from jshard._errors import CallError
 from jshard._linen.annotation import Annotation, annotation_of, check_found
 from jshard._linen.layout import Layout, Seen
 from jshard._linen.stacks import warn_of_stacks
-from jshard._mesh import data_axes, manual_axes
+from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
 from jshard._offload import fetched
 from jshard._padded import Padding, logical, padding_of, store
@@ -334,10 +334,11 @@ def _plain_method(lifted: Lifted, function: Callable) -> Callable[..., Any]:
 
 def _synchronised(inside: _Inside, module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs a call that is no unit's; that of a BatchNorm with statistics of the whole batch."""
-    policy = inside.layout.root.policy
-    if not isinstance(module, nn.BatchNorm) or module.axis_name is not None or not policy.sync_batch_norm:
+    root = inside.layout.root
+    syncs = root.policy.sync_batch_norm and data_degree(root.mesh) > 1
+    if not isinstance(module, nn.BatchNorm) or module.axis_name is not None or not syncs:
         return run()
-    object.__setattr__(module, "axis_name", data_axes(inside.layout.root.mesh))
+    object.__setattr__(module, "axis_name", data_axes(root.mesh))
     try:
         return run()
     finally:

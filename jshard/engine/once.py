@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard._mesh import AnyMesh, data_axes, manual_axes
+from jshard._mesh import AnyMesh, data_axes, data_degree, manual_axes
 from jshard._placement import Placement, spec_over
 from jshard._state_places import key_texts
 from jshard.engine.collectives import all_gather, reduce_scatter
@@ -30,8 +30,11 @@ class Once:
 
     @classmethod
     def of(cls, placements: Sequence[Placement | None], mesh: AnyMesh) -> "Once":
-        """Those of a tree, from the placements of its leaves; None for a leaf that is no parameter."""
-        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered}
+        """Those of a tree, from the placements of its leaves; None for a leaf that is no parameter.
+
+        None of them where all axes of the data have degree 1, as there is nothing to gather or to reduce.
+        """
+        found = {i: p for i, p in enumerate(placements) if p is not None and p.gathered and data_degree(mesh) > 1}
         return cls(tuple(found), tuple(found.values()), mesh)
 
     def gather(self, tree: Any) -> list[jax.Array]:

@@ -96,15 +96,9 @@ class Exit:
         return vary(x, self.axes), PartitionSpec(*[None] * dim, self.axes)
 
     def _alone(self, x: jax.Array) -> tuple[jax.Array, PartitionSpec]:
-        """One data shard holds everything; a sum over axes of degree 1 says so without changing a value."""
-        differs = tuple(a for a in self.axes if a in _compat.varying_axes(x))
-        if not differs:
-            return x, PartitionSpec()
-        if x.ndim:
-            return vary(x, self.axes), PartitionSpec(self.axes)
-        as_bool = x.dtype == jnp.bool_
-        total = lax.psum(x.astype(jnp.int32) if as_bool else x, differs)
-        return total.astype(x.dtype), PartitionSpec()
+        """One data shard holds everything; a scalar then leaves as one row."""
+        differs = bool(_compat.varying_axes(x))
+        return (vary(x, self.axes), PartitionSpec(self.axes)) if differs else (x, PartitionSpec())
 
     def _no_batch_dim(self, x: jax.Array, name: str) -> CallError:
         return CallError(
@@ -142,7 +136,7 @@ def batch_mean(x: Any) -> Any:
         if in_global_view():
             return checkpoint_name(value, BATCH_MEAN)
         axes = tuple(sorted(_compat.varying_axes(value) & _compat.manual_axes()))
-        return lax.pmean(value, axes) if axes else value
+        return lax.pmean(value, axes) if lax.axis_size(axes) > 1 else value
 
     return jax.tree.map(mean, x)
 
