@@ -1,7 +1,7 @@
 """A DHEN: will this user click? Embedding tables far larger than the rest, and an ensemble of interactions above them.
 
-    jshard train models/dhen.py                        # the tiny recipe, minutes on a laptop
-    jshard train models/dhen.py --recipe dhen_550m --mesh fsdp=512 --dry-run
+    jshard train dhen                        # the tiny recipe, minutes on a laptop
+    jshard train dhen --recipe dhen_550m --mesh fsdp=512 --dry-run
 
 After "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (Zhang et al.,
 2022). A sample is some ids (who, where, which ad) and some numbers. Each id becomes a row of its table, the numbers one

@@ -139,7 +139,7 @@ def _parts() -> dict[str, tuple[np.ndarray, np.ndarray]]:
     except ImportError as error:
         raise DataError(
             "The digits need the package scikit-learn.",
-            where="models/digits.py",
+            where="digits.py",
             why="the images come with it, and it is not installed.",
             do="pip install scikit-learn  # or 'jshard[digits]'",
         ) from error

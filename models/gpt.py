@@ -1,8 +1,8 @@
 """A GPT to read from top to bottom: the model, how it is sharded, its loss and its recipes.
 
-    jshard train models/gpt.py                        # the tiny recipe, minutes on a laptop
-    jshard train models/gpt.py --recipe gpt2_small    # 124M parameters
-    jshard train models/gpt.py --recipe gpt3_175b --mesh replica=4,fsdp=128 --dry-run
+    jshard train gpt                        # the tiny recipe, minutes on a laptop
+    jshard train gpt --recipe gpt2_small    # 124M parameters
+    jshard train gpt --recipe gpt3_175b --mesh replica=4,fsdp=128 --dry-run
 
 Everything up to `annotate` is plain Flax and knows nothing of devices (`js.scan_layers` is a loop over
 the blocks where they are not sharded); `annotate` alone says what is sharded. Copy this file, change

@@ -1,8 +1,8 @@
 """A small GPT in Flax Linen, as a model file: the same names as for nnx, and `annotate` returns the annotated copy.
 
-    jshard train models/linen_gpt.py
-    jshard train models/linen_gpt.py --mesh replica=2,fsdp=4 --set model.dropout=0.1
-    jshard plan models/linen_gpt.py --topology h100:2x8
+    jshard train linen_gpt
+    jshard train linen_gpt --mesh replica=2,fsdp=4 --set model.dropout=0.1
+    jshard plan linen_gpt --topology h100:2x8
 
 The model is plain Linen and knows nothing of devices; `annotate` alone says what is sharded. A loop of one's own over a
 `TrainState` is in docs/linen.md.

@@ -1,11 +1,11 @@
 """Llama 3 to read from top to bottom, also split three ways: replicas, shards of parameters, shards of heads.
 
-    jshard train models/llama.py                                             # the tiny recipe, minutes on a laptop
-    jshard train models/llama.py --mesh replica=2,fsdp=2,tensor=2            # the same, sharded in three dimensions
-    jshard train models/llama.py --recipe llama3_8b --init-from llama3/      # begins with Hugging Face's weights
-    jshard plan models/llama.py --recipe llama3_405b --topology h100:64x8    # without a GPU
+    jshard train llama                                             # the tiny recipe, minutes on a laptop
+    jshard train llama --mesh replica=2,fsdp=2,tensor=2            # the same, sharded in three dimensions
+    jshard train llama --recipe llama3_8b --init-from llama3/      # begins with Hugging Face's weights
+    jshard plan llama --recipe llama3_405b --topology h100:64x8    # without a GPU
 
-Against models/gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
+Against gpt.py: norms without mean and bias (RMSNorm), a gated feed-forward (SwiGLU), rotary positions, and heads
 of queries that share those of keys and values. Everything up to `TENSOR` is plain Flax; `annotate` says what is
 sharded. The loss is the one that `jshard train` takes where a file has none: cross entropy with the next token.
 
@@ -208,7 +208,7 @@ class Llama(nnx.Module):
 def generate(
     model: Llama, prompt_BT: jax.Array, num_tokens: int, *, key: jax.Array, temperature: float = 0.8
 ) -> jax.Array:
-    """Continues each prompt by `num_tokens` tokens, drawn one after another; slow and clear, as in models/gpt.py."""
+    """Continues each prompt by `num_tokens` tokens, drawn one after another; slow and clear, as in gpt.py."""
     length = prompt_BT.shape[1]
     block_size = model.config.block_size
     text_BT = jnp.pad(prompt_BT, ((0, 0), (0, max(num_tokens, block_size - length))))

@@ -1,8 +1,8 @@
 """A GPT whose trained weights are changed by small adapters (LoRA): they are trained, and the rest is frozen.
 
-    jshard train models/gpt.py --data corpus                                             # a base, runs/gpt-tiny
-    jshard train models/lora_gpt.py --data another --init-from runs/gpt-tiny
-    jshard train models/lora_gpt.py --recipe gpt2_small --data another --init-from gpt2/model.safetensors
+    jshard train gpt --data corpus                                             # a base, runs/gpt-tiny
+    jshard train lora_gpt --data another --init-from runs/gpt-tiny
+    jshard train lora_gpt --recipe gpt2_small --data another --init-from gpt2/model.safetensors
 
 The model is that of `gpt.py`, with adapters of rank R beside the feed-forward layers of every block:
 `h = x W + x A B`, where A has R columns and B, which begins as zeros, R rows (Hu et al. 2021, arXiv 2106.09685). `wrt`
@@ -46,7 +46,7 @@ def with_adapter(layer: nnx.Linear, rank: int, rngs: nnx.Rngs) -> nnx.LoRALinear
 
 
 def tiny() -> Recipe:
-    """Over the base that `jshard train models/gpt.py` trains."""
+    """Over the base that `jshard train gpt` trains."""
     return _over(gpt.tiny(), num_steps=200, warmup_steps=20)
 
 

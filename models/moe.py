@@ -1,8 +1,8 @@
 """A mixture of experts to read from top to bottom, after Mixtral: the model, its sharding, its loss and its recipes.
 
-    jshard train models/moe.py                                   # the tiny recipe, minutes on a laptop
-    jshard train models/moe.py --mesh fsdp=4,expert=2            # the experts on an axis of their own
-    jshard train models/moe.py --recipe mixtral_8x7b --mesh fsdp=8,expert=8 --dry-run
+    jshard train moe                                   # the tiny recipe, minutes on a laptop
+    jshard train moe --mesh fsdp=4,expert=2            # the experts on an axis of their own
+    jshard train moe --recipe mixtral_8x7b --mesh fsdp=8,expert=8 --dry-run
 
 In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
 `expert` axis they lie apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and

@@ -1,8 +1,8 @@
 """A ResNet, and a RegNet by other numbers: convolutions with batch normalisation, on real images.
 
-    jshard train models/resnet.py                        # the tiny recipe, minutes on a laptop
-    jshard train models/resnet.py --recipe resnet50      # 25.6M parameters
-    jshard train models/resnet.py --recipe regnet_9b --mesh fsdp=128 --dry-run
+    jshard train resnet                        # the tiny recipe, minutes on a laptop
+    jshard train resnet --recipe resnet50      # 25.6M parameters
+    jshard train resnet --recipe regnet_9b --mesh fsdp=128 --dry-run
 
 Batch normalisation is what sets it apart from a transformer. It looks across the samples of a batch, which lie on
 different devices; jshard makes its statistics those of the whole batch. And its running averages are state that no

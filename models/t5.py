@@ -1,7 +1,7 @@
 """T5 to read from top to bottom: an encoder and a decoder that share a table, trained to fill in what was cut out.
 
-    jshard train models/t5.py                                                # the tiny recipe, minutes on a laptop
-    jshard plan models/t5.py --recipe t5_11b --topology h100:64x8            # without a GPU
+    jshard train t5                                                # the tiny recipe, minutes on a laptop
+    jshard plan t5 --recipe t5_11b --topology h100:64x8            # without a GPU
 
 The data are those of the T5 paper (arXiv 1910.10683), over bytes: spans of text are cut out, the encoder reads what is
 left, and the decoder writes the spans. They come from `spans.py`, which lies beside this file. Everything up to

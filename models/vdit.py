@@ -1,8 +1,8 @@
 """A diffusion transformer to read from top to bottom: DiT (Peebles & Xie 2022, arXiv 2212.09748), for images and video.
 
-    jshard train models/vdit.py                         # the tiny recipe: handwritten digits of 8 x 8 pixels
-    jshard train models/vdit.py --recipe tiny_video     # digits that move
-    jshard plan models/vdit.py --recipe vdit_4b --topology h100:16x8
+    jshard train vdit                         # the tiny recipe: handwritten digits of 8 x 8 pixels
+    jshard train vdit --recipe tiny_video     # digits that move
+    jshard plan vdit --recipe vdit_4b --topology h100:16x8
 
 An image is a video of one frame. The model turns noise into videos of a class by rectified flow (Liu et al. 2022,
 arXiv 2209.03003): it learns with what velocity a sample moves on the straight line from noise to video. Who copies

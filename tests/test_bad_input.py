@@ -68,6 +68,8 @@ FILES = {
 # Name: command line, and the exit code where it is not 2.
 CASES: dict[str, str | tuple[str, int]] = {
     "command: unknown": "trian model.py",
+    "init: no such model": "init gtp my.py",
+    "init: a file that is there": "init gpt model.py",
     "option: unknown": "train model.py --recip micro",
     "option: of two words": "train model.py --dryrun",
     "option: nothing like it": "train model.py --xyz=3",
@@ -83,6 +85,7 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: not given, but data": "train --data text.txt",
     "model: given twice": "train model.py wider.py",
     "model: missing": "train gone.py",
+    "model: a name of none": "train gtp",
     "model: a folder": "train thesis",
     "model: not Python": "train notes.txt",
     "model: not text": "train zeros.py",

@@ -213,5 +213,5 @@ def test_names_that_do_not_fit_are_told():
         "1 leaves have no name in the other format.\n"
         "  where: opt_state/mu\n"
         "  why:   the table of names speaks of 6 leaves, and not of these.\n"
-        "  do:    export the parameters alone, or add the names to the table (hf_names in models/gpt.py)."
+        "  do:    export the parameters alone, or add the names to the table, hf_names(config) of the model file."
     )

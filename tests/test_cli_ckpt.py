@@ -394,7 +394,7 @@ ShardingError: The checkpoint is not of this model: 5 leaves are missing.
 ShardingError: There is a recipe, and no model file.
   where: --recipe, --set
   why:   they are of the file that --model names.
-  do:    --model models/gpt.py
+  do:    --model gpt
 """,
     ("import", "nowhere", "d"): """\
 CheckpointError: There is no checkpoint to import.

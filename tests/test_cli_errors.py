@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jshard as js
 from jshard import cli
 from jshard._errors import MeshError, RunError
 from jshard.cli._config import config_json, print_config
@@ -40,7 +41,7 @@ def ends_with(monkeypatch, capsys):
                 raise outcome
             return outcome
 
-        monkeypatch.setattr(cli, "_command", lambda name: command)
+        monkeypatch.setattr(cli, "_command", lambda name, rest: command)
         code = cli.main(["train", "model.py", *options])
         end.seen = seen[0]
         return code, *capsys.readouterr()
@@ -132,7 +133,7 @@ def test_a_reader_that_leaves(lines, unbuffered):
     program = (
         "import sys; from jshard import cli\n"
         f"def command(argv):\n    for _ in range({lines}): print('a line')\n    return 0\n"
-        "cli._command = lambda name: command\n"
+        "cli._command = lambda name, rest: command\n"
         "sys.stdin.read()\n"  # until the reader has gone
         "sys.exit(cli.main(['train']))"
     )
@@ -149,16 +150,6 @@ def test_a_reader_that_leaves(lines, unbuffered):
     _, error = started.communicate(timeout=120)
     assert error == b""
     assert started.returncode in (0, 1)
-
-
-def test_unknown_command_names_the_nearest(capsys):
-    assert cli.main(["trian"]) == 2
-    assert capsys.readouterr().err == (
-        "ShardingError: There is no command 'trian'.\n"
-        "  where: jshard trian\n"
-        "  why:   the commands are train, plan, trace, ckpt, occupancy, tune.\n"
-        "  do:    jshard train\n"
-    )
 
 
 def test_help_tells_of_debug(capsys):
@@ -265,3 +256,23 @@ class Color(enum.Enum):
 def test_values_that_json_does_not_have(value, json_value):
     assert tree(value) == json_value
     json.dumps(tree(value), allow_nan=False)
+
+
+@pytest.mark.parametrize("line", ["--version", "version"])
+def test_the_version_is_printed(line, capsys):
+    assert cli.main([line]) == 0
+    assert capsys.readouterr().out == f"jshard {js.__version__}\n"
+
+
+def test_help_is_that_of_the_option(capsys):
+    for line, same in (("help", "--help"), ("help ckpt", "ckpt --help")):
+        assert cli.main(line.split()) == cli.main(same.split()) == 0
+        said = capsys.readouterr().out
+        assert said[: len(said) // 2] == said[len(said) // 2 :] and said.startswith("usage: jshard")
+
+
+@pytest.mark.parametrize(("line", "meant"), [("trian gpt --steps 3", "train"), ("ckpt inspct runs/a", "ckpt inspect")])
+def test_a_misspelt_command_is_suggested_with_its_arguments(line, meant, capsys):
+    assert cli.main(line.split()) == 2
+    rest = line.split()[len(meant.split()) :]
+    assert capsys.readouterr().err.endswith(f"  do:    jshard {meant} {' '.join(rest)}\n")

@@ -354,7 +354,7 @@ def fails(error, path, **arguments):
 
 
 def test_no_profile(tmp_path):
-    record = "record one: jshard train MODEL.py --profile 10:15, or jax.profiler.trace(FOLDER) around some steps."
+    record = "record one: jshard train gpt --profile 10:15, or jax.profiler.trace(FOLDER) around some steps."
     assert fails(ShardingError, tmp_path / "nowhere") == (
         f"There is no profile.\n  where: {tmp_path / 'nowhere'}\n"
         f"  why:   there is no such file or folder.\n  do:    {record}"
@@ -390,7 +390,7 @@ def test_no_whole_step(tmp_path):
         f"The profile has no whole step.\n  where: {path}\n"
         "  why:   1 began or ended in it, and none did both on every device.\n"
         "  do:    block_until_ready() before jax.profiler.stop_trace(), and profile two steps or more.\n"
-        "         record it again, with whole steps inside: jshard train MODEL.py --profile 10:15"
+        "         record it again, with whole steps inside: jshard train gpt --profile 10:15"
     )
     missing = {(0, "all-gather-start.1"), (1, "fusion.4")}
     write(path, *gpu_planes(0, 150, drop=missing))

@@ -104,7 +104,9 @@ def test_a_file_that_is_not_python(folder):
         "The model file cannot be read.\n"
         "  where: mine.txt\n"
         "  why:   a model file is Python and ends in .py; this is 'mine.txt'.\n"
-        "  do:    give the path of a Python file with a model, for example models/gpt.py."
+        "  do:    give the path of a Python file with a model, or the name of one that comes with jshard,"
+        " such as gpt;\n"
+        "         jshard init gpt my_gpt.py  # copies it, to be changed"
     )
     assert refused("a\0b").why == "it is not text: there are zero bytes in it."
 

@@ -325,7 +325,7 @@ def test_nothing_is_tuned_inside_a_trace(model, tmp_path):
 Kernels cannot be tuned while a program is traced.
   where: tune(...) inside of jax.jit, shard_map, grad or scan
   why:   nothing runs there, so nothing can be timed; and a measurement would change what is traced.
-  do:    tune before: jshard tune MODEL.py; js.overlap(model, loss=..., batch=...) reads what was measured."""
+  do:    tune before: jshard tune MODEL; js.overlap(model, loss=..., batch=...) reads what was measured."""
     )
     assert not (tmp_path / "tuning.json").exists()
 

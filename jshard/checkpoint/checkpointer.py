@@ -93,8 +93,8 @@ def restore(
         rename: beginnings of paths in `like`, and of the stored paths that they stand for.
         missing: what to do where nothing is stored for a leaf: "error", or "init" to leave it as `like` has it.
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
-        names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in
-            `models/gpt.py` says; see `jshard.checkpoint.formats.Stored`.
+        names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in a
+            model file says; see `jshard.checkpoint.formats.Stored`.
         read_once: whether shards that several processes hold (HSDP) are read once, in parts, and exchanged between
             their devices: for storage that is slower than the network. On one machine it is no quicker.
         verify: whether sums of all values are compared with those that were computed when they were saved.

@@ -16,10 +16,12 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
+from jshard import __version__
 from jshard._errors import FourPartError, MissingExtraError, RunError, ShardingError
 
 COMMANDS = {
-    "train": "train a recipe of a model file",
+    "train": "train a recipe of a model file, or of a model that comes with jshard",
+    "init": "copy a model that comes with jshard, to change it",
     "plan": "what a recipe needs, compiled for a cluster that you need not own",
     "trace": "what a profile of a run says: computing, communicating, both, idle",
     "ckpt": "what is in checkpoints: ls, inspect, verify, diff, reshard, import, export, timeline",
@@ -30,7 +32,7 @@ COMMANDS = {
 _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommands:\n" + "\n".join(
     f"  {name:<11}{summary}" for name, summary in COMMANDS.items()
 )
-_USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error."
+_USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
 
 _DEBUG = "JSHARD_DEBUG"
 _JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # JAX notes on every error that it has shortened the traceback
@@ -88,12 +90,15 @@ def _debug_in_environment(debug: bool) -> Iterator[None]:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if not argv or argv[0] in ("-h", "--help"):
+    if not argv or argv[0] in ("-h", "--help") or list(argv) == ["help"]:
         print(_USAGE, file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
-    name, *rest = argv
+    name, *rest = argv if argv[0] != "help" else [*argv[1:], "--help"]
+    if name in ("version", "--version"):
+        print(f"jshard {__version__}")
+        return 0
     _set_xla_flags()
-    return _command(name)(rest)
+    return _command(name, rest)(rest)
 
 
 def _tell(error: BaseException, argv: Sequence[str]) -> int:
@@ -157,14 +162,14 @@ def _flush_stdout() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _command(name: str) -> Callable[[Sequence[str]], int]:
+def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise ShardingError(
             f"There is no command {name!r}.",
             where=f"jshard {name}",
             why=f"the commands are {', '.join(COMMANDS)}.",
-            do=f"jshard {near[0]}" if near else "jshard --help",
+            do=shlex.join(["jshard", near[0], *rest]) if near else "jshard --help",
         )
     _require_extra("train", packages=("tyro", "grain", "matplotlib"), wanted_by=f"jshard {name}")
     return importlib.import_module(f"jshard.cli.{name}").run

@@ -26,7 +26,7 @@ class ArgumentError(ShardingError):
     """Arguments that the command does not take."""
 
 
-def parse(cls: type[T], argv: Sequence[str], *, command: str, example: str = "models/gpt.py") -> T:
+def parse(cls: type[T], argv: Sequence[str], *, command: str, example: str = "gpt") -> T:
     """The arguments as an object of a dataclass; prints the help and ends the process where that is asked for.
 
     Args:

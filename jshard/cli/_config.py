@@ -13,7 +13,7 @@ from jshard.train.settings.recipe import Recipe
 
 def config_json(
     *,
-    model_file: Path,
+    model_file: str | Path,
     recipe_name: str,
     recipe: Recipe,
     mesh: Mapping[str, int],
@@ -25,7 +25,7 @@ def config_json(
     """The configuration of a run as values of JSON.
 
     Args:
-        model_file: path of the model file.
+        model_file: path of the model file, or its name if it comes with jshard.
         recipe_name: name of the recipe.
         recipe: the recipe with every option and setting in it.
         mesh: degree of every mesh axis.

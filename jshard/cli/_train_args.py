@@ -23,7 +23,7 @@ class TrainArgs:
     """
 
     model: tyro.conf.Positional[Path]
-    """Python file with the model, its annotation and its recipes, e.g. models/gpt.py."""
+    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()

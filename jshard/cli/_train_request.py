@@ -65,7 +65,7 @@ class Request:
 
     def folder(self) -> Path:
         """The folder of the run, as it is now."""
-        return self.out or RunFolder.free_name(_RUNS, _stem(self.args, self.name))
+        return self.out or RunFolder.free_name(_RUNS, _stem(self.model_file, self.name))
 
     def as_begun(self, devices: int) -> Request:
         """The request on the mesh that the run was last started on, if that has as many devices."""
@@ -97,7 +97,7 @@ class Request:
     def config(self) -> dict[str, Any]:
         """Everything, as JSON."""
         return config_json(
-            model_file=self.args.model,
+            model_file=self.model_file.name,
             recipe_name=self.name,
             recipe=self.recipe,
             mesh=dict(open_mesh(self.sizes, devices=num_devices(self.sizes)).shape),
@@ -117,7 +117,7 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
     model_file = load_model_file(args.model)
     out = args.out
     if args.resume:
-        out = out or RunFolder.newest(_RUNS, _stem(args, model_file.recipe(args.recipe)[0]))
+        out = out or RunFolder.newest(_RUNS, _stem(model_file, model_file.recipe(args.recipe)[0]))
         # A job script may always say --resume: the first time there is nothing to take up.
         stored = RunFolder.options(out) if out is not None and RunFolder.holds_run(out) else None
         _check_origin(args, stored or {}, out)
@@ -224,5 +224,5 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
-def _stem(args: TrainArgs, name: str) -> str:
-    return f"{args.model.stem}-{name}"
+def _stem(model_file: ModelFile, name: str) -> str:
+    return f"{model_file.path.stem}-{name}"

@@ -118,7 +118,7 @@ def _data(request: Request) -> Data:
         if args.data or args.tokenizer:
             raise ShardingError(
                 "The model file brings its own data.",
-                where=f"--data and --tokenizer, {args.model}: data(recipe)",
+                where=f"--data and --tokenizer, {request.model_file.path}: data(recipe)",
                 why="they are read as text only where the file has no `data`.",
                 do="leave the options away, or take `data` out of the file.",
             )
@@ -134,7 +134,7 @@ def own_data(request: Request) -> Data:
     if not isinstance(data, Data):
         raise ShardingError(
             "The model file's `data` gives no data.",
-            where=f"{request.args.model}: data(recipe)",
+            where=f"{request.model_file.path}: data(recipe)",
             why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
             do="return jshard.train.Data(train=..., held_out=..., description=..., fingerprint=...).",
         )

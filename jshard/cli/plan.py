@@ -1,4 +1,4 @@
-"""`jshard plan MODEL.py`: what a recipe needs, and with --topology how it compiles for a cluster that is not here."""
+"""`jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster that is not here."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class PlanArgs:
     """
 
     model: tyro.conf.Positional[Path]
-    """Python file with the model, its annotation and its recipes, e.g. models/gpt.py."""
+    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()

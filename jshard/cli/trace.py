@@ -20,7 +20,7 @@ from jshard.inspect.profile.trace import trace
 class TraceArgs:
     """Reads a profile: of each step, the time in which devices compute, communicate, do both, or neither.
 
-    Profiles are recorded by `jshard train MODEL.py --profile 10:15`, or by jax.profiler in a program of your own. Times
+    Profiles are recorded by `jshard train gpt --profile 10:15`, or by jax.profiler in a program of your own. Times
     are unions of intervals on a device's timeline, never sums over kernels. Exit codes: 0 done, 1 the profile is empty,
     cut off or without a whole step, 2 the request was wrong.
     """

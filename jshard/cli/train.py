@@ -1,4 +1,4 @@
-"""`jshard train MODEL.py`: trains a recipe, or with --dry-run prints its plan; in several processes, starts them."""
+"""`jshard train MODEL`: trains a recipe, or with --dry-run prints its plan; in several processes, starts them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`jshard tune MODEL.py`: which setting of a kernel is best beside the collectives of a model."""
+"""`jshard tune MODEL`: which setting of a kernel is best beside the collectives of a model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TuneArgs:
     """
 
     model: tyro.conf.Positional[Path]
-    """Python file with the model, its annotation and its recipes, e.g. models/gpt.py."""
+    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()

@@ -19,7 +19,7 @@ and six are optional:
                                their paths, such as "*/lora_*"; all by default
 
 `batch` is what the data gives, stacked; of text a dict of two int32 arrays of shape (batch_size, sequence_length):
-"inputs", and "targets", the same text one token later. `models/gpt.py` is an example to copy.
+"inputs", and "targets", the same text one token later. `jshard init gpt my_gpt.py` copies an example.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jshard._choices import as_filter
 from jshard._errors import FourPartError, ShardingError
 from jshard.train.settings.recipe import Recipe
+from jshard.train.shipped_models import model_path, shipped_folder, shipped_models
 
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
@@ -106,6 +107,11 @@ class ModelFile:
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
     wrt: Any = nnx.Param
 
+    @property
+    def name(self) -> str:
+        """How a run records it: by its name if it comes with jshard, as that works on any machine; else by its path."""
+        return self.path.stem if self.path.parent == shipped_folder() else str(self.path)
+
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
         """The named recipe, or the file's first, with its name.
 
@@ -157,7 +163,8 @@ def load_model_file(path: str | Path) -> ModelFile:
     that is loaded twice gives two modules. An error that the file raises is not changed.
 
     Args:
-        path: a Python file.
+        path: a Python file, or the name of a model that comes with jshard, such as "gpt"; a file of that name in the
+            working folder comes first.
 
     Returns:
         Its names, checked as far as they can be without calling them.
@@ -165,7 +172,7 @@ def load_model_file(path: str | Path) -> ModelFile:
     Raises:
         ModelFileError: the file cannot be read as Python, imports what is not installed, or lacks one of the names.
     """
-    path = Path(path)
+    path = model_path(Path(path))
     _check_file(path)
     folder = str(path.resolve().parent)
     if folder not in sys.path:
@@ -176,18 +183,21 @@ def load_model_file(path: str | Path) -> ModelFile:
 def _check_file(path: Path) -> None:
     why = _unreadable(path)
     if why:
+        near = next(iter(difflib.get_close_matches(path.stem, shipped_models(), n=1)), "gpt")
         raise ModelFileError(
             "The model file cannot be read.",
             where=str(path),
             why=why,
-            do="give the path of a Python file with a model, for example models/gpt.py.",
+            do="give the path of a Python file with a model, or the name of one that comes with jshard, such as"
+            f" {near};\njshard init {near} my_{near}.py  # copies it, to be changed",
         )
 
 
 def _unreadable(path: Path) -> str | None:
     try:
         if not path.is_file():
-            return "it is a folder." if path.is_dir() else f"no such file, seen from {Path.cwd()}."
+            missing = f"no such file, seen from {Path.cwd()}; with jshard come {', '.join(shipped_models())}."
+            return "it is a folder." if path.is_dir() else missing
         if ".py" not in (path.suffix, path.resolve().suffix):
             return f"a model file is Python and ends in .py; this is {path.name!r}."
         return "it is not text: there are zero bytes in it." if b"\0" in path.read_bytes() else None
@@ -298,7 +308,7 @@ def _pick(module: Any, path: Path) -> ModelFile:
             f"The model file lacks {', '.join(missing)}.",
             where=str(path),
             why="`jshard train` needs RECIPES, build and annotate in it.",
-            do="see `python -m pydoc jshard.train.model_file`, or start from a copy of models/gpt.py.",
+            do="jshard init gpt my_gpt.py  # an example; python -m pydoc jshard.train.model_file explains it",
         )
     named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
     named = {name: value for name, value in named.items() if value is not None}

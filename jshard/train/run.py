@@ -136,7 +136,7 @@ def run_recipe(
     if init_from is not None and not (resume and steps_in(Path(out) / OF_A_RUN)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
-    record = RunRecord.of(recipe, name=name, model_file=model_file.path, data=data, options=options or {})
+    record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)

@@ -132,7 +132,7 @@ class ForeignSource:
                 f"{len(nameless)} leaves have no name in the other format.",
                 where=nameless,
                 why=f"the table of names speaks of {len(names)} leaves, and not of these.",
-                do="export the parameters alone, or add the names to the table (hf_names in models/gpt.py).",
+                do="export the parameters alone, or add the names to the table, hf_names(config) of the model file.",
             )
         self.leaves: dict[str, StoredArray] = {}
         self._origin: dict[str, tuple[str, Stored, int, int]] = {}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
             f"There is no command {name!r}.",
             where=f"jshard ckpt {name}",
             why=f"the commands are {', '.join(COMMANDS)}.",
-            do=f"jshard ckpt {near[0]}" if near else "jshard ckpt --help",
+            do=shlex.join(["jshard", "ckpt", near[0], *rest]) if near else "jshard ckpt --help",
         )
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")

@@ -41,7 +41,7 @@ class Model:
                     "There is a recipe, and no model file.",
                     where="--recipe, --set",
                     why="they are of the file that --model names.",
-                    do="--model models/gpt.py",
+                    do="--model gpt",
                 )
             return None
         file = load_model_file(path)
@@ -59,7 +59,8 @@ class Model:
                 "The model file does not say what its parameters are called elsewhere.",
                 where=str(self.file.path),
                 why="it has no function hf_names(config).",
-                do="add it: its result maps each path, such as blocks/0/mlp/up/kernel, to a name; see models/gpt.py.\n"
+                do="add it: its result maps each path, such as blocks/0/mlp/up/kernel, to a name;\n"
+                "jshard init gpt my_gpt.py  # copies a file that has one\n"
                 "Without --model all leaves keep their names.",
             )
         return names

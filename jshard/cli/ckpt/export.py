@@ -38,8 +38,9 @@ class ExportArgs:
     """Of the files."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
     """The part of the state: beginning of the paths, which the names then lack."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL.py")] = None
-    """Model file whose hf_names(config) says what its parameters are called; without it they keep their names."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
+    called; without it they keep their names."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()

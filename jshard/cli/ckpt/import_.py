@@ -35,8 +35,9 @@ class ImportArgs:
     """A safetensors file or a folder of them, a folder of a PyTorch distributed checkpoint, or one of Orbax."""
     out: tyro.conf.Positional[Path]
     """A new folder."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL.py")] = None
-    """Model file whose hf_names(config) says what its parameters are called there; without it all names stay."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
+    called there; without it all names stay."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()

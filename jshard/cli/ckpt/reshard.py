@@ -33,8 +33,8 @@ class ReshardArgs:
     """A new folder."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=2,fsdp=16; on the CPU as many devices are simulated (8 by default)."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL.py")] = None
-    """Model file whose annotation says how leaves are sharded."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name, whose annotation says how leaves are sharded."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()

@@ -16,7 +16,7 @@ from jshard._errors import ShardingError
 PROFILE, PROGRAM = "profile", "program.txt"
 _SUFFIX = ".xplane.pb"
 _DEPTH = 6  # folders between a file and the program's text
-_RECORD = "jshard train MODEL.py --profile 10:15, or jax.profiler.trace(FOLDER) around some steps"
+_RECORD = "jshard train gpt --profile 10:15, or jax.profiler.trace(FOLDER) around some steps"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ from jshard.inspect.profile.result import DeviceStep, Trace, TraceStep
 from jshard.inspect.profile.runs import Run, busiest_program, expected_ops, runs_of, whole
 from jshard.inspect.profile.shares import measure
 
-_AGAIN = "record it again, with whole steps inside: jshard train MODEL.py --profile 10:15"
+_AGAIN = "record it again, with whole steps inside: jshard train gpt --profile 10:15"
 _PS_PER_S = 10**12
 
 

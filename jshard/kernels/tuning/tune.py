@@ -119,7 +119,7 @@ def refuse_in_a_trace() -> None:
             "Kernels cannot be tuned while a program is traced.",
             where="tune(...) inside of jax.jit, shard_map, grad or scan",
             why="nothing runs there, so nothing can be timed; and a measurement would change what is traced.",
-            do="tune before: jshard tune MODEL.py; js.overlap(model, loss=..., batch=...) reads what was measured.",
+            do="tune before: jshard tune MODEL; js.overlap(model, loss=..., batch=...) reads what was measured.",
         )
 
 

@@ -20,7 +20,7 @@ class RunRecord:
     Attributes:
         name: of the recipe.
         recipe: every field, with those of the model's config under "model".
-        model_file: its path.
+        model_file: its path, or its name if it comes with jshard.
         data: "description" and "fingerprint" of the data.
         options: what the command line was given, for a resumed run to take over.
     """

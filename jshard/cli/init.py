@@ -1,0 +1,97 @@
+"""`jshard init NAME FILE`: copies a model that comes with jshard, and the files beside it that it imports."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from jshard._errors import ShardingError
+from jshard.cli._arguments import parse
+from jshard.train.shipped_models import neighbours, shipped_models
+
+
+@dataclasses.dataclass(frozen=True)
+class InitArgs:
+    """Copies a model that comes with jshard, to be changed; with it the files beside it that it imports.
+
+    No file is overwritten. Exit codes: 0 done, 2 the request was wrong.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="NAME")]
+    """Name of a model, e.g. gpt; an unknown one lists them all."""
+    out: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(metavar="FILE.py")] = None
+    """File to write, e.g. my_gpt.py; by default NAME.py."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard init`."""
+    args = parse(InitArgs, argv, command="jshard init", example="gpt my_gpt.py")
+    source, out = _source(args), args.out or Path(f"{args.model}.py")
+    if out.suffix != ".py":
+        raise ShardingError(
+            "The copy would not be a model file.",
+            where=str(out),
+            why="a model file is Python and ends in .py.",
+            do=_command(args.model, out.with_suffix(".py")),
+        )
+    beside = {out.with_name(file.name): file for file in neighbours(source)}
+    if out in beside:
+        raise ShardingError(
+            "The copy cannot have the name of a file that it imports.",
+            where=str(out),
+            why=f"{args.model} imports {out.stem}, and would import itself.",
+            do=_command(args.model, _free_folder(out) / source.name),
+        )
+    copies = {out: source} | beside
+    _check_free(args.model, out, copies)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for target, file in copies.items():
+        target.write_bytes(file.read_bytes())
+    print(f"written: {', '.join(map(str, copies))}")
+    print(f"train it: {shlex.join(['jshard', 'train', str(out)])}")
+    return 0
+
+
+def _source(args: InitArgs) -> Path:
+    models = shipped_models()
+    if args.model not in models:
+        near = next(iter(difflib.get_close_matches(args.model, models, n=1)), "gpt")
+        raise ShardingError(
+            f"No model {args.model!r} comes with jshard.",
+            where=f"jshard init {args.model}",
+            why=f"the models are {', '.join(models)}.",
+            do=_command(near, args.out),
+        )
+    return models[args.model]
+
+
+def _check_free(model: str, out: Path, copies: Mapping[Path, Path]) -> None:
+    """Raises where a file would be overwritten; a neighbour that another copy has brought may lie there already."""
+    taken = [copy for copy, file in copies.items() if copy.exists() and (copy == out or not _same(copy, file))]
+    if taken:
+        raise ShardingError(
+            "There are files already, and none is overwritten.",
+            where=list(map(str, taken)),
+            why=f"{model} is copied as {', '.join(map(str, copies))}.",
+            do=_command(model, _free_folder(out) / out.name),
+        )
+
+
+def _free_folder(out: Path) -> Path:
+    folders = (Path(f"{out.with_suffix('')}{number}") for number in itertools.chain([""], itertools.count(2)))
+    return next(folder for folder in folders if not folder.exists())
+
+
+def _command(model: str, out: Path | None) -> str:
+    return shlex.join(["jshard", "init", model, *([] if out is None else [str(out)])])
+
+
+def _same(out: Path, file: Path) -> bool:
+    return out.is_file() and out.read_bytes() == file.read_bytes()

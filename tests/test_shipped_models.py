@@ -1,0 +1,118 @@
+"""The models that come with jshard: found by name in a checkout and in a wheel, recorded by name, copied by init."""
+
+import importlib.util
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from jshard import cli
+from jshard.train import load_model_file, shipped_models
+from tests.micro_gpt import MODELS
+
+HELPERS = {"clicks", "digits", "spans"}  # they are imported by models
+NAMES = {file.stem for file in MODELS.glob("*.py")} - HELPERS
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty working folder; what a file adds to `sys.path` is taken out again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+    return tmp_path
+
+
+def installed(folder):
+    """The module as it is in a wheel: models inside of the package, and a stranger's `models` beside it."""
+    package = folder / "site-packages" / "jshard"
+    (package / "train").mkdir(parents=True)
+    (folder / "site-packages" / "models").mkdir()
+    (folder / "site-packages" / "models" / "gpt.py").write_text("RECIPES = {}")
+    shutil.copytree(MODELS, package / "models")
+    file = shutil.copy(shipped_models.__file__, package / "train")
+    spec = importlib.util.spec_from_file_location("installed_shipped_models", file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, package / "models"
+
+
+def test_every_model_is_found_by_its_name_in_a_checkout_and_in_a_wheel(folder):
+    assert shipped_models.shipped_models() == {name: MODELS / f"{name}.py" for name in sorted(NAMES)}
+    module, models = installed(folder)
+    assert module.shipped_models() == {name: models / f"{name}.py" for name in sorted(NAMES)}
+    assert module.model_path(Path("gpt")) == models / "gpt.py"
+
+
+def test_a_file_of_the_working_folder_comes_before_a_shipped_model(folder):
+    assert shipped_models.model_path(Path("gpt")) == MODELS / "gpt.py"
+    (folder / "gpt").mkdir()
+    assert shipped_models.model_path(Path("gpt")) == MODELS / "gpt.py"  # a folder is no model
+    (folder / "gpt.py").write_text("")
+    assert shipped_models.model_path(Path("gpt")) == Path("gpt.py")
+    (folder / "llama").write_text("")
+    assert shipped_models.model_path(Path("llama")) == Path("llama")
+
+
+@pytest.mark.parametrize("given", ["models/gpt", "./gpt.py", "gpt.py", "digits", "gtp", "x" * 5000, ""])
+def test_nothing_else_means_a_shipped_model(folder, given):
+    assert shipped_models.model_path(Path(given)) == Path(given)
+
+
+def test_a_shipped_model_loads_and_is_recorded_by_its_name(folder, capsys):
+    file = load_model_file("lora_gpt")  # which imports gpt, beside it
+    assert file.path == MODELS / "lora_gpt.py" and file.name == "lora_gpt"
+    assert cli.main(["train", "gpt", "--print-config"]) == 0
+    assert json.loads(capsys.readouterr().out)["model_file"] == "gpt"
+    shutil.copy(MODELS / "gpt.py", folder)
+    assert load_model_file("gpt").name == "gpt.py"
+
+
+def test_an_unknown_name_lists_the_models(folder, capsys):
+    assert cli.main(["train", "gtp"]) == 2
+    said = capsys.readouterr().err
+    assert f"with jshard come {', '.join(sorted(NAMES))}.\n" in said
+    assert "jshard, such as gpt;\n         jshard init gpt my_gpt.py  # " in said
+
+
+@pytest.mark.parametrize(
+    ("name", "beside"),
+    [("gpt", []), ("vdit", ["digits"]), ("dhen", ["clicks"]), ("t5", ["spans"]), ("lora_gpt", ["gpt"])],
+)
+def test_init_copies_a_model_with_the_files_that_it_imports(folder, capsys, name, beside):
+    assert cli.main(["init", name, f"new/my_{name}.py"]) == 0
+    copied = {f"my_{name}.py": name} | {f"{helper}.py": helper for helper in beside}
+    assert {path.name for path in (folder / "new").iterdir()} == set(copied)
+    for path, source in copied.items():
+        assert (folder / "new" / path).read_bytes() == (MODELS / f"{source}.py").read_bytes()
+    assert capsys.readouterr().out.endswith(f"train it: jshard train new/my_{name}.py\n")
+
+
+def test_init_overwrites_nothing(folder, capsys):
+    assert cli.main(["init", "resnet", "mine.py"]) == 0
+    assert cli.main(["init", "vdit", "other.py"]) == 0  # digits.py is there already, and the same
+    (folder / "digits.py").write_text("mine")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    capsys.readouterr()
+    for line, where in (
+        ("init vdit mine.py", "mine.py\n         digits.py"),
+        ("init vdit new.py", "digits.py"),
+        ("init vdit digits.py", "digits.py"),
+        ("init lora_gpt gpt.py", "gpt.py"),
+        ("init gpt new", "new"),
+    ):
+        assert cli.main(line.split()) == 2
+        said = capsys.readouterr().err
+        assert f"\n  where: {where}\n" in said
+        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        do = said.partition("do:")[2].split()  # and what it says works
+        assert cli.main(do[1:]) == 0, do
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            elif path.name not in before:
+                path.unlink()
+        (folder / "digits.py").write_text("mine")
+        capsys.readouterr()
