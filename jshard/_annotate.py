@@ -20,6 +20,7 @@ from jshard._nnx import (
     NESTED,
     OUTER,
     OWN,
+    LogicalOptimizer,
     Member,
     Path,
     Unit,
@@ -45,6 +46,9 @@ from jshard.engine.route import route
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
 _groups = itertools.count()
+
+_OPTIMIZER = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
+_LINEN_OPTIMIZER = "tx = js.shard_optimizer(model, tx)  # around the whole chain"
 
 
 def fully_shard(
@@ -184,7 +188,8 @@ def fully_shard(
     )
     if not gathered:
         checks.check_ungathered(policy, strategy, offload)
-    record = Unit(mesh, policy, rule, as_filter(ignored), tuple(allow_replicated))
+    optimizer = LogicalOptimizer(_LINEN_OPTIMIZER) if isinstance(module, nn.Module) else None  # nnx: where it is padded
+    record = Unit(mesh, policy, rule, as_filter(ignored), tuple(allow_replicated), optimizer=optimizer)
     root = record if units is None else dataclasses.replace(record, policy=dataclasses.replace(policy, remat="none"))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
@@ -231,7 +236,9 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
     try:
         found = _members(module)
-        renewed = [(nested, _renewed(path, nested, old, found)) for path, nested, old in inner if old is not None]
+        padded = any(one.placement.padding for one in found.values())
+        optimizer = LogicalOptimizer(_OPTIMIZER) if padded else None
+        renewed = [(one, _renewed(path, one, old, found, optimizer)) for path, one, old in inner if old is not None]
         checks.check_not_shared(renewed)
     except AnnotationError:
         detach(module)
@@ -241,11 +248,14 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
     _place_arrays(module)
 
 
-def _renewed(path: Path, nested: nnx.Module, old: Unit, found: dict[int, "_Found"]) -> Unit:
+def _renewed(
+    path: Path, nested: nnx.Module, old: Unit, found: dict[int, "_Found"], optimizer: LogicalOptimizer | None
+) -> Unit:
     """The record of a unit, as the module around it is annotated."""
     members = tuple(_seen_from(nested, found))
     name = "" if old.policy.gathered or not path else dotted(path)
-    return dataclasses.replace(old, members=members, nested=bool(path) or old.nested, name=name)
+    is_nested = bool(path) or old.nested
+    return dataclasses.replace(old, members=members, nested=is_nested, name=name, optimizer=optimizer)
 
 
 @dataclasses.dataclass(frozen=True)

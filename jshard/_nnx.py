@@ -8,6 +8,7 @@ import copyreg
 import dataclasses
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,21 @@ class Member:
     owner: str
 
 
+@dataclasses.dataclass(eq=False)
+class LogicalOptimizer:
+    """Whether a model has an optimizer that sees logical arrays: one that `js.shard_optimizer` made.
+
+    The units of a model share it, by reference: it is as good for a copy of the model, or one that was split before.
+
+    Args:
+        do: the line that makes one.
+        exists: whether there is one.
+    """
+
+    do: str
+    exists: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class Unit:
     """The record of a unit: equal for equal layers, so it holds no global path.
@@ -57,6 +73,7 @@ class Unit:
         nested: whether an enclosing unit is known.
         name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
             knows the others' paths.
+        optimizer: that of the model, where it may have padded parameters; without one their gradients are refused.
     """
 
     mesh: AnyMesh
@@ -67,6 +84,7 @@ class Unit:
     members: tuple[Member, ...] = ()
     nested: bool = False
     name: str = ""
+    optimizer: LogicalOptimizer | None = None
 
     @functools.cached_property
     def by_path(self) -> dict[Path, Member]:
@@ -218,3 +236,8 @@ def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
 def dotted(path: Path) -> str:
     """A path as text: `blocks/0/kernel`; `(root)` for the module itself."""
     return "/".join(map(str, path)) or "(root)"
+
+
+def numberless(path: str) -> str:
+    """A path with `*` for the numbers of layers: `blocks/*/kernel`."""
+    return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)

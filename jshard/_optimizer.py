@@ -106,6 +106,8 @@ def abstract_optimizer(
         )
     if isinstance(tx, _Placed) and tx.mesh != mesh:
         raise _of_other_mesh(plain_class(model).__name__, tx.mesh, mesh)
+    if unit.optimizer is not None:
+        unit.optimizer.exists = True
     places = _places(model, over_replica=shard_replicated)
     placed = _placed(tx, places, mesh)
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer

@@ -2,7 +2,8 @@
 
 JAX has no array that is sharded unevenly. Such a variable holds the padded array, and all that reads or writes the
 variable sees the logical one. As the padding is in the class, it survives everything that nnx does to a variable.
-Raw arrays (`jax.tree.leaves`, `nnx.as_pure`) are padded; their padding is zero, and has no gradient.
+Raw arrays (`jax.tree.leaves`, `nnx.as_pure`) are padded; their padding is zero, and has no gradient. An optimizer that
+maps over them takes means over the padding too: `jshard.engine.padded_gradients` refuses it.
 """
 
 import copyreg
@@ -17,7 +18,6 @@ from flax import nnx
 from jax import lax
 
 from jshard import _compat
-from jshard._errors import AnnotationError
 from jshard._placement import Placement
 
 V = TypeVar("V", bound=nnx.Variable)
@@ -89,8 +89,6 @@ class _LogicalReads:
     _jshard_padding: Padding
 
     def get_value(self: Any, *, index: Any = _MISSING) -> Any:
-        if _compat.called_by_optimizer():  # it makes its state of what Optax made of raw arrays
-            raise _plain_optimizer()
         value = self._jshard_padding.cut(self.get_raw_value())
         return value if index is _MISSING or index is Ellipsis else value[index]
 
@@ -192,12 +190,3 @@ def _placed(stored: Any, given: Any, old: Any) -> Any:
     if stored is given or not are_here or _compat.is_tracer(stored) or _compat.is_tracer(old):
         return stored
     return jax.device_put(stored, old.sharding)
-
-
-def _plain_optimizer() -> AnnotationError:
-    return AnnotationError(
-        "nnx.Optimizer cannot hold the state of parameters that are stored padded.",
-        where="nnx.Optimizer(model, tx)",
-        why="it hands raw arrays to Optax, and means over padded ones would be wrong.",
-        do="optimizer = js.shard_optimizer(model, tx)  # an nnx.Optimizer; Optax sees logical arrays",
-    )

@@ -222,7 +222,7 @@ DEGREE_ONE = "the fsdp axis has degree 1"
 SMALL = "smaller than min_size"
 INDIVISIBLE = "no dim divides by"
 
-_PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their own
+PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their own
 
 
 def _choose(
@@ -242,7 +242,7 @@ def _choose(
     if fits:
         return max(fits, key=lambda d: (shape[d], -d)), ""
     padded = _padded_dim(shape, free, degree) if rule.pads else None
-    if padded is None or math.prod(shape) * jnp.dtype(dtype).itemsize < _PADDED_FROM_BYTES:
+    if padded is None or math.prod(shape) * jnp.dtype(dtype).itemsize < PADDED_FROM_BYTES:
         return None, f"{INDIVISIBLE} {degree} (shape {tuple(shape)})"
     return padded, ""
 

@@ -1,4 +1,4 @@
-"""Parameters that could not be sharded: an error for a large one, one warning for the rest."""
+"""Parameters that could not be sharded: an error for a large one, one warning with what the rest cost."""
 
 import dataclasses
 import fnmatch
@@ -7,42 +7,57 @@ import warnings
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, degree
-from jshard._nnx import Member, Path, Unit, dotted
-from jshard._placement import INDIVISIBLE
+from jshard._nnx import Member, Path, Unit, dotted, numberless
+from jshard._placement import INDIVISIBLE, PADDED_FROM_BYTES
 
 _LARGE_SHARE = 0.01
+_LISTED = 10
 
 
-@functools.cache
 def check_replicated(root: Unit, name: str) -> None:
     """Looks at the parameters of a model that no dim divides, and for patterns; once per model and process.
 
     Called when the root is known: by `shard_init`, and by the first call into a model.
 
     Raises:
-        AnnotationError: one of them is over one percent of the model and not in `allow_replicated`; or a pattern of
-            the root's `MixedPrecision(keep=...)` matches nothing.
+        AnnotationError: one of them has 64 KiB or more, is over one percent of the model, and not in
+            `allow_replicated`; or a pattern of the root's `MixedPrecision(keep=...)` matches nothing.
     """
+    _check_once(dataclasses.replace(root, optimizer=None), name)
+
+
+@functools.cache
+def _check_once(root: Unit, name: str) -> None:
     _check_kept(root, name)
-    total = sum(m.placement.logical_bytes for m in root.members)
     odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
     odd = [m for m in odd if not is_named(m.path, root.allow_replicated)]
-    large = [m for m in odd if m.placement.logical_bytes > _LARGE_SHARE * total]
+    held, total = (sum(m.placement.logical_bytes for m in members) for members in (odd, root.members))
+    large = [m for m in odd if m.placement.logical_bytes >= max(PADDED_FROM_BYTES, _LARGE_SHARE * total)]
     axis = f"{FSDP}={degree(root.mesh, FSDP)}"
     if large:
-        paths = [dotted(m.path) for m in large]
         raise AnnotationError(
             f"{len(large)} large parameter(s) of {name} would be replicated.",
             where=[_describe(m) for m in large],
-            why=f"no dim divides by {axis}, and each is over {_LARGE_SHARE:.0%} of the model's {total} bytes.",
-            do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={paths!r}),\n"
+            why=f"no dim divides by {axis}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
+            f" model's {total} bytes.",
+            do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(large)!r}),\n"
             "or have it padded: shard_dim=0.",
         )
     if odd:
-        listed = "".join(f"\n  {_describe(m)}" for m in odd)
+        listed = [f"\n  {_describe(m)}" for m in odd[:_LISTED]]
+        listed += [f"\n  ... and {len(odd) - _LISTED} more"] * (len(odd) > _LISTED)
         warnings.warn(
-            f"{len(odd)} parameter(s) of {name} stay replicated, as no dim divides by {axis}:{listed}", stacklevel=3
+            f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axis}. Each device holds all"
+            f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
+            f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(odd)!r}). To pad them: shard_dim=0.",
+            stacklevel=4,
         )
+
+
+def _patterns(members: list[Member]) -> list[str]:
+    """What names them in `allow_replicated`: their paths; of many with `*` for the numbers of layers."""
+    paths = [dotted(m.path) for m in members]
+    return paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
 
 
 def _check_kept(root: Unit, name: str) -> None:

@@ -65,7 +65,7 @@ class Stack(nnx.Module):
 
 
 class Odd(nnx.Module):
-    """Two parameters that nothing divides, over one percent of the model unless `wide` is large."""
+    """Two parameters that nothing divides."""
 
     def __init__(self, wide: int, rngs: nnx.Rngs):
         self.up = nnx.Linear(61, 67, use_bias=False, rngs=rngs)
@@ -74,6 +74,16 @@ class Odd(nnx.Module):
 
     def __call__(self, x):
         return self.down(self.up(x))
+
+
+class Cube(nnx.Module):
+    """A large parameter, all of whose dims are smaller than the axis."""
+
+    def __init__(self):
+        self.odd = nnx.Param(jnp.ones((7, 7, 7, 7, 7)))
+
+    def __call__(self, x):
+        return x * self.odd[0, 0, 0, 0, 0]
 
 
 class Untracked(nnx.Module):
@@ -332,13 +342,13 @@ ERRORS: dict[str, Callable[[], object]] = {
     "MixedPrecision: not a dtype": lambda: js.MixedPrecision(param="bf16"),
     "MixedPrecision: not floating": lambda: js.MixedPrecision(param="bfloat16", reduce="int8"),
     "shard_init: root forgotten": lambda: js.shard_init(linear, lambda model: None),
-    "optimizer: padded parameters": lambda: nnx.Optimizer(
-        shard(Odd(8, nnx.Rngs(0)), shard_dim=0), optax.adam(1e-3), wrt=nnx.Param
+    "optimizer: padded parameters": lambda: nnx.grad(lambda model, x: model(x).mean())(
+        shard(Odd(8, nnx.Rngs(0)), shard_dim=0), X[:, :61]
     ),
     "shard_init: abstract mesh": lambda: js.shard_init(linear, lambda model: shard(model, mesh=js.mesh(devices=64))),
     "shard_init: another mesh": lambda: js.shard_init(linear, shard, mesh=js.mesh(replica=2)),
     "shard_init: untracked array": lambda: js.shard_init(lambda: Untracked(nnx.Rngs(0)), shard),
-    "shard_init: large replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
+    "shard_init: large replicated": lambda: js.shard_init(Cube, shard),
     "plan: root forgotten": forget_the_root,
     "plan: parameter after the annotation": lambda: js.plan(with_a_new_parameter()),
     "shard_optimizer: root forgotten": lambda: js.shard_optimizer(linear(), optax.sgd(1.0)),
@@ -358,7 +368,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "value_and_grad: root forgotten": lambda: js.value_and_grad(loss)(linear(), X),
     "call: odd batch": lambda: call(annotated(), X[:9]),
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
-    "call: large replicated": lambda: call(shard(Odd(64, nnx.Rngs(0))), X[:, :61]),
+    "call: large replicated": lambda: call(shard(Cube()), X),
     "call: inside another shard_map": call_in_a_shard_map,
     "call: argument that may carry the batch": lambda: call(shard(Towers(nnx.Rngs(0))), X, X),
     "call: old random key": lambda: call(pair(), X, jax.random.PRNGKey(0)),
@@ -398,7 +408,7 @@ def gathered_again() -> None:
 
 
 WARNINGS: dict[str, Callable[[], object]] = {
-    "warning: replicated": lambda: js.shard_init(lambda: Odd(1024, nnx.Rngs(0)), shard),
+    "warning: replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: batch reduction": lambda: call(annotated(lambda m, x: m.out(x) - m.out(x).mean(0, keepdims=True)), X),
     "warning: gathered again": gathered_again,

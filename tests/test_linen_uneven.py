@@ -1,5 +1,6 @@
 """Linen parameters that no dim divides: stored padded in a box, read without it, trained like on one device."""
 
+import contextlib
 import copy
 import functools
 import pickle
@@ -17,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jshard as js
 from jshard import checkpoint
-from jshard._linen.padded import Padded, is_padded
+from jshard._linen.padded import Padded, is_padded, unboxed
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
 from tests.wide import wide
 
@@ -229,6 +230,7 @@ OPTIMIZERS = {
     "centralized": lambda: optax.chain(optax.centralize(), optax.sgd(1.0, momentum=0.9)),
     "several steps": lambda: optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2).gradient_transformation(),
     "a part": lambda: optax.masked(optax.adam(1e-2), {"kernel": True}),
+    "own": lambda: by_rows(),
 }
 
 
@@ -255,18 +257,55 @@ def test_an_optimizer_with_means_over_parameters_is_exact(name):
     assert found.params["kernel"].value.shape == (504, WIDTH)
 
 
-@pytest.mark.parametrize("tx", [ADAMW, optax.chain(optax.clip_by_block_rms(1e-4), optax.sgd(1.0))], ids=["adam", "rms"])
-def test_optax_alone_is_refused(tx):
-    model, x = table()
+def by_rows() -> optax.GradientTransformation:
+    """A user's own transformation, with a mean over rows."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g / jnp.sqrt((g**2).mean(0, keepdims=True) + 1e-12), grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def by_hand(state: TrainState, x: Any) -> None:
+    jax.grad(lambda params: jnp.mean(state.apply_fn({"params": params}, x) ** 2))(state.params)
+
+
+def in_global_view(state: TrainState, x: Any) -> None:
+    with js.global_view():
+        jax.jit(by_hand)(state, x)
+
+
+@pytest.mark.parametrize("tx", [by_rows(), ADAMW], ids=["own", "adamw"])
+@pytest.mark.parametrize("update", [table_step, by_hand, in_global_view])
+def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_padding(update, tx):
+    model, x = js.fully_shard(Table(), mesh=js.mesh()), table()[1]
     state = js.shard_init(creator(model, tx, x), model)
-    with pytest.raises(js.AnnotationError, match=r"tx = js.shard_optimizer\(model, tx\)"):
-        table_step(state, x)
-    around = optax.chain(optax.clip(1.0), js.shard_optimizer(model, tx))
-    with pytest.raises(js.AnnotationError, match="around the whole chain"):
-        around.update(state.params, around.init({"kernel": box()[1]}), state.params)
-    if tx is ADAMW:
-        with pytest.raises(js.AnnotationError, match=r"an array \[501, 47\], stored \[504, 47\]"):
-            tx.init(state.params)
+    with pytest.raises(js.AnnotationError, match=r"Table: kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
+        update(state, x)
+    assert refused.value.do == "tx = js.shard_optimizer(model, tx)  # around the whole chain"
+    js.shard_optimizer(model, tx)
+    by_hand(state, x)
+
+
+def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
+    class Adapted(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return Table(name="table")(x) @ self.param("adapter", nn.initializers.ones, (WIDTH, 8))
+
+    model, x = js.fully_shard(Adapted(), mesh=js.mesh()), table()[1]
+    params = js.shard_init(lambda: model.init(jax.random.key(0), x), model)["params"]
+    apply = jax.jit(lambda params, x: model.apply({"params": params}, x))
+    wanted = Adapted().apply({"params": unboxed(params)}, x)
+    np.testing.assert_allclose(apply(params, x), wanted, rtol=1e-4, atol=1e-4)
+    assert js.check(model, {"params": params}, x).worst < 1e-4
+    loss = lambda params, x: jnp.mean(apply(params, x) ** 2)
+    for wrt in ("adapter", "table/*"):
+        grad = jax.jit(js.value_and_grad(loss, model=model, wrt=wrt))
+        with pytest.raises(js.AnnotationError) if wrt == "table/*" else contextlib.nullcontext():
+            grad(params, x)
+    tx = js.shard_optimizer(model, ADAMW)  # traces are older
+    assert tx and jax.grad(loss)(params, x)["table"]["kernel"].shape == (VOCAB, WIDTH)
 
 
 def test_state_that_is_made_of_boxes_is_boxed():
@@ -348,6 +387,7 @@ def test_beside_a_tensor_axis_that_the_model_names():
     assert isinstance(kernel, nn.Partitioned) and is_padded(kernel.value)
     assert kernel.value.value.addressable_shards[0].data.shape == (12, 24)
     scalar = lambda model: jax.jit(jax.grad(lambda params: jnp.mean(model.apply({"params": params}, x) ** 2)))
+    js.shard_optimizer(model, ADAMW)
     found = scalar(model)(variables["params"])["kernel"].value
     wanted = scalar(plain)(plain.init(jax.random.key(0), x)["params"])["kernel"].value
     assert worst(np.asarray(found), np.asarray(wanted)) <= GRADIENT_TOLERANCE
@@ -360,12 +400,49 @@ def test_what_is_small_or_named_stays_replicated():
         made = js.shard_init(lambda model=model: model.init(jax.random.key(0), x), model)
         assert isinstance(made["params"]["kernel"], jax.Array)
         assert js.plan(model).leaf("kernel").placement.dim is None
-    small = js.fully_shard(nn.Dense(WIDTH, use_bias=False), mesh=js.mesh())
-    with pytest.raises(js.AnnotationError, match="or have it padded: shard_dim=0"):
-        js.shard_init(lambda: small.init(jax.random.key(0), x[:, :WIDTH]), small)
     named = js.fully_shard(Table(), mesh=js.mesh(), allow_replicated=["kernel"], shard_dim=0)
     with pytest.raises(js.AnnotationError, match="it is in allow_replicated, and not padded"):
         jax.eval_shape(named.init, jax.random.key(0), x)
+
+
+class VAE(nn.Module):
+    """Flax's example: layers of 500, 20 latents. Neither divides by 8, and their kernels have 40,000 bytes."""
+
+    @nn.compact
+    def __call__(self, x, noise):
+        h = nn.relu(nn.Dense(500, name="fc1")(x))
+        mean, logvar = nn.Dense(20, name="mean")(h), nn.Dense(20, name="logvar")(h)
+        h = nn.relu(nn.Dense(500, name="latents")(mean + noise * jnp.exp(0.5 * logvar)))
+        return nn.Dense(784, name="fc2")(h), mean, logvar
+
+
+def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning():
+    rng, tx = np.random.default_rng(0), optax.adam(1e-3, eps=1e-3)
+    x, noise = rng.random((40, 784), np.float32), rng.standard_normal((40, 20), np.float32)
+
+    def create(model: nn.Module) -> TrainState:
+        params = model.init(jax.random.key(0), x, noise)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    @jax.jit
+    def train_step(state: TrainState) -> TrainState:
+        def loss_fn(params: Any) -> jax.Array:
+            recon, mean, logvar = state.apply_fn({"params": params}, x, noise)
+            return optax.sigmoid_binary_cross_entropy(recon, x).mean() + 0.1 * (mean**2 + jnp.exp(logvar)).mean()
+
+        return state.apply_gradients(grads=jax.grad(loss_fn)(state.params))
+
+    model = js.fully_shard(VAE(), mesh=js.mesh())
+    with pytest.warns(
+        UserWarning, match=r"3 parameter\(s\) of VAE are replicated(.|\n)* 120000 bytes(.|\n)*mean/k"
+    ) as told:
+        found = js.shard_init(lambda: create(model), model)
+    wanted = create(VAE())
+    for _ in range(3):
+        found, wanted = train_step(found), train_step(wanted)
+    assert len(told) == 1
+    apart = {k: worst(v, flat(wanted.params)[k]) for k, v in flat(found.params).items()}
+    assert max(apart.values()) <= 2e-6, apart
 
 
 # Checkpoints hold logical arrays: padding is a matter of the mesh.

@@ -111,12 +111,12 @@ def test_numbers_of_parts():
 
 
 def test_meshes_that_cannot_be_annotated_are_refused_with_the_reason():
-    """Of an odd width: 16 devices would each hold most of it whole."""
-    width = [f"model.{name}=72" for name in ("d_model", "d_ff", "vocab_size")]
-    found = searched(two_nodes("model.n_layer=1", *width), replica=2)
-    assert list(found.refused) == ["replica=1,fsdp=16,tensor=1"]
-    assert "of GPT would be replicated" in found.refused["replica=1,fsdp=16,tensor=1"]
-    assert {cost.variant.mesh["fsdp"] for cost in found.ranked} == {1, 2, 4, 8}
+    """Of a width of 136: 256 devices would each hold most of it whole."""
+    width = [f"model.{name}=136" for name in ("d_model", "d_ff", "vocab_size")]
+    found = searched(costs_for("h100:32x8", "model.n_layer=1", "batch_size=256", *width), replica=2)
+    assert list(found.refused) == ["replica=1,fsdp=256,tensor=1"]
+    assert "of GPT would be replicated" in found.refused["replica=1,fsdp=256,tensor=1"]
+    assert max(cost.variant.mesh["fsdp"] for cost in found.ranked) == 128
 
 
 def test_a_tensor_axis_stays_as_it_was_asked_for():

@@ -112,16 +112,6 @@ def test_parameters_may_be_let_go_and_spread_wider(monkeypatch):
     assert costs(*settings, reshard_after_forward=False).of(Variant(name="", mesh=mesh)).memory.held_bytes > CAPACITY
 
 
-@pytest.mark.slow
-def test_a_wider_mesh_that_cannot_be_annotated_is_left_out(monkeypatch):
-    """Over 8 shards no large parameter would divide, over 4 they do."""
-    width = [f"model.{name}=20" for name in ("d_model", "d_ff", "vocab_size")]
-    mesh = mesh_of(HOST, replica=2)
-    settings = (*width, f"batch_size={2**24}")
-    tried, _ = suggested(monkeypatch, lambda asked: 1.1, *settings, mesh=mesh)
-    assert tried and {row.variant.mesh["fsdp"] for row in tried} == {4}
-
-
 def test_nothing_that_could_help_is_nothing_that_is_tried(monkeypatch):
     settings = "model.d_model=65536", "model.d_ff=262144", "batch_size=8", "model.n_layer=1"
     assert suggested(monkeypatch, lambda asked: 0.9, *settings) == ((), [])

@@ -1,16 +1,13 @@
-"""Who has called: the Python stack of an equation, and that of a function of ours."""
+"""Who has called: the Python stack of an equation."""
 
 import pathlib
-import sys
 from typing import Any
 
 import flax
 import jax
-from flax import nnx
 
 import jshard
 
-_MAPPING, _TRANSFORMING = ("jax", "optax", "jshard"), ("init_fn", "update_fn", "init", "update")
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
 
 
@@ -35,21 +32,3 @@ def _frames(eqn: Any) -> list[Any]:
 def scope_of(eqn: Any) -> str:
     """The `jax.named_scope` around an equation, inside its own jaxpr."""
     return str(eqn.source_info.name_stack)
-
-
-def called_by_optimizer() -> bool:
-    """Whether the function that asks was called by the module of Flax in which `nnx.Optimizer` is."""
-    return sys._getframe(2).f_globals.get("__name__") == nnx.Optimizer.__module__
-
-
-def called_by_optax() -> bool:
-    """Whether the function that asks was called, by way of jax's maps over trees, by a transformation of Optax.
-
-    Not so Optax's functions of trees, such as `apply_updates` and `tree.norm`.
-    """
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _MAPPING:
-        if frame.f_code.co_name in _TRANSFORMING and frame.f_globals["__name__"].startswith("optax."):
-            return True
-        frame = frame.f_back
-    return False

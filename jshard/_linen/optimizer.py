@@ -39,6 +39,8 @@ def linen_optimizer(
         raise root_forgotten(model)
     if shard_replicated:
         raise _for_nnx(annotation.base.__name__)
+    assert annotation.root.optimizer is not None, "fully_shard gives every Linen model one"
+    annotation.root.optimizer.exists = True
     all_are, trained = wrt is nnx.Param, lambda: Trained(annotation.layout, wrt)
     tx = optax.with_extra_args_support(tx if all_are else optax.masked(tx, lambda tree: trained().mask(tree)))
 

@@ -15,8 +15,6 @@ from flax import serialization
 from flax.core import meta
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from jshard import _compat
-from jshard._errors import AnnotationError
 from jshard._padded import OF_STORAGE, Padding
 from jshard._state_places import StatePlaces, key_texts
 
@@ -86,12 +84,9 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         return f"Padded({dtype}{list(self.padding.logical_shape(stored or ()))}, stored {list(stored or ())})"
 
     def tree_flatten_with_keys(self) -> tuple[tuple, Padding]:
-        children, padding = self.tree_flatten()
-        return ((_VALUE, children[0]),), padding
+        return ((_VALUE, self.value),), self.padding
 
     def tree_flatten(self) -> tuple[tuple, Padding]:
-        if _compat.called_by_optax():
-            raise _plain_optax(self)
         return (self.value,), self.padding
 
     @classmethod
@@ -137,13 +132,3 @@ def boxed_like(old: Any, tree: Any) -> Any:
     """A tree in the form of the one that it replaces."""
     one = lambda before, x: before.replace_boxed(x) if isinstance(before, Padded) else x
     return jax.tree.map(one, old, tree, is_leaf=is_padded)
-
-
-def _plain_optax(box: Padded) -> AnnotationError:
-    shape = tuple(getattr(box.value, "shape", ()))
-    return AnnotationError(
-        "Optax was given a parameter that is stored padded.",
-        where=f"an array {list(box.padding.logical_shape(shape))}, stored {list(shape)}",
-        why="it maps over stored arrays, and means over padded ones would be wrong.",
-        do="tx = js.shard_optimizer(model, tx)  # around the whole chain: Optax then sees logical arrays",
-    )

@@ -69,12 +69,13 @@ class Copies:
 
 
 # The region is told apart from the outside by the trace itself (its axes are manual), so a context variable is
-# enough; global view is not, and must be part of jit's cache key.
+# enough; the last two are not, and must be part of jit's cache key.
 _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
 _copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", default=False)
 _global_view = jax.make_user_context(default_value="")
+_no_update = jax.make_user_context(default_value=False)
 
 
 @contextlib.contextmanager
@@ -124,6 +125,16 @@ def is_unchecked() -> bool:
 def unchecked() -> AbstractContextManager[None]:
     """For one of many traces of the same model: a third of the time goes into checks, which the others make."""
     return _during(_unchecked, True)
+
+
+def is_without_update() -> bool:
+    """Whether gradients are made to be looked at: no optimizer gets them."""
+    return bool(_no_update.value)
+
+
+def without_update() -> AbstractContextManager[None]:
+    """Inside, gradients of padded parameters need no optimizer that sees logical arrays: there is no update."""
+    return _no_update(True)
 
 
 def in_global_view() -> bool:

@@ -28,6 +28,7 @@ from jshard.engine.hosted import on_device
 from jshard.engine.inputs import BatchSplit, split_batch, trace_globally
 from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.overwritten import largest_over_shards
+from jshard.engine.padded_gradients import guarded, guarded_inside
 from jshard.engine.reads import guard, hold_shard
 from jshard.engine.reductions import warn_of_batch_reductions
 from jshard.engine.unit import check_scanned, refuse_late, run_unit
@@ -45,7 +46,7 @@ def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
     refuse_late(module, call.where)
     split = split_batch(call, unit)
     if split is None:
-        with global_view(), on_device(module, unit):
+        with global_view(), on_device(module, unit), guarded_inside(module, unit):
             return method(module, *args, **kwargs)
     return _Island(call, unit, cast(Mesh, unit.mesh), split).run()
 
@@ -99,6 +100,7 @@ class _Island:
         specs = self._input_specs()
         if self.copies is not None:
             params = [x if copy is None else copy for x, copy in zip(params, self.copies, strict=True)]
+        params = guarded(self.call, params)
         # shard_map reads out_specs after it has traced the body, which fills the list: one trace instead of two.
         self.out_specs: list[PartitionSpec] = []
         region = jax.shard_map(

@@ -17,6 +17,7 @@ import jax
 from jshard._errors import CallError
 from jshard._linen.annotation import Annotation, annotation_of, check_found
 from jshard._linen.layout import Layout, Seen
+from jshard._linen.padded import padding_in
 from jshard._linen.stacks import warn_of_stacks
 from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
@@ -32,6 +33,7 @@ from jshard.engine.linen_call import Lifted, View, lifted_call
 from jshard.engine.linen_fields import Fields
 from jshard.engine.linen_survey import Survey
 from jshard.engine.linen_values import described, flat, rules_without
+from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.route import refuse_manual, route
 from jshard.engine.ungathered import called_inside, run_ungathered
 from jshard.engine.unit import run_unit
@@ -179,14 +181,17 @@ def _region(
 def _on_device(
     module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any], plain: Callable[[], Any]
 ) -> Any:
-    """A call in global view; parameters in host memory are brought to the device for it."""
+    """A call in global view; parameters in host memory are brought to the device for it, padded ones guarded."""
     annotation = annotation_of(module)
-    if annotation is None or not annotation.offloads_params or module.is_initializing():
+    if annotation is None or module.is_initializing():
+        return plain()
+    boxes = any(padding_in(leaf) for _, leaf in flat(module.variables.get("params", {})))
+    if not boxes and not annotation.offloads_params:
         return plain()
 
     def run(lifted: Lifted, args: tuple, kwargs: dict[str, Any]) -> tuple[Any, View]:
         view = lifted.view(annotation.base)
-        with all_on_device(view):
+        with all_on_device(view), guarded_inside(view, annotation.root):
             return lifted.run(view, args, kwargs), view
 
     return lifted_call(module, function, args, kwargs, prefix=tuple(module.path), run=run)

@@ -12,6 +12,7 @@ from jshard._nnx import plain_class, unit_of
 from jshard.engine.context import current_region, in_global_view, in_plain_flax
 from jshard.engine.hosted import on_device
 from jshard.engine.island import open_region
+from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.ungathered import called_inside, run_ungathered
 from jshard.engine.unit import run_as_flax, run_unit
 
@@ -26,7 +27,7 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     if not unit.policy.gathered and region is not None:
         raise called_inside(module, method, region)
     if in_global_view():
-        with on_device(module, unit):
+        with on_device(module, unit), guarded_inside(module, unit):
             return method(module, *args, **kwargs)
     if region is not None:
         return run_unit(module, unit, region, method, args, kwargs, outermost=False)

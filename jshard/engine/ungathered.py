@@ -16,6 +16,7 @@ from jshard.engine.call import Call, raw
 from jshard.engine.collectives import scope
 from jshard.engine.context import Region
 from jshard.engine.island import refuse_absent
+from jshard.engine.padded_gradients import guarded
 from jshard.engine.unit import gathered_here, refuse_late
 
 
@@ -34,7 +35,8 @@ def run_ungathered(module: nnx.Module, unit: Unit, method: Callable[..., Any], a
     refuse_late(module, call.where)
     mine = gathered_here(call, unit, True)
     body = Body(call, tuple(mine), unit.policy.mixed_precision, None)
-    values = [_held(raw(call.params[i][1]), member.placement, unit) for i, member in mine.items()]
+    stored = guarded(call, [raw(variable) for _, variable in call.params])
+    values = [_held(stored[i], member.placement, unit) for i, member in mine.items()]
     with jax.named_scope(scope(unit.name or dotted(()))):
         return body.finish(body.compute(values, body.others, body.inputs, body.fixed, None))
 

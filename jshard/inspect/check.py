@@ -15,7 +15,7 @@ from jshard._nnx import dotted, plain_class, unit_of
 from jshard._plan import root_forgotten
 from jshard._state_places import key_texts
 from jshard.engine.call import is_array, is_float
-from jshard.engine.context import global_view
+from jshard.engine.context import global_view, without_update
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,9 +96,10 @@ def check(
         return call(live, *args, **arrays, **static), nnx.state(live, nnx.RngCount)
 
     program, inputs = _program(run), (state, args, arrays)
-    found, grads, counts = program(params, inputs)
+    with without_update():
+        found, grads, counts = program(params, inputs)
     _refuse_random(counts, nnx.state(model, nnx.RngCount), where)
-    with global_view():
+    with global_view(), without_update():
         wanted, wanted_grads, _ = program(params, inputs)
     gradients = {dotted(p): (v, w) for (p, v), (_, w) in zip(*map(_flat, (grads, wanted_grads)), strict=True)}
     return _report(found, wanted, gradients, tolerance, where)
@@ -128,8 +129,9 @@ def _check_linen(
 
     program = _program(run)
     inputs = {k: v for k, v in variables.items() if k != "params"}, rest, arrays
-    found, grads, _ = program(variables["params"], inputs)
-    with global_view():
+    with without_update():
+        found, grads, _ = program(variables["params"], inputs)
+    with global_view(), without_update():
         wanted, wanted_grads, _ = program(variables["params"], inputs)
     pairs = zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted_grads), strict=True)
     return _report(found, wanted, {"/".join(key_texts(p)): (v, w) for (p, v), w in pairs}, tolerance, where)

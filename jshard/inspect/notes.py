@@ -1,7 +1,6 @@
 """What the tables of an explanation do not say: lines about parameters that are an exception."""
 
-import re
-
+from jshard._nnx import numberless
 from jshard._plan import ShardPlan
 from jshard.inspect.tables import folded_names, human_bytes
 
@@ -20,7 +19,7 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
     for leaf in plan.replicated:
         paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
         shape = list(leaf.placement.shape)
-        pattern = f"{_pattern(leaf.path)} {shape}"
+        pattern = f"{numberless(leaf.path)} {shape}"
         paths[pattern] = paths.get(pattern, 0) + 1
     if not reasons:
         return []
@@ -58,15 +57,11 @@ def _padded_notes(plan: ShardPlan) -> list[str]:
     for leaf in padded:
         p = leaf.placement
         dim = p.dim or 0
-        line = f"  {_pattern(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
+        line = f"  {numberless(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
         sizes[line] = sizes.get(line, 0) + 1
     count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
     head = f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
     return [head, *(line + (f"  x{count}" if count > 1 else "") for line, count in sizes.items())]
-
-
-def _pattern(path: str) -> str:
-    return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
 
 
 def _tied_notes(plan: ShardPlan) -> list[str]:

@@ -9,7 +9,7 @@ from flax import nnx
 from jshard._mesh import EXPERT, TENSOR
 from jshard._nnx import unit_of
 from jshard._plan import root_forgotten
-from jshard.engine.context import shapes_only
+from jshard.engine.context import shapes_only, without_update
 from jshard.inspect.module import ProgramError
 from jshard.inspect.partitioned import Amounts, Sent, partitioned_collectives
 
@@ -36,7 +36,7 @@ def own_traffic(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt:
         return jax.value_and_grad(run)(params)
 
     try:
-        with shapes_only():
+        with shapes_only(), without_update():
             lowered = jax.jit(backward).trace(params, rest, batch).lower(lowering_platforms=("cuda",))
         found = partitioned_collectives(lowered, root.mesh)
     except (NotImplementedError, ProgramError):  # an operation or a collective that is known to the compiler alone
