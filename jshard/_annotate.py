@@ -78,7 +78,8 @@ def fully_shard(
 
     Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
     sharded along its largest dim that divides by the degree of the `fsdp` axis; if none does, along one that is
-    stored with some rows of padding, which reads of the parameter do not show. When the root is called,
+    stored with some rows of padding, which reads of the parameter do not show (such a model needs the
+    optimizer of `js.shard_optimizer`); a small parameter is then replicated. When the root is called,
     the call runs as one `jax.shard_map` region over the data axes; inside, each unit all-gathers its own
     parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
     which come out sharded like the parameters. The module keeps its class, names, variables and tree; the
@@ -121,8 +122,8 @@ def fully_shard(
         stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
             held against the path from the module and from the unit.
-        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides, be
-            it that they make up more than one percent of the model.
+        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
+            whatever their size and without a warning.
         min_size: parameters with fewer elements stay replicated.
         batch_dim: which dim of array arguments is the batch. This and the settings below hold for calls from outside:
             give them to the root.

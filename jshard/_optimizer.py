@@ -38,7 +38,8 @@ def shard_optimizer(
 
     State with the shape of a parameter lies as the parameter does; other large state is sharded along a dim that
     divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
-    compiles twice, as its counters do not lie on the mesh yet; and it refuses parameters that are stored padded.
+    compiles twice, as its counters do not lie on the mesh yet. And it sees the padding of parameters that are stored
+    padded: gradients with respect to them are refused until this function was called for the model.
 
     State of parameters that were annotated with `offload` lies in host memory, and so it stays: an update brings it to
     the device and takes it back, leaf by leaf. Such parameters need this optimizer.

@@ -73,6 +73,7 @@ MESHES = pytest.mark.parametrize("degrees", [wide({}), {"replica": 2}], ids=["ze
 def made(plain: nn.Module, mesh: Any, **settings: Any) -> tuple[nn.Module, Any]:
     """An annotated model, and its variables without arrays."""
     model = js.fully_shard(plain, mesh=mesh, **{"units": UNITS, **settings})
+    js.shard_optimizer(model, optax.sgd(0.1))  # the table is padded
     return model, js.abstract_init(lambda: model.init(jax.random.key(0), IDS), model)
 
 
@@ -92,6 +93,7 @@ def results(model: nn.Module, variables: Any) -> Any:
 def test_gradients_equal_those_of_one_device(plain, degrees):
     units = UNITS if isinstance(plain, Clicks) else {"lookup/table": NEVER, Block: {}}
     model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=units)
+    js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     found = results(model, variables)
     assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))))
@@ -193,6 +195,7 @@ def test_regions_that_flax_transforms_gather_for_themselves_and_are_told():
 def test_a_whole_model_may_be_one():
     plain = nn.Embed(ROWS, WIDTH)
     model = js.fully_shard(plain, mesh=js.mesh(), gathered=False, shard_dim=0)
+    js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     assert [unit.gathered for unit in js.plan(model).units] == [False]
     loss = lambda model, v: (model.apply(v, IDS) ** 2).mean()

@@ -422,6 +422,7 @@ def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
     np.testing.assert_allclose(model(rows()), Adapted()(rows()), rtol=1e-4, atol=1e-4)
     assert js.check(model, rows()).worst < 1e-4
     loss = lambda model, x: (model(x) ** 2).mean()
+    assert "activations" in str(js.explain(model, loss=loss, batch=rows()))
     for grad in (nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)), js.value_and_grad(loss, wrt=nnx.LoRAParam)):
         assert jax.tree.leaves(nnx.jit(lambda model, x, grad=grad: grad(model, x))(model, rows()))
     with pytest.raises(js.AnnotationError, match="Adapted: table/kernel "):

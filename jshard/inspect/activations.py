@@ -15,7 +15,7 @@ from jshard._mesh import data_degree
 from jshard._nnx import unit_of
 from jshard._plan import root_forgotten
 from jshard._revise import repeated_layers, revise
-from jshard.engine.context import shapes_only
+from jshard.engine.context import shapes_only, without_update
 
 Saved = collections.Counter
 """How often an array of (shape and dtype, bytes on one device, first dim) is saved."""
@@ -85,7 +85,7 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt
         # Copied: what the model changes as it runs, as dropout's counts, belongs to the inner trace.
         return jax.vjp(lambda params: loss(nnx.merge(graphdef, params, rest, copy=True), *arguments), params)
 
-    with shapes_only():
+    with shapes_only(), without_update():
         jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
     found, known = Saved(), set(map(id, jaxpr.invars))
     for eqn in jaxpr.eqns:
