@@ -253,7 +253,8 @@ def test_an_optimizer_with_means_over_parameters_is_exact(name):
     for _ in range(2):
         found, wanted = table_step(found, x), table_step(wanted, x)
     assert kinds(found) == before
-    assert worst(np.asarray(found.params["kernel"]), np.asarray(wanted.params["kernel"])) <= (1e-6 if name == "own" else 1e-5)
+    apart = worst(np.asarray(found.params["kernel"]), np.asarray(wanted.params["kernel"]))
+    assert apart <= (1e-6 if name in ("own", "adafactor") else 1e-5)
     assert found.params["kernel"].value.shape == (504, WIDTH)
 
 
