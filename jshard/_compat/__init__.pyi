@@ -1,13 +1,16 @@
 from jshard._compat.callers import frame_files as frame_files
 from jshard._compat.callers import scope_of as scope_of
 from jshard._compat.callers import user_frame as user_frame
+from jshard._compat.cuda import CUDA_VERSIONS as CUDA_VERSIONS
+from jshard._compat.cuda import hide_useless_cuda as hide_useless_cuda
+from jshard._compat.cuda import is_cuda_useless as is_cuda_useless
+from jshard._compat.cuda import plugin_versions as plugin_versions
 from jshard._compat.graphs import LINEN_CALL as LINEN_CALL
 from jshard._compat.graphs import SETTINGS as SETTINGS
 from jshard._compat.graphs import children as children
 from jshard._compat.graphs import is_node as is_node
 from jshard._compat.graphs import is_quantised as is_quantised
 from jshard._compat.installed import jax_version as jax_version
-from jshard._compat.installed import plugin_versions as plugin_versions
 from jshard._compat.installed import versions as versions
 from jshard._compat.memories import asked_of_results as asked_of_results
 from jshard._compat.memories import host_rows as host_rows

@@ -14,8 +14,3 @@ def jax_version() -> str:
 def versions(packages: Iterable[str]) -> dict[str, str]:
     """The versions of some packages, for what was written by them."""
     return {package: importlib.metadata.version(package) for package in packages}
-
-
-def plugin_versions(cuda: str) -> tuple[str, str]:
-    """The versions of jaxlib and of its plugin for a CUDA version, such as "cuda12": a compiler needs them equal."""
-    return importlib.metadata.version("jaxlib"), importlib.metadata.version(f"jax-{cuda}-plugin")

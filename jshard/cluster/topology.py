@@ -22,8 +22,6 @@ from jshard._errors import MissingExtraError, RunError, ShardingError
 from jshard.cluster.devices import DEVICES, DeviceFacts
 from jshard.cluster.gpu_target import accepted_text
 
-_CUDA = ("cuda12", "cuda13")  # CUDA versions for which JAX has a plugin; the first that is installed is used
-
 
 class TopologyError(ShardingError):
     """A topology that cannot be read, or that cannot be built."""
@@ -135,10 +133,11 @@ def require_compiler(platform: str, *, where: str = "jshard plan --topology") ->
 
 def _gpu_problem() -> tuple[str, str] | None:
     """Why there is no GPU compiler, and what to install; None where there is one."""
-    for cuda in _CUDA:
-        if importlib.util.find_spec(f"jax_{cuda}_plugin") is None:
+    for cuda in _compat.CUDA_VERSIONS:  # the first that is installed is used
+        found = _compat.plugin_versions(cuda)
+        if found is None:
             continue
-        jaxlib, plugin = _compat.plugin_versions(cuda)
+        jaxlib, plugin = found
         if plugin != jaxlib:
             exact = f"jax-{cuda}-plugin=={jaxlib} jax-{cuda}-pjrt=={jaxlib}"
             return f"jax-{cuda}-plugin is of version {plugin}, jaxlib of {jaxlib}.", f"pip install {exact}"
