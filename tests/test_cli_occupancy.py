@@ -23,7 +23,7 @@ def test_the_table_of_a_gpu(capsys):
     assert "beside NCCL 2.30.7 ring: 16 blocks of 544 x 96, 120,064 B, 1 on an empty SM" in lines
     rows = [re.split(r"  +", line.strip()) for line in lines if line.startswith(" matmul_nn_tiled:64x64x64/2")]
     assert rows == [
-        ["matmul_nn_tiled:64x64x64/2", "128 x 58, 40,977 B", "5", "SMEM", "5", "pad 74,752: 1 per"],
+        ["matmul_nn_tiled:64x64x64/2", "128 x 58, 40,977 B", "5", "SMEM", "5", "pad 74,752: 1 per SM,"],
         ["matmul_nn_tiled:64x64x64/2", "128 x 58, 40,977 B", "5", "SMEM", "0", "as it is"],
     ]
     assert max(map(len, lines)) <= 120

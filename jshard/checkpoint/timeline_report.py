@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group
+from rich.text import Text
+
 from jshard.checkpoint.ettr import FORMULA, Ettr
 from jshard.checkpoint.timeline import SLOWER, Timeline
 from jshard.inspect.drawing import duration
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
 _MIB = 1 << 20
 _CLOCKS = "Seconds; a process begins as the clock of its host says, and its phases are by its own."
@@ -108,10 +111,12 @@ class TimelineReport:
         return f"{what}: {count}, {duration(shown.total_s)}, {shown.num_bytes / _MIB:.1f} MiB"
 
     def __str__(self) -> str:
-        lines = [self.title, self.verdict]
-        if self.shown.rows:
-            lines += [printed(self._table()), _CLOCKS]
-        return "\n".join([*lines, "", printed(self._sums()), *self._ettr_lines()])
+        return printed(self)
+
+    def __rich__(self) -> Group:
+        head = Text(self.title, style="bold"), Text(self.verdict)
+        table = (self._table(), Text(_CLOCKS)) if self.shown.rows else ()
+        return Group(*head, *table, Text(), self._sums(), *map(Text, self._ettr_lines()))
 
     def to_json(self) -> dict[str, Any]:
         """The report as values of JSON."""
@@ -128,10 +133,10 @@ class TimelineReport:
             "ettr": None if ettr is None else {"value": ettr.value, "formula": FORMULA, **dataclasses.asdict(ettr)},
         }
 
-    def _table(self) -> Any:
+    def _table(self) -> FittedTable:
         phases = self.shown.phases
         names = (f"{phase}>" for phase in phases)
-        table = made_table("", "process>", "host", "began>", *names, "MiB>", "MiB/s>")
+        table = made_table("", "process>", "host", "began>", *names, "MiB>??", "MiB/s>?")
         for row in self.shown.rows:
             moved_s = row.phase_s("write", "read")
             rate = f"{row.num_bytes / _MIB / moved_s:.0f}" if moved_s > 0 else ""
@@ -139,7 +144,7 @@ class TimelineReport:
             add_row(table, str(row.process), row.host, f"+{row.began_s:.3f}", *cells, _mib(row.num_bytes), rate)
         return table
 
-    def _sums(self) -> Any:
+    def _sums(self) -> FittedTable:
         failed = sum(1 for x in self.every if x.error is not None)
         table = made_table(
             f"All saves and restores of this folder ({failed} failed)", "", "times>", "median>", "longest>"

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Group
+from rich.text import Text
 
 from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
+from jshard.inspect.tables import show
 from jshard.kernels.occupancy import (
     ASSUMED_CTAS,
     COPY_ENGINE,
@@ -76,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
     if args.json:
         print(json.dumps({"gpus": [report.to_dict() for report in reports]}, indent=2))
     else:
-        print(*reports, sep="\n\n")
+        show(Group(*[part for report in reports for part in (Text(), report)][1:]))
     return 0
 
 

@@ -14,6 +14,7 @@ from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
 from jshard.cli._steps_option import parse_steps
 from jshard.inspect.profile.trace import trace
+from jshard.inspect.tables import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,5 +50,8 @@ def run(argv: Sequence[str]) -> int:
     if args.html is not None:
         args.html.write_text(found.to_html())
         print(f"written: {args.html}", file=sys.stderr)
-    print(found.to_json() if args.json else found)
+    if args.json:
+        print(found.to_json())
+    else:
+        show(found)
     return 0

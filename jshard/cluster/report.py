@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jshard.cluster.compile import CompiledStep
@@ -18,7 +17,7 @@ from jshard.cluster.timeline import timeline_svg
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import page
-from jshard.inspect.tables import add_row, human_bytes, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
 _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start unless it is told otherwise
@@ -156,7 +155,7 @@ class ClusterPlan:
             lines.append("JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
         return lines
 
-    def _estimate_table(self) -> Table:
+    def _estimate_table(self) -> FittedTable:
         found, n = self.estimates, self.topology.num_devices
         table = made_table("", "", "from>", "to>", "stated>")
         rows: tuple[tuple[str, Callable[[Estimate], float], Callable[[float], str]], ...] = (

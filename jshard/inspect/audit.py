@@ -12,7 +12,6 @@ import jax
 from flax import nnx
 from jax.sharding import AbstractMesh
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jshard._errors import ShardingError
@@ -24,7 +23,7 @@ from jshard.inspect.hlo import KINDS
 from jshard.inspect.host import host_differences
 from jshard.inspect.schedule import Schedule, read_schedule
 from jshard.inspect.steps import Window
-from jshard.inspect.tables import add_row, human_bytes, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
 
 _SHOWN = 10
 
@@ -243,10 +242,10 @@ def _headline(found: Audit) -> str:
     return text
 
 
-def _collectives_table(found: Audit) -> Table:
+def _collectives_table(found: Audit) -> FittedTable:
     plan = found.plan
     caption = "runs: instructions, and executions with loops counted. arrays: whole ones, in the dtype on the wire."
-    columns = ["collective", "over", "dtype", "unit", "runs>", "arrays>", "async>", "matmuls>"]
+    columns = ["collective", "over", "dtype??", "unit", "runs>?", "arrays>", "async>", "matmuls>"]
     if plan is not None:
         caption += f" copies: elements by the number of parameters{_which(plan)}."
         columns.insert(6, "copies>")
@@ -276,7 +275,7 @@ def _copies(elements: float, plan: ShardPlan) -> str:
     return f"{elements / plan.gathered_part.num_parameters:.2f}"
 
 
-def _memory_table(memory: CompiledMemory) -> Table:
+def _memory_table(memory: CompiledMemory) -> FittedTable:
     table = made_table("Memory of one device (compiled)", "", "bytes>")
     add_row(table, "arguments: state and batch", human_bytes(memory.arguments_bytes))
     add_row(table, "results that take no argument's place", human_bytes(memory.results_bytes - memory.shared_bytes))

@@ -9,7 +9,6 @@ from typing import Any
 import flax.linen as nn
 from flax import nnx
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jshard._errors import AnnotationError
@@ -20,7 +19,16 @@ from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
 from jshard.inspect.notes import notes_of
-from jshard.inspect.tables import add_row, human_bytes, human_count, joined_name, made_table, name_pattern, printed
+from jshard.inspect.tables import (
+    FittedTable,
+    add_row,
+    human_bytes,
+    human_count,
+    joined_name,
+    made_table,
+    name_pattern,
+    printed,
+)
 
 
 def explain(
@@ -146,11 +154,11 @@ def _headline(plan: ShardPlan) -> str:
     )
 
 
-def _units_table(plan: ShardPlan) -> Table:
+def _units_table(plan: ShardPlan) -> FittedTable:
     caption = (
         "dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one."
     )
-    columns = "unit", "kind", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead", "remat"
+    columns = "unit", "kind??", "parameters>", "per device>", "gathered>", "dtypes", "kept", "ahead?", "remat"
     table = made_table("Units: what is gathered together", *columns, caption=caption)
     for name, count, unit in folded_units(plan):
         leaves = plan.unit_leaves(unit.name)
@@ -186,7 +194,7 @@ def _short(dtype: str) -> str:
     return dtype.replace("bfloat", "bf").replace("float", "f")
 
 
-def _leaves_table(plan: ShardPlan) -> Table:
+def _leaves_table(plan: ShardPlan) -> FittedTable:
     table = made_table("Parameters", "parameter", "shape", "dtypes", "per device>", "placement")
     for name, _, unit in folded_units(plan):
         for leaf in plan.unit_leaves(unit.name):
@@ -200,7 +208,7 @@ def _leaves_table(plan: ShardPlan) -> Table:
     return table
 
 
-def _memory_table(held: Memory) -> Table:
+def _memory_table(held: Memory) -> FittedTable:
     table = made_table("Memory of one device", "", "bytes>", "")
     add_row(table, "parameters", human_bytes(held.parameters_bytes), "plan")
     add_row(table, f"optimizer state ({held.optimizer})", human_bytes(held.optimizer_bytes), "plan")
@@ -223,7 +231,7 @@ def _memory_table(held: Memory) -> Table:
     return table
 
 
-def _add_host_rows(table: Table, held: Memory) -> None:
+def _add_host_rows(table: FittedTable, held: Memory) -> None:
     if not held.host_bytes:
         return
     add_row(table, "in host memory: parameters", human_bytes(held.host_parameters_bytes), "plan")
@@ -234,9 +242,9 @@ def _add_host_rows(table: Table, held: Memory) -> None:
     add_row(table, "in host memory, for this device", human_bytes(held.host_bytes), "", style="bold")
 
 
-def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> Table:
+def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable:
     caption = 'With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.'
-    columns = "collective", "over", "dtype", "arrays>", "in P>", "sent>", "for"
+    columns = "collective", "over", "dtype?", "arrays>", "in P>", "sent>", "for"
     table = made_table("Communication of one forward and backward pass, by device", *columns, caption=caption)
     whole = plan.gathered_part.logical_bytes
     for t in traffic:

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
+from rich.console import Group
+from rich.text import Text
 
 from jshard.checkpoint.diff import LeafDiff, diff, differing
 from jshard.checkpoint.listing import listing
@@ -15,7 +17,7 @@ from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.seal import StoredLeaf
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, progress, shape_text
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +49,25 @@ def run(argv: Sequence[str]) -> int:
         leaves = [dataclasses.asdict(leaf) for leaf in found]
         print(as_json({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}))
     else:
-        print(_told(paths, found, args))
+        show(_told(paths, found, args))
     return 1 if differing(found) else 0
 
 
-def _told(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> str:
+def _told(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
     counts = collections.Counter(leaf.kind for leaf in found)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    lines = [f"a: {paths[0]}", f"b: {paths[1]}", f"{len(found)} leaves: {summary or 'none'}"]
+    lines = [whole_line(f"a: {paths[0]}"), whole_line(f"b: {paths[1]}")]
+    lines.append(Text(f"{len(found)} leaves: {summary or 'none'}"))
     if args.no_values:
-        lines[-1] += " (no values were read: equal means that sums, or at least shapes, are)"
+        lines[-1].append(" (no values were read: equal means that sums, or at least shapes, are)")
     shown = found if args.all else differing(found)
     if not shown:
-        return "\n".join(lines)
-    table = made_table("", "differs", "|a|>", "|b|>", "|a-b|/|a|>", "largest>", "shape, dtype", "leaf")
+        return Group(*lines)
+    table = made_table("", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf")
     for leaf in shown:
         norms = [f"{x:.4g}" for x in dataclasses.astuple(leaf.norms)] if leaf.norms is not None else [""] * 4
         add_row(table, leaf.kind, *norms, _kinds(leaf), leaf.path)
-    return "\n".join([*lines, printed(table)])
+    return Group(*lines, table)
 
 
 def _kinds(leaf: LeafDiff) -> str:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from rich.console import Group
+from rich.text import Text
 
 from jshard._errors import ShardingError
 from jshard.checkpoint import leaves as _leaves
@@ -16,7 +18,7 @@ from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, mesh_text, moment, shape_text, size
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +54,14 @@ def run(argv: Sequence[str]) -> int:
             why=f"paths in {opened.path} begin with {', '.join(sorted({p.split('/')[0] for p in opened.leaves}))}.",
             do=f"jshard ckpt inspect {args.path} --depth 1",
         )
-    print(as_json(_to_json(opened, shown)) if args.json else _told(opened, shown, args.depth))
+    if args.json:
+        print(as_json(_to_json(opened, shown)))
+    else:
+        show(_told(opened, shown, args.depth))
     return 0
 
 
-def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> str:
+def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
         indented = "  " * level + name
@@ -68,7 +73,9 @@ def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) ->
         else:
             below = _leaves.flat(node).values()
             add_row(table, indented + "/", _count(count * len(below)), "", size(count * _bytes(below)), "", "")
-    return "\n".join([*_head(opened), printed(table), f"{_count(len(shown))}, {size(_bytes(shown.values()))}"])
+    path, *lines = _head(opened)
+    sums = Text(f"{_count(len(shown))}, {size(_bytes(shown.values()))}")
+    return Group(whole_line(path), *map(Text, lines), table, sums)
 
 
 def _head(opened: Opened) -> Iterator[str]:

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import tyro
+from rich.console import Group
+from rich.text import Text
 
 from jshard.checkpoint.listing import Entry, Listing, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, mesh_text, moment, size
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,25 +34,28 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt ls`."""
     args = parse(LsArgs, argv, command="jshard ckpt ls", example="runs/gpt-tiny")
     found = listing(args.path)
-    print(as_json(_to_json(found)) if args.json else _table(found))
+    if args.json:
+        print(as_json(_to_json(found)))
+    else:
+        show(_table(found))
     return 0
 
 
-def _table(found: Listing) -> str:
+def _table(found: Listing) -> Group:
     table = made_table(
-        str(found.path), "step>", "size>", "leaves>", "saved>", "mesh", "processes>", "jshard", "metrics", "state"
+        "", "step>", "size>", "leaves>?", "saved>", "mesh", "processes>?", "jshard??", "metrics", "state"
     )
     for entry in found.entries:
         metrics = ", ".join(f"{name}={value:g}" for name, value in entry.metrics.items())
         cells = ("?" if entry.step is None else str(entry.step), size(entry.num_bytes), str(entry.num_leaves))
         cells += (moment(entry.saved_at), mesh_text(entry.mesh), str(entry.processes or ""), _version(entry))
         add_row(table, *cells, metrics, _state(entry))
-    lines = [printed(table)]
+    lines = []
     for entry in found.entries:
         lines += [f"{entry.path.name}: {line}" for line in entry.damage[:10]]
     why = "of a save that was interrupted, or is writing now; the next save of the run removes what is left over."
     lines += [f"{name}: {why}" for name in found.unfinished]
-    return "\n".join(lines)
+    return Group(whole_line(str(found.path)), table, *map(Text, lines))
 
 
 def _version(entry: Entry) -> str:

@@ -18,6 +18,7 @@ from jshard.checkpoint.timeline_picture import to_html, write_png
 from jshard.checkpoint.timeline_report import TimelineReport
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json
+from jshard.inspect.tables import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,10 @@ def run(argv: Sequence[str]) -> int:
         else:
             path.write_text(to_html(report))
         print(f"written: {path}", file=sys.stderr)
-    print(as_json(report.to_json()) if args.json else report)
+    if args.json:
+        print(as_json(report.to_json()))
+    else:
+        show(report)
     return 0
 
 

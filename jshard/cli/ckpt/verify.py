@@ -13,7 +13,7 @@ from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, progress, size
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
         for entry in entries:
             verdicts.append(verify(entry.path, on_read=note) if entry.is_complete else _incomplete(entry))
             if not args.json:
-                print(_told(verdicts[-1]))
+                show(_told(verdicts[-1]))
     if args.json:
         print(as_json([_to_json(verdict) for verdict in verdicts]))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
@@ -54,7 +54,7 @@ def _incomplete(entry: Entry) -> Verdict:
     return Verdict(path=entry.path, findings=findings, num_leaves=0, num_bytes=0, num_files=0)
 
 
-def _told(verdict: Verdict) -> str:
+def _told(verdict: Verdict) -> str | FittedTable:
     read = f"{verdict.num_leaves} leaves, {size(verdict.num_bytes)}, {verdict.num_files} files"
     if verdict.is_good and not verdict.num_files:
         return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
@@ -63,7 +63,7 @@ def _told(verdict: Verdict) -> str:
     table = made_table(f"{verdict.path}: DAMAGED", "leaf", "file", "what is wrong")
     for finding in verdict.findings:
         add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
-    return printed(table)
+    return table
 
 
 def _to_json(verdict: Verdict) -> dict[str, object]:

@@ -8,11 +8,10 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jshard.inspect.profile.shares import Shares
-from jshard.inspect.tables import add_row, made_table
+from jshard.inspect.tables import FittedTable, add_row, made_table
 
 if TYPE_CHECKING:
     from jshard.inspect.profile.result import Trace, TraceRow
@@ -78,7 +77,7 @@ def _headline(trace: Trace) -> str:
     return f"Measured: {told} of {trace.program} on {devices}, {_ms(shares.step_s)} ms a step, {hidden}."
 
 
-def _parts_table(shares: Shares) -> Table:
+def _parts_table(shares: Shares) -> FittedTable:
     table = made_table("A step (measured, mean of steps and devices)", "", "ms>", "share>")
     rows = {
         "computing": shares.computing_s,
@@ -100,7 +99,7 @@ def _by_device(trace: Trace) -> list[tuple[str, Shares]]:
     return list(trace.shares_by_device.items())
 
 
-def _shares_table(title: str, first: str, rows: list[tuple[str, Shares]]) -> Table:
+def _shares_table(title: str, first: str, rows: list[tuple[str, Shares]]) -> FittedTable:
     left = len(rows) - _SHOWN
     if left > 0:  # those that stand out are the interesting ones
         most = sorted(rows, key=lambda row: -row[1].communicating_s)[:_SHOWN]
@@ -113,7 +112,7 @@ def _shares_table(title: str, first: str, rows: list[tuple[str, Shares]]) -> Tab
     return table
 
 
-def _collectives_table(trace: Trace) -> Table:
+def _collectives_table(trace: Trace) -> FittedTable:
     caption = "Of a step on a device, in the mean. in flight: begin to end; those of one row may overlap."
     if not trace.has_units:
         caption += " By kind only: the program's text, which tells the units, is not beside the profile."
@@ -129,7 +128,7 @@ def _collectives_table(trace: Trace) -> Table:
     return table
 
 
-def _longest_table(trace: Trace) -> Table:
+def _longest_table(trace: Trace) -> FittedTable:
     table = made_table(
         "Longest exposed", "instruction", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>"
     )
@@ -139,7 +138,7 @@ def _longest_table(trace: Trace) -> Table:
     return table
 
 
-def _add_row(table: Table, trace: Trace, row: TraceRow, name: str, style: str | None = None) -> None:
+def _add_row(table: FittedTable, trace: Trace, row: TraceRow, name: str, style: str | None = None) -> None:
     unit = f"{row.unit} {row.phase or ''}".rstrip() if row.unit else "" if style else "-"
     times = _ms(row.in_flight_s), _ms(row.exposed_s), _share(row.exposed_s, trace.shares)
     add_row(table, name, unit, f"{row.runs:g}" if row.runs < 1e4 else f"{row.runs:.0f}", *times, style=style)

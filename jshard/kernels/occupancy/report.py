@@ -7,16 +7,21 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jshard.inspect.tables import add_row, made_table, printed
+from rich.console import Group
+from rich.text import Text
+
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.kernels.occupancy.blocks import Block, limits, refusals, resident
 from jshard.kernels.occupancy.footprints import CommFootprint
 from jshard.kernels.occupancy.gpus import GpuFacts
 from jshard.kernels.occupancy.plans import Plan, plans
 from jshard.kernels.occupancy.shipped import ShippedKernel
 
-_LEGEND = """\
-a block: threads x registers, shared memory. per SM: blocks at once. drain: blocks that must end on one SM before one
-of the collective begins there; of a persistent kernel all must (kernel). Only a measurement says what is quickest."""
+_LEGEND = (
+    "a block: threads x registers, shared memory. per SM: blocks at once. drain: blocks that must end on one SM before"
+    " one of the collective begins there; of a persistent kernel all must (kernel). Only a measurement says what is"
+    " quickest."
+)
 _SHORT = {"shared memory": "SMEM"}
 
 
@@ -44,7 +49,7 @@ class Row:
         return next(plan.drain for plan in as_it_is if not plan.reserved_sms)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class OccupancyReport:
     """Kernels on one GPU beside some collectives; printed it is a table.
 
@@ -59,13 +64,20 @@ class OccupancyReport:
     rows: tuple[Row, ...]
 
     def __str__(self) -> str:
+        return printed(self)
+
+    __repr__ = __str__
+
+    def __rich__(self) -> Group:
         facts = self.gpu
         head = f"{facts.title}: {facts.num_sms} SMs of {facts.smem_per_sm_bytes // 1024} KiB shared memory"
         tables = [self._table(i, f"beside {self._told(comm)}") for i, comm in enumerate(self.footprints)]
         if not tables:
             tables = [self._table(None, f"what a collective takes on {facts.title} is not known")]
         refused = [f"{row.kernel.label}: {why}" for row in self.rows for why in row.refusals]
-        return "\n\n".join([head, *tables, *(["\n".join(refused)] if refused else []), _LEGEND])
+        spaced = [part for table in tables for part in (Text(), table)]
+        last = [Text("\n".join(refused)), Text()] if refused else []
+        return Group(Text(head), *spaced, *last, Text(_LEGEND))
 
     def to_dict(self) -> dict[str, Any]:
         """All that is in the report, with its sources, as JSON has it."""
@@ -80,9 +92,9 @@ class OccupancyReport:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def _table(self, place: int | None, title: str) -> str:
+    def _table(self, place: int | None, title: str) -> FittedTable:
         more = [] if place is None else ["drain>", "best by the model"]
-        table = made_table(title, "kernel", "a block>", "per SM>", "bound by", *more)
+        table = made_table(title, "kernel", "a block>??", "per SM>", "bound by", *more)
         for row in self.rows:
             kernel = row.kernel
             cells = [kernel.label, f"{kernel.threads} x {kernel.registers}, {kernel.smem_bytes:,} B"]
@@ -92,7 +104,7 @@ class OccupancyReport:
                 cells += [f"{row.blocks_per_sm}", _SHORT.get(row.bound_by, row.bound_by)]
                 cells += [] if place is None else [_drain(row.drain(place)), _said(row.plans[place][0])]
             add_row(table, *cells)
-        return printed(table).rstrip()
+        return table
 
     def _told(self, comm: CommFootprint) -> str:
         if not comm.ctas:

@@ -8,10 +8,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
-from jshard.inspect.tables import add_row, human_bytes, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
 from jshard.kernels.knobs import Occupancy
 from jshard.kernels.occupancy import CommFootprint
 from jshard.kernels.shaping.waiting import UnitTimes
@@ -19,9 +18,10 @@ from jshard.kernels.where import Backend
 
 Origin = Literal["fact", "model", "estimate", "measured", "assumption"]
 
-_LEGEND = """\
-from: "measured" on this kind of device; "model" computed from facts about the device, its kernels and NCCL;
-"estimate" compares times under stated assumptions. What is quickest only a measurement says: jshard tune"""
+_LEGEND = (
+    'from: "measured" on this kind of device; "model" computed from facts about the device, its kernels and NCCL;'
+    ' "estimate" compares times under stated assumptions. What is quickest only a measurement says: jshard tune'
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Overlap:
         return f"{self.device}, beside {self.comm}: {self.comm.ctas} blocks of {block}"
 
 
-def _units_table(units: tuple[UnitTimes, ...]) -> Table:
+def _units_table(units: tuple[UnitTimes, ...]) -> FittedTable:
     caption = "Bytes of whole arrays, by step. Times: estimates, forward + backward, links at their assumed slowest."
     columns = "unit", "gathered>", "reduced>", "sent>", "collectives>", "products>"
     table = made_table("Units: what there is to hide, and behind what", *columns, caption=caption)
@@ -131,7 +131,7 @@ def _units_table(units: tuple[UnitTimes, ...]) -> Table:
     return table
 
 
-def _reasons_table(title: str, column: str, reasons: list[Reason]) -> Table:
+def _reasons_table(title: str, column: str, reasons: list[Reason]) -> FittedTable:
     table = made_table(title, column, "chosen", "from", "why")
     for reason in reasons:
         add_row(table, reason.what.removeprefix("xla_gpu_"), reason.chosen, reason.origin, reason.why)

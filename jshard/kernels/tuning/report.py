@@ -7,7 +7,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from jshard.inspect.tables import add_row, folded_names, human_bytes, made_table, printed
+from rich.console import Group
+from rich.text import Text
+
+from jshard.inspect.tables import FittedTable, add_row, folded_names, human_bytes, made_table, printed
 from jshard.kernels.occupancy import CommFootprint
 from jshard.kernels.shaping.kernels import told
 from jshard.kernels.shaping.products import Product
@@ -16,12 +19,14 @@ from jshard.kernels.tuning.candidates import Candidate
 
 _SHOWN = 4  # settings of a ranking, in the table; JSON has all
 NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."
-_ESTIMATED = """\
-est.: 60 % of the peak for every tile, collectives at the rates that links are assumed to reach. It ranks how settings
-leave room, not how quick they are; run this on the GPU to know."""
-_MEASURED = """\
-times of one call: alone, and until it and a load of the collectives' bytes have ended. The load copies in the GPU's own
-memory with as many blocks, threads and bytes of shared memory: it is like a collective, and is none."""
+_ESTIMATED = (
+    "est.: 60 % of the peak for every tile, collectives at the rates that links are assumed to reach. It ranks how"
+    " settings leave room, not how quick they are; run this on the GPU to know."
+)
+_MEASURED = (
+    "times of one call: alone, and until it and a load of the collectives' bytes have ended. The load copies in the"
+    " GPU's own memory with as many blocks, threads and bytes of shared memory: it is like a collective, and is none."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +84,20 @@ class TuneReport:
         return dataclasses.replace(self, rows=tuple(rows))
 
     def __str__(self) -> str:
+        return printed(self)
+
+    def __rich__(self) -> Group:
         head = [self.headline] if self.headline else []
         head.append(f"{self.device}, beside {self.comm}" + (f", {self.comm.ctas} blocks" if self.comm.ctas else ""))
         if not self.rows:
-            return "\n".join([*head, "the model has no products of two matrices."])
+            return Group(*map(Text, (*head, "the model has no products of two matrices.")))
         tables = [self._table(row) for row in self.rows if not row.left_to_xla]
         left = [f"left to XLA: {_title(row)}: {row.left_to_xla}" for row in self.rows if row.left_to_xla]
         legends = [_MEASURED] if any(row.measured for row in self.rows) else []
         legends += [_ESTIMATED] if any(not row.measured and not row.left_to_xla for row in self.rows) else []
-        return "\n\n".join(["\n".join(head), *tables, *(["\n".join(left)] if left else []), *legends])
+        spaced = [part for table in tables for part in (Text(), table)]
+        last = ["\n".join(left)] if left else []
+        return Group(*map(Text, head), *spaced, *map(Text, "\n\n".join([*last, *legends]).splitlines()))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, as JSON has it."""
@@ -102,7 +112,7 @@ class TuneReport:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def _table(self, row: Row) -> str:
+    def _table(self, row: Row) -> FittedTable:
         if row.measured is None:
             return _ranked(row)
         entry = row.measured
@@ -114,17 +124,17 @@ class TuneReport:
             )
             mark = "chosen" if chosen else ""
             add_row(table, told(timing.setting), _us(timing.alone_ns), _us(timing.both_ns), mark)
-        return printed(table).rstrip()
+        return table
 
 
-def _ranked(row: Row) -> str:
+def _ranked(row: Row) -> FittedTable:
     columns = "setting", "est. alone>", "est. beside>", "how it leaves room"
     table = made_table(_title(row), *columns)
     shown = row.ranked[:_SHOWN]
     plain = [one for one in row.ranked[_SHOWN:] if one.setting is None]
     for one in (*shown, *plain):
         add_row(table, told(one.setting), _us(one.alone_ns), _us(one.both_ns), one.how)
-    return printed(table).rstrip()
+    return table
 
 
 def _title(row: Row) -> str:
