@@ -23,6 +23,7 @@ from jshard.cluster.machine import machine_here
 from jshard.cluster.search import Search
 from jshard.cluster.variants import Variant
 from jshard.inspect.memory import memory_of
+from jshard.inspect.tables import printed
 from jshard.train import auto
 from jshard.train.run import Finished
 from tests.helpers import Block, Config, abstract, annotator, builder
@@ -92,7 +93,7 @@ def test_no_more_is_tried_than_could_win_or_than_was_allowed():
 def test_what_does_not_run_is_not_chosen():
     found = with_feedback(FOUND, lambda cost: math.inf if cost is AGAIN else 2.0)
     assert found.best is not None and found.best.cost is not AGAIN
-    assert "does not run" in auto.told(found) and auto.told(found).count("chosen") == 1
+    assert "does not run" in printed(auto.told(found)) and printed(auto.told(found)).count("chosen") == 1
     assert with_feedback(FOUND, lambda cost: math.inf).best is None
 
 

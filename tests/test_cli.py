@@ -100,6 +100,8 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     assert "8 devices (replica=1, fsdp=8, tensor=1)" in said  # the plan
     assert "\n1 file of text.txt: 0.02 MB to train on" in said
     assert "\nMFU = flops per step / step time / peak" in said
+    for work in ("initialising the parameters", "compiling the step", "compiling the evaluation"):
+        assert f"\n{work}: " in said.replace("\r", "\n")
     live = [line for line in said.replace("\n", "\r").split("\r") if line.startswith("step 5/5  loss ")]
     assert live  # rewritten in place
     for part in (" tokens/s  ", "/step  ", "ETA 0:00  MFU ", "%  peak "):
@@ -126,6 +128,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys,
     assert "8 devices (replica=2, fsdp=4, tensor=1)" in said
     assert "\nstep 1/2  loss " in said and "\nstep 2/2  loss " in said  # not a terminal: lines
     assert "\r" not in said
+    assert "\ncompiling the step ...\ncompiling the step: " in said
     assert not list((folder / "runs" / "my_model-micro").iterdir())  # that name was taken
     out = folder / "runs" / "my_model-micro-2"
     assert {path.name for path in out.iterdir()} == {".lock", "run.json", "metrics.jsonl", "loss.png", "checkpoints"}

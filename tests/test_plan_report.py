@@ -1,13 +1,14 @@
 """What `jshard plan --topology` tells beside the step asked for: a comparison, a suggestion, what a search chose."""
 
 import json
+import re
 import shlex
 
 import pytest
 
 from jshard._errors import RunError
 from jshard.cluster.choose import choose
-from jshard.cluster.compare import Compared, compare
+from jshard.cluster.compare import Bench, Compared, compare
 from jshard.cluster.plan_report import PlanReport
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line, compared
@@ -90,9 +91,12 @@ def test_strategies_side_by_side(monkeypatch):
     ways = compared(
         ["replicate", "zero3", "gspmd"], ASKED.mesh, near=8, capacity_bytes=CAPACITY, held_bytes=lambda mesh: 0
     )
-    found = compare(ASKED, ways, cluster=HOST, say=said.append)
+    found = compare(ASKED, ways, Bench(cluster=HOST, say=said.append))
     assert [asked.plain_flax for asked in compiler.asked] == [False, False, True]
-    assert said[1] == "compiling zero3: --mesh replica=1,fsdp=8,tensor=1 --unit reshard_after_forward=true ..."
+    zero3 = "[2 of 3] zero3: --mesh replica=1,fsdp=8,tensor=1 --unit reshard_after_forward=true"
+    assert said[2] == f"{zero3} ..."
+    assert re.fullmatch(re.escape(zero3) + r": [^,]* s, fits: 19\.8 GiB of 79\.1", said[3])
+    assert re.fullmatch(r"\[3 of 3\] gspmd: .* s, does not compile", said[5])
     rows = lines_from(found, "Side by side")
     assert any(row.startswith("replicate replica=8 98.9 no ") and row.endswith("- - - -") for row in rows)
     assert any(row.startswith("zero3 fsdp=8 19.8 yes ") and " us" not in row and "%" in row for row in rows)
@@ -127,7 +131,7 @@ def chosen(monkeypatch, compiled, plan, *settings, batch_sizes=()):
     """
     compiler = Compiler(monkeypatch, lambda asked: _step(asked, *compiled(asked)))
     costs, asked = costs_of(HOST, *settings), request_of(HOST, settings=settings)
-    found = choose(costs, asked, mesh_of(HOST), plan=plan, cluster=HOST, batch_sizes=batch_sizes)
+    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=Bench(cluster=HOST), batch_sizes=batch_sizes)
     return found, compiler.asked
 
 

@@ -5,6 +5,7 @@ import functools
 import pytest
 
 from jshard._errors import RunError
+from jshard.cluster.compare import Bench
 from jshard.cluster.suggest import suggestions
 from jshard.cluster.variants import Variant
 from tests.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
@@ -34,10 +35,8 @@ def suggested(monkeypatch, compiled, *settings, mesh=None, wrong=1.0, **units):
         found,
         request_of(HOST, settings=settings or (LARGE,), units=units, mesh=mesh),
         mesh,
-        cluster=HOST,
+        bench=Bench(cluster=HOST),
         peak_bytes=int(wrong * now),
-        timeout_s=1,
-        say=lambda line: None,
     )
     assert [one.settings for one in compiler.asked] == [
         row.variant.of(request_of(HOST, settings=settings or (LARGE,))).settings for row in tried

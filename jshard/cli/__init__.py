@@ -11,13 +11,15 @@ import difflib
 import importlib
 import importlib.util
 import os
+import re
 import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
-from jshard import __version__
+from jshard import __version__, _compat
 from jshard._errors import FourPartError, MissingExtraError, RunError, ShardingError
+from jshard._live import at_work, fitted
 
 COMMANDS = {
     "train": "train a recipe of a model file, or of a model that comes with jshard",
@@ -98,6 +100,7 @@ def _run(argv: Sequence[str]) -> int:
         print(f"jshard {__version__}")
         return 0
     _set_xla_flags()
+    _compat.hide_useless_cuda()
     return _command(name, rest)(rest)
 
 
@@ -115,12 +118,23 @@ def _tell(error: BaseException, argv: Sequence[str]) -> int:
             traceback.print_exception(error)
         if isinstance(error, FourPartError):
             notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
-            print(f"{type(error).__name__}: {error}", *notes, sep="\n", file=sys.stderr)
+            print(_told(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):
         return 130
     return 2 if isinstance(error, ShardingError) else 1
+
+
+def _told(text: str) -> str:
+    """A told error whose sentences end their lines between words on a terminal; places and what to paste stay whole."""
+    lines, part = [], "what"
+    for line in text.splitlines():
+        if head := re.match(r"  (where|why|do): ", line):
+            part = head[1]
+        indent = "" if part == "what" else " " * 9
+        lines.append(fitted(line, sys.stderr, indent=indent) if part in ("what", "why") else line)
+    return "\n".join(lines)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -172,7 +186,14 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
             do=shlex.join(["jshard", near[0], *rest]) if near else "jshard --help",
         )
     _require_extra("train", packages=("tyro", "grain", "matplotlib"), wanted_by=f"jshard {name}")
-    return importlib.import_module(f"jshard.cli.{name}").run
+    with loading():
+        return importlib.import_module(f"jshard.cli.{name}").run
+
+
+def loading() -> contextlib.AbstractContextManager[object]:
+    """Says on a terminal, while a block imports jax and what stands on it, that this is what takes so long."""
+    stream = None if "JSHARD_WORKER" in os.environ else sys.stderr
+    return at_work("loading jax and Flax", say=lambda line: None, stream=stream)
 
 
 def _require_extra(extra: str, *, packages: Sequence[str], wanted_by: str) -> None:

@@ -20,6 +20,7 @@ from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
 from jshard.cli._mesh_option import num_devices
 from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import Request, request_of
+from jshard.inspect.tables import show, whole_line
 from jshard.train import launch
 from jshard.train.auto import chosen_variant
 from jshard.train.building import abstract_model, batch_of
@@ -41,7 +42,7 @@ def train(args: TrainArgs, argv: Sequence[str]) -> int:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
         check_batch(request.recipe, mesh)
         # The shapes of text are known without reading it.
-        print(explained(request, mesh, None if request.model_file.data is None else own_data(request)))
+        show(explained(request, mesh, None if request.model_file.data is None else own_data(request)))
         return 0
     return _train(request)
 
@@ -60,7 +61,7 @@ def _train(request: Request) -> int:
         launch.take_turns()
     check_batch(request.recipe, mesh)
     data = _data(request)  # before the plan: what cannot be read should not wait for it
-    say = print if jax.process_index() == 0 else (lambda *text: None)
+    say = show if jax.process_index() == 0 else (lambda *text: None)
     say(describe_devices())
     compiler_options = js.compiler_options(None if args.options == "none" else args.options)
     if args.auto and args.resume:
@@ -94,7 +95,7 @@ def _train(request: Request) -> int:
     )
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
-        say(f"it goes on with: {request.again(out)}")
+        say(whole_line(f"it goes on with: {request.again(out)}"))
         return 128 + finished.stopped_by
     _say_result(request, finished, say)
     return 0

@@ -8,11 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import tyro
 
 from jshard._errors import ShardingError
+from jshard._live import at_work, fitted
 from jshard._mesh import AnyMesh, data_degree
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
@@ -21,7 +22,7 @@ from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import Request, check_profile_name, request_of
 from jshard.cli._training import explained, own_data
 from jshard.cluster.choose import choose
-from jshard.cluster.compare import compare
+from jshard.cluster.compare import Bench, Comparison, compare
 from jshard.cluster.compile import CompileRequest, compile_step, flags_of, unused_flags
 from jshard.cluster.costs import Costs
 from jshard.cluster.latencies import latency_flag
@@ -31,6 +32,7 @@ from jshard.cluster.report import ClusterPlan
 from jshard.cluster.suggest import suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.cluster.variants import COMPARED, Variant, compared
+from jshard.inspect.tables import show
 from jshard.train.settings.recipe_check import check_batch
 from jshard.train.settings.units import parse_units
 
@@ -99,12 +101,19 @@ def run(argv: Sequence[str]) -> int:
     batch_sizes = _batch_sizes(args)
     _check_batches(batch_sizes, mesh)
     require_compiler(topology.device.platform)
-    _say(f"compiling {args.model}, recipe {request.name}, for {topology.describe()}, in a process of its own ...")
     job = _Job(args, request, Cluster(topology, known), dict(mesh.shape))
-    report = job.report(variants, batch_sizes)
+    try:
+        report = job.report(variants, batch_sizes)
+    except KeyboardInterrupt:
+        if (done := job.done()) is not None:
+            print(done.to_json()) if args.json else show(done)
+        raise
     if args.html is not None:
         _write(args.html, report.to_html())
-    print(report.to_json() if args.json else report)
+    if args.json:
+        print(report.to_json())
+    else:
+        show(report)
     return 0 if report.fits else 1
 
 
@@ -112,7 +121,10 @@ def _plan(args: PlanArgs, request: Request) -> int:
     mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
     check_batch(request.recipe, mesh)
     found = explained(request, mesh, None if request.model_file.data is None else own_data(request))
-    print(found.to_json() if args.json else found)
+    if args.json:
+        print(found.to_json())
+    else:
+        show(found)
     return 0
 
 
@@ -133,23 +145,34 @@ class _Job:
             xla_flags=args.xla_flags,
             unit_bytes=self._costs.unit_bytes(mesh) if args.xla_flags == "auto" else 0,
         )
+        self._bench = Bench(cluster=cluster, timeout_s=args.timeout, say=_say, stream=sys.stderr)
+        self._plan: ClusterPlan | None = None
 
     def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
         """Compiles what was asked for, then what is told beside it."""
-        args = self._args
-        step = compile_step(self._asked, timeout_s=args.timeout)
+        args, bench = self._args, self._bench
+        what = f"compiling {args.model}, recipe {self._request.name}, for {self._cluster.topology.describe()}"
+        with at_work(what, say=_say, stream=sys.stderr):
+            step = compile_step(self._asked, timeout_s=args.timeout)
         plan = ClusterPlan.of(step, cluster=self._cluster, name=f"{args.model.stem}, recipe {self._request.name}")
         told = [unused_flags(os.environ), *_on_latencies(plan, self._asked)]
         plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told)))
-        how: Any = {"cluster": self._cluster, "timeout_s": args.timeout, "say": _say}
-        comparison = compare(self._asked, variants, **how) if variants else None
+        self._plan = plan
+        comparison = compare(self._asked, variants, bench) if variants else None
         tried = chosen = None
         if args.auto:
-            chosen = choose(self._costs, self._asked, self._mesh, plan=plan, batch_sizes=batch_sizes, **how)
+            chosen = choose(self._costs, self._asked, self._mesh, plan=plan, bench=bench, batch_sizes=batch_sizes)
         elif not plan.fits:
             peak_bytes = step.memory.peak_bytes
-            tried = suggestions(self._costs, self._asked, self._mesh, peak_bytes=peak_bytes, **how)
+            tried = suggestions(self._costs, self._asked, self._mesh, peak_bytes=peak_bytes, bench=bench)
         return PlanReport(plan=plan, comparison=comparison, tried=tried, chosen=chosen)
+
+    def done(self) -> PlanReport | None:
+        """What is compiled of a command that was interrupted; None if nothing is."""
+        if self._plan is None:
+            return None
+        rows = tuple(self._bench.rows)
+        return PlanReport(plan=self._plan, comparison=Comparison(rows=rows) if rows else None)
 
 
 def _on_latencies(plan: ClusterPlan, asked: CompileRequest) -> list[str]:
@@ -235,4 +258,4 @@ def _write(path: Path, text: str) -> None:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(fitted(line, sys.stderr), file=sys.stderr)

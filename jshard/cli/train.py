@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from jshard._errors import ShardingError
+from jshard.cli import loading
 from jshard.cli._arguments import parse
 from jshard.cli._mesh_option import num_devices, parse_mesh
 from jshard.cli._train_args import TrainArgs, again
@@ -19,7 +20,8 @@ def run(argv: Sequence[str]) -> int:
         cluster = launch.detect()
         if cluster is not None or args.processes != 1:
             return _supervise(args, argv, cluster)
-    from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
+    with loading():
+        from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
 
     return train(args, argv)
 

@@ -13,12 +13,14 @@ import tyro
 from flax import nnx
 
 from jshard._errors import FourPartError, ShardingError
+from jshard._live import fitted
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
 from jshard.cli._mesh_option import num_devices
 from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import request_of
 from jshard.cli._training import own_data
+from jshard.inspect.tables import show
 from jshard.kernels.occupancy import OccupancyWarning, footprint
 from jshard.kernels.shaping.device import Device, device_named
 from jshard.kernels.tuning.cache import default_path
@@ -88,7 +90,10 @@ def run(argv: Sequence[str]) -> int:
         raise
     except ValueError as error:  # as a model raises that is asked for more than it can do
         raise refuses_batches(model_file.path, error) from error
-    print(report.to_json() if args.json else report)
+    if args.json:
+        print(report.to_json())
+    else:
+        show(report)
     return 0
 
 
@@ -130,4 +135,4 @@ def _device(args: TuneArgs) -> tuple[Device, bool]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr)
+    print(fitted(line, sys.stderr), file=sys.stderr)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
-from jshard.cluster.compare import Compared, Comparison, compile_variant
+from jshard._live import at_work
+from jshard.cluster.compare import Bench, Compared, Comparison
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.machine import Cluster
 from jshard.cluster.report import ClusterPlan, seconds
 from jshard.cluster.search import Search, search, why_lost
 from jshard.cluster.variants import Variant, command_line
@@ -91,10 +91,8 @@ def choose(
     mesh: Mapping[str, int],
     *,
     plan: ClusterPlan,
-    cluster: Cluster,
+    bench: Bench,
     batch_sizes: Sequence[int] = (),
-    timeout_s: float = 3600,
-    say: Callable[[str], object] = lambda line: None,
 ) -> Chosen:
     """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for.
 
@@ -103,19 +101,20 @@ def choose(
         asked: what was asked for.
         mesh: its mesh.
         plan: as compiled.
-        cluster: the cluster.
+        bench: where they are compiled.
         batch_sizes: as in `search`.
-        timeout_s: seconds for each compilation.
-        say: is told what is at work.
     """
-    found, line = search(costs, mesh, batch_sizes=batch_sizes), command_line(asked, known=cluster.known)
-    say(f"{len(found.ranked)} of {len(found.ranked) + len(found.too_large)} ways fit by the estimate")
+    with at_work("estimating every way", say=bench.say, stream=bench.stream) as work:
+        found = search(costs, mesh, batch_sizes=batch_sizes)
+        work.result = found.counted
+    line = command_line(asked, known=bench.cluster.known)
     compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=line, plan=plan)]
     others = [cost for cost in found.finalists(_FINALISTS + _MORE) if cost is not found.default]
     for i, cost in enumerate(others):
         if i >= _FINALISTS and any(row.fits for row in compiled):
             break
-        compiled.append(compile_variant(asked, cost.variant, cluster, timeout_s, say))
+        count = min(len(others), _FINALISTS) if i < _FINALISTS else len(others)
+        compiled.append(bench.compiled(asked, cost.variant, f"{i + 1} of {count}"))
     fitting = [row for row in compiled if row.fits]
     best = min(fitting, key=sequence_s) if fitting else None
     return Chosen(search=found, compiled=tuple(compiled), best=best)

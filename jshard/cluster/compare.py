@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from jshard._errors import FourPartError
+from jshard._live import at_work
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.machine import Cluster
 from jshard.cluster.report import ClusterPlan, percent, seconds
 from jshard.cluster.variants import Variant, command_line
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
-_COLUMNS = "", "mesh", "GiB>", "fits", "AG>", "RS>", "AR>", "loops>", "est. step>", "hidden>", "MFU>"
+_COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
 _CAPTION = (
     "Compiled: GiB at the peak; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces by the number of"
     " parameters; loops: collectives in loops with matrix products beside them. Estimated: step, hidden, MFU, as stated"
@@ -83,41 +83,61 @@ class Comparison:
         return [row.to_dict() for row in self.rows]
 
 
-def compare(
-    asked: CompileRequest,
-    variants: Iterable[Variant],
-    *,
-    cluster: Cluster,
-    timeout_s: float = 3600,
-    say: Callable[[str], object] = lambda line: None,
-) -> Comparison:
+def compare(asked: CompileRequest, variants: Sequence[Variant], bench: Bench) -> Comparison:
     """Compiles ways to train a recipe, one after another.
 
     Args:
         asked: what the ways differ from.
         variants: the ways. One that cannot be compiled says so in its row.
-        cluster: the cluster.
-        timeout_s: seconds for each.
-        say: is told what is at work.
+        bench: where they are compiled.
     """
-    return Comparison(rows=tuple(compile_variant(asked, v, cluster, timeout_s, say) for v in variants))
+    count = len(variants)
+    return Comparison(rows=tuple(bench.compiled(asked, v, f"{i} of {count}") for i, v in enumerate(variants, 1)))
 
 
-def compile_variant(
-    asked: CompileRequest, variant: Variant, cluster: Cluster, timeout_s: float, say: Callable[[str], object]
-) -> Compared:
-    """Compiles one way."""
-    say(f"compiling {variant.name}: {variant.command} ...")
-    request = variant.of(asked)
-    found = Compared(variant=variant, command=command_line(request, known=cluster.known))
-    try:
-        step: CompiledStep = compile_step(request, timeout_s=timeout_s)
-        return dataclasses.replace(found, plan=ClusterPlan.of(step, cluster=cluster, name=variant.name))
-    except FourPartError as error:
-        return dataclasses.replace(found, error=error)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bench:
+    """Where ways are compiled. It says which is at work and for how long, and keeps what came of them.
+
+    Attributes:
+        cluster: the cluster.
+        timeout_s: seconds for each way.
+        say: prints a line.
+        stream: on which it does; see `at_work`.
+        rows: the ways that are done, also those of a command that is interrupted.
+    """
+
+    cluster: Cluster
+    timeout_s: float = 3600
+    say: Callable[[str], object] = lambda line: None
+    stream: TextIO | None = None
+    rows: list[Compared] = dataclasses.field(default_factory=list)
+
+    def compiled(self, asked: CompileRequest, variant: Variant, place: str) -> Compared:
+        """Compiles one way.
+
+        Args:
+            asked: what it differs from.
+            variant: the way.
+            place: which of how many it is: "2 of 5".
+        """
+        with at_work(f"[{place}] {variant.name}: {variant.command}", say=self.say, stream=self.stream) as work:
+            found = self._compiled(asked, variant)
+            work.result = "does not compile" if found.plan is None else found.plan.verdict
+        self.rows.append(found)
+        return found
+
+    def _compiled(self, asked: CompileRequest, variant: Variant) -> Compared:
+        request = variant.of(asked)
+        found = Compared(variant=variant, command=command_line(request, known=self.cluster.known))
+        try:
+            step: CompiledStep = compile_step(request, timeout_s=self.timeout_s)
+            return dataclasses.replace(found, plan=ClusterPlan.of(step, cluster=self.cluster, name=variant.name))
+        except FourPartError as error:
+            return dataclasses.replace(found, error=error)
 
 
-def _add(table: Table, row: Compared) -> None:
+def _add(table: FittedTable, row: Compared) -> None:
     mesh = "\n".join(f"{axis}={n}" for axis, n in row.variant.mesh.items() if n > 1)
     if row.plan is None:
         add_row(table, row.variant.name, mesh, *["-"] * (len(_COLUMNS) - 2))

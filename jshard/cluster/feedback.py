@@ -11,6 +11,9 @@ import numpy as np
 from jshard.cluster.costs import Cost
 from jshard.cluster.search import Search, is_same
 
+TRIES = 4
+"""Ways that are measured at most."""
+
 _PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured to estimated
 
 
@@ -68,7 +71,7 @@ class Feedback:
         return min(ran, key=lambda one: one.sequence_s, default=None)
 
 
-def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int = 4) -> Feedback:
+def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int = TRIES) -> Feedback:
     """Tries ways until none is left that the corrected estimates hold for quicker than the quickest that ran.
 
     The first is the best by the estimates, the second what was asked for, which the choice has to beat.

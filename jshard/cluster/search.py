@@ -48,6 +48,11 @@ class Search:
         found = (self.default, *self.ranked, *self.too_large)
         return tuple(dict.fromkeys(f"not in the estimate: {one}" for cost in found for one in cost.left_out))
 
+    @property
+    def counted(self) -> str:
+        """How many ways there are, and how many of them fit."""
+        return f"{len(self.ranked)} of {len(self.ranked) + len(self.too_large)} ways fit by the estimate"
+
     def finalists(self, count: int) -> tuple[Cost, ...]:
         """The first of the ranking whose times differ."""
         found: list[Cost] = []

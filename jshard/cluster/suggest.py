@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, REPLICA, data_shards
-from jshard.cluster.compare import Compared, compile_variant
+from jshard.cluster.compare import Bench, Compared
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.machine import Cluster
 from jshard.cluster.variants import Variant
 
 _TRIES = 4  # compiled at most
@@ -25,10 +24,8 @@ def suggestions(
     asked: CompileRequest,
     mesh: Mapping[str, int],
     *,
-    cluster: Cluster,
+    bench: Bench,
     peak_bytes: int,
-    timeout_s: float,
-    say: Callable[[str], object],
 ) -> tuple[Compared, ...]:
     """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.
 
@@ -38,19 +35,17 @@ def suggestions(
         costs: estimates for the recipe.
         asked: what does not fit.
         mesh: its mesh.
-        cluster: the cluster.
+        bench: where they are compiled.
         peak_bytes: what it needs, as compiled: the estimates are corrected by it.
-        timeout_s: seconds for each.
-        say: is told what is at work.
     """
     now = costs.of(Variant(name="asked", mesh=mesh))
     wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low
-    room = _MARGIN * cluster.topology.device.hbm_bytes / wrong
+    room = _MARGIN * bench.cluster.topology.device.hbm_bytes / wrong
     tried: list[Compared] = []
     for cost in sorted(_less(costs, mesh), key=lambda cost: cost.step_s):
         if cost.memory.step_bytes <= room:
             room = cost.memory.step_bytes - 1  # if it does not fit, only what holds less is worth another try
-            tried.append(compile_variant(asked, cost.variant, cluster, timeout_s, say))
+            tried.append(bench.compiled(asked, cost.variant, f"{len(tried) + 1} of at most {_TRIES}"))
             if tried[-1].fits or len(tried) == _TRIES:
                 break
     return tuple(tried)

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import Mesh
+from rich.console import Group
+from rich.text import Text
 
 from jshard._errors import ShardingError
+from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, shard_batch
 from jshard._mesh import mesh as make_mesh
-from jshard._processes import gather_texts
+from jshard._processes import gather_texts, is_primary
 from jshard._remembered import Choice, key_of, recall, remember
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.feedback import Feedback, Measured, with_feedback
+from jshard.cluster.feedback import TRIES, Feedback, Measured, with_feedback
 from jshard.cluster.machine import Machine, machine_here
 from jshard.cluster.report import seconds
 from jshard.cluster.search import Search, search
 from jshard.cluster.variants import Variant
-from jshard.inspect.tables import add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, show
 from jshard.train.building import abstract_model, batch_like
 from jshard.train.data import Data, Loader, local_rows
 from jshard.train.model_file import ModelFile
@@ -44,7 +49,7 @@ def chosen_variant(
     data: Data,
     *,
     compiler_options: Mapping[str, Any] | None = None,
-    say: Callable[[str], object] = print,
+    say: Callable[[Any], object] = show,
 ) -> Variant:
     """Chooses how the devices are split, what is kept and computed again, and the microbatches; the batch stays.
 
@@ -58,7 +63,7 @@ def chosen_variant(
         mesh: the devices, and how they would be split otherwise.
         data: what to learn from.
         compiler_options: for the steps, as in `run_recipe`.
-        say: prints a line.
+        say: prints a line, or a table.
 
     Raises:
         ShardingError: no way fits, by the estimate.
@@ -71,23 +76,32 @@ def chosen_variant(
         say(f"--auto: as {known.told}")
         return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
 
-    def measure(cost: Cost) -> float:
-        say(f"--auto: trying {cost.variant.command}")
-        return _measured_s(model_file, recipe, mesh, data, cost.variant, compiler_options)
+    stream = sys.stdout if is_primary() else None
+    tries = itertools.count(1)
 
-    best = _quickest(search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape)), measure, say)
+    def measure(cost: Cost) -> float:
+        what = f"--auto: [{next(tries)} of at most {TRIES}] {cost.variant.command}"
+        with at_work(what, say=say, stream=stream) as work:
+            step_s = _measured_s(model_file, recipe, mesh, data, cost.variant, compiler_options)
+            work.result = f"{seconds(step_s)} a step" if math.isfinite(step_s) else "does not run"
+        return step_s
+
+    with at_work("--auto: estimating every way", say=say, stream=stream) as work:
+        found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
+        work.result = found.counted
+    best = _quickest(found, measure, say)
     if jax.process_index() == 0:
         path = remember(key, _choice(best, recipe, sample))
         say(f"remembered in {path}" if path is not None else "not remembered: the cache folder cannot be written")
     return best.cost.variant
 
 
-def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[str], object]) -> Measured:
+def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> Measured:
     """The quickest of the ways that were tried."""
     if not found.ranked:
         raise _nothing_fits(found)
     feedback = with_feedback(found, measure)
-    say("\n".join((told(feedback), *found.left_out)))
+    say(Group(told(feedback), *map(Text, found.left_out)))
     if feedback.best is None:
         raise _nothing_fits(found)
     return feedback.best
@@ -158,7 +172,7 @@ def _steps_s(
     return found[1:]
 
 
-def told(feedback: Feedback) -> str:
+def told(feedback: Feedback) -> FittedTable:
     """The ways that were tried, as a table."""
     factors = feedback.factors
     caption = (
@@ -172,7 +186,7 @@ def told(feedback: Feedback) -> str:
         add_row(
             table, one.cost.variant.name, mesh, seconds(one.cost.step_s), measured, "chosen" * (one is feedback.best)
         )
-    return printed(table)
+    return table
 
 
 def _nothing_fits(found: Search) -> ShardingError:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import signal
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from flax import nnx
 from jax.sharding import Mesh
 
 from jshard._errors import RunError, ShardingError
+from jshard._live import at_work
 from jshard._plan import plan
 from jshard._processes import is_primary
 from jshard.checkpoint.whereabouts import OF_A_RUN, steps_in
@@ -194,7 +196,8 @@ class _Job:
         self._checkpoints.is_begun = True
         like = batch_like(self._data, recipe.batch_size, self._mesh)
         options, accumulate = self._compiler_options, recipe.accumulate
-        return TrainStep(loss_fn, model, optimizer, like, accumulate=accumulate, compiler_options=options)
+        with at_work("compiling the step", say=self._say, stream=self._terminal):
+            return TrainStep(loss_fn, model, optimizer, like, accumulate=accumulate, compiler_options=options)
 
     def _nothing_to_do(self, done: int) -> str:
         asked = f"{self._recipe.num_steps} were asked for"
@@ -205,7 +208,8 @@ class _Job:
     ) -> Fitted:
         recipe = self._recipe
         like = batch_like(self._data, eval_loader.batch_size, self._mesh)
-        eval_step = EvalStep(self._model_file.loss_fn, step, like)
+        with at_work("compiling the evaluation", say=self._say, stream=self._terminal):
+            eval_step = EvalStep(self._model_file.loss_fn, step, like)
         tracker, note = self._tracker(step, start_step, track)
         profile = self._profile(step, start_step, note)
         start_sample = self._folder.samples_before(start_step)
@@ -283,6 +287,11 @@ class _Job:
             mfu=mfu,
             peak_bytes=lambda: peak_bytes(self._devices, step.peak_bytes)[0],
         )
+
+    @property
+    def _terminal(self) -> TextIO | None:
+        """Where this process says what is at work."""
+        return sys.stdout if self._folder.is_primary else None
 
     @property
     def _devices(self) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.train import launch
 from jshard.train.folder.run_folder import RunFolder
@@ -134,7 +136,9 @@ class RunCheckpoints:
 
     def _new(self, init_from: Path | None) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
         if init_from is None:
-            begun = create(self._model_file, self._recipe, self._mesh)
+            stream = sys.stdout if self._folder.is_primary else None
+            with at_work("initialising the parameters", say=self._say, stream=stream):
+                begun = create(self._model_file, self._recipe, self._mesh)
         else:
             begun = create_from(self._model_file, self._recipe, self._mesh, init_from)
             self._say(f"parameters of {init_from}")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import TextIO
 
+from jshard._live import LiveLine
 from jshard.inspect.tables import human_bytes
 
 _LIVE_EVERY_S = 0.1
@@ -45,13 +43,11 @@ class Progress:
     ) -> None:
         self._num_steps = num_steps
         self._peak = f"/device ({peak_label})" if peak_label else "/device"
-        self._stream: TextIO | None = sys.stdout if stream is None else stream
+        self._line = LiveLine(sys.stdout if stream is None else stream)
         self._clock = clock
-        self._live = self._stream is not None and not self._stream.closed and self._stream.isatty()
         self._next_s = -float("inf")
         self._fields: list[str] = []  # of the last step
         self._pending = False  # whether the last step is not shown yet
-        self._width = 0  # of what the terminal shows in the live line
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Shows a step (scalars with a "loss"), if it is time to, and an evaluation (a "val_loss")."""
@@ -64,17 +60,16 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Prints a line that stays."""
-        self._write(self._wiped() + text + "\n")
-        if self._live and self._fields:
+        self._line.leave(text)
+        if self._line.is_live and self._fields:
             self._show()
 
     def close(self) -> None:
         """Shows the last step, if it is not shown yet, and leaves its line behind."""
         if self._pending:
             self._show()
-        if self._live and self._width:
-            self._write("\n")
-        self._fields, self._width = [], 0
+        self._line.end()
+        self._fields = []
 
     def _describe(self, step: int, scalars: Mapping[str, float]) -> list[str]:
         fields = [f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}", f"loss {scalars['loss']:.4f}"]
@@ -91,47 +86,12 @@ class Progress:
         return fields
 
     def _show(self) -> None:
-        self._next_s = self._clock() + (_LIVE_EVERY_S if self._live else _PLAIN_EVERY_S)
+        self._next_s = self._clock() + (_LIVE_EVERY_S if self._line.is_live else _PLAIN_EVERY_S)
         self._pending = False
-        if not self._live:
-            self._write("  ".join(self._fields) + "\n")
-            return
-        columns = _columns()
-        line = _fitted(self._fields, columns)
-        self._write("\r" + line.ljust(min(self._width, columns)))
-        self._width = len(line)
-
-    def _wiped(self) -> str:
-        """What empties the live line."""
-        blank, self._width = " " * min(self._width, _columns()), 0
-        return f"\r{blank}\r" if blank else ""
-
-    def _write(self, text: str) -> None:
-        if self._stream is None:
-            return
-        try:
-            self._stream.write(text)
-            self._stream.flush()
-        except OSError:
-            self._fall_silent()
-        except ValueError:
-            if not self._stream.closed:
-                raise
-            self._fall_silent()
-
-    def _fall_silent(self) -> None:
-        if self._stream is sys.stdout:
-            # Python flushes standard output at its end, and would end with exit code 120.
-            with contextlib.suppress(OSError, ValueError):
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, sys.stdout.fileno())
-                os.close(nowhere)
-        self._stream = None
-
-
-def _columns() -> int:
-    """Characters of a line of the terminal; the last one is left free, as filling it begins a new line."""
-    return max(shutil.get_terminal_size().columns - 1, 1)
+        if self._line.is_live:
+            self._line.rewrite(_fitted(self._fields, self._line.columns))
+        else:
+            self._line.leave("  ".join(self._fields))
 
 
 def _fitted(fields: list[str], columns: int) -> str:
