@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jshard._errors import RunError
+from jshard._errors import RunError, printable
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.data import check_position, is_data_position
@@ -299,4 +299,4 @@ def damaged(path: Path, where: list[str], why: str) -> RunError:
 
 def _list(head: str, lines: tuple[str, ...], shown: int = 10) -> str:
     more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n  ".join([f"{head}:", *lines[:shown], *more])
+    return "\n  ".join([f"{head}:", *map(printable, lines[:shown]), *more])

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from jshard._errors import printable
+
 _WIDTH = 110
 
 
@@ -46,8 +48,8 @@ def made_table(title: str, *columns: str, caption: str = "") -> Table:
 
 
 def add_row(table: Table, *cells: str, style: str | None = None, end_section: bool = False) -> None:
-    """Adds a row of plain text: no markup in paths and shapes."""
-    table.add_row(*map(Text, cells), style=style, end_section=end_section)
+    """Adds a row of plain text: no markup and no control characters in paths and shapes."""
+    table.add_row(*(Text(printable(cell)) for cell in cells), style=style, end_section=end_section)
 
 
 def name_pattern(name: str) -> tuple[str, int | None]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import tyro
 
+from jshard._errors import printable
 from jshard.checkpoint.listing import Entry, Listing, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, mesh_text, moment, size
@@ -47,7 +48,7 @@ def _table(found: Listing) -> str:
         add_row(table, *cells, metrics, _state(entry))
     lines = [printed(table)]
     for entry in found.entries:
-        lines += [f"{entry.path.name}: {line}" for line in entry.damage[:10]]
+        lines += [printable(f"{entry.path.name}: {line}") for line in entry.damage[:10]]
     why = "of a save that was interrupted, or is writing now; the next save of the run removes what is left over."
     lines += [f"{name}: {why}" for name in found.unfinished]
     return "\n".join(lines)
