@@ -1,4 +1,4 @@
-"""Whether everything that was saved is still there: every file, and every bit of every leaf."""
+"""Whether everything that was saved is still there: every file, and the values of every leaf by their sums."""
 
 from __future__ import annotations
 
