@@ -5,12 +5,17 @@ from collections.abc import Sequence
 _SHOWN = 10
 
 
-def printable(text: str) -> str:
-    r"""A text on one line, without characters that move the cursor, colour the terminal or reverse the text.
+def printable(text: str, keep: str = "") -> str:
+    r"""A text without characters that move the cursor, colour the terminal or reverse what follows.
 
-    Names in files of others may hold any: each such character is written as Python writes it, `\x1b`.
+    Names of leaves are those of a file, which anybody may have written. Python's way to write such a character stands
+    for it: `\x1b`.
+
+    Args:
+        text: such as the path of a leaf.
+        keep: characters that stay all the same, such as the newlines of a message.
     """
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return "".join(c if c in keep or c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 class FourPartError(Exception):
@@ -26,11 +31,11 @@ class FourPartError(Exception):
     def __init__(self, what: str, *, where: str | Sequence[str], why: str, do: str) -> None:
         self.what, self.why, self.do = what, why, do
         self.where = (where,) if isinstance(where, str) else tuple(where)
-        places = list(self.where[:_SHOWN])
+        places = list(map(printable, self.where[:_SHOWN]))
         if len(self.where) > _SHOWN:
             places.append(f"... and {len(self.where) - _SHOWN} more")
         parts = (("where:", "\n".join(places)), ("why:", why), ("do:", do))
-        super().__init__("\n".join([what, *(_part(head, text) for head, text in parts)]))
+        super().__init__("\n".join([_prose(what), *(_part(head, text) for head, text in parts)]))
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.what, self.where, self.why, self.do)
@@ -61,7 +66,11 @@ class MissingExtraError(ShardingError, ImportError):
 
 
 def _part(head: str, text: str) -> str:
-    return f"  {head:<7}" + text.replace("\n", "\n         ")
+    return f"  {head:<7}" + _prose(text).replace("\n", "\n         ")
+
+
+def _prose(text: str) -> str:
+    return printable(text, keep="\n\t")
 
 
 def _rebuild(cls: type[FourPartError], what: str, where: tuple, why: str, do: str) -> FourPartError:

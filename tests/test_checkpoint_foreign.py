@@ -356,6 +356,43 @@ def test_a_leaf_that_is_wanted_twice_is_two_arrays(tmp_path):
     np.testing.assert_array_equal(restored["ema"]["w"], W)
 
 
+@pytest.mark.parametrize("wanted", [False, np.bool_(False), jnp.zeros((), bool)], ids=["bool", "numpy", "array"])
+def test_a_number_is_no_truth_value(tmp_path, wanted):
+    """Of 5 a restore made True."""
+    js.checkpoint.save(tmp_path / "c", {"five": 5, "yes": True, "one": 1})
+    with pytest.raises(CheckpointError, match=r"(?s)A stored number is too large.*wants it as bool"):
+        js.checkpoint.restore(tmp_path / "c", {"five": wanted})
+    assert all(js.checkpoint.restore(tmp_path / "c", {"yes": wanted, "one": wanted}).values())
+
+
+OVERFLOWS = {
+    "float8": (np.float32, jnp.float8_e4m3fn, 1e6),
+    "float16": (jnp.bfloat16, jnp.float16, 1e6),
+    "float64": (np.float64, np.float32, 1e300),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_values_that_overflow_in_the_dtype_of_like_are_told(tmp_path, name):
+    """Beside the warning of the cast, which says nothing of them; values that were infinite stay so without a word."""
+    stored, wanted, large = OVERFLOWS[name]
+    rows = np.stack([np.full(8, 1.0), np.full(8, large), np.full(8, np.inf)]).astype(stored)
+    layers = {str(n): row for n, row in enumerate(rows)}
+    js.checkpoint.save(tmp_path / "c", {"x": sharded(rows.T) if name != "float64" else rows.T, "layers": layers})
+    host = lambda shape: np.zeros(shape, wanted)
+    for make in (host, lambda shape: jax.device_put(host(shape), NamedSharding(js.mesh(), P()))):
+        with pytest.warns(CheckpointWarning) as warned:
+            js.checkpoint.restore(tmp_path / "c", {"x": make((8, 3)), "layers": make((3, 8))})
+        assert len(warned) == 2
+        lines = str(warned[1].message).splitlines()
+        dtypes = f"{np.dtype(stored).name} -> {np.dtype(wanted).name}"
+        assert lines[1:] == [f"  {path}  {dtypes}: 8 values became inf or nan" for path in ("layers", "x")]
+        assert warned[1].filename == __file__
+    with pytest.warns(CheckpointWarning, match="change their dtype") as warned:
+        js.checkpoint.restore(tmp_path / "c", {"layers": {n: host(8) for n in "02"}}, extra="ignore")
+    assert not [w for w in warned if "too large" in str(w.message)]
+
+
 def test_a_number_that_does_not_fit_is_an_error(tmp_path):
     js.checkpoint.save(tmp_path / "c", {"tokens": 5_000_000_000})
     write_dcp(tmp_path / "d", {"w": split(W, 1)}, {"tokens": 2**70})

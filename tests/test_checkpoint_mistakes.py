@@ -18,6 +18,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as orbax
 
 import jshard as js
 from jshard import checkpoint
@@ -88,6 +89,14 @@ def half_copied_in_the_way(run):
     Checkpointer(run.parent / "series").save(7, state())
 
 
+def several_trees(run):
+    path = run.parent / "several"
+    if not path.exists():
+        weights = {"w": jnp.ones((2, 4))}
+        orbax.save_checkpointables(str(path), {"params": weights, "ema_params": weights, "opt": {"mu": weights}})
+    checkpoint.restore(path, {"w": jnp.zeros((2, 4))})
+
+
 def not_one(run):
     (run.parent / "photos").mkdir(exist_ok=True)
     (run.parent / "photos" / "a.jpg").write_text("a photo")
@@ -127,6 +136,7 @@ MISTAKES = {
     "target: indivisible": indivisible,
     "target: another dtype": other_dtype,
     "target: only what is not there": lambda run: restore(run, only="encoder"),
+    "checkpoint: of several trees": several_trees,
     "checkpoint: of a newer jshard": newer,
     "checkpoint: it is none": not_one,
     "checkpoint: copied by half": half_copied,
@@ -136,6 +146,7 @@ MISTAKES = {
     "save: what is no data": lambda run: checkpoint.save(
         run / "new", {"f": print, "t": np.array(["a"]), "n": 2**70, "z": 1j, "u": jnp.ones(2, jnp.uint4)}
     ),
+    "save: a path that is too long": lambda run: checkpoint.save(run / "new", {"model": {"层" * 90: jnp.ones(1)}}),
     "save: two leaves of one path": lambda run: checkpoint.save(run / "new", {1: jnp.ones(1), "1": jnp.ones(2)}),
 }
 

@@ -11,10 +11,11 @@ import numpy as np
 import orbax.checkpoint as orbax_v0
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors.numpy import save_file
 
 import jshard as js
 from jshard import cli
-from jshard.checkpoint import seal
+from jshard.checkpoint import CheckpointError, CheckpointWarning, reshard, seal
 from jshard.checkpoint.formats import SafetensorsSource
 from tests.dcp_fixture import put_archive, split, write_dcp
 
@@ -171,7 +172,7 @@ def test_inspect_shows_layers_that_are_alike_once(ckpt):
 def test_verify(run, ckpt):
     code, text = ckpt("verify", run, "--all")
     assert code == 0
-    assert text.count("good, bit for bit as it was saved") == 2
+    assert text.count("good, all files are there and all sums are those of the save") == 2
     folder = Path(shutil.copytree(run / "checkpoints" / "100", "c"))
     file = folder / "state" / "model.tokens" / "c" / "0" / "0"
     content = bytearray(file.read_bytes())
@@ -333,6 +334,94 @@ def test_every_command_knows_all_trees_of_an_orbax_composite(ckpt):
     np.testing.assert_array_equal(js.checkpoint.restore("one", {"w": jnp.zeros(16)})["w"], trees["ema_params"]["w"])
     assert ckpt("export", "a/1", "out", "--part", "ema_params")[0] == 0
     np.testing.assert_array_equal(SafetensorsSource("out").read("w", (slice(None),)), trees["ema_params"]["w"])
+
+
+def written_by_the_package(name, arrays):
+    Path(name).mkdir()
+    save_file(arrays, f"{name}/model.safetensors")
+
+
+def test_an_imported_file_is_restored_as_the_file_itself(ckpt):
+    """Dots and slashes are between the keys of a path in both: nobody could ask for a leaf that was called `a.b`."""
+    arrays = {"layer.w": np.arange(4, dtype=np.float32), "layer.0.b": np.ones(3, np.float32)}
+    written_by_the_package("c", arrays)
+    like = {"layer": {"w": jnp.zeros(4), "0": {"b": jnp.zeros(3)}}}
+    assert ckpt("import", "c", "out")[0] == 0
+    for name in ("c", "out"):
+        restored = js.checkpoint.restore(name, like)
+        np.testing.assert_array_equal(restored["layer"]["w"], arrays["layer.w"])
+        np.testing.assert_array_equal(restored["layer"]["0"]["b"], arrays["layer.0.b"])
+    js.checkpoint.save("dots", {"a.b": {"%/": jnp.ones(2), "\\": jnp.ones(3)}})
+    assert ckpt("export", "dots", "plain", "--part", "")[0] == ckpt("import", "plain", "back")[0] == 0
+    equal("dots", "back")
+
+
+UNFIT = {
+    "two names of one path": (["a/b", "a.b"], "a.b  and a/b: a/b"),
+    "an array with another below it": (["a", "a.b"], "a  and a/b"),
+    "a name that is too long": (["x" * 300], f"{'x' * 60}...  300 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_an_import_of_names_that_do_not_fit_names_them_and_leaves_nothing(case, capsys):
+    """`a/b` and `a.b` were one folder: both had the values of the one that was written last."""
+    names, line = UNFIT[case]
+    written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(names)})
+    assert cli.main(["ckpt", "import", "c", "new/out"]) == 2
+    told = capsys.readouterr().err
+    assert line in told and "make room" not in told, told
+    assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
+
+
+def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
+    """Whatever ends it: an error of Orbax, or the user."""
+    written_by_the_package("c", {"a": np.ones(4, np.float32), "b": np.ones(4, np.float32)})
+    monkeypatch.setattr(reshard, "_PART_BYTES", 16)
+    read = SafetensorsSource.read
+    for error, code, why in ((TypeError("odd"), 1, "TypeError: odd"), (KeyboardInterrupt(), 130, "interrupted")):
+
+        def fails(source, name, box, error=error):
+            if name == "b":
+                raise error
+            return read(source, name, box)
+
+        monkeypatch.setattr(SafetensorsSource, "read", fails)
+        assert cli.main(["ckpt", "import", "c", "new/out"]) == code
+        told = capsys.readouterr().err
+        assert why in told and "make room" not in told, told
+        assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
+
+
+CONTROLS = "\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e"
+
+
+def test_control_characters_in_names_do_not_reach_the_terminal(ckpt, capsys):
+    """A name is on one line, as Python writes it, wherever it is printed; as JSON it is what it is."""
+    written_by_the_package("c", {f"m.{CONTROLS}": np.ones(4, np.float32), "m.b": np.ones(4, np.float32)})
+    written_by_the_package("d", {f"m.{CONTROLS}": np.zeros(4, np.float32)})
+    told = []
+    for name in "cd":
+        assert cli.main(["ckpt", "import", name, f"{name}.out"]) == 0
+        capsys.readouterr()
+        assert f"m/{CONTROLS}" in ckpt("inspect", f"{name}.out", "--json")[1]["leaves"]
+        told.append(ckpt("inspect", f"{name}.out")[1])
+    told.append(ckpt("diff", "c.out", "d.out")[1])
+    for path in ("c", "c.out"):
+        for like in ({CONTROLS: jnp.zeros(5), "b": jnp.zeros(4)}, {"b": jnp.zeros(4)}):
+            with pytest.raises(CheckpointError) as caught:
+                js.checkpoint.restore(path, {"m": like})
+            told.append(str(caught.value))
+        with pytest.warns(CheckpointWarning) as warned:
+            js.checkpoint.restore(path, {"m": {"b": jnp.zeros(4)}}, extra="ignore")
+        told.append(str(warned[0].message))
+    chunk = next(Path("c.out/state").glob("*red*/c/0"))
+    chunk.write_bytes(b"\0" * chunk.stat().st_size)
+    assert cli.main(["ckpt", "verify", "c.out"]) == 1
+    told.append(capsys.readouterr().out)
+    for text in told:
+        assert r"\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e" in " ".join(text.split("\n")), text
+        assert not [c for c in text if not c.isprintable() and c != "\n"], text
 
 
 def test_export_and_import_as_they_are(run, ckpt):

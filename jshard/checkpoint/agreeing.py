@@ -11,6 +11,8 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.meeting import exchange
 
+_OF_DISK = "ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "EACCES", "EPERM"  # as `reason` has them
+
 
 def agree(topic: str, path: Path, told: Any, error: Exception | None, *, timeout_s: float) -> list[Any]:
     """Tells all processes something, or why this one cannot go on; every process calls it.
@@ -61,11 +63,12 @@ def in_four_parts(path: Path, error: Exception) -> FourPartError:
 
 def write_failed(path: Path, why: str) -> RunError:
     """The error for a checkpoint that could not be written."""
+    is_of_disk = any(f"({name})" in why for name in _OF_DISK)
     return RunError(
         "The checkpoint could not be written.",
         where=str(path),
         why=why,
-        do="make room, or name a folder on another disk.",
+        do="make room, or name a folder on another disk." if is_of_disk else "remove that cause, and write it again.",
     )
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._errors import printable
 from jshard.checkpoint.failures import reason
 from jshard.checkpoint.formats.source import Box, StoredArray, bounds
 from jshard.checkpoint.opened import OrbaxCheckpoint, unreadable
@@ -83,7 +84,7 @@ class CheckpointSource:
         try:
             return array[box].read().result() if box else array.read().result()
         except Exception as error:
-            raise unreadable(self.path, f"{name}: {reason(error)}") from error
+            raise unreadable(self.path, f"{printable(name)}: {reason(error)}") from error
 
     def boxes(self, name: str, budget_bytes: int = _BOX_BYTES) -> Iterator[Box]:
         """Boxes that make up an array, each of whole chunks and of at most so many bytes, unless a chunk has more.
@@ -110,9 +111,9 @@ class CheckpointSource:
         except Exception as error:
             if self.seal is None:  # keys with slashes lie elsewhere: let Orbax look, or tell
                 return None
-            raise unreadable(self.path, f"{name}: {reason(error)}") from error
+            raise unreadable(self.path, f"{printable(name)}: {reason(error)}") from error
         if tuple(array.shape) != self.leaves[name].shape:
-            why = f"{name}: its shape is {tuple(array.shape)}; the checkpoint says {self.leaves[name].shape}"
+            why = f"{printable(name)}: its shape is {tuple(array.shape)}; the checkpoint says {self.leaves[name].shape}"
             raise unreadable(self.path, why)
         return array
 

@@ -68,9 +68,33 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
     return leaf
 
 
+def num_overflows(pick: Pick, found: list[Any], leaf: Any) -> int:
+    """How many values of a leaf were numbers as they were stored, and are none in the dtype that is wanted."""
+    dtypes = [getattr(x, "dtype", int) for x in (found[0], leaf)]
+    if not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        return 0
+    if float(jnp.finfo(dtypes[1]).max) >= float(jnp.finfo(dtypes[0]).max) or not (lost := _num_not_finite(leaf)):
+        return 0
+    return lost - sum(map(_num_not_finite, found if pick.form == "stack" else [_picked(pick, found)]))
+
+
+def _num_not_finite(leaf: Any) -> int:
+    if isinstance(leaf, jax.Array):
+        return int(_count_not_finite(leaf))
+    return int(np.sum(~np.isfinite(leaf if leaf.dtype.itemsize > 2 else leaf.astype(np.float32))))
+
+
+@jax.jit
+def _count_not_finite(leaf: jax.Array) -> jax.Array:
+    wide = leaf if leaf.dtype.itemsize > 2 else leaf.astype(jnp.float32)
+    return jnp.sum(~jnp.isfinite(wide), dtype=jnp.float32)
+
+
 def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
     """The same for leaves that are not on devices."""
     found = [_same_kind(leaf, wanted) for leaf in found]
+    if isinstance(wanted, bool):
+        return bool(_as_dtype(np.asarray(_picked(pick, found)), np.bool_))
     if not hasattr(found[0], "shape") and not isinstance(wanted, np.ndarray | np.generic):
         return found[0]
     array = np.asarray(_picked(pick, found))
@@ -89,11 +113,13 @@ def _is_key(leaf: Any) -> bool:
 
 
 def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
-    """An array in another dtype, but for integers that it cannot hold."""
+    """An array in another dtype, but for integers, and truth values, that it cannot hold."""
     is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: of more than 64 bits
     try:
-        cast = array.astype(dtype)
-        is_changed = is_whole and jnp.issubdtype(dtype, jnp.integer) and bool((cast != array).any())
+        with np.errstate(over="ignore"):  # whoever asked is warned
+            cast = array.astype(dtype)
+        is_exact = dtype == np.bool_ or (is_whole and jnp.issubdtype(dtype, jnp.integer))
+        is_changed = is_exact and bool((cast != array).any())
     except OverflowError:
         cast, is_changed = array, True
     if is_changed:

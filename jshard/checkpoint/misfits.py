@@ -89,7 +89,10 @@ def _names_no_tree(
     ]
     return CheckpointError(
         "The checkpoint holds several trees, and `like` names none of them.",
-        where=[str(path), *(f"{printable(item)}  {sizes[item]} leaves" for item in items)],
+        where=[
+            str(path),
+            *(f"{printable(item)}  {sizes[item]} {'leaf' if sizes[item] == 1 else 'leaves'}" for item in items),
+        ],
         why=f"Orbax saved {len(items)} items, and each is a name in the state; paths of `like` begin with "
         f"{', '.join(begins) or 'nothing'}.",
         do="\n".join(f"js.checkpoint.{call}" for call in calls) or f"jshard ckpt inspect {shlex.quote(str(path))}",
@@ -143,8 +146,11 @@ def _advice(
     if len(moved) == 1:
         ours, theirs = moved[0]
         if ours == "" and "/" not in theirs:
-            return why, f'the leaves are stored under "{theirs}": restore(path, like={{"{theirs}": ...}}).'
-        return why, f'they are stored elsewhere: restore(path, like, rename={{"{ours}": "{theirs}"}}).'
+            return (
+                why,
+                f"the leaves are stored under {json.dumps(theirs)}: restore(path, like={{{json.dumps(theirs)}: ...}}).",
+            )
+        return why, f"they are stored elsewhere: restore(path, like, rename={json.dumps({ours: theirs})})."
     if moved:
         lines = [f"restore(path, like, rename={json.dumps({ours: theirs})})" for ours, theirs in moved]
         return f"{why}\nSeveral stored trees have these leaves.", "\n".join(["say which one is meant:", *lines])

@@ -99,7 +99,7 @@ class OrbaxCheckpoint:
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; a leaf of others whose keys have slashes is found by the path that asks for it."""
         places = {name: path for path, name in self._names.items()}
-        slashed = {path: places.get(_as_keys(path)) for path in asked if "%2F" in path}
+        slashed = {path: places.get(_leaves.unescape(path)) for path in asked if "%2F" in path}
         found = {path: place for path, place in slashed.items() if place is not None}
         self._names |= {path: self._names[place] for path, place in found.items()}
         rest = {path: leaf for path, leaf in self.leaves.items() if path not in found.values()}
@@ -225,15 +225,26 @@ def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = Tr
         named = NamedSource(source, names)
         return ForeignCheckpoint(path, named, {name: name for name in named.leaves}, {}, named.unused)
     values = getattr(source, "values", {})
-    places = _by_path(path, [*source.leaves, *values])
+    do = 'say what is meant: restore(path, like, names={"layer/kernel": "layer.kernel"}).'
+    places = by_path(path, [*source.leaves, *values], do=do)
     arrays = {place: name for place, name in places.items() if name in source.leaves}
     others = {place: name for place, name in places.items() if name not in source.leaves}
     return ForeignCheckpoint(path, source, arrays, others, ())
 
 
-def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
-    """Stored names by our paths: others put dots between the keys."""
-    places = {name: "/".join(map(_leaves.escape, name.replace("/", ".").split("."))) for name in names}
+def by_path(path: Path, names: Sequence[str], *, do: str) -> dict[str, str]:
+    """Stored names by our paths: others put dots between the keys; a key that jshard escaped and exported stays one.
+
+    Args:
+        path: the checkpoint.
+        names: of its leaves.
+        do: what to do where two are one path, for the error.
+
+    Raises:
+        CheckpointError: two names are one path.
+    """
+    keys = {name: name.replace("/", ".").split(".") for name in names}
+    places = {name: "/".join(_leaves.escape(_leaves.unescape(key)) for key in parts) for name, parts in keys.items()}
     found = {place: name for name, place in places.items()}
     if len(found) < len(places):
         twice = [name for name, place in places.items() if found[place] != name]
@@ -241,14 +252,9 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
             "Some names in the checkpoint are one and the same path.",
             where=[str(path), *(f"{name}  and {found[places[name]]}: {places[name]}" for name in twice)],
             why="dots and slashes both stand between the keys of a path.",
-            do='say what is meant: restore(path, like, names={"layer/kernel": "layer.kernel"}).',
+            do=do,
         )
     return found
-
-
-def _as_keys(path: str) -> str:
-    """A path with its keys as they were before they were escaped."""
-    return path.replace("%2F", "/").replace("%2E", ".").replace("%25", "%")
 
 
 def _without_layers(path: str) -> str:

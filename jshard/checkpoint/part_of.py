@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 import numpy as np
 
+from jshard._errors import printable
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import Box, StoredArray
@@ -34,7 +35,7 @@ def part_of(source: CheckpointSource, part: str, *, names: Collection[str] | Non
         raise CheckpointError(
             "There are no arrays in that part of the checkpoint.",
             where=f"{source.path}: {part}",
-            why=f"its parts are {', '.join(sorted({path.split('/')[0] for path in source.leaves}))}.",
+            why=f"its parts are {', '.join(sorted({printable(path.split('/')[0]) for path in source.leaves}))}.",
             do=f"jshard ckpt inspect {source.path} --depth 1",
         )
     if names is None:

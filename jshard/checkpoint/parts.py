@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -55,6 +56,7 @@ def save_parts(
     draft = unnamed(path)
     described: dict[str, StoredLeaf] = {}
     owner = None
+    new_folders = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         owner = Owner(draft)
@@ -70,15 +72,17 @@ def save_parts(
         seal = _finish(draft, described, like)
         draft.rename(path)
         flush(str(path.parent))
-    except Exception as error:
+    except BaseException as error:
         if owner is not None:
             _discard(path)
-        if isinstance(error, CheckpointError | RunError):
+        if not isinstance(error, Exception) or isinstance(error, CheckpointError | RunError):
             raise
         raise write_failed(path, reason(error)) from error
     finally:
         if owner is not None:
             owner.release()
+        if not path.exists():
+            _remove_empty(new_folders)
     return seal
 
 
@@ -94,8 +98,15 @@ def _check_vacant(path: Path) -> None:
 
 def _discard(path: Path) -> None:
     remove_unnamed(path)
-    draft = unnamed(path)
-    shutil.rmtree(draft.with_name(draft.name + PARTS_SUFFIX), ignore_errors=True)
+    parts = unnamed(path).name + PARTS_SUFFIX
+    for name in (parts, parts + storage.UNCOMMITTED_SUFFIX):
+        shutil.rmtree(path.with_name(name), ignore_errors=True)
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    with contextlib.suppress(OSError):  # another program has put something there
+        for folder in folders:
+            folder.rmdir()
 
 
 def _described(leaf: Any) -> StoredLeaf:

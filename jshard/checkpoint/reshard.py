@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._errors import RunError
+from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.formats.source import Box, Source, bounds
 from jshard.checkpoint.parts import save_parts
@@ -53,6 +54,7 @@ def reshard(
         RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.
     """
     source = CheckpointSource(path)
+    _leaves.check_paths(source.opened.leaves)
     seal = source.seal or Seal(leaves={}, files={})
     stored = source.opened.leaves
     layout = {name: (specs or {}).get(name, spec_for(stored[name], mesh)) for name in source.leaves}
@@ -71,7 +73,7 @@ def import_leaves(
     out: Path,
     mesh: Mesh,
     *,
-    below: str = "model",
+    paths: Mapping[str, str],
     values: Mapping[str, Any] | None = None,
     step: int | None = None,
     on_written: OnWritten = lambda num_bytes: None,
@@ -79,10 +81,10 @@ def import_leaves(
     """Writes the arrays of a source as a checkpoint of ours; memory as of `reshard`.
 
     Args:
-        source: of our names, as `NamedSource` gives them, or of others, which then stay.
+        source: what is imported.
         out: a folder that does not exist yet.
         mesh: as of `reshard`.
-        below: the name of the part of the state that they make up; empty for none.
+        paths: the names of its arrays, by the paths that they get.
         values: numbers and texts to write beside them, by path.
         step: number of steps that are done.
         on_written: called with the bytes of each part that was written.
@@ -91,10 +93,11 @@ def import_leaves(
         What the new checkpoint says of itself.
 
     Raises:
-        CheckpointError: there is something at `out`.
+        CheckpointError: there is something at `out`, or some paths cannot be stored.
         RunError: reading or writing failed; nothing is left at `out`.
     """
-    renamed = _Renamed(source, {"/".join(filter(None, (below, name))): name for name in source.leaves})
+    _leaves.check_paths([*paths, *(values or {})])
+    renamed = _Renamed(source, paths)
     layout = {
         path: spec_for(StoredLeaf(shape=leaf.shape, dtype=leaf.dtype.name), mesh)
         for path, leaf in renamed.leaves.items()

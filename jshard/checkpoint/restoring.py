@@ -16,13 +16,13 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jshard._errors import RunError
+from jshard._errors import RunError, printable
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.data import check_position, is_data_position
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.forecasting import Forecast, forecast_reads
-from jshard.checkpoint.forms import bytes_here, finish, own_mesh, to_read
+from jshard.checkpoint.forms import bytes_here, finish, num_overflows, own_mesh, to_read
 from jshard.checkpoint.history import mesh_layout
 from jshard.checkpoint.matching import match, renamed
 from jshard.checkpoint.meeting import exchange
@@ -157,6 +157,10 @@ class Restoring:
             _check_sums(self.opened.path, self.opened.seal, [other["sums"] for other in heard])
         with self.phases("finish"):
             restored = self._filled(found)
+        if self._overflows:
+            what = f"{len(self._overflows)} leaves hold values that are too large for the dtypes of `like`"
+            message = f"{self.opened.path} is restored; {_list(what, tuple(self._overflows))}"
+            warnings.warn(message, CheckpointWarning, stacklevel=3)
         give_memory_back()
         self.record["processes"] = [other["report"] for other in heard]
         return restored
@@ -197,10 +201,16 @@ class Restoring:
         """Every wanted leaf, made of what was read; each stored leaf is let go after its last use."""
         left = collections.Counter(path for pick in self.match.picks.values() for path in pick.stored)
         finished = {}
+        self._overflows: list[str] = []
         # Leaf by leaf of what is stored, so that no more than one stack is there twice.
         for key, pick in sorted(self.match.picks.items(), key=lambda item: item[1].stored[0]):
             with own_mesh(self._wanted[key]):
-                leaf = finish(pick, [found[path] for path in pick.stored], self._wanted[key])
+                parts = [found[path] for path in pick.stored]
+                leaf = finish(pick, parts, self._wanted[key])
+                if count := num_overflows(pick, parts, leaf):
+                    dtypes = f"{parts[0].dtype} -> {leaf.dtype}"
+                    self._overflows.append(f"{key}  {dtypes}: {count} values became inf or nan")
+                del parts
             shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)
             finished[key] = leaf.copy() if shared else leaf  # each is an array of its own, to be donated alone
             for path in pick.stored:
@@ -299,4 +309,4 @@ def damaged(path: Path, where: list[str], why: str) -> RunError:
 
 def _list(head: str, lines: tuple[str, ...], shown: int = 10) -> str:
     more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n  ".join([f"{head}:", *lines[:shown], *more])
+    return "\n  ".join([f"{head}:", *map(printable, lines[:shown]), *more])

@@ -157,6 +157,7 @@ class Saving:
         try:
             found = _leaves.flatten(state)
             leaves = _leaves.storable(found)
+            _leaves.check_paths(leaves)
             _refuse_nothing(self.path, leaves)
             self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
             self._described = {key: _seal.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}

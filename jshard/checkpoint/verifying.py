@@ -1,4 +1,4 @@
-"""Whether everything that was saved is still there: every file, and every bit of every leaf."""
+"""Whether everything that was saved is still there: every file, and the values of every leaf by their sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jshard._errors import RunError
+from jshard._errors import RunError, printable
 from jshard.checkpoint import seal as _seal
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.seal import Seal
@@ -141,7 +141,7 @@ def _in_leaf(source: CheckpointSource, name: str, on_read: Callable[[int], objec
             total = add([total, box_sums(values, box, stored.shape)])
             on_read(values.nbytes)
     except RunError as error:
-        return Finding(leaf=name, file=_place(source, name), why=error.why.removeprefix(f"{name}: "))
+        return Finding(leaf=name, file=_place(source, name), why=error.why.removeprefix(f"{printable(name)}: "))
     if stored.sums is None or total == stored.sums:
         return None
     return Finding(leaf=name, file=_place(source, name), why="its values are not those that were saved.")

@@ -41,13 +41,12 @@ def not_written(path: Path, steps: Sequence[int], error: RunError) -> RunError:
     good = (
         f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
     )
+    mend = "make room or mend the disk" if error.do.startswith("make room") else "remove that cause"
     return RunError(
         f"The checkpoint of step {path.name} could not be written.",
         where=[str(path), *(place for place in error.where if place not in (str(path), str(path.absolute())))],
         why=f"{error.why}\n{good}",
-        do="make room or mend the disk, then continue the run with --resume."
-        if steps
-        else "make room or mend the disk, then start the run anew.",
+        do=f"{mend}, then continue the run with --resume." if steps else f"{mend}, then start the run anew.",
     )
 
 

@@ -12,6 +12,8 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from jshard._errors import printable
+
 _PIPED_WIDTH = 110  # of what no terminal shows
 _PATH = 24  # characters of a line of a path, where it needs several
 _LEAST = 8  # characters of a column, where nothing else helps
@@ -86,8 +88,8 @@ class FittedTable:
         self._rows: list[tuple[list[str], str | None, bool]] = []
 
     def add_row(self, *cells: str, style: str | None = None, end_section: bool = False) -> None:
-        """Adds a row of plain text: no markup in paths and shapes."""
-        self._rows.append((list(cells), style, end_section))
+        """Adds a row of plain text: no markup and no control characters in paths and shapes."""
+        self._rows.append((list(map(printable, cells)), style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         shown, widths, is_tight = self._layout(options.max_width)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import inert_pickle
 from jshard.checkpoint.formats.inert_pickle import DTYPES, Record, records
@@ -243,7 +244,7 @@ def _extended(path: Path, name: Any, descriptors: Any) -> CheckpointError:
     return CheckpointError(
         "The checkpoint was written with extensions that cannot be read.",
         where=str(path),
-        why=f"{name} was transformed by {descriptors}.",
+        why=f"{printable(str(name))} was transformed by {descriptors}.",
         do="load it with PyTorch, and save it without extensions.",
     )
 

@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import Box, Region, StoredArray, damaged, local_path, read_region, row_major
 
@@ -117,7 +118,7 @@ def _all_regions(files: Iterable[Path]) -> dict[str, Region]:
             raise _in_parts(file, "it says that its arrays are what one process held.")
         for name, region in _regions(file, header, start).items():
             if name in regions:
-                raise _in_parts(file, f"{name} is in {regions[name].path.name} too.")
+                raise _in_parts(file, f"{printable(name)} is in {regions[name].path.name} too.")
             regions[name] = region
     return regions
 

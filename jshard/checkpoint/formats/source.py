@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jshard._errors import RunError
+from jshard._errors import RunError, printable
 from jshard.checkpoint.errors import CheckpointError
 
 Box = tuple[slice, ...]
@@ -152,4 +152,6 @@ def local_path(path: str | Path, kind: str) -> Path:
 
 def damaged(path: Path, why: str) -> RunError:
     """The error for a file that is not what its format says."""
-    return RunError("A file of the checkpoint is damaged.", where=str(path), why=why, do="fetch or copy it again.")
+    return RunError(
+        "A file of the checkpoint is damaged.", where=str(path), why=printable(why), do="fetch or copy it again."
+    )

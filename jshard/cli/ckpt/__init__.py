@@ -20,7 +20,7 @@ from jshard._errors import ShardingError
 COMMANDS = {
     "ls": "the checkpoints of a run: steps, sizes, whether their files are all there",
     "inspect": "the leaves of a checkpoint: shapes, dtypes, bytes, how they were sharded",
-    "verify": "whether every file and every bit is as it was saved",
+    "verify": "whether all files are there, and the sums of all values are those of the save",
     "diff": "where two checkpoints differ, by path, with norms",
     "reshard": "write a checkpoint anew, cut for another mesh",
     "import": "write a checkpoint of what other libraries saved: safetensors, PyTorch, Orbax",

@@ -14,6 +14,7 @@ from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import NamedSource, Source
 from jshard.checkpoint.formats.detect import foreign_source
+from jshard.checkpoint.opened import by_path
 from jshard.checkpoint.places import is_checkpoint
 from jshard.checkpoint.reshard import import_leaves
 from jshard.cli._arguments import parse
@@ -37,7 +38,7 @@ class ImportArgs:
     """A new folder."""
     model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
     """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
-    called there; without it all names stay."""
+    called there; without it their names are paths."""
     recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
     """Name of the recipe; the file's first by default."""
     set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
@@ -54,15 +55,15 @@ def run(argv: Sequence[str]) -> int:
     model = Model.load(args.model, args.recipe, args.set)
     mesh = cpu_mesh(args.mesh)
     source = _opened(args.path)
-    names = None if model is None else model.names()
-    values = _values(source) if names is None else {}
-    if names is not None:
-        source = NamedSource(source, names)
+    if model is not None:
+        source = NamedSource(source, model.names())
         _check_whole(args, source)
+        paths, values = {f"model/{name}": name for name in source.leaves}, {}
+    else:
+        paths, values = _paths_and_values(args.path, source)
     total = sum(leaf.nbytes for leaf in source.leaves.values())
-    below = "model" if names is not None else ""
     with progress("import", total) as note:
-        seal = import_leaves(source, args.out.absolute(), mesh, below=below, values=values, on_written=note)
+        seal = import_leaves(source, args.out.absolute(), mesh, paths=paths, values=values, on_written=note)
     print(as_json(written(args.out, seal)) if args.json else told(args.out, seal))
     return 0
 
@@ -81,10 +82,19 @@ def _opened(path: Path) -> Source:
     return found
 
 
-def _values(source: Source) -> Mapping[str, Any]:
-    """The numbers and texts beside the arrays; what lists PyTorch keeps has no place here."""
-    values = source.values() if isinstance(source, CheckpointSource) else getattr(source, "values", {})
-    return {name: value for name, value in values.items() if isinstance(value, int | float | str)}
+def _paths_and_values(path: Path, source: Source) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    """Names of arrays by path, and the numbers and texts beside them; what lists PyTorch keeps has no place here."""
+    held = source.values() if isinstance(source, CheckpointSource) else getattr(source, "values", {})
+    values = {name: value for name, value in held.items() if isinstance(value, int | float | str)}
+    if isinstance(source, CheckpointSource):
+        return {name: name for name in source.leaves}, values
+    do = (
+        "write the file anew with another name for one of them;\n"
+        "or say by hf_names(config) in a model file which is meant: --model MODEL.py"
+    )
+    places = by_path(path, [*source.leaves, *values], do=do)
+    arrays = {place: name for place, name in places.items() if name in source.leaves}
+    return arrays, {place: values[name] for place, name in places.items() if name in values}
 
 
 def _check_whole(args: ImportArgs, source: NamedSource) -> None:

@@ -11,7 +11,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import ShardingError
+from jshard._errors import ShardingError, printable
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.opened import Opened, open_checkpoint
 from jshard.checkpoint.places import checkpoint_at
@@ -48,10 +48,11 @@ def run(argv: Sequence[str]) -> int:
     begin = args.below.rstrip("/")
     shown = {p: leaf for p, leaf in opened.leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
     if not shown:
+        begins = sorted({printable(path.split("/")[0]) for path in opened.leaves})
         raise ShardingError(
             "There are no such leaves.",
             where=f"--below {args.below}",
-            why=f"paths in {opened.path} begin with {', '.join(sorted({p.split('/')[0] for p in opened.leaves}))}.",
+            why=f"paths in {opened.path} begin with {', '.join(begins)}.",
             do=f"jshard ckpt inspect {args.path} --depth 1",
         )
     if args.json:
@@ -73,7 +74,7 @@ def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) ->
         else:
             below = _leaves.flat(node).values()
             add_row(table, indented + "/", _count(count * len(below)), "", size(count * _bytes(below)), "", "")
-    path, *lines = _head(opened)
+    path, *lines = map(printable, _head(opened))
     sums = Text(f"{_count(len(shown))}, {size(_bytes(shown.values()))}")
     return Group(whole_line(path), *map(Text, lines), table, sums)
 

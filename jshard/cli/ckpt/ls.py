@@ -10,6 +10,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
+from jshard._errors import printable
 from jshard.checkpoint.listing import Entry, Listing, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shown import as_json, mesh_text, moment, size
@@ -52,7 +53,7 @@ def _table(found: Listing) -> Group:
         add_row(table, *cells, metrics, _state(entry))
     lines = []
     for entry in found.entries:
-        lines += [f"{entry.path.name}: {line}" for line in entry.damage[:10]]
+        lines += [printable(f"{entry.path.name}: {line}") for line in entry.damage[:10]]
     why = "of a save that was interrupted, or is writing now; the next save of the run removes what is left over."
     lines += [f"{name}: {why}" for name in found.unfinished]
     return Group(whole_line(str(found.path)), table, *map(Text, lines))

@@ -1,4 +1,4 @@
-"""`jshard ckpt verify PATH`: whether every file and every bit is as it was saved."""
+"""`jshard ckpt verify PATH`: whether every file and every value is as it was saved."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from jshard.inspect.tables import FittedTable, add_row, made_table, show
 class VerifyArgs:
     """Reads checkpoints whole, and compares them with what was noted when they were saved.
 
-    It finds every file that is missing or cut off and every bit that has changed, and names the leaf and the file.
-    Exit codes: 0 all is as it was saved, 1 something is damaged, 2 there is no checkpoint.
+    It finds every file that is missing or cut off and every change of a single word, and names the leaf and the file.
+    Changes of several words that cancel each other in the sums of a leaf do not show. Exit codes: 0 nothing was found,
+    1 something is damaged, 2 there is no checkpoint.
     """
 
     path: tyro.conf.Positional[Path]
@@ -59,7 +60,7 @@ def _told(verdict: Verdict) -> str | FittedTable:
     if verdict.is_good and not verdict.num_files:
         return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
     if verdict.is_good:
-        return f"{verdict.path}: good, bit for bit as it was saved ({read})."
+        return f"{verdict.path}: good, all files are there and all sums are those of the save ({read})."
     table = made_table(f"{verdict.path}: DAMAGED", "leaf", "file", "what is wrong")
     for finding in verdict.findings:
         add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
