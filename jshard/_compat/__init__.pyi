@@ -1,6 +1,6 @@
 from jshard._compat.callers import called_by_optax as called_by_optax
 from jshard._compat.callers import called_by_optimizer as called_by_optimizer
-from jshard._compat.callers import frame_files as frame_files
+from jshard._compat.callers import made_in as made_in
 from jshard._compat.callers import scope_of as scope_of
 from jshard._compat.callers import user_frame as user_frame
 from jshard._compat.graphs import LINEN_CALL as LINEN_CALL

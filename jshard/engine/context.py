@@ -74,6 +74,7 @@ _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region"
 _copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", default=False)
+_noted: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("noted", default=None)
 _global_view = jax.make_user_context(default_value="")
 
 
@@ -124,6 +125,16 @@ def is_unchecked() -> bool:
 def unchecked() -> AbstractContextManager[None]:
     """For one of many traces of the same model: a third of the time goes into checks, which the others make."""
     return _during(_unchecked, True)
+
+
+def noted_mixing() -> list[str] | None:
+    """The list of places where a call mixes examples, to add to; None if that is an error."""
+    return _noted.get()
+
+
+def noting_mixing(places: list[str]) -> AbstractContextManager[None]:
+    """Inside, a call that mixes examples is no error, and its places are added to a list: its results are compared."""
+    return _during(_noted, places)
 
 
 def in_global_view() -> bool:
