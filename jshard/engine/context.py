@@ -151,9 +151,9 @@ def in_plain_flax() -> bool:
 def global_view() -> Iterator[None]:
     """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
 
-    For what cannot be split over the data shards: a batch that does not divide, a sample of one text, a
-    Hessian-vector product by forward mode. Results are right; memory and communication are the
-    compiler's choice.
+    For what cannot be split over the data shards: a model that combines examples, a batch that does not divide, a
+    sample of one text, a Hessian-vector product by forward mode. Results are right; memory and communication are the
+    compiler's choice. It may be around a jitted step.
 
     Example:
         >>> with js.global_view():

@@ -4,12 +4,15 @@ Found by comparing two traces in global view, with the batch and with twice the 
 """
 
 import dataclasses
+import functools
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
 
 import flax.linen as nn
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.extend import core as jex
@@ -17,7 +20,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard._errors import CallError
 from jshard._policies import UnitPolicy
-from jshard.engine.call import Call
+from jshard.engine.call import Call, is_array
 from jshard.engine.context import noted_mixing
 from jshard.engine.inputs import BatchSplit, GlobalTrace, trace_globally
 
@@ -29,7 +32,7 @@ _MIXING = frozenset(
     "argmax argmin concatenate cumlogsumexp cummax cummin cumprod cumsum reduce_and reduce_max reduce_min reduce_or"
     " reduce_prod reduce_sum reduce_xor reduce rev sort split top_k".split()
 )
-_BATCH_NORM = frozenset(inspect.getsourcefile(kind) for kind in (nnx.BatchNorm, nn.BatchNorm))
+_BATCH_NORM = frozenset(str(inspect.getsourcefile(kind)) for kind in (nnx.BatchNorm, nn.BatchNorm))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,13 +61,11 @@ class Mixing:
         """
         grows = [a != b for a, b in zip(self.once.shapes, self.twice.shapes, strict=True)]
         seen = list(self._seen([*grows, *[False] * (self._num_outputs - len(grows))]))
-        combined = {str(place): found for place in seen if (found := place.combined())}
-        counted = [place for place in seen if str(place) not in combined]  # a mean is told of once
-        self._raise([*combined.values(), *map(_Place.counted, counted)])
+        self._raise(self._counted(seen) | self._combined(seen))  # one line is listed once
 
     def refuse_counted(self, output: int) -> None:
         """Raises if an output that is the same on all data shards depends on how many examples there are."""
-        self._raise(map(_Place.counted, self._seen([i == output for i in range(self._num_outputs)])))
+        self._raise(self._counted(self._seen([i == output for i in range(self._num_outputs)])))
 
     @property
     def _num_outputs(self) -> int:
@@ -72,28 +73,39 @@ class Mixing:
 
     def _seen(self, outputs: list[bool]) -> Iterator["_Place"]:
         """The equations that some outputs depend on."""
-        constants = self._constants()
-        in_order = {v for v, (_, is_in_order) in constants.items() if is_in_order}
-        for place in _seen(self.once.jaxpr.jaxpr, self.twice.jaxpr.jaxpr, outputs, in_order):
-            if not _is_batch_norm(place.small):
-                yield dataclasses.replace(place, constants=constants.keys())
-            elif self.policy.sync_batch_norm and place.is_masked_mean:
-                yield place
+        in_order = {v for v, is_in_order in self._constants.items() if is_in_order}
+        return _seen(self.once.jaxpr.jaxpr, self.twice.jaxpr.jaxpr, outputs, in_order)
 
-    def _constants(self) -> dict[Any, tuple[Any, bool]]:
+    @functools.cached_property
+    def _constants(self) -> dict[Any, bool]:
         """Arrays closed over that grow with the batch and differ along it, and whether they count 0, 1, 2, ..."""
         found = {}
         small, large = self.once.jaxpr, self.twice.jaxpr
         for variable, x, y in zip(small.jaxpr.constvars, small.consts, large.consts, strict=False):
-            if np.shape(x) == np.shape(y) or np.ndim(x) != np.ndim(y) or not hasattr(x, "dtype"):
-                continue
-            (dim, *_) = _grown(x, y)
-            if (np.asarray(x) != np.take(x, [0], axis=dim)).any():
-                found[variable] = x, np.array_equal(np.ravel(x), np.arange(np.size(x)))
+            known = is_array(x) and not _compat.is_tracer(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+            if known and np.ndim(x) == np.ndim(y) and (grown := _grown(x, y)):
+                array = np.asarray(x)
+                if (array != array.take([0], axis=grown[0])).any():
+                    found[variable] = np.array_equal(array.ravel(), np.arange(array.size))
         return found
 
-    def _raise(self, places: Iterable[str]) -> None:
-        where = [f"{self.call.where}: {place}" for place in sorted(set(places)) if place]
+    def _combined(self, seen: Iterable["_Place"]) -> dict[str, str]:
+        """By line: what combines examples there."""
+        found = {}
+        for place in seen:
+            masked = self.policy.sync_batch_norm and place.is_masked_mean and _is_batch_norm(place.small)
+            what = place.combined()
+            if masked or (what and not _is_batch_norm(place.small)):
+                found[str(place)] = f"{what or 'a mean under a mask'} at {place}"
+        return found
+
+    def _counted(self, seen: Iterable["_Place"]) -> dict[str, str]:
+        """By line: what depends there on how many examples there are."""
+        found = ((place, place.counted(self._constants)) for place in seen)
+        return {str(place): f"{what} at {place}" for place, what in found if what and not _is_batch_norm(place.small)}
+
+    def _raise(self, places: Mapping[str, str]) -> None:
+        where = [f"{self.call.where}: {place}" for place in sorted(places.values())]
         if not where:
             return
         if (noted := noted_mixing()) is not None:
@@ -138,18 +150,17 @@ class _Place:
         is_index: it is used for the indices of gathers and scatters alone.
         in_order: the indices of this gather or scatter come from counting the examples 0, 1, 2, ...
         around: the equation that has this one in its body.
-        constants: arrays closed over that differ from example to example.
     """
 
     small: Any
     large: Any
     is_index: bool
     in_order: bool
-    around: str = ""
-    constants: Collection[Any] = ()
+    around: "_Place | None" = None
 
     def __str__(self) -> str:
-        return _compat.user_frame(self.small) or self.around or "an unknown place"
+        """`file:line`."""
+        return _compat.user_frame(self.small) or (str(self.around) if self.around else "an unknown place")
 
     @property
     def is_masked_mean(self) -> bool:
@@ -159,23 +170,22 @@ class _Place:
     def combined(self) -> str:
         """What combines elements along a dim that grows with the batch; empty if nothing does."""
         if self.large is None:
-            return f"operations that depend on the size of the batch, from {self}"
-        is_mixing = _combines(self.small, self.large, self.in_order)
-        if is_mixing or (_is_batch_norm(self.small) and self.is_masked_mean):
-            return f"{self.small.primitive.name} at {self}"
-        return ""
+            return "operations that the size of the batch decides"
+        return self.small.primitive.name if _combines(self.small, self.large, self.in_order) else ""
 
-    def counted(self) -> str:
-        """What depends on the number of examples, or on a place among them; empty if it does not, or is an index."""
+    def counted(self, constants: Collection[Any]) -> str:
+        """What depends on the number of examples, or on a place among them; empty if it does not, or is an index.
+
+        `constants` are arrays that differ from example to example.
+        """
         if self.is_index or self.large is None:
             return ""
-        if _is_iota_over_batch(self.small, self.large) or any(v in self.constants for v in _variables(self.small)):
-            return f"places in the batch at {self}"
-        pairs = zip(self.small.invars, self.large.invars, strict=True)
+        (small, _), (large, _) = _operands(self.small), _operands(self.large)
+        if _is_iota_over_batch(self.small, self.large) or any(_is_in(v, constants) for v in small):
+            return "places in the batch"
+        pairs = zip(small, large, strict=True)
         numbers = [(a.val, b.val) for a, b in pairs if isinstance(a, jex.Literal) and isinstance(b, jex.Literal)]
-        if any(np.ndim(a) == 0 and np.ndim(b) == 0 and _differ(a, b) for a, b in numbers):
-            return f"the number of examples at {self}"
-        return ""
+        return "the number of examples" if any(_differ(a, b) for a, b in numbers) else ""
 
 
 def _seen(
@@ -185,7 +195,7 @@ def _seen(
     in_order: Collection[Any] = (),
     *,
     indices: list[bool] | None = None,
-    around: str = "",
+    around: _Place | None = None,
 ) -> Iterator[_Place]:
     """The equations of a program that its chosen outputs depend on, as far as nothing declares them.
 
@@ -195,7 +205,7 @@ def _seen(
         values: which outputs are looked at.
         in_order: inputs that count the examples.
         indices: which outputs are used as indices.
-        around: where the equation is that has this program in it.
+        around: the equation that has this program in it.
     """
     pairs = list(zip(small.eqns, large.eqns, strict=False))
     if len(small.eqns) != len(large.eqns) or any(not _alike(a, b) for a, b in pairs):
@@ -220,7 +230,7 @@ def _seen(
             if len(flags[0]) != len(one.outvars):
                 flags = [[is_live] * len(one.outvars), [is_index] * len(one.outvars)]
             given = {i for i, v in zip(reversed(one.invars), reversed(a.invars), strict=False) if _is_in(v, ordered)}
-            yield from _seen(one, two, flags[0], given, indices=flags[1], around=str(place))
+            yield from _seen(one, two, flags[0], given, indices=flags[1], around=place)
 
 
 def _alike(a: Any, b: Any) -> bool:
@@ -309,7 +319,7 @@ def _is_iota_over_batch(a: Any, b: Any) -> bool:
 
 def _is_batch_norm(eqn: Any) -> bool:
     """Whether an equation comes from the call of a BatchNorm of Flax."""
-    return _compat.made_in(eqn, cast(frozenset[str], _BATCH_NORM), "BatchNorm.")
+    return _compat.made_in(eqn, _BATCH_NORM, "BatchNorm.")
 
 
 def _grown(a: Any, b: Any) -> list[int]:
@@ -326,4 +336,4 @@ def _variables(eqn: Any) -> list[Any]:
 
 
 def _differ(a: Any, b: Any) -> bool:
-    return bool(a != b) and not (a != a and b != b)  # two nan are the same number
+    return np.ndim(a) == np.ndim(b) == 0 and bool(a != b) and not (a != a and b != b)  # two nan are alike
