@@ -273,6 +273,10 @@ def permuted(h):
     return np.random.default_rng(3).permutation(h.shape[0])
 
 
+def beside(pair):
+    return pair[0] + js.batch_mean(pair[1])
+
+
 def of_sixteen(h):
     assert h.shape[0] <= 16
     return h - h.mean(0, keepdims=True)
@@ -290,6 +294,9 @@ MIXES: dict[str, Callable] = {
     "an example set": lambda h: h.at[0].set(0.0),
     "an update": lambda h: jax.lax.dynamic_update_slice(h, jnp.ones((1, 64)), (0, 0)),
     "a scan over examples": lambda h: jax.lax.scan(lambda c, r: (c + r, c + r), js.per_shard(jnp.zeros(64)), h)[1],
+    "a scan that carries a mean": lambda h: jax.lax.scan(
+        lambda c, t: (c - c.mean(0, keepdims=True), c * t), h, jnp.arange(3.0)
+    )[1][2],
     "the largest": lambda h: h + jax.lax.top_k(h.T, 1)[0].T,
     "a window": lambda h: jax.lax.reduce_window(h, 0.0, jax.lax.add, (3, 1), (1, 1), "SAME"),
     "a convolution": lambda h: jax.lax.conv(h.T[:, None], jnp.ones((1, 1, 3)), (1,), "SAME")[:, 0].T,
@@ -314,6 +321,11 @@ SEPARATE: dict[str, Callable] = {
     "kernels per example": lambda h: jax.lax.conv_general_dilated(
         h[None], h[:, None, :3], (1,), "SAME", feature_group_count=h.shape[0]
     )[0],
+    "a declared sum beside a scan": lambda h: beside(
+        jax.lax.scan(
+            lambda c, t: ((c[0] * t, c[1] + c[0].mean()), None), (h, js.per_shard(jnp.zeros(()))), jnp.ones(3)
+        )[0]
+    ),
     "constants": lambda h: h + np.ones((h.shape[0], 1), np.float32) * jnp.full((h.shape[0], 1), 2.0),
 }
 

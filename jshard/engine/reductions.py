@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -196,8 +196,10 @@ def _seen(
     *,
     indices: list[bool] | None = None,
     around: _Place | None = None,
-) -> Iterator[_Place]:
+) -> Generator[_Place, None, set[Any]]:
     """The equations of a program that its chosen outputs depend on, as far as nothing declares them.
+
+    Returns the variables that they depend on. A loop's equations may come twice.
 
     Args:
         small: the program, with the batch.
@@ -212,7 +214,7 @@ def _seen(
         unlike = next((a for a, b in pairs if not _alike(a, b)), small.eqns[-1] if small.eqns else None)
         if unlike is not None:
             yield _Place(unlike, None, False, False, around)
-        return
+        return set()
     ordered = _in_order(pairs, set(in_order))
     of = lambda flags: {v for v, f in zip(small.outvars, flags, strict=True) if f and isinstance(v, jex.Var)}
     live, index = of(values), of(indices or [False] * len(values))
@@ -230,7 +232,25 @@ def _seen(
             if len(flags[0]) != len(one.outvars):
                 flags = [[is_live] * len(one.outvars), [is_index] * len(one.outvars)]
             given = {i for i, v in zip(reversed(one.invars), reversed(a.invars), strict=False) if _is_in(v, ordered)}
-            yield from _seen(one, two, flags[0], given, indices=flags[1], around=place)
+            start, num_carried = _carry(a, one)
+            while True:
+                used = yield from _seen(one, two, flags[0], given, indices=flags[1], around=place)
+                carried = [
+                    f or v in used for f, v in zip(flags[0], one.invars[start : start + num_carried], strict=False)
+                ]
+                if carried == flags[0][:num_carried]:
+                    break
+                flags[0][:num_carried] = carried
+    return live
+
+
+def _carry(eqn: Any, body: Any) -> tuple[int, int]:
+    """Which inputs of a loop's body are its first outputs of the turn before: where they begin, and how many."""
+    if eqn.primitive.name == "scan":
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    if eqn.primitive.name == "while" and len(body.outvars) == len(eqn.outvars) != 1:
+        return eqn.params["body_nconsts"], len(body.outvars)
+    return 0, 0
 
 
 def _alike(a: Any, b: Any) -> bool:
