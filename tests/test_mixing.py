@@ -217,6 +217,24 @@ def test_check_compares_state_that_a_linen_call_returns():
         js.check(model, variables, X, mutable=["batch_stats"])
 
 
+class Sowing(nnx.Module):
+    """Keeps what it centred, of which nothing is returned."""
+
+    def __init__(self, rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.seen = nnx.Cache(jnp.zeros((16, WIDTH)))
+
+    def __call__(self, x):
+        h = self.linear(x)
+        self.seen[...] = h - h.mean(0, keepdims=True)
+        return h
+
+
+def test_state_with_a_batch_dim_that_combines_examples_is_refused():
+    with pytest.raises(js.CallError, match=r"combines examples(.|\n)*reduce_sum at test_mixing.py"):
+        call(js.fully_shard(Sowing(nnx.Rngs(0)), mesh=js.mesh()), X)
+
+
 class BatchNorm(nnx.Module):
     def __init__(self, rngs):
         self.linear, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
@@ -339,6 +357,11 @@ def test_what_combines_examples_is_refused_and_right_in_global_view(how):
         call(model, X)
     with js.global_view():
         assert_close(trained(model, X, steps=1), wanted)
+
+
+def test_a_list_of_examples_is_refused():
+    with pytest.raises(js.CallError, match="results whose number the size of the batch decides"):
+        call(js.fully_shard(Mixing(nnx.Rngs(0), list), mesh=js.mesh()), X)
 
 
 @pytest.mark.parametrize("how", SEPARATE)

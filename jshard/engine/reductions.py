@@ -54,13 +54,15 @@ class Mixing:
     twice: GlobalTrace
 
     def refuse(self) -> None:
-        """Raises if a result that is split along the batch depends on several examples, or on how many there are.
+        """Raises if what leaves split along the batch depends on several examples, or on how many there are.
 
         What `js.batch_mean` and `js.per_shard` declare is left out, and so is BatchNorm: its statistics are those of
         the whole batch, unless `sync_batch_norm=False` asks for others.
         """
-        grows = [a != b for a, b in zip(self.once.shapes, self.twice.shapes, strict=True)]
-        seen = list(self._seen([*grows, *[False] * (self._num_outputs - len(grows))]))
+        once, twice = ([v.aval.shape for v in trace.jaxpr.jaxpr.outvars] for trace in (self.once, self.twice))
+        if len(once) != len(twice):
+            return self._raise({"": "results whose number the size of the batch decides"})
+        seen = list(self._seen([a != b for a, b in zip(once, twice, strict=True)]))
         self._raise(self._counted(seen) | self._combined(seen))  # one line is listed once
 
     def refuse_counted(self, output: int) -> None:
