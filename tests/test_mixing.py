@@ -320,6 +320,7 @@ MIXES: dict[str, Callable] = {
     "a convolution": lambda h: jax.lax.conv(h.T[:, None], jnp.ones((1, 1, 3)), (1,), "SAME")[:, 0].T,
     "a sort": lambda h: jnp.sort(h, axis=0),
     "a loop over rows": lambda h: jnp.stack([row - h[0] for row in h]),
+    "a branch on the batch": lambda h: h * 2.0 if len(h) > 16 else h * len(h),
     "places in the batch": lambda h: h * jnp.arange(h.shape[0])[:, None],
     "places in a constant": lambda h: h * np.linspace(0, 1, h.shape[0])[:, None],
     "the number of examples": lambda h: h / h.shape[0],

@@ -213,9 +213,8 @@ def _seen(
     """
     pairs = list(zip(small.eqns, large.eqns, strict=False))
     if len(small.eqns) != len(large.eqns) or any(not _alike(a, b) for a, b in pairs):
-        unlike = next((a for a, b in pairs if not _alike(a, b)), small.eqns[-1] if small.eqns else None)
-        if unlike is not None:
-            yield _Place(unlike, None, False, False, around)
+        unlike = next((a for a, b in pairs if not _alike(a, b)), (small.eqns or large.eqns)[-1])
+        yield _Place(unlike, None, False, False, around)
         return set()
     ordered = _in_order(pairs, set(in_order))
     of = lambda flags: {v for v, f in zip(small.outvars, flags, strict=True) if f and isinstance(v, jex.Var)}
@@ -257,7 +256,7 @@ def _carry(eqn: Any, body: Any) -> tuple[int, int]:
 
 def _alike(a: Any, b: Any) -> bool:
     """Whether two equations do the same to arrays of the same ranks."""
-    ranks = lambda eqn: [np.ndim(v.aval) if not hasattr(v.aval, "shape") else len(v.aval.shape) for v in eqn.invars]
+    ranks = lambda eqn: [len(getattr(v.aval, "shape", ())) for v in eqn.invars]
     return a.primitive is b.primitive and ranks(a) == ranks(b)
 
 
@@ -346,7 +345,7 @@ def _is_batch_norm(eqn: Any) -> bool:
 
 def _grown(a: Any, b: Any) -> list[int]:
     """Dims that differ between two arrays of one rank."""
-    return [d for d, (n, m) in enumerate(zip(a.shape, b.shape, strict=True)) if n != m]
+    return [d for d, (n, m) in enumerate(zip(a.shape, b.shape, strict=False)) if n != m]
 
 
 def _is_in(operand: Any, found: Collection[Any]) -> bool:
