@@ -131,8 +131,10 @@ def fully_shard(
             of them carry it.
         replicated_args: names of arguments that every data shard gets whole.
         outputs: `"mean"` or `"sum"`: how outputs without a batch dim, computed from a part of the batch
-            each, are combined. Without it they raise; `js.batch_mean` in the model says it one by one.
-        sync_batch_norm: BatchNorm statistics are those of the whole batch, not of one data shard.
+            each, are combined. Without it they raise; `js.batch_mean` in the model says it one by one. `"mean"` is
+            right for unweighted means over the examples only.
+        sync_batch_norm: BatchNorm statistics are those of the whole batch. False: those of each data shard; the means
+            of its running statistics over the data shards are kept.
         gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
             unit's call runs as written, in global view, where each parameter is one logical array: for tables of
             which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen

@@ -16,46 +16,6 @@ def call(model, *args, **kwargs):
     return nnx.jit(lambda model, *args: model(*args, **kwargs))(model, *args)
 
 
-class Centred(nnx.Module):
-    """A. Subtracts the mean over the batch: a data shard has only its own part."""
-
-    def __init__(self, rngs):
-        self.linear = nnx.Linear(64, 64, rngs=rngs)
-
-    def __call__(self, x):
-        h = self.linear(x)
-        return h - h.mean(0, keepdims=True)
-
-    def similarities(self, x):
-        h = self.linear(x)
-        return h @ (h.T @ h)
-
-    def declared(self, x):
-        h = self.linear(x)
-        return h - js.batch_mean(h.mean(0, keepdims=True))
-
-
-def test_a_reduction_over_the_batch_is_warned_of_and_found_by_check():
-    model = js.fully_shard(Centred(nnx.Rngs(0)), mesh=js.mesh())
-    with pytest.warns(
-        UserWarning, match=r"Centred.__call__ combines examples .* own 2 of 16:\n  reduce_sum at test_holes.py"
-    ):
-        call(model, X)
-    with pytest.warns(UserWarning, match="dot_general at test_holes.py"):
-        nnx.jit(lambda m, x: m.similarities(x))(model, X)
-    with (
-        pytest.warns(UserWarning, match="combines examples"),
-        pytest.raises(js.CallError, match=r"do not agree(.|\n)*linear/kernel"),
-    ):
-        js.check(model, X)
-
-
-def test_a_declared_mean_is_right():
-    model = js.fully_shard(Centred(nnx.Rngs(0)), mesh=js.mesh())
-    report = js.check(model, X, loss_fn=lambda m, x: m.declared(x))
-    assert report.worst < 1e-4 and report.outputs and set(report.gradients) == {"linear/kernel", "linear/bias"}
-
-
 def test_check_of_a_whole_model_and_its_loss():
     config = Config()
     model = sharded(config, js.mesh(replica=2))
@@ -306,45 +266,6 @@ def test_e_two_towers_say_that_both_carry_the_batch():
     for found, wanted in zip(call(model, X, X), Towers(nnx.Rngs(0))(X, X), strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
         assert found.sharding.shard_shape(found.shape) == (2, 64)
-
-
-class Mixing(nnx.Module):
-    def __init__(self, rngs, how):
-        self.linear = nnx.Linear(64, 64, rngs=rngs)
-        self.how = how
-
-    def __call__(self, x):
-        return self.how(self.linear(x))
-
-
-MIXES = {
-    "the first example": lambda h: h - h[:1],
-    "a shift": lambda h: h - jnp.roll(h, 1, axis=0),
-    "a permutation": lambda h: h + h[np.random.default_rng(3).permutation(h.shape[0])],
-    "a segment sum": lambda h: h + jnp.zeros((4, 64)).at[jnp.zeros(h.shape[0], int)].add(h)[:1],
-    "a scan over examples": lambda h: jax.lax.scan(lambda c, r: (c + r, c + r), js.per_shard(jnp.zeros(64)), h)[1],
-    "the largest": lambda h: h + jax.lax.top_k(h.T, 1)[0].T,
-    "a sort": lambda h: jnp.sort(h, axis=0),
-    "a loop over rows": lambda h: jnp.stack([row - h.mean(0) for row in h]),
-}
-SEPARATE = {
-    "a mean over features": lambda h: h - h.mean(1, keepdims=True),
-    "a pick per example": lambda h: h - h[jnp.arange(h.shape[0]), jnp.zeros(h.shape[0], int)][:, None],
-    "a slice of features": lambda h: h[:, :8],
-    "a sort of features": lambda h: jnp.sort(h, axis=1),
-}
-
-
-@pytest.mark.parametrize("how", MIXES)
-def test_a_ways_to_combine_examples_are_warned_of(how):
-    with pytest.warns(UserWarning, match="combines examples"):
-        call(js.fully_shard(Mixing(nnx.Rngs(0), MIXES[how]), mesh=js.mesh()), X)
-
-
-@pytest.mark.parametrize("how", SEPARATE)
-def test_a_what_stays_within_an_example_is_not_warned_of(how):
-    found = call(js.fully_shard(Mixing(nnx.Rngs(0), SEPARATE[how]), mesh=js.mesh()), X)
-    np.testing.assert_allclose(found, Mixing(nnx.Rngs(0), SEPARATE[how])(X), rtol=1e-5, atol=1e-5)
 
 
 class Sowing(nnx.Module):

@@ -1,4 +1,4 @@
-from jshard._compat.callers import frame_files as frame_files
+from jshard._compat.callers import made_in as made_in
 from jshard._compat.callers import scope_of as scope_of
 from jshard._compat.callers import user_frame as user_frame
 from jshard._compat.cuda import CUDA_VERSIONS as CUDA_VERSIONS

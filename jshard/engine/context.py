@@ -74,6 +74,7 @@ _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region"
 _copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", default=False)
+_noted: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("noted", default=None)
 _global_view = jax.make_user_context(default_value="")
 _no_update = jax.make_user_context(default_value=False)
 
@@ -137,6 +138,16 @@ def without_update() -> AbstractContextManager[None]:
     return _no_update(True)
 
 
+def noted_mixing() -> list[str] | None:
+    """The list of places where a call mixes examples, to add to; None if that is an error."""
+    return _noted.get()
+
+
+def noting_mixing(places: list[str]) -> AbstractContextManager[None]:
+    """Inside, a call that mixes examples is no error, and its places are added to a list: its results are compared."""
+    return _during(_noted, places)
+
+
 def in_global_view() -> bool:
     """Whether annotated modules run as plain ones."""
     return bool(_global_view.value)
@@ -151,9 +162,9 @@ def in_plain_flax() -> bool:
 def global_view() -> Iterator[None]:
     """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
 
-    For what cannot be split over the data shards: a batch that does not divide, a sample of one text, a
-    Hessian-vector product by forward mode. Results are right; memory and communication are the
-    compiler's choice.
+    For what cannot be split over the data shards: a model that combines examples, a batch that does not divide, a
+    sample of one text, a Hessian-vector product by forward mode. Results are right; memory and communication are the
+    compiler's choice. It may be around a jitted step.
 
     Example:
         >>> with js.global_view():

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import data_axes, data_degree, degree
 from jshard._nnx import Path, Unit
@@ -89,6 +90,21 @@ class GlobalTrace:
     shapes: tuple[tuple[int, ...], ...]
     state: dict[Path, list[tuple[int, ...]]]
     num_arrays: int
+
+    def numbers(self, path: Path) -> list[int]:
+        """The places among the program's outputs of the arrays in a variable after the call; empty if it has none."""
+        start = len(self.shapes)
+        for other, shapes in self.state.items():
+            if other == path:
+                return list(range(start, start + len(shapes)))
+            start += len(shapes)
+        return []
+
+    def line(self, output: int) -> str:
+        """`file:line` of the user's code that computed an output; empty if it is not known."""
+        jaxpr = self.jaxpr.jaxpr
+        made = (eqn for eqn in jaxpr.eqns if any(v is jaxpr.outvars[output] for v in eqn.outvars))
+        return next(map(_compat.user_frame, made), "")
 
     def uses(self, array: int) -> bool:
         """Whether the call looks at an array argument at all."""

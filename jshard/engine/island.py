@@ -30,7 +30,7 @@ from jshard.engine.outputs import Exit, changed_state
 from jshard.engine.overwritten import largest_over_shards
 from jshard.engine.padded_gradients import guarded, guarded_inside
 from jshard.engine.reads import guard, hold_shard
-from jshard.engine.reductions import warn_of_batch_reductions
+from jshard.engine.reductions import look_for_mixing
 from jshard.engine.unit import check_scanned, refuse_late, run_unit
 
 
@@ -73,7 +73,15 @@ class _Island:
         self.axes = data_axes(self.mesh)
         policy = self.unit.policy
         where, batch = self.call.where, self.split.size
-        self.exit = Exit(where, self.axes, self.split.shards, batch, policy.batch_dim, policy.outputs)
+        self.exit = Exit(
+            where,
+            self.axes,
+            self.split.shards,
+            batch,
+            policy.batch_dim,
+            policy.outputs,
+            own_statistics=not policy.sync_batch_norm,
+        )
         self.members = [_member(self.call, path) for path, _ in self.call.params]
         unplanned = [p[1:] for (p, _), m in zip(self.call.params, self.members, strict=True) if m is None and not p[0]]
         warn_of_unplanned([dotted(p) for p in unplanned], where)
@@ -91,12 +99,14 @@ class _Island:
 
     def run(self) -> Any:
         params, state, arrays = self.call.values()
-        self.global_shapes, self.state_shapes = None, {}
+        self.traced = None
         if self.split.shards > 1:
-            traced = trace_globally(self.call, self.split, self.exit.batch_dim)
-            self.global_shapes, self.state_shapes = traced.shapes, traced.state
+            self.traced = trace_globally(self.call, self.split, self.exit.batch_dim)
             if not is_unchecked():
-                warn_of_batch_reductions(self.call, self.split, self.unit.policy, traced)
+                mixing = look_for_mixing(self.call, self.split, self.unit.policy, self.traced)
+                self.exit = dataclasses.replace(self.exit, mixing=mixing)
+                if mixing is not None:
+                    mixing.refuse()
         specs = self._input_specs()
         if self.copies is not None:
             params = [x if copy is None else copy for x, copy in zip(params, self.copies, strict=True)]
@@ -161,9 +171,11 @@ class _Island:
         self.static = [None if is_array(x) else x for _, x in flat]
         self.dynamic = [is_array(x) for _, x in flat]
         found = [(jax.tree_util.keystr(p), x) for p, x in flat if is_array(x)]
-        shapes = self.global_shapes or [x.shape for _, x in found]
-        ways = [self.exit.output(x, shape, name) for (name, x), shape in zip(found, shapes, strict=True)]
-        state_arrays, state_specs = changed_state(changes, self.state_shapes, self.exit)
+        shapes = [x.shape for _, x in found] if self.traced is None else self.traced.shapes
+        ways = [
+            self.exit.output(x, shape, name, i) for i, ((name, x), shape) in enumerate(zip(found, shapes, strict=True))
+        ]
+        state_arrays, state_specs = changed_state(changes, live, self.traced, self.exit)
         self.changes = [(p, v, jax.tree.structure(raw(v))) for p, v in changes]
         self.out_specs[:] = [spec for _, spec in ways] + state_specs
         outs = [x for x, _ in ways] + state_arrays

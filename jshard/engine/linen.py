@@ -33,6 +33,7 @@ from jshard.engine.linen_call import Lifted, View, lifted_call
 from jshard.engine.linen_fields import Fields
 from jshard.engine.linen_survey import Survey
 from jshard.engine.linen_values import described, flat, rules_without
+from jshard.engine.outputs import batch_mean
 from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.route import refuse_manual, route
 from jshard.engine.ungathered import called_inside, run_ungathered
@@ -338,11 +339,18 @@ def _plain_method(lifted: Lifted, function: Callable) -> Callable[..., Any]:
 
 
 def _synchronised(inside: _Inside, module: nn.Module, run: Callable[[], Any]) -> Any:
-    """Runs a call that is no unit's; that of a BatchNorm with statistics of the whole batch."""
+    """Runs a call that is no unit's; that of a BatchNorm with statistics of the whole batch.
+
+    One with statistics of each data shard keeps their means over the data shards.
+    """
     root = inside.layout.root
-    syncs = root.policy.sync_batch_norm and data_degree(root.mesh) > 1
-    if not isinstance(module, nn.BatchNorm) or module.axis_name is not None or not syncs:
+    if not isinstance(module, nn.BatchNorm) or module.axis_name is not None or data_degree(root.mesh) == 1:
         return run()
+    if not root.policy.sync_batch_norm:
+        out = run()
+        for name in ("mean", "var") if module.is_mutable_collection("batch_stats") else ():
+            module.put_variable("batch_stats", name, batch_mean(module.get_variable("batch_stats", name)))
+        return out
     object.__setattr__(module, "axis_name", data_axes(root.mesh))
     try:
         return run()

@@ -15,7 +15,10 @@ from jshard._nnx import dotted, plain_class, unit_of
 from jshard._plan import root_forgotten
 from jshard._state_places import key_texts
 from jshard.engine.call import is_array, is_float
-from jshard.engine.context import global_view, without_update
+from jshard.engine.context import global_view, noting_mixing, without_update
+
+Pairs = dict[str, tuple[Any, Any]]
+"""An array of the sharded region and that of global view, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,26 +30,33 @@ class CheckReport:
     Args:
         outputs: by path of the output.
         gradients: by path of the parameter.
+        state: by path of the variable that the call changed.
         tolerance: what was allowed.
+        mixing: where the call combines examples. It gave the same results here; outside `js.check` it is an error.
     """
 
     outputs: dict[str, float]
     gradients: dict[str, float]
+    state: dict[str, float]
     tolerance: float
+    mixing: tuple[str, ...] = ()
 
     @property
     def worst(self) -> float:
         """The largest difference of all."""
-        return max([*self.outputs.values(), *self.gradients.values()], default=0.0)
+        return max([*self.outputs.values(), *self.gradients.values(), *self.state.values()], default=0.0)
 
     def __str__(self) -> str:
         every = {f"output {k}": v for k, v in self.outputs.items()}
         every |= {f"gradient of {k}": v for k, v in self.gradients.items()}
+        every |= {f"state {k}": v for k, v in self.state.items()}
         place = max(every, key=every.__getitem__, default="none")
-        return (
-            f"check: {len(self.outputs)} outputs and {len(self.gradients)} gradients agree with global view;"
-            f" worst {self.worst:.1e} of {self.tolerance:.0e} allowed ({place})"
+        counts = f"{len(self.outputs)} outputs, {len(self.gradients)} gradients and {len(self.state)} changed states"
+        text = (
+            f"check: {counts} agree with global view; worst {self.worst:.1e} of {self.tolerance:.0e} allowed ({place})"
         )
+        meant = "\n  outside js.check an error, unless js.per_shard(x) in the model says that it is meant: "
+        return text + "".join(meant + place for place in self.mixing)
 
 
 def check(
@@ -56,15 +66,16 @@ def check(
     tolerance: float = 1e-4,
     **kwargs: Any,
 ) -> CheckReport:
-    """Compares a call into an annotated model with the same call in global view: outputs and gradients.
+    """Compares a call into an annotated model with the same call in global view: outputs, gradients, changed state.
 
-    A model that combines examples of the batch does so per data shard; this finds it by its results. The model
-    is not changed.
+    A model that combines examples of the batch would do so per data shard. Other calls refuse it where they see it;
+    this one runs it, and finds it by its results. The model is not changed.
 
     Args:
         model: the annotated model, nnx or Linen.
         *args: arguments of the call, or of `loss_fn` after the model. For a Linen model the variables come first:
-            `js.check(model, variables, x)` is about `model.apply(variables, x)`.
+            `js.check(model, variables, x)` is about `model.apply(variables, x)`, and with `mutable=["batch_stats"]`
+            also about the state that it returns.
         loss_fn: `loss_fn(model, *args, **kwargs)`; the model's own `__call__` by default. If it returns a
             scalar, gradients are those of it; else of a fixed weighted sum of the outputs. For a Linen model:
             `loss_fn(variables, ...)`.
@@ -93,16 +104,17 @@ def check(
     def run(params: Any, inputs: tuple) -> tuple[Any, Any]:
         state, args, arrays = inputs
         live = nnx.merge(graphdef, params, state, copy=True)
-        return call(live, *args, **arrays, **static), nnx.state(live, nnx.RngCount)
+        out = call(live, *args, **arrays, **static)
+        return out, nnx.state(live, nnx.RngCount, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 
     program, inputs = _program(run), (state, args, arrays)
-    with without_update():
-        found, grads, counts = program(params, inputs)
+    (found, grads, (counts, after)), places = _sharded(program, params, inputs)
     _refuse_random(counts, nnx.state(model, nnx.RngCount), where)
     with global_view(), without_update():
-        wanted, wanted_grads, _ = program(params, inputs)
+        wanted, wanted_grads, (_, wanted_after) = program(params, inputs)
     gradients = {dotted(p): (v, w) for (p, v), (_, w) in zip(*map(_flat, (grads, wanted_grads)), strict=True)}
-    return _report(found, wanted, gradients, tolerance, where)
+    changed = _changed(*map(_arrays, (after, wanted_after, nnx.state(model, nnx.Not(nnx.Param)))))
+    return _report(_paired(found, wanted), gradients, changed, tolerance, where, places)
 
 
 def _check_linen(
@@ -125,16 +137,20 @@ def _check_linen(
 
     def run(params: Any, inputs: tuple) -> tuple[Any, Any]:
         state, rest, arrays = inputs
-        return call({**state, "params": params}, *rest, **arrays, **static), None
+        out = call({**state, "params": params}, *rest, **arrays, **static)
+        return out if returns_state else (out, {})
 
+    returns_state = loss_fn is None and bool(kwargs.get("mutable"))
     program = _program(run)
-    inputs = {k: v for k, v in variables.items() if k != "params"}, rest, arrays
-    with without_update():
-        found, grads, _ = program(variables["params"], inputs)
+    before = {k: v for k, v in variables.items() if k != "params"}
+    inputs = before, rest, arrays
+    (found, grads, after), places = _sharded(program, variables["params"], inputs)
     with global_view(), without_update():
-        wanted, wanted_grads, _ = program(variables["params"], inputs)
+        wanted, wanted_grads, wanted_after = program(variables["params"], inputs)
     pairs = zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted_grads), strict=True)
-    return _report(found, wanted, {"/".join(key_texts(p)): (v, w) for (p, v), w in pairs}, tolerance, where)
+    gradients = {"/".join(key_texts(p)): (v, w) for (p, v), w in pairs}
+    changed = _changed(*map(_arrays, (after, wanted_after, before)))
+    return _report(_paired(found, wanted), gradients, changed, tolerance, where, places)
 
 
 def _parted(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,10 +174,39 @@ def _program(run: Callable[[Any, tuple], tuple[Any, Any]]) -> Callable[..., Any]
     return jax.jit(program)
 
 
-def _report(found: Any, wanted: Any, gradients: dict, tolerance: float, where: str) -> CheckReport:
+def _sharded(program: Callable[..., Any], params: Any, inputs: tuple) -> tuple[Any, list[str]]:
+    """What a program gives in the sharded region, and where that combines examples."""
+    places: list[str] = []
+    with noting_mixing(places), without_update():
+        return program(params, inputs), places
+
+
+def _paired(found: dict[str, Any], wanted: dict[str, Any]) -> Pairs:
+    return {name or "output": (x, wanted[name]) for name, x in found.items()}
+
+
+def _arrays(state: Any) -> dict[str, Any]:
+    """The arrays of a state by path; keys for random numbers are left out."""
+    if isinstance(state, nnx.State):
+        state = nnx.to_pure_dict(state)
+    found = {"/".join(key_texts(path)): x for path, x in jax.tree.leaves_with_path(state)}
+    return {k: x for k, x in found.items() if is_array(x) and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)}
+
+
+def _changed(found: dict[str, Any], wanted: dict[str, Any], before: dict[str, Any]) -> Pairs:
+    """The state that either call changed; None for what one of them lacks."""
+    pairs = {k: (found.get(k), wanted.get(k)) for k in dict.fromkeys([*wanted, *found])}
+    same = lambda k, pair: k in before and all(x is not None and np.array_equal(x, before[k]) for x in pair)
+    return {k: pair for k, pair in pairs.items() if not same(k, pair)}
+
+
+def _report(
+    outputs: Pairs, gradients: Pairs, state: Pairs, tolerance: float, where: str, places: list[str]
+) -> CheckReport:
     """The differences; raises if one is too large."""
-    outputs = {name or "output": (x, wanted[name]) for name, x in found.items()}
-    report = CheckReport(_differences(outputs), _differences(gradients), tolerance)
+    of_state = _differences(state, floor=1e-6)  # a count and a mean have nothing to do with each other
+    differences = _differences(outputs), _differences(gradients), of_state
+    report = CheckReport(*differences, tolerance, tuple(sorted(set(places))))
     _raise_if_apart(report, where)
     return report
 
@@ -179,12 +224,18 @@ def _flat(state: Any) -> list[tuple[tuple, jax.Array]]:
     return [(path, v.get_raw_value()) for path, v in nnx.to_flat_state(state)]
 
 
-def _differences(pairs: dict[str, tuple[Any, Any]]) -> dict[str, float]:
-    """Largest difference of each pair, relative to its largest element; one that is nearly zero counts as noise."""
-    host = {k: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for k, (x, y) in pairs.items() if x.size}
+def _differences(pairs: Pairs, *, floor: float = 1e-2) -> dict[str, float]:
+    """Largest difference of each pair, relative to its largest element; nan where they are not alike.
+
+    Elements below `floor`, relative to the largest of all pairs, are measured against that.
+    """
+    lacking = {k: float("nan") for k, pair in pairs.items() if any(x is None for x in pair)}
+    both = {k: pair for k, pair in pairs.items() if k not in lacking and pair[0].size}
+    host = {k: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for k, (x, y) in both.items()}
     scale = {k: float(np.abs(y).max()) for k, (_, y) in host.items()}
-    floor = max(1e-2 * max(scale.values(), default=0.0), np.finfo(np.float32).tiny)
-    return {k: float(np.abs(x - y).max() / max(scale[k], floor)) for k, (x, y) in host.items()}
+    least = max(floor * max(scale.values(), default=0.0), np.finfo(np.float32).tiny)
+    apart = lambda x, y: float(np.abs(x - y).max()) if x.shape == y.shape else float("nan")
+    return {k: apart(x, y) / max(scale[k], least) for k, (x, y) in host.items()} | lacking
 
 
 def _refuse_random(after: Any, before: Any, where: str) -> None:
@@ -204,12 +255,16 @@ def _drew_random(where: list[str], instead: str) -> CallError:
 
 def _raise_if_apart(report: CheckReport, where: str) -> None:
     every = {**{f"output {k}": v for k, v in report.outputs.items()}, **report.gradients}
+    every |= {f"state {k}": v for k, v in report.state.items()}
     bad = sorted((k for k in every if not every[k] <= report.tolerance), key=lambda k: -every[k])
     if bad:
         raise CallError(
             "The sharded region and global view do not agree.",
             where=[f"{where}: {k}  {every[k]:.1e}" for k in bad],
             why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. A model that combines"
-            " examples (a mean over the batch, in-batch negatives) sees one data shard's part of them.",
-            do="compute it outside the model, or declare it with js.batch_mean(x).",
+            " examples (a mean over the batch, in-batch negatives) sees one data shard's part of them"
+            + ("; this one does:" if report.mixing else ".")
+            + "".join(f"\n{place}" for place in report.mixing),
+            do="with js.global_view(): step(model, batch)  # the numbers of one device, without a change to the model\n"
+            "or compute it outside the model, from what the model returns for each example.",
         )
