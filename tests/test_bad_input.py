@@ -38,10 +38,20 @@ def data(recipe):
     return [1, 2, 3]
 """
 
+SAMPLES = """\
+import numpy as np
+from jshard.train import Data
+from tests.micro_gpt import RECIPES, annotate, build
+def data(recipe):
+    return Data(train=[SAMPLE] * 64, held_out=[SAMPLE] * 64, description="made up", fingerprint="made up")
+"""
+
 FILES = {
     "model.py": MODEL,
     "wider.py": WIDER,
     "own_data.py": MODEL + OWN_DATA,
+    "arrays.py": SAMPLES + "SAMPLE = np.zeros(32, np.int32)\n",
+    "other_keys.py": SAMPLES + "SAMPLE = {'x': np.zeros(32, np.int32), 'y': np.zeros(32, np.int32)}\n",
     "typo.py": "RECIPES = {\nbuild = None\n",
     "empty.py": "",
     "wrong_kinds.py": "RECIPES = ['tiny']\nbuild = 3\nannotate = print\n",
@@ -99,6 +109,9 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: a recipe that is none": "train not_a_recipe.py",
     "model: a Linen module, not annotated": "train linen.py --dry-run",
     "model: data that are none": "train own_data.py",
+    "model: samples that are arrays": "train arrays.py",
+    "model: samples that are arrays, planned": "plan arrays.py",
+    "model: samples of other keys, without a loss": "train other_keys.py",
     "model: data of its own, and --data": "train own_data.py --data text.txt",
     "model: refuses the length": "train model.py --data text.txt --set sequence_length=40",
     "recipe: unknown": "train model.py --recipe mikro",
