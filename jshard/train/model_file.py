@@ -150,7 +150,7 @@ class ModelFile:
                 f"There is no recipe {name!r}.",
                 where=str(self.path),
                 why=f"RECIPES of that file has: {', '.join(self.recipes)}.",
-                do=f"--recipe {near[0] if near else next(iter(self.recipes))}, or add {name!r} to RECIPES.",
+                do=f"--recipe {near[0] if near else next(iter(self.recipes))}  # or add {name!r} to RECIPES",
             )
         return name, _made(self.path, name, self.recipes[name])
 
