@@ -60,7 +60,7 @@ def mesh(
     if not isinstance(devices, int):
         found = list(jax.devices() if devices is None else devices)
     count = devices if isinstance(devices, int) else len(found or ())
-    shape = {axis: n for axis, n in _fill(asked, unknown, count).items() if axis != EXPERT or n > 1}
+    shape = {axis: n for axis, n in _fill(asked, unknown, count, devices).items() if axis != EXPERT or n > 1}
     axes, sizes = tuple(shape), tuple(shape.values())
     types = (AxisType.Auto,) * len(axes)
     if found is None:
@@ -83,7 +83,7 @@ def _check_devices(devices: Any) -> None:
         )
 
 
-def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> dict[str, int]:
+def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
     """The degrees in axis order, with -1 replaced by what is left."""
     told = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
     where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (told | unknown).items()) + ")"
@@ -94,7 +94,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> dict[st
             f"The mesh has no axis {names}.",
             where=where,
             why=f"the axes are {known}.",
-            do="name one of them, e.g. js.mesh(replica=2, fsdp=-1).",
+            do=_nearest_call(asked, count, devices),
         )
     bad = [k for k, v in asked.items() if not isinstance(v, int) or isinstance(v, bool) or (v < 1 and v != -1)]
     if bad:
@@ -102,7 +102,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> dict[st
             f"The degree of mesh axis {', '.join(map(repr, bad))} is not a positive number.",
             where=where,
             why=", ".join(f"{k}={asked[k]!r}" for k in bad) + "; a degree is 1 or more, or -1 for the rest.",
-            do="use 1 for an axis that you do not need, e.g. js.mesh(replica=1, fsdp=-1).",
+            do=_nearest_call(asked, count, devices),
         )
     open_axes = [k for k, v in asked.items() if v == -1]
     fixed = math.prod(v for v in asked.values() if v != -1)
@@ -111,7 +111,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> dict[st
             f"More than one mesh axis is -1: {', '.join(open_axes)}.",
             where=where,
             why=f"only one axis can take the rest of the {count} devices.",
-            do=f"give all but one a number, e.g. js.mesh(replica=1, fsdp=-1, tensor={max(asked[TENSOR], 1)}).",
+            do=_nearest_call(asked, count, devices),
         )
     if count < 1 or count % fixed or (not open_axes and fixed != count):
         product = " x ".join(str(v) for v in told.values() if v != -1)
@@ -120,9 +120,45 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int) -> dict[st
             "The mesh does not match the devices.",
             where=where,
             why=f"{product} = {fixed} {does} {count}, the number of devices.",
-            do="let one axis take the rest, e.g. js.mesh(replica=1, fsdp=-1), or pass devices=jax.devices()[:n].",
+            do=_nearest_call(asked, count, devices) + _other_devices(fixed, count, devices),
         )
     return {k: count // fixed if v == -1 else v for k, v in asked.items()}
+
+
+def nearest_degrees(asked: Mapping[str, Any], count: int) -> dict[str, int]:
+    """Degrees that so many devices have, like those that were asked for: one axis takes the rest.
+
+    Args:
+        asked: degree of each axis; what is no axis, or no degree, is left out.
+        count: devices.
+    """
+    degrees = {axis: n for axis, n in asked.items() if axis in AXES and type(n) is int and (n > 0 or n == -1)}
+    rest = next((axis for axis in AXES if degrees.get(axis) == -1), FSDP)
+    found, left = {rest: -1}, max(count, 1)
+    for axis in reversed(AXES):  # the innermost keeps what it can
+        if axis != rest:
+            found[axis] = max(n for n in range(1, min(max(degrees.get(axis, 1), 1), left) + 1) if left % n == 0)
+            left //= found[axis]
+    return {axis: found[axis] for axis in AXES if axis == FSDP or found[axis] != 1}
+
+
+def _nearest_call(asked: Mapping[str, Any], count: int, devices: Any) -> str:
+    """The call of `mesh` that is nearest to what was asked for, and works on the devices that were given."""
+    words = [f"{axis}={n}" for axis, n in nearest_degrees(asked, count).items()]
+    if devices is not None and count > 0:
+        words.append(f"devices={devices if isinstance(devices, int) else f'jax.devices()[:{count}]'}")
+    return f"js.mesh({', '.join(words)})"
+
+
+def _other_devices(wanted: int, count: int, devices: Any) -> str:
+    """What else helps where there are more devices than wanted, or fewer and they are of a CPU."""
+    if devices is None and wanted < count:
+        return f"  # or devices=jax.devices()[:{wanted}]"
+    if devices is None and jax.default_backend() == "cpu":
+        return (
+            f'\njax.config.update("jax_num_cpu_devices", {wanted})  # simulates more; before anything asks for devices'
+        )
+    return ""
 
 
 def check_mesh(value: Any) -> AnyMesh:

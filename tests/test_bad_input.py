@@ -16,7 +16,12 @@ import pytest
 import tokenizers
 
 from jshard import cli
+from jshard.cli import _training
+from jshard.cli import train as cli_train
+from jshard.train import run
+from jshard.train.data.text import load_text
 from jshard.train.folder.run_lock import RunLock
+from jshard.train.run import Finished
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "bad_input.txt"
 HEAD = "=== "
@@ -38,10 +43,20 @@ def data(recipe):
     return [1, 2, 3]
 """
 
+SAMPLES = """\
+import numpy as np
+from jshard.train import Data
+from tests.micro_gpt import RECIPES, annotate, build
+def data(recipe):
+    return Data(train=[SAMPLE] * 64, held_out=[SAMPLE] * 64, description="made up", fingerprint="made up")
+"""
+
 FILES = {
     "model.py": MODEL,
     "wider.py": WIDER,
     "own_data.py": MODEL + OWN_DATA,
+    "arrays.py": SAMPLES + "SAMPLE = np.zeros(32, np.int32)\n",
+    "other_keys.py": SAMPLES + "SAMPLE = {'x': np.zeros(32, np.int32), 'y': np.zeros(32, np.int32)}\n",
     "typo.py": "RECIPES = {\nbuild = None\n",
     "empty.py": "",
     "wrong_kinds.py": "RECIPES = ['tiny']\nbuild = 3\nannotate = print\n",
@@ -99,6 +114,9 @@ CASES: dict[str, str | tuple[str, int]] = {
     "model: a recipe that is none": "train not_a_recipe.py",
     "model: a Linen module, not annotated": "train linen.py --dry-run",
     "model: data that are none": "train own_data.py",
+    "model: samples that are arrays": "train arrays.py",
+    "model: samples that are arrays, planned": "plan arrays.py",
+    "model: samples of other keys, without a loss": "train other_keys.py",
     "model: data of its own, and --data": "train own_data.py --data text.txt",
     "model: refuses the length": "train model.py --data text.txt --set sequence_length=40",
     "recipe: unknown": "train model.py --recipe mikro",
@@ -261,8 +279,8 @@ def case(name):
     return (line, 2) if isinstance(line, str) else line
 
 
-def golden():
-    parts = GOLDEN.read_text().split(HEAD)[1:]
+def golden(path=GOLDEN):
+    parts = path.read_text().split(HEAD)[1:]
     return {name: text.rstrip("\n") for name, _, text in (part.partition("\n") for part in parts)}
 
 
@@ -323,3 +341,79 @@ def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys, mo
     assert told in capsys.readouterr().out.splitlines()
     changed = {path for path, _ in contents(folder).items() ^ before.items()}
     assert changed <= {"run/loss.png"}
+
+
+def groups(words):
+    """Options, each with the values that follow it; the command and its files come first."""
+    found = [[]]
+    for word in words:
+        if word.startswith("--"):
+            found.append(word.split("=", 1))
+        else:
+            found[-1].append(word)
+    return found
+
+
+def replaces(option, other):
+    """Whether a command line has place for only one of them."""
+    keys = [
+        (name, *(value.partition("=")[0] for value in values[:1] if name in ("--set", "--unit")))
+        for name, *values in (option, other)
+    ]
+    return keys[0] == keys[1]
+
+
+def pasted(text):
+    """The command lines that come of pasting what a golden text says to do: options into its own, commands as such."""
+    line = text.splitlines()[0].removeprefix("$ jshard ")
+    places, do = (
+        re.search(rf"^  {head}:  ?(.*\n(?: {{9}}.*\n)*)", text + "\n", re.MULTILINE)[1] for head in ("where", "do")
+    )
+    said = [shlex.split(one, comments=True) for one in do.splitlines() if one.strip().startswith(("--", "jshard "))]
+    options = [group for words in said if words[0] != "jshard" for group in groups(words)[1:]]
+    wrong = [group for place in places.splitlines() if "--" in place for group in groups(shlex.split(place))[1:]]
+    begin, *given = groups(shlex.split(line))
+    kept = [
+        group
+        for group in given
+        if group not in wrong and [group[0]] not in wrong and not any(replaces(group, option) for option in options)
+    ]
+    mended = [[*begin, *(word for group in (*kept, *options) for word in group)]] if options else []
+    return [*mended, *(words[1:] for words in said if words[0] == "jshard")]
+
+
+def all_pasted():
+    texts = golden() | {
+        f"occupancy, {name}": text
+        for name, text in golden(GOLDEN.with_name("occupancy_errors.txt")).items()
+        if text[:8] == "$ jshard"
+    }
+    del texts["occupancy, command: much at once"]  # part of what it says is prose
+    return [
+        pytest.param(words, id=f"{name}: {shlex.join(words)}") for name, text in texts.items() for words in pasted(text)
+    ]
+
+
+class Unbegun:
+    """A run that was accepted, and is not trained."""
+
+    def __init__(self, model_file, recipe, mesh, data, folder, *rest):
+        self.out = folder.path
+
+    def run(self, *how):
+        return Finished(step=0, val_loss=None, stopped_by=None, out=self.out, checkpoint=None, sample=None)
+
+
+@pytest.mark.parametrize("words", all_pasted())
+def test_what_an_error_says_to_do_is_accepted_when_it_is_pasted(words, end, monkeypatch):
+    monkeypatch.setattr(run, "_Job", Unbegun)
+    monkeypatch.setattr(_training, "explained", lambda *request: "")
+    monkeypatch.setattr(
+        _training, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how)
+    )
+    monkeypatch.setattr(cli_train.launch, "supervise", lambda *command, **how: 0)
+    try:
+        code, error = end(shlex.join(words))
+    except SystemExit as stop:  # the help
+        code, error = stop.code, ""
+    assert code == 0, error

@@ -94,8 +94,7 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
             "MeshError: The mesh does not match the devices.\n"
             "  where: --mesh fsdp=4\n"
             "  why:   1 x 4 x 1 = 4 is not 8, the number of devices.\n"
-            "  do:    --mesh fsdp=-1 for all devices; the axes are replica, fsdp, expert, tensor, and one may be -1"
-            " for the rest.\n",
+            "  do:    --mesh fsdp=-1  # the axes are replica, fsdp, expert, tensor; one may be -1 for the rest\n",
         ),
         (
             ["--topology", "h100:4x8"],
@@ -103,7 +102,7 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
             "  where: batch_size=16, accumulate=1\n"
             "         mesh fsdp=32\n"
             "  why:   16 sequences over 32 data shards.\n"
-            "  do:    --set batch_size=32, or a smaller mesh: --mesh fsdp=16\n",
+            "  do:    --set batch_size=32  # or a smaller mesh: --mesh fsdp=16\n",
         ),
         (
             ["--auto", "--assume", "latency_s=1e-5"],

@@ -148,7 +148,7 @@ WRONG = {
 ShardingError: The steps cannot be read.
   where: --profile ten
   why:   they are given as A:B, two whole numbers: the steps after step A, up to step B.
-  do:    --profile 10:15, for steps 11 to 15
+  do:    --profile 10:15  # steps 11 to 15
 """,
     ("--profile", "15:10"): """\
 ShardingError: There is no step between the two.
@@ -160,13 +160,13 @@ ShardingError: There is no step between the two.
 ShardingError: There is no step between the two.
   where: --profile 3:3
   why:   A:B is the steps after step A, up to step B, and 3 is not after 3.
-  do:    --profile 2:3, for step 3
+  do:    --profile 2:3  # step 3
 """,
     ("--profile", "2:9", "--steps", "8"): """\
 ShardingError: The run has fewer steps than are to be profiled.
   where: --profile 2:9
   why:   it ends after step 8.
-  do:    --profile 1:8, or --steps 9
+  do:    --profile 1:8  # or --steps 9
 """,
 }
 
@@ -189,7 +189,7 @@ def test_exit_codes(tmp_path, capfd):
     assert cli.main(["trace", str(empty), "--steps", "4:6"]) == 2
     assert "asked for 5..6; whole in it: 1." in capfd.readouterr().err
     assert cli.main(["trace"]) == 2
-    assert "name it first: jshard trace runs/gpt-tiny" in capfd.readouterr().err
+    assert "do:    jshard trace runs/gpt-tiny" in capfd.readouterr().err
 
 
 def test_a_profile_that_cannot_be_recorded_does_not_end_the_run(tmp_path):

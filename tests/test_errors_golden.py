@@ -4,6 +4,7 @@
 """
 
 import ast
+import inspect
 import os
 import pathlib
 import pickle
@@ -465,6 +466,28 @@ def test_form(name):
     heads = [line[:9].strip() for line in lines[1:]]
     assert [head for head in heads if head] == ["where:", "why:", "do:"]
     assert all(len(line) > 12 for line in lines)
+
+
+CALL = re.compile(r"js\.[\w.]+\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
+
+
+def suggested_calls() -> list[str]:
+    """The calls of jshard in what the golden texts say to do."""
+    texts = "".join(path.read_text() for path in GOLDEN.parent.glob("*.txt"))
+    do = re.findall(r"^  do:(.*\n(?: {9}.*\n)*)", texts, re.MULTILINE)
+    return sorted({call for text in do for call in CALL.findall(text) if "..." not in call})
+
+
+@pytest.mark.parametrize("call", suggested_calls())
+def test_what_an_error_says_to_call_is_there_and_takes_these_arguments(call):
+    tree = ast.parse(call, mode="eval")
+    if call.startswith("js.mesh("):
+        eval(call)
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("js."):
+            arguments = {word.arg: word.value for word in node.keywords}
+            inspect.signature(eval(ast.unparse(node.func))).bind(*node.args, **arguments)
 
 
 def sources() -> list[pathlib.Path]:

@@ -107,11 +107,35 @@ def test_nonsense_is_a_four_part_error(name):
         js.mesh(**NONSENSE[name])
     error = caught.value
     lines = str(error).splitlines()
-    assert [line[:9] for line in lines[1:]] == ["  where: ", "  why:   ", "  do:    "]
+    assert [line[:9] for line in lines[1:4]] == ["  where: ", "  why:   ", "  do:    "]
     assert error.where[0].startswith("js.mesh(") and "js.mesh(" in error.do
     for key, value in NONSENSE[name].items():
         if key != "devices":
             assert f"{key}={value}" in error.where[0]
+    eval(error.do.splitlines()[0], {"js": js, "jax": jax})  # what it says to do works
+
+
+def test_the_mesh_that_is_suggested_keeps_the_other_axes():
+    for asked, suggested in (
+        ({"tensor": 2, "fsdp": 8}, "js.mesh(fsdp=-1, tensor=2)"),
+        ({"tensor": 2, "replica": 3}, "js.mesh(replica=2, fsdp=-1, tensor=2)"),
+        ({"tensor": 2, "data": 4}, "js.mesh(fsdp=-1, tensor=2)"),
+        ({"replica": -1, "tensor": 2}, "js.mesh(replica=-1, fsdp=1, tensor=2)"),
+        ({"fsdp": 4, "expert": 2, "devices": 6}, "js.mesh(fsdp=-1, expert=2, devices=6)"),
+    ):
+        with pytest.raises(js.MeshError) as caught:
+            js.mesh(**asked)
+        assert caught.value.do.partition("  #")[0].splitlines()[0] == suggested
+
+
+def test_too_few_cpu_devices_can_be_simulated(monkeypatch):
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda: one)
+    with pytest.raises(js.MeshError) as caught:
+        js.mesh(replica=2, tensor=2)
+    call, update = caught.value.do.splitlines()
+    assert call == "js.mesh(fsdp=-1)" and eval(call, {"js": js}).size == 1
+    assert update.startswith('jax.config.update("jax_num_cpu_devices", 4)  # ')
 
 
 def test_axes_are_keywords_only():

@@ -1,6 +1,7 @@
 """Topologies as text: what is read, what is refused, and what is said where a compiler is missing."""
 
 import importlib.util
+import shlex
 import subprocess
 import sys
 
@@ -61,12 +62,12 @@ def test_unknown_device_names_the_nearest():
         "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
         "  do:    --topology h100:64x8"
     )
-    assert "do:    --topology a100-40:2x8 or --topology a100-80:2x8" in refused("a100:2x8")
+    assert "do:    --topology a100-40:2x8  # or --topology a100-80:2x8" in refused("a100:2x8")
     assert "do:    --topology h100:1x8" in refused("h100_sxm:1x8")
     assert "do:    --topology h100:64x8" in refused("")
 
 
-@pytest.mark.parametrize("shape", ["", ":", ":8", ":0x8", ":-1x8", ":64*8", ":1x2x3x4", ":8x", ":ax8"])
+@pytest.mark.parametrize("shape", ["", ":", ":16", ":0x8", ":-1x8", ":64*8", ":1x2x3x4", ":8x", ":ax8"])
 def test_unreadable_extents_of_gpus(shape):
     said = refused(f"h100{shape}")
     assert said.startswith("The topology cannot be read.\n") and said.endswith("do:    --topology h100:64x8")
@@ -81,6 +82,25 @@ def test_unreadable_extents_of_tpus():
         "  do:    --topology v5p:8x8x8"
     )
     assert "comes XxY, the extents" in refused("v5e:2x2x2")
+
+
+@pytest.mark.parametrize(
+    ("asked", "suggested"),
+    [
+        ("h1000:8", "h100:1x8"),
+        ("h100:4", "h100:1x4"),
+        ("h10:4x16", "h100:8x8"),
+        ("v5:8x8", "v5e:8x8"),
+        ("v5pp:8x8", "v5p:8x8x8"),
+        ("gb20:8", "gb200:1x8"),
+        ("xyz:8x8", "h100:64x8"),
+        ("", "h100:64x8"),
+    ],
+)
+def test_the_topology_that_is_suggested_is_accepted(asked, suggested):
+    flag, text = shlex.split(refused(asked).partition("do:")[2], comments=True)
+    assert (flag, text) == ("--topology", suggested)
+    parse_topology(text)
 
 
 def test_more_gpus_than_a_host_joins():

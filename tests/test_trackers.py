@@ -214,7 +214,7 @@ def test_an_unknown_tracker_is_refused_with_the_nearest_name(out):
     with pytest.raises(ShardingError, match="no tracker 'tensorbord'") as error:
         trackers.open_trackers(["tensorbord"], out=out, config={})
     assert error.value.do == "--track tensorboard"
-    with pytest.raises(ShardingError, match="--track tensorboard or wandb"):
+    with pytest.raises(ShardingError, match="--track tensorboard"):
         trackers.open_trackers(["mlflow"], out=out, config={})
 
 

@@ -204,7 +204,12 @@ def test_sample_unlike_the_others_is_found_while_training():
 
 @pytest.mark.parametrize(
     ("sample", "why"),
-    [([1, 2], "it is a list"), ({}, "it is a dict without entries"), ({"name": "cat"}, "'name' is of dtype <U3")],
+    [
+        ([1, 2], "it is a list"),
+        (np.zeros(2), "it is a ndarray"),
+        ({}, "it is a dict without entries"),
+        ({"name": "cat"}, "'name' is of dtype <U3"),
+    ],
 )
 def test_sample_that_is_no_dict_of_arrays(sample, why):
     with pytest.raises(DataError, match=why):

@@ -218,7 +218,7 @@ def test_value_that_the_dataclass_refuses():
         "A setting cannot be used.\n"
         "  where: --set model.heads=3 --set model.width=100\n"
         "  why:   Net refuses it: width=100 does not split into heads=3\n"
-        "  do:    the recipe's own: --set model.heads=4 --set model.width=64"
+        "  do:    --set model.heads=4 --set model.width=64  # the recipe's own"
     )
     assert override(MINE, ["model.heads=3", "model.width=99"]).model.width == 99
     assert refused("ema=1").why == "Mine refuses it: an assertion of it does not hold."

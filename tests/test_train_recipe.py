@@ -224,12 +224,12 @@ def test_recipe_values_that_cannot_work_are_all_told_at_once():
         (
             {"batch_size": 16, "accumulate": 3},
             "batch_size=16 does not split into 3 microbatches: 1 over.",
-            "batch_size=15",
+            "accumulate=2",
         ),
         (
             {"batch_size": 2, "accumulate": 3},
             "batch_size=2 does not split into 3 microbatches: 2 over.",
-            "batch_size=3",
+            "accumulate=2",
         ),
     ],
     ids=str,

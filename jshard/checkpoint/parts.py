@@ -122,7 +122,7 @@ def _check_sums(path: Path, described: Mapping[str, StoredLeaf], part: Mapping[s
             "The checkpoint could not be written.",
             where=[str(path), *(f"{name}  {described[name].shape} {described[name].dtype}" for name in bad)],
             why="the values that were read are not those that were saved: their sums differ.",
-            do="jshard ckpt verify tells what is damaged in the checkpoint that was read; take another one.",
+            do="take another checkpoint; what is damaged in the one that was read: jshard ckpt verify PATH",
         )
 
 

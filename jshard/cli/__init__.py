@@ -151,7 +151,7 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
         do="shard over more devices: --mesh fsdp=N with a larger N;\n"
         "or fewer sequences at a time: --set accumulate=2 (the same batch in two microbatches), --set batch_size=N;\n"
         'or keep less for the backward pass: js.fully_shard(block, mesh=mesh, remat="full") in annotate.\n'
-        "--dry-run prints the bytes that the plan needs.",
+        "--dry-run  # prints the bytes that the plan needs",
     )
     told.__cause__ = error
     told.__notes__ = getattr(error, "__notes__", [])  # how to go on

@@ -111,13 +111,13 @@ def _problems(argv: Sequence[str], options: dict[str, _Option], command: str, ex
         if not argument.startswith("-"):
             files.append(argument)
         elif _flag(name) not in options:
-            problems.append((name, f"{command} has no option {name}.", _nearest(name, options, command)))
+            problems.append((name, f"{command} has no option {name}.", _nearest(argument, rest, options, command)))
         else:
             values = [text] if equals else _values(rest, options[_flag(name)], has_file=bool(files))
-            problems += _bad_values(_flag(name), options[_flag(name)], values)
+            problems += _bad_values(_flag(name), options[_flag(name)], values, command)
     # Only then: what follows an unknown option may be its value, or the file.
     if not problems and not files:
-        problems.append((command, "no file is given.", f"name it first: {command} {example}"))
+        problems.append((command, "no file is given.", f"{command} {shlex.join([*shlex.split(example), *argv])}"))
     if not problems and len(files) > 1:
         why = f"there is one file, {files[0]}, and this is of no option."
         problems.append((shlex.join(files[1:]), why, "leave it away."))
@@ -133,7 +133,7 @@ def _values(rest: collections.deque[str], option: _Option, *, has_file: bool) ->
     return values
 
 
-def _bad_values(name: str, option: _Option, values: Sequence[str]) -> Iterator[Problem]:
+def _bad_values(name: str, option: _Option, values: Sequence[str], command: str) -> Iterator[Problem]:
     kind = option.kind
     if kind is bool:
         if values:
@@ -141,22 +141,35 @@ def _bad_values(name: str, option: _Option, values: Sequence[str]) -> Iterator[P
         return
     words = {int: "a whole number", float: "a number"}
     if not values and not option.takes_many:
-        yield name, f"{name} takes {words.get(kind, 'a value')}, and none follows.", f"{name} {_example(kind)}"
+        why = f"{name} takes {words.get(kind, 'a value')}, and none follows."
+        yield name, why, _example(name, option, command)
     for value in values if kind in words else ():
         try:
             kind(value)
         except ValueError:
-            yield f"{name} {shlex.quote(value)}", f"{value!r} is not {words[kind]}.", f"{name} {_example(kind)}"
+            why = f"{value!r} is not {words[kind]}."
+            yield f"{name} {shlex.quote(value)}", why, _example(name, option, command)
 
 
-def _example(kind: Any) -> str:
-    return {int: "100", float: "60"}.get(kind, "VALUE")
+def _example(name: str, option: _Option, command: str) -> str:
+    """The option as it is accepted; where only its user knows a value, what explains it."""
+    if option.kind is bool or option.takes_many:
+        return name
+    numbers = {int: "100", float: "60"}
+    return f"{name} {numbers[option.kind]}" if option.kind in numbers else f"{command} --help  # explains {name}"
 
 
-def _nearest(name: str, options: dict[str, _Option], command: str) -> str:
-    # --dryrun is --dry-run, and --recip the beginning of --recipe.
-    near = difflib.get_close_matches(_flag(name), options, n=1) or [o for o in options if o.startswith(_flag(name))]
-    return near[0] if near and name.startswith("--") else f"{command} --help lists them."
+def _nearest(argument: str, rest: Sequence[str], options: dict[str, _Option], command: str) -> str:
+    """The option that is meant, with its values; --dryrun is --dry-run, and --recip the beginning of --recipe."""
+    name, equals, text = argument.partition("=")
+    flag = _flag(name)
+    near = difflib.get_close_matches(flag, options, n=1) or [o for o in options if o.startswith(flag)]
+    if not near or not name.startswith("--"):
+        return f"{command} --help  # lists the options"
+    option = options[near[0]]
+    values = [text] if equals else _values(collections.deque(rest), option, has_file=False)
+    fitting = values and not [*_bad_values(near[0], option, values, command)]
+    return shlex.join([near[0], *values]) if fitting else _example(near[0], option, command)
 
 
 def _plain(said: str) -> str:

@@ -10,8 +10,8 @@ import jax
 
 import jshard as js
 from jshard._errors import MeshError
-from jshard._mesh import AXES, AnyMesh
-from jshard.cli._mesh_option import num_devices
+from jshard._mesh import AXES, AnyMesh, nearest_degrees
+from jshard.cli._mesh_option import as_option, num_devices
 
 
 def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMesh:
@@ -25,9 +25,10 @@ def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMes
     except MeshError as error:
         raise MeshError(
             error.what,
-            where=f"--mesh {','.join(f'{axis}={degree}' for axis, degree in sizes.items())}",
+            where=f"--mesh {as_option(sizes)}",
             why=error.why,
-            do=f"--mesh fsdp=-1 for all devices; the axes are {', '.join(AXES)}, and one may be -1 for the rest.",
+            do=f"--mesh {as_option(nearest_degrees(sizes, len(jax.devices()) if devices is None else devices))}"
+            f"  # the axes are {', '.join(AXES)}; one may be -1 for the rest",
         ) from error
 
 

@@ -24,10 +24,15 @@ def parse_mesh(text: str) -> dict[str, int]:
                 "The mesh cannot be read.",
                 where=f"--mesh {text}",
                 why=f"{part!r} is not axis=degree, or its axis was named before.",
-                do="--mesh replica=2,fsdp=4, or --mesh fsdp=-1 for all devices.",
+                do="--mesh fsdp=-1  # all devices; of several axes as in replica=2,fsdp=4",
             )
         sizes[axis] = int(degree)
     return sizes
+
+
+def as_option(sizes: Mapping[str, int]) -> str:
+    """Degrees as `--mesh` takes them."""
+    return ",".join(f"{axis}={degree}" for axis, degree in sizes.items())
 
 
 def num_devices(sizes: Mapping[str, int]) -> int:

@@ -23,12 +23,12 @@ def parse_steps(text: str, *, option: str) -> range:
             "The steps cannot be read.",
             where=f"{option} {text}",
             why="they are given as A:B, two whole numbers: the steps after step A, up to step B.",
-            do=f"{option} 10:15, for steps 11 to 15",
+            do=f"{option} 10:15  # steps 11 to 15",
         )
     after, last = int(found[1]), int(found[2])
     if last <= after:
         one = max(1, last)
-        meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}, for step {one}"
+        meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}  # step {one}"
         raise ShardingError(
             "There is no step between the two.",
             where=f"{option} {text}",

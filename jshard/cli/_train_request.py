@@ -128,8 +128,9 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
     given = {key: getattr(args, option) for option, key in _KEYS.items()}
-    recipe = override(recipe, [*args.set, *(f"{key}={value}" for key, value in given.items() if value is not None)])
-    check_recipe(recipe)
+    given = {key: value for key, value in given.items() if value is not None}
+    recipe = override(recipe, [*args.set, *(f"{key}={value}" for key, value in given.items())])
+    check_recipe(recipe, options={key: f"--{option}" for option, key in _KEYS.items() if key in given})
     profile = parse_steps(args.profile, option="--profile") if args.profile else None
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
@@ -168,7 +169,7 @@ def _check_auto(args: TrainArgs) -> None:
             "Nothing can be chosen without devices.",
             where=f"--auto {' '.join(given)}",
             why=f"--auto measures steps, and {given[0]} does none.",
-            do=f"jshard plan {args.model} --auto --topology h100:1x8, which estimates; or leave out --auto.",
+            do=f"jshard plan {args.model} --auto --topology h100:1x8  # estimates; or leave out --auto",
         )
 
 

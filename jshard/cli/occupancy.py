@@ -132,7 +132,7 @@ def _named(names: Sequence[str], kernels: Sequence[ShippedKernel]) -> tuple[Ship
             "There is no such kernel.",
             where=[f"--kernel {name}" for name in wrong],
             why=f"there are {', '.join(known)}.",
-            do=f"--kernel {near[0]}, or any by its numbers: --block 128,90,90176",
+            do=f"--kernel {near[0]}  # or any by its numbers: --block 128,90,90176",
         )
     return tuple(kernel for kernel in kernels if not names or any(map(kernel.is_called, names)))
 

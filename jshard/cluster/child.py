@@ -131,13 +131,13 @@ def _told(error: Exception, topology: Topology) -> FourPartError:
             "The compiler has failed.",
             where=topology.text,
             why="\n".join(said.splitlines()[:6]),
-            do="--options none compiles without any option of ours.",
+            do="--options none  # compiles without any option of ours",
         )
     return TooLargeError(
         f"does not fit: {float(used[1]):.1f} GiB of {float(used[2]):.1f} in each {topology.device.title}.",
         where=topology.text,
         why=f"the compiler's own count: {said.splitlines()[0]}",
-        do="--topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
+        do="take a --topology with more devices, --set accumulate=2, or a smaller --set batch_size=N.",
     )
 
 

@@ -150,7 +150,7 @@ def _run_child(request: CompileRequest, asked: str, folder: Path, timeout_s: flo
                 "Compiling takes too long.",
                 where=f"{request.model} for {request.topology}",
                 why=f"it was stopped after {timeout_s:g} s; deep models of unrolled layers take longest.",
-                do="--timeout with more seconds, or fewer layers: --set model.n_layer=4 shows most of the schedule.",
+                do="give more seconds, --timeout N; or fewer layers: --set model.n_layer=4 shows most of the schedule.",
             ) from error
     return done.returncode
 

@@ -220,24 +220,34 @@ def _topology_devices(platform: str, **description: Any) -> Sequence[Any]:
 def _unknown(text: str, name: str, shape: str) -> TopologyError:
     near = [known for known in DEVICES if name and (known.startswith(name) or name.startswith(known))]
     near = near or difflib.get_close_matches(name, DEVICES, n=1)
-    lines = [f"--topology {known}:{shape or '8x8'}" for known in near] or ["--topology h100:64x8"]
+    lines = [_valid(known, shape) for known in near] or [f"--topology {_example(DEVICES['h100'])}"]
     return TopologyError(
         f"There is no device {name!r}.",
         where=f"--topology {text}",
         why=f"the devices are {', '.join(DEVICES)}.",
-        do=" or ".join(lines),
+        do="  # or ".join(lines),
     )
+
+
+def _valid(name: str, shape: str) -> str:
+    """The option with this device, in a shape that it has."""
+    try:
+        return f"--topology {parse_topology(f'{name}:{shape}').text}"
+    except TopologyError as error:
+        return error.do
 
 
 def _unreadable(text: str, device: DeviceFacts, parts: Sequence[str]) -> TopologyError:
     form = "HOSTSxGPUS or SLICESxHOSTSxGPUS"
+    count = int(parts[0]) if len(parts) == 1 and parts[0].isdecimal() else 0
+    one_host = f"1x{count}" if not device.dims and 0 < count <= device.fast_group else None
     if device.dims:
         form = f"{'XxYxZ'[: 2 * device.dims - 1]}, the extents of a slice"
     return TopologyError(
         "The topology cannot be read.",
         where=f"--topology {text}",
         why=f"after {device.name}: comes {form}, whole numbers from 1; this is {'x'.join(parts) or 'nothing'!r}.",
-        do=f"--topology {_example(device)}",
+        do=f"--topology {_example(device)}" if one_host is None else f"--topology {device.name}:{one_host}",
     )
 
 

@@ -19,10 +19,11 @@ from jshard._mesh import AnyMesh, batch_sharding
 from jshard._nnx import dotted
 from jshard._revise import revise
 from jshard.engine.linen import initialise
-from jshard.train.data import Data
+from jshard.train.data import Data, DataError
+from jshard.train.data.reader import first_sample
 from jshard.train.linen_collected import Initialising
 from jshard.train.linen_model import LinenModel
-from jshard.train.model_file import LinenUnits, ModelFile, ModelFileError
+from jshard.train.model_file import LinenUnits, ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.train.settings.recipe import Recipe
 
 
@@ -62,21 +63,28 @@ def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None
         mesh: for its shardings.
     """
     if model_file.data is not None:
-        return batch_like(model_file.data(recipe), rows, mesh)
+        batch = batch_like(model_file.data(recipe), rows, mesh)
+        if model_file.loss_fn is next_token_loss:
+            check_is_text(batch, where=f"{model_file.path}: data(recipe)")
+        return batch
     sharding = None if mesh is None else batch_sharding(mesh)
     tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32, sharding=sharding)
     return {"inputs": tokens, "targets": tokens}
 
 
 def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings."""
+    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings.
+
+    Raises:
+        DataError: the first sample is no dict of arrays of numbers.
+    """
     sharding = None if mesh is None else batch_sharding(mesh)
 
     def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
         dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
         return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
 
-    return {key: stacked(np.asarray(x)) for key, x in data.train[0].items()}
+    return {key: stacked(x) for key, x in first_sample(data.train, DataError).items()}
 
 
 def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:

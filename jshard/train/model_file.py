@@ -62,8 +62,30 @@ class ModelFileError(ShardingError):
 
 def next_token_loss(model: Any, batch: Batch) -> jax.Array:
     """Mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
+    check_is_text(batch, where="batch of next_token_loss")
     logits = model(batch["inputs"]).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
+    """Checks that a batch has what the loss of a model file without `loss_fn` reads.
+
+    Args:
+        batch: arrays by key, abstract or real.
+        where: what gave it, for the error.
+
+    Raises:
+        ModelFileError: a key is missing.
+    """
+    missing = [key for key in ("inputs", "targets") if key not in batch]
+    if missing:
+        raise ModelFileError(
+            "The data need a loss_fn.",
+            where=where,
+            why=f"a sample has {', '.join(map(repr, batch))}, and no {' and no '.join(map(repr, missing))}:\n"
+            "without loss_fn the loss is the cross entropy of model(inputs) with the targets.",
+            do="def loss_fn(model, batch): ...  # in the model file: a mean over the batch",
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +150,7 @@ class ModelFile:
                 f"There is no recipe {name!r}.",
                 where=str(self.path),
                 why=f"RECIPES of that file has: {', '.join(self.recipes)}.",
-                do=f"--recipe {near[0] if near else next(iter(self.recipes))}, or add {name!r} to RECIPES.",
+                do=f"--recipe {near[0] if near else next(iter(self.recipes))}  # or add {name!r} to RECIPES",
             )
         return name, _made(self.path, name, self.recipes[name])
 

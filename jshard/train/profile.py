@@ -97,7 +97,7 @@ def check_profile(steps: range, *, num_steps: int) -> None:
             "There are no such steps to profile.",
             where=asked,
             why="A:B profiles the steps after step A, up to step B; the first step is 1.",
-            do="--profile 10:15, for steps 11 to 15",
+            do="--profile 10:15  # steps 11 to 15",
         )
     if steps[-1] > num_steps:
         last = max(1, num_steps - len(steps))
@@ -105,7 +105,7 @@ def check_profile(steps: range, *, num_steps: int) -> None:
             "The run has fewer steps than are to be profiled.",
             where=asked,
             why=f"it ends after step {num_steps}.",
-            do=f"--profile {min(last, num_steps - 1)}:{num_steps}, or --steps {steps[-1]}",
+            do=f"--profile {min(last, num_steps - 1)}:{num_steps}  # or --steps {steps[-1]}",
         )
 
 

@@ -104,6 +104,6 @@ def _named(args: ExportArgs, source: Part, names: Names) -> Source:
             where=[str(args.path), *source.left_over],
             why=f"hf_names of {args.model} lists {len(names)} leaves, and not these: what is written would lack them.",
             do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N;\n"
-            "--extra ignore leaves them out.",
+            "--extra ignore  # leaves them out",
         )
     return ForeignSource(source, names)

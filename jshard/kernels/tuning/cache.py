@@ -142,7 +142,7 @@ def store(path: Path, entries: Entries) -> None:
             "The measurements cannot be written.",
             where=str(path),
             why=f"{error}.",
-            do="--cache FILE in a folder that can be written.",
+            do="name a file in a folder that can be written: --cache FILE",
         ) from error
 
 

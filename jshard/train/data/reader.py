@@ -58,9 +58,18 @@ class Reader:
         )
 
 
+def first_sample(source: Any, error: type[FourPartError]) -> Sample:
+    """The first training sample, as arrays.
+
+    Raises:
+        FourPartError: of the class `error`: it cannot be read, or is no dict of arrays of numbers.
+    """
+    return _read(source, "train", 0, error)
+
+
 def first_spec(source: Any, error: type[FourPartError]) -> Spec:
     """Keys, shapes and dtypes of the first training sample: every other has to have the same."""
-    return _spec(_read(source, "train", 0, error))
+    return _spec(first_sample(source, error))
 
 
 def _spec(sample: Sample) -> Spec:
@@ -84,7 +93,10 @@ def _read(source: Any, part: str, sample_id: int, error: type[FourPartError]) ->
             f"{key!r} is of dtype {array.dtype}" for key, array in arrays.items() if array.dtype.kind in _NOT_NUMBERS
         ]
     else:
-        arrays, wrong = {}, [f"it is a {type(sample).__name__}" + (" without entries" if not sample else "")]
+        arrays, wrong = (
+            {},
+            [f"it is a {type(sample).__name__}" + (" without entries" if type(sample) is dict and not sample else "")],
+        )
     if wrong:
         raise error(
             "A sample is not a dict of arrays of numbers.",

@@ -141,7 +141,7 @@ class _Worker:
             "A data worker died.",
             where=[f"{self._name} (pid {self.process.pid})", *([task] if task else [])],
             why=why,
-            do="--resume continues at the last checkpoint; with fewer workers, or --workers 0, less memory is used.",
+            do="--resume --workers 0  # continues at the last checkpoint; fewer workers use less memory",
         )
 
 

@@ -16,6 +16,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -279,7 +280,7 @@ def _check_empty(path: Path) -> None:
             "The folder holds another run.",
             where=f"--out {path}",
             why="its run.json is there, and a new run would overwrite it.",
-            do="--resume to continue that run, or another --out; without --out a free name under runs/ is taken.",
+            do=f"{shlex.join(['--out', str(path)])} --resume  # continues that run; without --out a free name is taken",
         )
     if names:
         raise ShardingError(
@@ -298,7 +299,7 @@ def _check_shared(views: list[str], path: Path) -> None:
             "The folder of the run is not shared between the hosts.",
             where=[f"--out {path}", *blind],
             why=f"they do not see what process 0 on {found[0]['host']} wrote there.",
-            do="--out FOLDER on a file system that every host mounts under the same path.",
+            do="name a folder on a file system that every host mounts under the same path: --out FOLDER",
         )
 
 

@@ -150,7 +150,7 @@ def check_names(names: Iterable[str]) -> None:
                 f"There is no tracker {name!r}.",
                 where=f"--track {name}",
                 why=f"the trackers are {', '.join(_PACKAGES)}; metrics.jsonl is written in any case.",
-                do=f"--track {near[0] if near else ' or '.join(_PACKAGES)}",
+                do=f"--track {(near or [*_PACKAGES])[0]}",
             )
         _import(name)
 

@@ -188,7 +188,7 @@ def _rebuilt(
         why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
         asked = " ".join(line for line, _ in here.values())
         now = " ".join(_example_line(name, table[name]) for name in map(".".join, here))
-        problems.append(_Problem(path, asked, why, f"the recipe's own: {now}"))
+        problems.append(_Problem(path, asked, why, f"{now}  # the recipe's own"))
         return node
 
 

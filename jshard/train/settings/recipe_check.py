@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jshard._errors import ShardingError
@@ -32,8 +33,12 @@ class RecipeError(ShardingError):
     """A recipe with values that cannot work."""
 
 
-def check_recipe(recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
     """Checks the numbers of a recipe, all of them.
+
+    Args:
+        recipe: to be trained.
+        options: of the command line, by the settings that they were given for; the others are set by `--set`.
 
     Raises:
         RecipeError: counts below 1 or not whole, a batch that its microbatches do not divide, a seed that is not one,
@@ -47,7 +52,10 @@ def check_recipe(recipe: Recipe) -> None:
         "The recipe cannot work.",
         where=[f"{key}={getattr(recipe, key)!r}" for key in keys],
         why="\n".join(whys),
-        do=" ".join(f"--set {key}={value}" for key, value in zip(keys, values, strict=True))
+        do=" ".join(
+            f"{options[key]} {value}" if key in options else f"--set {key}={value}"
+            for key, value in zip(keys, values, strict=True)
+        )
         + "\nor the same in the model file.",
     )
 
@@ -68,7 +76,7 @@ def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
         where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {degrees}"],
         why=f"{parts} sequences over {shards} data shards.",
         do=f"--set batch_size={math.ceil(rows / shards) * shards * recipe.accumulate}"
-        + (f", or a smaller mesh: --mesh fsdp={math.gcd(rows, shards)}" if math.gcd(rows, shards) > 1 else ""),
+        + (f"  # or a smaller mesh: --mesh fsdp={math.gcd(rows, shards)}" if math.gcd(rows, shards) > 1 else ""),
     )
 
 
@@ -90,7 +98,8 @@ def _together(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
     if recipe.batch_size % recipe.accumulate:
         rest = recipe.batch_size % recipe.accumulate
         why = f"batch_size={recipe.batch_size} does not split into {recipe.accumulate} microbatches: {rest} over."
-        yield "batch_size", why, recipe.batch_size - rest or recipe.accumulate
+        fewer = range(min(recipe.accumulate, recipe.batch_size), 0, -1)
+        yield "accumulate", why, next(n for n in fewer if recipe.batch_size % n == 0)
     if recipe.seed >= _SEEDS:
         yield "seed", f"seed is below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS
 
