@@ -247,8 +247,10 @@ def _seen(
 
 def _carry(eqn: Any, body: Any) -> tuple[int, int]:
     """Which inputs of a loop's body are its first outputs of the turn before: where they begin, and how many."""
-    if eqn.primitive.name == "scan":
-        return eqn.params["num_consts"], eqn.params["num_carry"]
+    if eqn.primitive.name == "scan":  # rows and what is stacked come last, and have one dim more outside
+        same = lambda outer, inner: sum(v.aval.ndim == w.aval.ndim for v, w in zip(outer, inner, strict=True))
+        num_carried = same(eqn.outvars, body.outvars)
+        return same(eqn.invars, body.invars) - num_carried, num_carried
     if eqn.primitive.name == "while" and len(body.outvars) == len(eqn.outvars) != 1:
         return eqn.params["body_nconsts"], len(body.outvars)
     return 0, 0
