@@ -210,6 +210,17 @@ def test_the_audit_as_text():
     ).read_text().rstrip("\n")
 
 
+def test_a_peak_below_what_is_reserved_is_explained():
+    memory = CompiledMemory(
+        arguments_bytes=2**20, results_bytes=0, shared_bytes=0, temporaries_bytes=2**21, peak_bytes=2**21
+    )
+    explained = "peak: by the compiler the most that is in use at one time; the other rows are what it reserves in all."
+    said = " ".join(str(audit(async_text(exposed=True), memory=memory)).split())
+    assert explained in said
+    larger = dataclasses.replace(memory, peak_bytes=3 * 2**20)
+    assert explained not in " ".join(str(audit(async_text(exposed=True), memory=larger)).split())
+
+
 def test_the_audit_as_json(scanned: Audit):
     found = json.loads(scanned.to_json())
     assert found["ok"] is True

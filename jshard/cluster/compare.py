@@ -14,7 +14,7 @@ from jshard._errors import FourPartError
 from jshard._live import at_work
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.machine import Cluster
-from jshard.cluster.report import ClusterPlan, percent, seconds
+from jshard.cluster.report import ClusterPlan, percent, seconds, three_digits
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
@@ -22,8 +22,8 @@ _COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. 
 _CAPTION = (
     "Compiled: GiB at the peak; AG, RS, AR: elements of all-gathers, reduce-scatters, all-reduces by the number of"
     " parameters; loops: collectives in loops with matrix products beside them. Estimated: step, hidden, MFU, as stated"
-    " and below it the range of the assumptions above; nothing is estimated of what does not fit, as the compiler then"
-    " saves memory instead of time."
+    " and below it the range of the assumptions above, the quickest first and marked *; nothing is estimated of what"
+    " does not fit, as the compiler then saves memory instead of time."
 )
 
 
@@ -68,8 +68,9 @@ class Comparison:
 
     def __rich__(self) -> Group:
         table = made_table("Side by side", *_COLUMNS, caption=_CAPTION)
-        for row in self.rows:
-            _add(table, row)
+        ranked = sorted(self.rows, key=_rank)
+        for row in ranked:
+            _add(table, row, is_quickest=row is ranked[0] and row.fits)
         failed = [f"{row.variant.name}: {row.error}" for row in self.rows if row.error is not None]
         return Group(table, *map(Text, failed))
 
@@ -137,7 +138,14 @@ class Bench:
             return dataclasses.replace(found, error=error)
 
 
-def _add(table: FittedTable, row: Compared) -> None:
+def _rank(row: Compared) -> tuple[bool, bool, float]:
+    """What fits first, the quickest by the stated estimate before the others; what was not compiled last."""
+    if row.plan is None:
+        return True, True, 0.0
+    return False, not row.fits, row.plan.estimates.stated.step_s if row.fits else 0.0
+
+
+def _add(table: FittedTable, row: Compared, *, is_quickest: bool = False) -> None:
     mesh = "\n".join(f"{axis}={n}" for axis, n in row.variant.mesh.items() if n > 1)
     if row.plan is None:
         add_row(table, row.variant.name, mesh, *["-"] * (len(_COLUMNS) - 2))
@@ -147,9 +155,9 @@ def _add(table: FittedTable, row: Compared) -> None:
     amounts = [f"{audit.amount(kind):.2f}" for kind in ("all-gather", "reduce-scatter", "all-reduce")]
     add_row(
         table,
-        row.variant.name,
+        row.variant.name + "*" * is_quickest,
         mesh,
-        f"{plan.step.memory.peak_bytes / 2**30:.1f}",
+        three_digits(plan.step.memory.peak_bytes / 2**30),
         "yes" if plan.fits else "no",
         *amounts,
         f"{len(loops) - len(audit.not_overlapped())}/{len(loops)}" if loops else "-",

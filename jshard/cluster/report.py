@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -194,7 +195,12 @@ class ClusterPlan:
 
 def seconds(value: float) -> str:
     """A time as text."""
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+    return f"{three_digits(value)} s" if value >= 1 else f"{three_digits(value * 1e3)} ms"
+
+
+def three_digits(value: float) -> str:
+    """A positive number as text, to three significant digits, at most as many after the point."""
+    return f"{value:.{min(3, max(0, 2 - math.floor(math.log10(value))))}f}" if 0 < value < math.inf else f"{value:.0f}"
 
 
 def percent(value: float) -> str:

@@ -261,7 +261,7 @@ def _collectives_table(found: Audit) -> FittedTable:
         cells += [f"{row.num_async} of {len(row.windows)}", str(most) if fewest == most else f"{fewest}..{most}"]
         add_row(table, *cells)
     for total in found.totals:
-        cells = [f"all {total.kind}", "", "", "", "", human_bytes(total.total_bytes)]
+        cells = [f"total {total.kind}", "", "", "", "", human_bytes(total.total_bytes)]
         cells += [_copies(total.elements, plan)] if plan is not None else []
         add_row(table, *cells, "", "", style="bold")
     return table
@@ -276,7 +276,9 @@ def _copies(elements: float, plan: ShardPlan) -> str:
 
 
 def _memory_table(memory: CompiledMemory) -> FittedTable:
-    table = made_table("Memory of one device (compiled)", "", "bytes>")
+    caption = "peak: by the compiler the most that is in use at one time; the other rows are what it reserves in all."
+    below = memory.peak_bytes < memory.arguments_bytes + memory.temporaries_bytes
+    table = made_table("Memory of one device (compiled)", "", "bytes>", caption=caption * below)
     add_row(table, "arguments: state and batch", human_bytes(memory.arguments_bytes))
     add_row(table, "results that take no argument's place", human_bytes(memory.results_bytes - memory.shared_bytes))
     add_row(table, "temporaries", human_bytes(memory.temporaries_bytes))
