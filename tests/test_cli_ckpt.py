@@ -436,7 +436,7 @@ WRONG = {
 ShardingError: There is no command 'verfy'.
   where: jshard ckpt verfy
   why:   the commands are ls, inspect, verify, diff, reshard, import, export, timeline.
-  do:    jshard ckpt verify
+  do:    jshard ckpt verify x
 """,
     ("inspect", "c", "--below", "modle"): """\
 ShardingError: There are no such leaves.
