@@ -66,7 +66,7 @@ def taken(group, num_batches):
 
 def text_of(group):
     """What processes store together: each in a thread that hears what the others tell."""
-    told, barrier, mine = [""] * len(group), threading.Barrier(len(group), timeout=60), threading.local()
+    told, barrier, mine = [""] * len(group), threading.Barrier(len(group), timeout=250), threading.local()
 
     def gather(text):
         told[mine.index] = text
@@ -137,7 +137,7 @@ def test_the_position_counts_what_was_handed_out_and_not_what_was_read():
     dataset = grain.MapDataset.range(64).map(lambda i: (i >= 4 and ahead.set()) or {"id": np.int64(i)})
     batches = GlobalBatches(dataset, batch_size=2, rows=[0, 1], read_options=FEW)
     next(batches)
-    assert ahead.wait(60)
+    assert ahead.wait(250)
     position = batches.get_state()
     assert position["samples"] == 2
     next(batches)

@@ -347,7 +347,7 @@ def by_torch(tmp_path_factory):
     folder = tmp_path_factory.mktemp("torch") / "c"
     command = [sys.executable, "-W", "ignore", dcp_fixture.__file__, str(folder)]
     processes = [subprocess.Popen([*command, str(rank), "2"]) for rank in range(2)]
-    assert [process.wait(120) for process in processes] == [0, 0]
+    assert [process.wait(250) for process in processes] == [0, 0]
     return folder
 
 

@@ -146,22 +146,26 @@ def test_run_json_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
 # One live run.
 
 HOLD = """
-import sys, time, os
+import sys, os
 from tests.test_run_folder import *
 folder = RunFolder.open(sys.argv[1], RECORD)
 folder.started(step=0, mesh=dict(fsdp=8))
-{more}
 print(os.getpid(), flush=True)
-time.sleep(100)
+sys.stdin.read()  # until the test ends
 """
 
 
-def hold(path, more=""):
+def hold(path):
     """A live run in a process of its own."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD.format(more=more), str(path)], cwd=root, env=env, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLD, str(path)],
+        cwd=root,
+        env=env,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout is not None
     return process, int(process.stdout.readline())
@@ -189,18 +193,36 @@ def test_two_may_look_at_the_same_time(tmp_path):
         RunLock.check_free(tmp_path / ".lock")
 
 
+# Of one thread: a fork of more may wait for ever for a lock that another thread held.
+FORKS = """
+import os, sys
+from pathlib import Path
+from jshard.train.folder.run_lock import RunLock
+lock = RunLock(Path(sys.argv[1]))
+os.write(1, b"%d\\n" % (os.fork() or os.getpid()))  # the child does so when its hooks have run
+sys.stdin.read()  # until the test ends
+"""
+
+
 def test_a_child_that_outlives_a_killed_run_does_not_hold_its_lock(tmp_path):
-    fork = "child = os.fork()\nif child == 0: time.sleep(100); os._exit(0)\nos.getpid = lambda: child"
-    process, child = hold(tmp_path, fork)
-    try:
+    begin(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", FORKS, str(tmp_path / ".lock")],
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        child = {int(process.stdout.readline()) for _ in range(2)}
+        assert len(child) == 1  # told by both
+        refused(tmp_path, RunError, resume=True)
         process.kill()
         process.wait()
-        os.kill(child, 0)  # it lives
+        os.kill(child.pop(), 0)  # it lives
         with RunFolder.open(tmp_path, RECORD, resume=True) as folder:
             assert folder.is_resumed
-    finally:
-        os.kill(child, signal.SIGKILL)
-        process.communicate()
 
 
 def test_a_folder_is_free_again_when_its_run_ends(tmp_path):
@@ -336,7 +358,7 @@ def test_names(tmp_path):
 
 def open_together(paths, record=RECORD, **kwargs):
     """What `open` returned or raised in each process; the first one writes."""
-    barrier, texts, results = threading.Barrier(len(paths), timeout=30), [""] * len(paths), [None] * len(paths)
+    barrier, texts, results = threading.Barrier(len(paths), timeout=250), [""] * len(paths), [None] * len(paths)
 
     def gather(process):
         def inner(text):

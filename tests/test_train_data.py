@@ -242,7 +242,7 @@ def test_closing_early_ends_the_thread():
     assert started
     batches.close()
     for thread in started:
-        thread.join(60)
+        thread.join(250)
         assert not thread.is_alive()
 
 
@@ -261,5 +261,5 @@ def test_samples_are_read_ahead_of_the_step_that_needs_them():
 
     batches = loader(of=data(Watching(10**6))).train(100)
     next(batches)
-    assert read_second.wait(60)  # though nobody has asked for the second batch
+    assert read_second.wait(250)  # though nobody has asked for the second batch
     batches.close()

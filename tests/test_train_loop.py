@@ -232,8 +232,7 @@ def test_batches_are_on_the_devices_before_they_are_asked_for():
     log = []
     arriving = to_devices(batches(5, log), MESH, ahead=2)
     first = next(arriving)
-    deadline_s = time.monotonic() + 10
-    while len(log) < 4 and time.monotonic() < deadline_s:
+    while len(log) < 4:
         time.sleep(0.01)
     time.sleep(0.1)
     assert log == ["batch 1", "batch 2", "batch 3", "batch 4"]  # two are ready, the next one waits for room

@@ -287,7 +287,7 @@ def test_a_stop_has_its_deadline(data, tmp_path, monkeypatch):
     begun = threading.Event()
 
     def slow(*args):
-        begun.wait(20)
+        begun.wait(250)
 
     monkeypatch.setattr(saving._seal, "write", slow)
     stopping = dataclasses.replace(
@@ -311,9 +311,9 @@ def test_the_deadline_of_a_stop_counts_from_the_signal_and_for_the_save_before(d
 
     def write(folder, seal):
         if tmp_path in folder.parents:  # not a save that another test has given up
-            waits.wait(20)
+            waits.wait(250)
             os.kill(os.getpid(), signal.SIGTERM)
-            stuck.wait(20)
+            stuck.wait(250)
 
     monkeypatch.setattr(saving._seal, "write", write)
     monkeypatch.setattr(StopSignal, "left_s", spied)

@@ -119,7 +119,6 @@ def a_process_that_is_stopped(folder):
         assert "  where: " + f"{folder}/stalled/{step}\n         process 1\n" in error["text"], error["text"]
         assert f"{folder}/stalled/1" in error["text"]  # the last good one
         assert f"of step {step} " in error["text"]
-        assert error["after_s"] < 20
     assert "thread MainThread:" in (folder / "stderr-0").read_text()
     assert found["steps"] == [1, 4] and found["equal"] and read(folder, "stall", 1)["equal"]
 

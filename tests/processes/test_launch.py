@@ -54,7 +54,7 @@ def gone(pid):
         return True
 
 
-def until(condition, limit_s=30):
+def until(condition, limit_s=250):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -78,7 +78,7 @@ def test_the_echo_of_a_loss_is_neither_named_nor_shown(capfd, monkeypatch, echo)
 
 
 def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
-    deadlines = launch.Deadlines(peer_s=2.5, grace_s=0.5)
+    deadlines = launch.Deadlines(peer_s=5.0, grace_s=0.5)
     assert launch.supervise(fake(p1="frozen"), processes=2, deadlines=deadlines) == 1
     told = re.sub(r"for \d+ s", "for N s", plain(capfd.readouterr().err))
     assert told == KILLED.replace(
@@ -153,7 +153,7 @@ def supervise_and_signal(folder, actions, signals, deadlines=QUICK):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_reaches_the_workers_once(capfd, harmless, tmp_path, signum):
     # Launchers send it twice: it is one.
-    assert supervise_and_signal(tmp_path, {}, [(0, signum), (0.2, signum)]) == 128 + signum
+    assert supervise_and_signal(tmp_path, {}, [(0, signum), (0.05, signum)]) == 128 + signum
     out, err = capfd.readouterr()
     assert out.count(f"signal {signum.value}") == out.count("saved") == 1 and err == ""
 

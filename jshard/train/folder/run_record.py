@@ -65,11 +65,12 @@ class RunRecord:
         fixed = [(key, *values) for key, *values in found if key.split(".")[0] in _FIXED]
         bad = [f"{key}  stored {_text(before)}  wanted {_text(now)}" for key, before, now in fixed]
         if stored["data"]["fingerprint"] != self.data["fingerprint"]:
-            bad.append(f"data  stored {_data_text(stored['data'])}\n      wanted {_data_text(self.data)}")
+            bad.append(f"data  stored {_data_text(stored['data'])}")
         if bad:
+            more = [f"      wanted {_data_text(self.data)}"] if bad[-1].startswith("data  ") else []
             raise ShardingError(
                 f"The run cannot be resumed: {len(bad)} of its settings would change.",
-                where=[where, *bad],
+                where=[where, *bad, *more],
                 why="the checkpoints were made with the stored model and the stored order of samples.",
                 do="resume with the stored values; or begin a new run: without --resume, in another --out.",
             )
