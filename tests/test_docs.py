@@ -3,12 +3,15 @@
 import dataclasses
 import pathlib
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from jshard.cli._train_args import TrainArgs
 from jshard.train import Recipe
+from tests.compiling import environment
 from tests.wide import wide
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -27,17 +30,25 @@ WITH_CODE = [page for page in PAGES if blocks(page) and page.name not in FOLLOWE
 @pytest.mark.parametrize(
     "page", [page if page.name in READ_FIRST else wide(page) for page in WITH_CODE], ids=lambda page: page.name
 )
-def test_code_blocks_run(page, tmp_path, monkeypatch, capsys):
-    """A page's own assertions, and whatever its blocks raise, are the test; each page is about jshard."""
-    monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "docs"}
-    for block in blocks(page):
-        exec(compile(block, page.name, "exec"), namespace)
-    assert namespace["js"].__name__ == "jshard"
+def test_a_page_runs_on_one_device_in_an_empty_folder(page, tmp_path):
+    """As a reader would run it; the page's own assertions, and whatever its blocks raise, are the test."""
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    (folder / "page.py").write_text("\n\n".join(blocks(page)))
+    env = environment(programs=tmp_path / "programs")
+    done = subprocess.run([sys.executable, "page.py"], cwd=folder, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stdout + done.stderr
+    assert [text for text in printed(page) if text not in done.stdout] == []
+
+
+def printed(page):
+    """What the page says its first block prints."""
+    return re.findall(r"^losses: .*?(?=^```)", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def test_the_readmes_losses_are_those_of_the_plain_model():
     snippet, *_ = blocks(ROOT / "README.md")
+    snippet = snippet.replace('jax.config.update("jax_num_cpu_devices", 8)', "")  # the tests have them
     plain = "\n".join(line for line in snippet.splitlines() if "js." not in line and "jshard" not in line)
     added = [line for line in snippet.splitlines() if line not in plain.splitlines()]
     assert len(added) == 3, added
@@ -45,8 +56,11 @@ def test_the_readmes_losses_are_those_of_the_plain_model():
     exec(snippet, found)
     exec(plain, wanted)
     np.testing.assert_allclose(found["losses"], wanted["losses"], rtol=1e-5)
-    assert len(found["model"].blocks[0].up.kernel[...].sharding.device_set) == 8
-    assert found["model"].blocks[0].up.kernel[...].addressable_shards[0].data.size * 8 == 128 * 512
+    (said,) = printed(ROOT / "README.md")
+    shown = [float(loss) for loss in said.splitlines()[0].split()[1:]]
+    np.testing.assert_allclose(found["losses"], shown, atol=0.005001)
+    assert len(found["kernel"].sharding.device_set) == 8
+    assert found["kernel"].addressable_shards[0].data.size * 8 == 128 * 512
 
 
 def first_column(page, title):

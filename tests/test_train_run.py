@@ -180,7 +180,7 @@ def test_a_run_goes_on_with_batches_of_another_size(whole, data, tmp_path):
 
 def test_what_a_failed_run_says(data, tmp_path):
     recipe = dataclasses.replace(RECIPE, learning_rate=1e30, checkpoint_every=1, warmup_steps=0, num_steps=40)
-    with pytest.raises(RunError, match="has left the finite numbers at step") as error:
+    with pytest.raises(RunError, match="Loss or gradients became NaN/inf at step") as error:
         run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run", say=lambda line: None)
     (note,) = error.value.__notes__
     newest = max(int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.is_dir())

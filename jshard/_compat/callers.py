@@ -1,15 +1,18 @@
 """Who has called: the Python stack of an equation."""
 
+import itertools
 import pathlib
 from collections.abc import Collection
 from typing import Any
 
 import flax
 import jax
+import optax
 
 import jshard
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
+_TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
 
 
 def made_in(eqn: Any, files: Collection[str], prefix: str) -> bool:
@@ -26,6 +29,21 @@ def user_frame(eqn: Any) -> str:
         if not frame.file_name.startswith((*_LIBRARY, "<")):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
     return ""
+
+
+def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
+    """`file:line` of the user's frames that made an equation of a trace, innermost first.
+
+    Where there is none, as in a loss of ours, that of the innermost function outside jax, flax and optax.
+
+    Args:
+        eqn: the equation.
+        below: the file that has traced it; frames outside of its own are not the model's.
+    """
+    inside = list(itertools.takewhile(lambda frame: frame.file_name != below, _frames(eqn)))
+    named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
+    users = [frame for frame in named if not frame.file_name.startswith(_LIBRARY)]
+    return tuple(f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}" for frame in users or named[:1])
 
 
 def _frames(eqn: Any) -> list[Any]:

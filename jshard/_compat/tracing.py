@@ -45,6 +45,14 @@ def bind(eqn: Any, values: list[Any]) -> list[Any]:
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
+def scan_arguments(eqn: Any) -> tuple[int, int]:
+    """How many arguments of an equation of `jax.lax.scan` are constants, and how many are carried."""
+    if "num_consts" in eqn.params:
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = eqn.params["ft_in"].unpack()  # jax 0.12
+    return len(list(consts)), len(list(carry))
+
+
 @contextlib.contextmanager
 def fast_shape_tracing() -> Iterator[None]:
     """Inside, building a large model abstractly takes time linear in its size.

@@ -17,7 +17,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -29,6 +29,9 @@ from jshard.train.metrics import Meter, Tracker
 from jshard.train.profile import StepProfile
 from jshard.train.step import EvalStep, Scalars, TrainStep
 from jshard.train.stop import Agreement, StopSignal
+
+FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
+"""Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
 
 _AHEAD = 2  # batches on their way to the devices
 _END_S = 5.0  # for the thread that reads, when a run stops early
@@ -146,6 +149,7 @@ def fit(
     checkpoint: Every | None = None,
     stop: StopSignal | None = None,
     profile: StepProfile | None = None,
+    first_loss: FirstLoss | None = None,
 ) -> Fitted:
     """Trains until `num_steps` steps are done or somebody asks to stop.
 
@@ -162,6 +166,7 @@ def fit(
             fail.
         stop: asks to stop; in several processes the request of any one counts.
         profile: records some of the steps; the devices are idle when it begins and ends.
+        first_loss: makes the error where loss or gradients are not finite before any update.
 
     Returns:
         How the run ended.
@@ -169,7 +174,7 @@ def fit(
     Raises:
         RunError: the loss or the norm of the gradients is not a number.
     """
-    loop = _Loop(step, tracker, meter or Meter(), evaluation, checkpoint, stop or StopSignal(), profile)
+    loop = _Loop(step, tracker, meter or Meter(), evaluation, checkpoint, stop or StopSignal(), profile, first_loss)
     return loop.run(batches, start_step, num_steps)
 
 
@@ -185,11 +190,13 @@ class _Loop:
         checkpoint: Every | None,
         stop: StopSignal,
         profile: StepProfile | None,
+        first_loss: FirstLoss | None,
     ) -> None:
         self._step, self._tracker, self._meter = step, tracker, meter
         self._evaluation, self._checkpoint, self._stop, self._profile = evaluation, checkpoint, stop, profile
         self._agreement = Agreement(step.mesh)
-        self._in_flight: collections.deque[tuple[int, tuple[Scalars, Any]]] = collections.deque()
+        self._first_loss, self._is_updated = first_loss or unexplained, False
+        self._in_flight: collections.deque[tuple[int, Any, tuple[Scalars, Any]]] = collections.deque()
         self._stopped_by: signal.Signals | None = None
         self._val_loss: float | None = None
         self._saved = 0
@@ -210,7 +217,8 @@ class _Loop:
                 break
             done += 1
             scalars = self._do(batch, done)
-            self._in_flight.append((done, (scalars, self._agreement.start(self._stop.received or 0))))
+            kept = None if self._is_updated else batch
+            self._in_flight.append((done, kept, (scalars, self._agreement.start(self._stop.received or 0))))
             self._wait(in_flight=1)
             if self._checkpoint is not None:
                 self._checkpoint.check()
@@ -254,13 +262,13 @@ class _Loop:
     def _wait(self, *, in_flight: int) -> None:
         """Reads the scalars of the oldest steps until so many are left at work."""
         while len(self._in_flight) > in_flight:
-            step, pending = self._in_flight.popleft()
+            step, batch, pending = self._in_flight.popleft()
             on_devices, asked = pending
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
             scalars |= self._meter.done(step)
             if self._tracker is not None:
                 self._tracker.log(step, scalars)
-            _check_finite(step, scalars)
+            self._check_finite(step, batch, scalars)
             if asked:
                 self._stopped_by = signal.Signals(int(asked))
                 self._stop.told()
@@ -293,13 +301,28 @@ class _Loop:
             self._checkpoint.do(step)
             self._saved = step
 
+    def _check_finite(self, step: int, batch: Any, scalars: dict[str, float]) -> None:
+        wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}
+        if not wrong:
+            self._is_updated = True
+        elif scalars.get("loss_scale", 0) <= 1:  # above, the step was skipped and the next has a smaller scale
+            raise self._first_loss(step, batch, wrong) if not self._is_updated else _diverged(step, wrong)
 
-def _check_finite(step: int, scalars: dict[str, float]) -> None:
-    wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}
-    if wrong and scalars.get("loss_scale", 0) <= 1:  # above, the step was skipped and the next has a smaller scale
-        raise RunError(
-            f"The run has left the finite numbers at step {step}.",
-            where=[f"{name} = {value}" for name, value in wrong.items()],
-            why="an update with it would spoil every parameter; nothing was saved since.",
-            do="lower the learning rate (--set learning_rate=...) or warm up longer, and resume from a checkpoint.",
-        )
+
+def unexplained(step: int, batch: Any, wrong: Mapping[str, float]) -> RunError:
+    """The error of a step before any update, where the model is not known."""
+    return RunError(
+        f"Loss or gradients are NaN/inf at step {step}, before any update.",
+        where=[f"{name} = {value}" for name, value in wrong.items()],
+        why="the learning rate is not the cause: a value in the batch, a parameter, or the model itself is.",
+        do="with js.global_view(), jax.debug_nans(True): loss_fn(model, batch)  # names the operation",
+    )
+
+
+def _diverged(step: int, wrong: Mapping[str, float]) -> RunError:
+    return RunError(
+        f"Loss or gradients became NaN/inf at step {step}.",
+        where=[f"{name} = {value}" for name, value in wrong.items()],
+        why="an update with it would spoil every parameter; nothing was saved since.",
+        do="lower the learning rate (--set learning_rate=...) or warm up longer, and resume from a checkpoint.",
+    )

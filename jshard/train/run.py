@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +25,7 @@ from jshard.checkpoint.whereabouts import OF_A_RUN, steps_in
 from jshard.train import launch
 from jshard.train.building import batch_like
 from jshard.train.data import Data, DataError, Loader, local_rows
+from jshard.train.first_loss import explained
 from jshard.train.folder.run_folder import RunFolder
 from jshard.train.folder.run_record import RunRecord
 from jshard.train.loop import Every, Fitted, evaluate, fit
@@ -234,6 +236,7 @@ class _Job:
                     ),
                     stop=self._stop,
                     profile=profile,
+                    first_loss=functools.partial(self._first_loss, step, start_step),
                 )
                 self._checkpoints.wait()
             return fitted
@@ -241,6 +244,17 @@ class _Job:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
                 batches.close()
             tracker.close()
+
+    def _first_loss(
+        self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
+    ) -> RunError:
+        """Looks for the cause with the parameters from before the step, whose arrays make room for them."""
+        self._say(
+            f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf: the loss is compiled once more ..."
+        )
+        trained.delete()
+        model, source = self._checkpoints.model_before(start_step, self._init_from)
+        return explained(self._model_file, self._recipe, model, batch, step=step, wrong=wrong, source=source)
 
     def _tracker(
         self, step: TrainStep, start_step: int, track: Sequence[str]

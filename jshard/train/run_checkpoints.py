@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
 from jshard.train import launch
+from jshard.train.building import new_model
 from jshard.train.folder.run_folder import RunFolder
 from jshard.train.metrics import keep_on_disk
 from jshard.train.model_file import ModelFile
@@ -95,6 +96,15 @@ class RunCheckpoints:
         self._say(f"resumed from {path}")
         launch.note(step=state[2], checkpoint=str(path))
         return state
+
+    def model_before(self, start_step: int, init_from: Path | None) -> tuple[nnx.Module, str]:
+        """The model once more as `state` gave it, and where its parameters are from."""
+        where = self._model_file, self._recipe, self._mesh
+        if start_step:
+            return restore(*where, self._series, start_step)[0], f"as in {self._path(start_step)}"
+        if init_from is not None:
+            return create_from(*where, init_from)[0], f"as in {init_from}"
+        return new_model(*where), f"as {self._model_file.path} initialises it"
 
     def worth(self, done: int, val_loss: float) -> None:
         """Notes what the state after a step was worth, for a save of that step."""

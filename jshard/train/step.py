@@ -105,6 +105,11 @@ class TrainStep:
         """The model's arrays of the moment, in the order of its state; see `EvalStep`."""
         return self._leaves[: self._num_model_leaves]
 
+    def delete(self) -> None:
+        """Gives the memory of its arrays back; the step cannot be called any more."""
+        for leaf in self._leaves:
+            leaf.delete()
+
     @property
     def compiled(self) -> jax.stages.Compiled:
         """The compiled program, to be read."""
