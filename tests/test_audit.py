@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
@@ -18,7 +19,7 @@ from jshard.inspect.differences import differences, hlo_dtype
 from jshard.inspect.steps import Window
 from jshard.train import create, load_model_file
 from jshard.train.step import lower_step
-from tests.helpers import Config, abstract, compile_to_read, program
+from tests.helpers import Config, Decoder, abstract, compile_to_read, program, token_batch
 from tests.micro_gpt import micro
 from tests.scheduled_text import body, dot, gather, gathered, loop, scatter, scattered
 from tests.scheduled_text import program as text_of
@@ -72,9 +73,77 @@ def test_a_whole_train_step_of_a_model_file():
     found = audit(compile_to_read(lowered), model=model)
     assert found.amount("reduce-scatter") == pytest.approx(1.00, abs=0.03)
     assert {row.unit for row in found.rows if row.kind == "reduce-scatter"} == {"blocks/0..1", "(root)"}
-    # XLA:CPU of jax 0.10 merges the second gather of unrolled layers with the first, and the audit sees it.
-    merged = [str(d).partition(":")[0] for d in found.differences] == ["less all-gather than planned"]
-    assert merged if found.amount("all-gather") < 1.5 else found.ok
+    assert found.ok, found.differences
+
+
+# XLA:CPU of jax 0.10 joins the two gathers of unrolled layers, and sends bfloat16 as float32: no fault of the program.
+RIGHT = {
+    "unrolled": (Config(tied=False, attends=False), {}, {}),
+    "scanned": (Config(scanned=True, attends=False), {}, {}),
+    "tied": (Config(attends=False), {}, {}),
+    "HSDP": (Config(attends=False), {"replica": 2}, {}),
+    "bfloat16": (Config(attends=False), {}, {"mixed_precision": js.MixedPrecision(param="bfloat16", reduce="float32")}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_model_is_ok_on_cpu_and_what_the_compiler_does_is_a_note(name: str):
+    config, axes, settings = RIGHT[name]
+    made = program(config, **axes, **settings)
+    found = audit(made.compiled, plan=made.plan)
+    assert found.ok, found.differences
+    assert str(found).endswith("\nCommunicates as planned.")
+    joined = [note for note in found.notes if note.words.startswith("less all-gather than planned")]
+    assert bool(joined) == (found.amount("all-gather") < 1.5)
+    assert json.loads(found.to_json())["notes"] == [str(note) for note in found.notes]
+    assert all("XLA:CPU" in str(note) for note in found.notes)
+
+
+class Normed(nnx.Module):
+    """Statistics of the batch, which are a tenth of so small a model."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.up, self.norm = nnx.Linear(16, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+        self.down = nnx.Linear(64, 8, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.relu(self.norm(self.up(x))))
+
+
+def test_statistics_of_a_small_model_are_its_own():
+    model = js.abstract_init(lambda: Normed(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=nnx.Linear, mesh=js.mesh()))
+    step = nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
+    found = audit(step.lower(model, jnp.zeros((16, 16))).lowered, model=model)
+    assert found.ok, found.differences
+
+
+def gathered_whole(model: Decoder, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """A loss that holds the model's output whole on every device."""
+    logits = jax.lax.with_sharding_constraint(model(inputs), NamedSharding(js.mesh(), PartitionSpec()))
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), targets[..., None], axis=-1).mean()
+
+
+def test_on_cpu_an_activation_that_is_gathered_is_no_parameter():
+    """Its bytes are fewer than those of the gathers that are joined, and must not make up for them."""
+    config = Config(attends=False)
+    model = abstract(config, js.mesh())
+    step = nnx.jit(lambda model, *batch: nnx.value_and_grad(gathered_whole)(model, *batch))
+    found = audit(step.lower(model, *token_batch(config)).lowered, model=model)
+    assert [str(d).partition(":")[0] for d in found.differences] == ["all-gather of no parameter"]
+    assert "f32[16,16,256]" in str(found.differences[0])
+
+
+def test_on_cpu_a_gather_that_is_missing_is_a_difference():
+    plan = js.plan(abstract(Config(attends=False, layers=3), js.mesh()))
+    found = audit(program(Config(attends=False)).compiled, plan=plan)
+    assert {d.words.partition(":")[0] for d in found.differences} >= {"less all-gather than planned"}
+
+
+def test_on_cpu_gradients_that_are_not_scattered_are_a_difference():
+    plan = js.plan(abstract(Config(attends=False), js.mesh()))
+    found = audit(program(Config(attends=False), replica=8, fsdp=1).compiled, plan=plan)
+    assert {d.planned for d in found.differences} == {"all-gather", "reduce-scatter"}
+    assert "all-reduce" in {d.compiled for d in found.differences}
 
 
 def windows_of(traffic: tuple[Traffic, ...], change: Callable[[Window], Window | None] = lambda w: w) -> list[Window]:

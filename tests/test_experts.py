@@ -106,9 +106,7 @@ def test_gradients_of_experts_are_not_summed_over_the_expert_axis(compiled):
 
 
 def test_the_audit_does_not_take_the_exchange_for_a_difference(compiled):
-    """XLA:CPU may merge the two gathers of the last layer, which lie next to each other; nothing else differs."""
-    assert {d.planned for d in compiled.differences} <= {"all-gather"}
-    assert {d.compiled for d in compiled.differences} <= {None}
+    assert compiled.ok, compiled.differences
 
 
 def test_a_mesh_without_the_axis_shards_experts_like_anything_else():

@@ -102,7 +102,7 @@ def test_what_is_frozen_is_planned_and_compiled_as_frozen():
     assert {leaf.path.split("/")[-1] for leaf in plan.leaves if leaf.trained} == {"lora_a", "lora_b"}
     found = js.audit(compile_to_read(lowered), plan=plan)
     assert not [row for row in found.rows if row.kind == "reduce-scatter" and row.total_bytes > 4 * _ADAPTERS]
-    assert {d.planned for d in found.differences} <= {"all-gather"}, "XLA:CPU may merge the second with the first"
+    assert found.ok, found.differences
 
 
 def test_a_pattern_of_paths_says_it_too(tmp_path):

@@ -36,7 +36,7 @@ def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window]
             continue
         is_told = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))
         is_ours = lambda dims, is_told=is_told: dims in known or (is_told and dims not in theirs)
-        ours = [array for array in window.arrays if is_ours(_sorted(array[1]))]
+        ours = [array for array in window.arrays if is_ours(comparable(array[1]))]
         rest = [array for array in window.arrays if array not in ours]
         planned += [_with(window, ours) if rest else window] if ours or not rest else []
         own += [_with(window, rest)] if rest else []
@@ -48,11 +48,11 @@ def gathered_anyway(windows: Iterable[Window], plan: ShardPlan) -> list[tuple[Wi
     wholes, shards = set(), set()
     for placement in (leaf.placement for leaf in plan.leaves):
         if not placement.gathered and placement.dim is not None:
-            whole, shard = _shapes(placement, plan)
-            wholes |= {_sorted(whole), _sorted(placement.shape)}
-            shards.add(_sorted(shard))
+            whole, shard = shapes_on_device(placement, plan)
+            wholes |= {comparable(whole), comparable(placement.shape)}
+            shards.add(comparable(shard))
     of_kind = lambda kind: shards if kind == "reduce-scatter" else wholes
-    found = [(w, [a for a in w.arrays if _sorted(a[1]) in of_kind(w.kind)]) for w in windows]
+    found = [(w, [a for a in w.arrays if comparable(a[1]) in of_kind(w.kind)]) for w in windows]
     return [(window, arrays) for window, arrays in found if arrays]
 
 
@@ -72,16 +72,16 @@ def summed_over_copies(plan: ShardPlan) -> dict[tuple[str, ...], int]:
 def _shapes_of(plan: ShardPlan, *, gathered: bool) -> set[tuple[int, ...]]:
     """Shapes of the parameters that are gathered, or of those that never are: whole, shards, and layers of a stack."""
     placements = [leaf.placement for leaf in plan.leaves if leaf.placement.gathered == gathered]
-    shapes = {shape for p in placements for shape in (p.shape, *_shapes(p, plan))}
-    return {_sorted(shape[i:]) for shape in shapes for i in range(len(shape))}
+    shapes = {shape for p in placements for shape in (p.shape, *shapes_on_device(p, plan))}
+    return {comparable(shape[i:]) for shape in shapes for i in range(len(shape))}
 
 
-def _sorted(dims: tuple[int, ...]) -> tuple[int, ...]:
+def comparable(dims: tuple[int, ...]) -> tuple[int, ...]:
     """A shape in the form in which it is compared: a compiler transposes what it gathers."""
     return tuple(sorted(n for n in dims if n != 1))
 
 
-def _shapes(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """On one device: of the parameter gathered over `fsdp`, and of its shard."""
     degrees = dict(plan.mesh)
     cut = lambda axes: math.prod(degrees[axis] for axis in axes)

@@ -103,16 +103,18 @@ class Audit:
         plan: of the model; None if none was given.
         memory: bytes of one device; None if only a text was given.
         differences: between program and plan; empty without a plan.
+        notes: what XLA:CPU alone compiles otherwise than planned.
     """
 
     schedule: Schedule
     plan: ShardPlan | None = None
     memory: CompiledMemory | None = None
     differences: tuple[Difference, ...] = ()
+    notes: tuple[Difference, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether the program communicates as planned."""
+        """Whether the program communicates as planned, but for what XLA:CPU alone does otherwise: see `notes`."""
         return not self.differences
 
     @property
@@ -180,7 +182,7 @@ class Audit:
             "memory_per_device": memory,
             "differences": [dataclasses.asdict(d) for d in self.differences],
             "kernels": [dataclasses.asdict(use) for use in self.schedule.kernels],
-            "notes": list(self.schedule.notes),
+            "notes": [*self.schedule.notes, *map(str, self.notes)],
             "ok": self.ok,
         }
         return json.dumps(whole, indent=1)
@@ -223,10 +225,20 @@ def audit(
         plan = make_plan(model)
     mesh = None if plan is None else AbstractMesh(tuple(n for _, n in plan.mesh), tuple(a for a, _ in plan.mesh))
     schedule = read_schedule(program, mesh=mesh, expect_collectives=True)
-    found = () if plan is None else differences(schedule.windows, plan, accumulate=accumulate, sync=sync)
+    on_cpu = isinstance(program, jax.stages.Compiled) and _platform(program) == "cpu"
+    found = ()
+    if plan is not None:
+        found = differences(schedule.windows, plan, accumulate=accumulate, sync=sync, on_cpu=on_cpu)
     if plan is not None and any(leaf.placement.on_host for leaf in plan.leaves):
         found += host_differences(program if isinstance(program, str) else program.as_text() or "", plan)
-    return Audit(schedule, plan, memory, found)
+    notes = tuple(d for d in found if d.by_cpu)
+    return Audit(schedule, plan, memory, tuple(d for d in found if not d.by_cpu), notes)
+
+
+def _platform(program: jax.stages.Compiled) -> str | None:
+    """What a program was compiled for; None if it has no arguments, which would say."""
+    devices = (d for sharding in jax.tree.leaves(program.input_shardings) for d in sharding.device_set)
+    return next((d.platform for d in devices), None)
 
 
 def _headline(found: Audit) -> str:
@@ -302,6 +314,8 @@ def _closing_lines(found: Audit) -> list[str]:
         lines += [f"  ... and {len(exposed) - _SHOWN} more"] if len(exposed) > _SHOWN else []
     if found.plan is None:
         return [*lines, "No plan was given to compare with."]
+    if found.notes:
+        lines += ["Otherwise than planned on CPU only:", *(f"  {d}" for d in found.notes)]
     if found.ok:
         return [*lines, "Communicates as planned."]
     return [*lines, "Differs from the plan:", *(f"  {d}" for d in found.differences)]

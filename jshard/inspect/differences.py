@@ -5,9 +5,16 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jshard._mesh import DATA_AXES, EXPERT
+from jshard._mesh import DATA_AXES, EXPERT, FSDP
 from jshard._plan import ShardPlan
-from jshard.inspect.apart import Array, gathered_anyway, summed_over_copies, told_apart
+from jshard.inspect.apart import (
+    Array,
+    comparable,
+    gathered_anyway,
+    shapes_on_device,
+    summed_over_copies,
+    told_apart,
+)
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import KINDS, ring_bytes
 from jshard.inspect.module import item_bytes
@@ -17,6 +24,12 @@ from jshard.inspect.tables import folded_names
 # Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
 # scalars fall below.
 TOLERANCE = 0.02
+
+# All-reduces of no more elements are the model's own, such as statistics of BatchNorm: they take the time to start one.
+_OWN_SUMS = 16 * 2**10
+
+_JOINED = "XLA:CPU gathers once for forward and backward; a compiler for GPUs keeps both gathers"
+_WIDENED = "XLA:CPU sends narrower floats as f32"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -41,6 +54,7 @@ class Difference:
         compiled: the kind that the program has instead, or more of; None if it only has less.
         axes: the mesh axes.
         units: of what was compiled, as far as the program says.
+        by_cpu: why XLA:CPU alone compiles so; empty if another compiler would, too.
     """
 
     words: str
@@ -48,13 +62,14 @@ class Difference:
     compiled: str | None
     axes: tuple[str, ...]
     units: tuple[str, ...] = ()
+    by_cpu: str = ""
 
     def __str__(self) -> str:
-        return self.words
+        return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words
 
 
 def differences(
-    windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each"
+    windows: Iterable[Window], plan: ShardPlan, *, accumulate: int = 1, sync: str = "each", on_cpu: bool = False
 ) -> tuple[Difference, ...]:
     """Compares the collectives of a program with those that its plan asks for.
 
@@ -67,6 +82,7 @@ def differences(
         plan: of the model.
         accumulate: as in `js.value_and_grad`.
         sync: likewise.
+        on_cpu: the program was compiled by XLA:CPU; what that alone does says so.
     """
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
     ours, apart = told_apart([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
@@ -75,10 +91,16 @@ def differences(
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
     less = {place: -d for place, d in delta.items() if d < -least}
     beside = {p: summed_over_copies(plan).get(p.axes, 0) if p.kind == "all-reduce" else 0 for p in delta}
-    more = {place: d for place, d in delta.items() if d > least + beside[place]}
+    own = {p: _OWN_SUMS if p.kind == "all-reduce" else 0 for p in delta}
+    more = {place: d for place, d in delta.items() if d > max(least, own[place]) + beside[place]}
     kept = [p for p in delta if p in compiled and p in planned and p not in more]
+    joined, strange = {}, []
+    if on_cpu and _gathers(plan) not in more:
+        joined, strange = _gathered_once(ours, less, plan, accumulate if sync == "each" else 1)
     found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
-    return (*found, *_dtypes(kept, compiled, planned, ours, least), *_whole(apart, plan, least))
+    found += [dataclasses.replace(d, by_cpu=_JOINED) for d in _amounts(joined, {}, planned, compiled, plan, ours)]
+    found += [*_dtypes(kept, compiled, planned, ours, least, on_cpu), *_named_whole(strange, "no parameter", least)]
+    return (*found, *_named_whole(gathered_anyway(apart, plan), "what is never gathered", least))
 
 
 _Elements = dict[Place, dict[str, float]]  # by place and dtype
@@ -100,6 +122,41 @@ def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
         dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
         sums[Place(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
     return sums
+
+
+def _gathered_once(
+    windows: list[Window], less: dict[Place, float], plan: ShardPlan, times: int
+) -> tuple[dict[Place, float], list[tuple[Window, list[Array]]]]:
+    """Takes off what is missing because gathers before forward and before backward were joined.
+
+    Each parameter is then gathered at least once, and not more often than planned.
+
+    Returns:
+        What was taken off, and what is gathered besides and has the shape of no parameter.
+    """
+    fewest, most = collections.Counter(), collections.Counter()
+    layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
+    for leaf in plan.gathered_part.leaves:
+        if leaf.placement.dim is None:
+            continue
+        whole, _ = shapes_on_device(leaf.placement, plan)
+        stacked = next(i for i in range(len(whole)) if math.prod(whole[:i]) >= leaf.placement.layers)
+        layer = comparable(whole[stacked:])
+        layer_of |= {comparable(whole[i:]): layer for i in range(stacked + 1)}
+        fewest[layer] += math.prod(whole) * times
+        most[layer] += math.prod(whole) * times * (1 + again[leaf.unit])
+    place = _gathers(plan)
+    compiled, strange = collections.Counter(), []
+    for window in (w for w in windows if _place(w) == place):
+        for _, dims in window.arrays:
+            compiled[layer_of.get(comparable(dims), ())] += math.prod(dims) * window.executions
+        strange.append((window, [array for array in window.arrays if comparable(array[1]) not in layer_of]))
+    missing, besides = fewest - compiled, compiled - most
+    wrong = missing.total() + besides.total() - besides[()]
+    joined = place in less and wrong <= TOLERANCE * plan.gathered_part.num_parameters
+    taken_off = {place: less.pop(place)} if joined else {}
+    return taken_off, [(window, arrays) for window, arrays in strange if arrays]
 
 
 def _replaced(
@@ -148,7 +205,12 @@ def _amounts(
 
 
 def _dtypes(
-    places: list[Place], compiled: _Elements, planned: _Elements, windows: list[Window], least: float
+    places: list[Place],
+    compiled: _Elements,
+    planned: _Elements,
+    windows: list[Window],
+    least: float,
+    on_cpu: bool,
 ) -> list[Difference]:
     found = []
     for place in places:
@@ -159,23 +221,29 @@ def _dtypes(
             units = _units([w for w in windows if dtype in dict(w.sizes)], place)
             words = f"{place.kind} of {asked} written, of {dtype} compiled: {_named(units)}, {_axes(place.axes)}"
             words += f", {ratio:.1f}x the bytes"
-            found.append(Difference(words, place.kind, place.kind, place.axes, units))
+            by_cpu = _WIDENED if on_cpu and dtype == "f32" else ""
+            found.append(Difference(words, place.kind, place.kind, place.axes, units, by_cpu))
     return found
 
 
-def _whole(windows: Iterable[Window], plan: ShardPlan, least: float) -> list[Difference]:
-    """Where a parameter that is never gathered is whole after all, or its gradient is."""
+def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, least: float) -> list[Difference]:
+    """Collectives of arrays that should not be gathered or reduced, such as parameters that are never gathered."""
     found: dict[Place, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
-    for window, arrays in gathered_anyway(windows, plan):
+    for window, arrays in among:
         found[_place(window)].append((window, arrays))
     differences = []
     for place, among in sorted(found.items()):
         units = _units([window for window, _ in among], place)
         if sum(math.prod(dims) * w.executions for w, arrays in among for _, dims in arrays) > least:
             shapes = dict.fromkeys(f"{d}[{','.join(map(str, dims))}]" for _, arrays in among for d, dims in arrays)
-            words = f"{place.kind} of what is never gathered: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
+            words = f"{place.kind} of {what}: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
             differences.append(Difference(words, None, place.kind, place.axes, units))
     return differences
+
+
+def _gathers(plan: ShardPlan) -> Place:
+    """Where parameters are gathered."""
+    return Place("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
 
 
 def _place(window: Window) -> Place:
