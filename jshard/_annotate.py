@@ -123,7 +123,7 @@ def fully_shard(
         ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
             held against the path from the module and from the unit.
         allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
-            whatever their size and without a warning.
+            whatever their size and without a warning; and of large arrays that are no parameters.
         min_size: parameters with fewer elements stay replicated.
         batch_dim: which dim of array arguments is the batch. This and the settings below hold for calls from outside:
             give them to the root.
@@ -146,7 +146,8 @@ def fully_shard(
         The same object, annotated in place; of a Linen model an annotated copy.
 
     Raises:
-        AnnotationError: an argument does not fit the model; all bad parameters in one message.
+        AnnotationError: an argument does not fit the model, all bad parameters in one message; or the model has float
+            arrays and not one `nnx.Param`.
         MeshError: the mesh has no `fsdp` axis, or axes that are not Auto, or no host memory to offload to.
 
     Example:
@@ -198,6 +199,7 @@ def fully_shard(
         checks.check_no_strategy(strategy)
         checks.check_no_units(units, gathered)
         return annotated(module, root, units, record, ignored, call_annotated)
+    checks.check_has_parameters(modules)
     _annotate_all(modules, root, _choose_units(modules, units), record, ignored)
     if strategy is not None:
         for root in modules:

@@ -13,6 +13,7 @@ from jshard._nnx import OUTER, Unit, dotted, hidden_call, nested_units, occurren
 from jshard._nnx import modules as modules_of
 from jshard._offload import PARAMS
 from jshard._policies import MixedPrecision, UnitPolicy
+from jshard._replicated import ARRAY, Other, others_of
 
 
 def check_modules(modules: list[Any]) -> None:
@@ -24,6 +25,43 @@ def check_modules(modules: list[Any]) -> None:
             why="only an nnx.Module holds parameters and is called.",
             do="js.fully_shard(model.blocks[0], mesh=mesh)",
         )
+
+
+def check_has_parameters(modules: list[nnx.Module]) -> None:
+    """Raises if nothing would be sharded, though there are float arrays: they are not in an `nnx.Param`."""
+    if any(True for module in modules for _ in occurrences(module)):
+        return
+    found = [(module, other) for module in modules for other in others_of(module)]
+    if not found:
+        return
+    found.sort(key=lambda item: -item[1].bytes)
+    raise nothing_to_shard(
+        [f"{plain_class(module).__name__}: {other}" for module, other in found],
+        sum(other.bytes for _, other in found),
+        needed="an nnx.Param",
+        do=_as_parameter(*found[0]),
+    )
+
+
+def _as_parameter(module: nnx.Module, other: Other) -> str:
+    """The line that makes a parameter of an array, and the class that it belongs into."""
+    around = [m for p, m in modules_of(module) if p == other.path[: len(p)] and not isinstance(m, (nnx.List, nnx.Dict))]
+    name = "self." + next((key for key in reversed(other.path) if isinstance(key, str)), "array")
+    value = lambda held: held if other.kind == ARRAY else f"{held}[...]"
+    one = f"nnx.Param({value(name)})"
+    made = f"nnx.List([nnx.Param({value('x')}) for x in {name}])" if isinstance(other.path[-1], int) else one
+    return f"{name} = {made}  # in {plain_class(around[-1]).__name__}.__init__"
+
+
+def nothing_to_shard(where: list[str], held: int, *, needed: str, do: str) -> AnnotationError:
+    """The error for a model whose arrays are no parameters."""
+    return AnnotationError(
+        "The model has no parameters to shard.",
+        where=where,
+        why=f"none of its {len(where)} float array(s), {held} bytes, is in {needed}: each would lie whole on every"
+        " device, and no optimizer would train it.",
+        do=do,
+    )
 
 
 def check_no_strategy(strategy: Any) -> None:

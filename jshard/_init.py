@@ -16,7 +16,7 @@ from jshard._mesh import AnyMesh
 from jshard._nnx import dotted, plain_class, unit_of, walk
 from jshard._padded import padding_of, store
 from jshard._plan import root_forgotten
-from jshard._replicated import check_replicated
+from jshard._replicated import check_replicated, others_of, warn_of_others
 
 M = TypeVar("M")
 
@@ -102,6 +102,7 @@ def _annotated(model: Any, annotate: Callable[[Any], Any]) -> Any:
     if unit is None:
         raise root_forgotten(model)
     check_replicated(unit, plain_class(model).__name__)
+    warn_of_others(unit, plain_class(model).__name__, others_of(model))
     return model
 
 

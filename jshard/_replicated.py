@@ -1,17 +1,92 @@
-"""Parameters that could not be sharded: an error for a large one, one warning with what the rest cost."""
+"""What lies whole on every device: parameters that could not be sharded, and arrays that are no parameters."""
 
 import dataclasses
 import fnmatch
 import functools
+import math
 import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, degree
-from jshard._nnx import Member, Path, Unit, dotted, numberless
+from jshard._nnx import Member, Path, Unit, dotted, numberless, walk
 from jshard._placement import INDIVISIBLE, PADDED_FROM_BYTES
 
 _LARGE_SHARE = 0.01
 _LISTED = 10
+
+_ARRAYS = (jax.Array, np.ndarray, jax.ShapeDtypeStruct)
+ARRAY = "array"
+"""The kind of one that is a plain attribute."""
+
+# State that nobody takes for parameters: statistics, caches, what is collected, random numbers.
+_ORDINARY_STATE = (nnx.BatchStat, nnx.Cache, nnx.Intermediate, nnx.RngState)
+
+
+@dataclasses.dataclass(frozen=True)
+class Other:
+    """A float array of a model that is no parameter, so that it is not sharded.
+
+    Args:
+        path: from the root.
+        kind: class of its variable, or `array` of a plain attribute.
+        form: dtype and dims, as text.
+        bytes: its size.
+    """
+
+    path: Path
+    kind: str
+    form: str
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{dotted(self.path)}  {self.kind} {self.form}"
+
+
+def others_in(path: Path, x: Any) -> Iterator[Other]:
+    """The float arrays of a variable that is no parameter, or of a plain attribute."""
+    if isinstance(x, (nnx.Param, *_ORDINARY_STATE)):
+        return
+    kind = type(x).__name__ if isinstance(x, nnx.Variable) else ARRAY
+    for leaf in jax.tree.leaves(x.get_raw_value() if isinstance(x, nnx.Variable) else x):
+        if isinstance(leaf, _ARRAYS) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+            yield Other(path, kind, f"{leaf.dtype}{list(leaf.shape)}", math.prod(leaf.shape) * leaf.dtype.itemsize)
+
+
+def others_of(module: nnx.Module) -> tuple[Other, ...]:
+    """The float arrays of a model that are no parameters, but for the state of Flax's own classes."""
+    held = ((p, x) for p, x in walk(module) if isinstance(x, (nnx.Variable, *_ARRAYS)))
+    return tuple(other for path, x in held for other in others_in(path, x))
+
+
+def warn_of_others(root: Unit, name: str, others: tuple[Other, ...]) -> None:
+    """Warns of arrays that are no parameters and large beside those, once per model and process.
+
+    Constants may be that large. They are in `allow_replicated`, or it is a warning only.
+    """
+    told = tuple(other for other in others if not is_named(other.path, root.allow_replicated))
+    held, total = sum(other.bytes for other in told), sum(m.placement.logical_bytes for m in root.members)
+    if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
+        _warn_of_others(name, told, held, total)
+
+
+@functools.cache
+def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int) -> None:
+    listed = "".join(f"\n  {other}" for other in sorted(others, key=lambda other: -other.bytes)[:_LISTED])
+    listed += f"\n  ... and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+    warnings.warn(
+        f"{len(others)} float array(s) of {name} are no parameters and lie whole on every device: {held} bytes, beside"
+        f" {total} bytes of parameters:{listed}\n"
+        "  If they are trained, make them parameters: nnx.Param(...), in Linen self.param(...). If not, accept it:"
+        f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(others)!r})",
+        stacklevel=4,
+    )
 
 
 def check_replicated(root: Unit, name: str) -> None:
@@ -54,7 +129,7 @@ def _check_once(root: Unit, name: str) -> None:
         )
 
 
-def _patterns(members: list[Member]) -> list[str]:
+def _patterns(members: Sequence[Member | Other]) -> list[str]:
     """What names them in `allow_replicated`: their paths; of many with `*` for the numbers of layers."""
     paths = [dotted(m.path) for m in members]
     return paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))

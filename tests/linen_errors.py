@@ -167,6 +167,14 @@ def gathered_for_nothing() -> None:
     jax.eval_shape(js.value_and_grad(loss_fn, model=model, accumulate=2, sync="last"), params, X)
 
 
+class Constant(nn.Module):
+    """Weights in a collection that is not params."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x @ self.variable("constants", "w", lambda: jnp.ones((64, 64))).value
+
+
 ERRORS: dict[str, Callable[[], Any]] = {
     "linen: annotated twice": lambda: shard(shard()),
     "linen: annotated inside": annotated_inside,
@@ -177,6 +185,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
         nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), units={nnx.Linear: {}}
     ),
     "linen: scan_layers": lambda: js.scan_layers([nn.Dense(64)], X),
+    "linen: no parameters": lambda: shard(Constant()).init(KEY, X),
     "linen: no unit": lambda: init(units=["first", "block_*"]),
     "linen: pattern unused": lambda: init(ignored="*/biass"),
     "linen: not known yet": lambda: js.plan(shard()),

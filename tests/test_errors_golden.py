@@ -92,6 +92,35 @@ class Untracked(nnx.Module):
         self.table = jnp.arange(64.0)
 
 
+class Plain(nnx.Module):
+    """Weights as Flax keeps any array."""
+
+    def __init__(self):
+        self.w, self.b = nnx.data(jnp.ones((64, 64))), nnx.data(jnp.ones(64))
+
+
+class Holds(nnx.Module):
+    """A list of modules without a parameter."""
+
+    def __init__(self, held):
+        self.layers = nnx.List([held])
+
+
+class Listed(nnx.Module):
+    """Weights in variables of a class of their own, in a list."""
+
+    def __init__(self):
+        self.ws = nnx.List([nnx.Variable(jnp.ones((64, 64))) for _ in range(2)])
+
+
+class Average(nnx.Module):
+    """A copy of the weights that is no parameter."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(256, 256, rngs=rngs)
+        self.average = nnx.Variable(jnp.zeros((256, 256)))
+
+
 def linear() -> nnx.Linear:
     return nnx.Linear(64, 64, rngs=nnx.Rngs(0))
 
@@ -311,6 +340,8 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: no such unit": lambda: shard(Model(print, nnx.Rngs(0)), units="blocks/*"),
     "fully_shard: no submodule": lambda: shard(linear(), units=nnx.Conv),
     "fully_shard: group that does not divide": lambda: shard(linear(), reshard_after_forward=3),
+    "fully_shard: plain arrays": lambda: shard(Holds(Plain())),
+    "fully_shard: other variables": lambda: shard(Listed()),
     "fully_shard: remat": lambda: shard(linear(), remat="all"),
     "fully_shard: offload": lambda: shard(linear(), offload="cpu"),
     "fully_shard: no host memory": lambda: without_host_memory(js.mesh(fsdp=2, devices=jax.devices()[:2])),
@@ -413,6 +444,7 @@ def gathered_again() -> None:
 
 WARNINGS: dict[str, Callable[[], object]] = {
     "warning: replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
+    "warning: no parameters, and large": lambda: js.shard_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: batch that cannot be doubled": lambda: call(annotated(at_most_sixteen), X),
     "warning: gathered again": gathered_again,

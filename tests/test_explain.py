@@ -1,10 +1,13 @@
 """`explain` says what the plan says, tells plan from estimate, and prints on any terminal."""
 
+import contextlib
 import gc
 import io
 import json
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 import pytest
 from flax import nnx
@@ -98,6 +101,58 @@ def test_tied_parameters_are_shown():
     mesh = js.mesh(devices=8)
     model = js.abstract_init(lambda: Pair(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=mesh))
     assert "Tied: first/kernel = second/kernel, gathered by (root)" in str(explain(model))
+
+
+class Averaged(nnx.Module):
+    """Weights with a copy that is no parameter, and state of Flax's own classes."""
+
+    def __init__(self, rngs: nnx.Rngs, size: int = 64):
+        self.linear = nnx.Linear(size, size, rngs=rngs)
+        self.averages = nnx.List([nnx.Variable(jnp.zeros((size, size))) for _ in range(2)])
+        self.norm, self.drop = (
+            nnx.BatchNorm(2**15, use_bias=False, use_scale=False, rngs=rngs),
+            nnx.Dropout(0.5, rngs=rngs),
+        )
+        self.cache = nnx.Cache(jnp.zeros((2**15,)))
+
+    def __call__(self, x):
+        return self.linear(x)
+
+
+def test_arrays_that_are_no_parameters_are_listed_and_state_of_flax_is_not():
+    model = js.fully_shard(Averaged(nnx.Rngs(0)), mesh=js.mesh())
+    text = str(explain(model))
+    assert "Not parameters: 2 float arrays, 32.00 KiB on every device, in no figure above\n" in text
+    assert text.endswith("  averages/*  Variable float32[64, 64]  x2")
+    assert [one["bytes"] for one in json.loads(explain(model).to_json())["other_arrays"]] == [64 * 64 * 4] * 2
+    assert "Not parameters" not in str(explain(small_plan()))
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(64, ()), (128, ()), (128, ("averages/*",))])
+def test_a_warning_says_so_where_they_are_large(size, allowed):
+    model = js.fully_shard(Averaged(nnx.Rngs(0), size), mesh=js.mesh(), allow_replicated=allowed)
+    warns = pytest.warns(UserWarning, match="2 float array.* of Averaged are no parameters .*: 131072 bytes")
+    with warns if size == 128 and not allowed else contextlib.nullcontext():
+        model(jnp.ones((8, size)))
+
+
+class Doubles(nnx.Module):
+    def __call__(self, x):
+        return 2 * x
+
+
+class LinenDoubles(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return 2 * x
+
+
+def test_a_model_without_arrays_sends_nothing():
+    linen = js.fully_shard(LinenDoubles(), mesh=js.mesh())
+    jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((8, 8)))
+    for model in (js.fully_shard(Doubles(), mesh=js.mesh()), linen):
+        found = explain(model)
+        assert "0 parameters" in str(found) and json.loads(found.to_json())["num_parameters"] == 0
 
 
 def test_only_equal_units_are_folded():

@@ -20,7 +20,7 @@ from jshard._mesh import data_axes, manual_axes
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of, walk
 from jshard._padded import padding_of, store
 from jshard._placement import Placement, spec_over
-from jshard._replicated import check_replicated, warn_of_unplanned
+from jshard._replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.engine.call import Before, Call, Live, is_array, raw
 from jshard.engine.chain import Chain
 from jshard.engine.context import Copies, Region, gathered_copies, global_view, in_shapes_only, is_unchecked
@@ -43,6 +43,8 @@ def open_region(module: nnx.Module, unit: Unit, method: Callable, args: tuple, k
     refuse_absent(unit, call.where)
     if not unit.nested:
         check_replicated(unit, plain_class(module).__name__)
+        others = (other for path, x in call.state if path[0] == 0 for other in others_in(path[1:], x))
+        warn_of_others(unit, plain_class(module).__name__, tuple(others))
     refuse_late(module, call.where)
     split = split_batch(call, unit)
     if split is None:

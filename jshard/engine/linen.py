@@ -14,6 +14,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 
+from jshard._annotation_checks import nothing_to_shard
 from jshard._errors import CallError
 from jshard._linen.annotation import Annotation, annotation_of, check_found
 from jshard._linen.layout import Layout, Seen
@@ -23,16 +24,16 @@ from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
 from jshard._offload import fetched
 from jshard._padded import Padding, logical, padding_of, store
-from jshard._replicated import check_replicated
+from jshard._replicated import check_replicated, others_in
 from jshard.engine.call import Call
 from jshard.engine.context import current_region, global_view, in_global_view
 from jshard.engine.hosted import all_on_device
 from jshard.engine.inputs import BatchSplit, trace_globally
 from jshard.engine.island import open_region
-from jshard.engine.linen_call import Lifted, View, lifted_call
+from jshard.engine.linen_call import Lifted, View, kind_of, lifted_call
 from jshard.engine.linen_fields import Fields
 from jshard.engine.linen_survey import Survey
-from jshard.engine.linen_values import described, flat, rules_without
+from jshard.engine.linen_values import described, flat, raw_of, rules_without
 from jshard.engine.outputs import batch_mean
 from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.route import refuse_manual, route
@@ -147,10 +148,29 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
     with _set(_survey, survey), _tracing(survey):
         out = run()
     leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get("params", {}))}
+    if not leaves:
+        _check_has_parameters(annotation, module)
     check_found(annotation, survey.seen, leaves)
     layout = annotation.layout_of(leaves, lambda: survey.seen, keep=True)
     warn_of_stacks(layout.kind, layout.plan, annotation.chosen)
     return out
+
+
+def _check_has_parameters(annotation: Annotation, module: nn.Module) -> None:
+    """Raises if a model without parameters has float arrays in other collections, which nobody would shard."""
+    others = [
+        other
+        for collection in module.variables
+        for path, x in flat(module.variables[collection])
+        for other in others_in((collection, *path), kind_of(collection)(raw_of(x)))
+    ]
+    if others:
+        raise nothing_to_shard(
+            [f"{annotation.base.__name__}: {dotted(other.path)}  {other.form}" for other in others],
+            sum(other.bytes for other in others),
+            needed="the collection params",
+            do='w = self.param("w", nn.initializers.lecun_normal(), (64, 64))  # in place of self.variable(...)',
+        )
 
 
 def _open(annotation: Annotation, module: nn.Module, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:

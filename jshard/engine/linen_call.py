@@ -37,6 +37,11 @@ _KINDS: dict[str, type[nnx.Variable]] = {
 }
 
 
+def kind_of(collection: str) -> type[nnx.Variable]:
+    """The class of the variables of a collection."""
+    return _KINDS.get(collection, nnx.Variable)
+
+
 class View(nnx.Module):
     """The variables and keys of a lifted call, each under its path as text."""
 
@@ -204,7 +209,7 @@ def lifted_call(
 
 
 def _made(place: _Place, leaf: Any) -> nnx.Variable:
-    return _KINDS.get(place.collection, nnx.Variable)(as_arrays(raw_of(leaf)))
+    return kind_of(place.collection)(as_arrays(raw_of(leaf)))
 
 
 def _outermost(scopes: Sequence[Scope]) -> list[Scope]:

@@ -284,7 +284,7 @@ def _which(plan: ShardPlan) -> str:
 
 
 def _copies(elements: float, plan: ShardPlan) -> str:
-    return f"{elements / plan.gathered_part.num_parameters:.2f}"
+    return f"{elements / (plan.gathered_part.num_parameters or 1):.2f}"
 
 
 def _memory_table(memory: CompiledMemory) -> FittedTable:

@@ -13,12 +13,14 @@ from rich.text import Text
 
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotation_of
+from jshard._nnx import dotted
 from jshard._plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._plan import plan as make_plan
+from jshard._replicated import Other, others_of
 from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
-from jshard.inspect.notes import notes_of
+from jshard.inspect.notes import notes_of, notes_of_others
 from jshard.inspect.tables import (
     FittedTable,
     add_row,
@@ -73,7 +75,8 @@ def explain(
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
-    return Explanation(plan, held, traffic_of(plan), leaves)
+    others = others_of(model_or_plan) if isinstance(model_or_plan, nnx.Module) else ()
+    return Explanation(plan, held, traffic_of(plan), leaves, others)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -85,12 +88,14 @@ class Explanation:
         memory: bytes on one device.
         traffic: the collectives of one step.
         leaves: whether every parameter is listed.
+        others: float arrays of an nnx model that are no parameters, and in no other figure.
     """
 
     plan: ShardPlan
     memory: Memory
     traffic: tuple[Traffic, ...]
     leaves: bool = False
+    others: tuple[Other, ...] = ()
 
     def __str__(self) -> str:
         return printed(self)
@@ -103,7 +108,7 @@ class Explanation:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [*chosen, *notes_of(self.plan)]
+        notes = [*chosen, *notes_of(self.plan), *notes_of_others(self.others)]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 
@@ -124,6 +129,7 @@ class Explanation:
             "memory_per_device": bytes_,
             "communication_per_step": traffic,
             "replicated": {leaf.path: leaf.placement.because for leaf in self.plan.replicated},
+            "other_arrays": [dataclasses.asdict(other) | {"path": dotted(other.path)} for other in self.others],
         }
         return json.dumps(whole, indent=1)
 
@@ -246,7 +252,7 @@ def _traffic_table(traffic: tuple[Traffic, ...], plan: ShardPlan) -> FittedTable
     caption = 'With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.'
     columns = "collective", "over", "dtype?", "arrays>", "in P>", "sent>", "for"
     table = made_table("Communication of one forward and backward pass, by device", *columns, caption=caption)
-    whole = plan.gathered_part.logical_bytes
+    whole = plan.gathered_part.logical_bytes or 1  # a model without parameters sends nothing
     for t in traffic:
         amounts = human_bytes(t.full_bytes), f"{t.full_bytes / whole:.2f}", human_bytes(t.wire_bytes)
         add_row(table, t.kind, f"{', '.join(t.axes)} ({t.group_size})", _short(t.dtype), *amounts, t.purpose)

@@ -1,7 +1,10 @@
 """What the tables of an explanation do not say: lines about parameters that are an exception."""
 
-from jshard._nnx import numberless
+from collections.abc import Sequence
+
+from jshard._nnx import dotted, numberless
 from jshard._plan import ShardPlan
+from jshard._replicated import Other
 from jshard.inspect.tables import folded_names, human_bytes
 
 
@@ -11,9 +14,22 @@ def notes_of(plan: ShardPlan) -> list[str]:
     return [*gathered, *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
 
 
+def notes_of_others(others: Sequence[Other]) -> list[str]:
+    """Lines for the float arrays that are no parameters: they are in no figure of the tables."""
+    if not others:
+        return []
+    sizes: dict[str, list[int]] = {}
+    for other in others:
+        sizes.setdefault(f"{numberless(dotted(other.path))}  {other.kind} {other.form}", []).append(other.bytes)
+    total = sum(other.bytes for other in others)
+    count = f"{len(others)} float array{'s'[: len(others) != 1]}"
+    head = f"Not parameters: {count}, {human_bytes(total)} on every device, in no figure above"
+    return [head, *(f"  {line}" + (f"  x{len(found)}" if len(found) > 1 else "") for line, found in sizes.items())]
+
+
 def _replicated_notes(plan: ShardPlan) -> list[str]:
     """One line for each reason, with the parameters it holds for."""
-    if plan.replicated == plan.leaves:
+    if plan.leaves and plan.replicated == plan.leaves:
         return [f"Replicated: all parameters: {plan.leaves[0].placement.because}"]
     reasons: dict[str, dict[str, int]] = {}
     for leaf in plan.replicated:
