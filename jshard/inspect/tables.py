@@ -89,7 +89,7 @@ class FittedTable:
 
     def add_row(self, *cells: str, style: str | None = None, end_section: bool = False) -> None:
         """Adds a row of plain text: no markup and no control characters in paths and shapes."""
-        self._rows.append((list(map(printable, cells)), style, end_section))
+        self._rows.append(([printable(cell, keep="\n") for cell in cells], style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         shown, widths, is_tight = self._layout(options.max_width)
