@@ -100,7 +100,7 @@ def test_strategies_side_by_side(monkeypatch):
     assert re.fullmatch(r"\[3 of 3\] gspmd: .* s, does not compile", said[5])
     rows = lines_from(found, "Side by side")
     assert any(row.startswith("replicate replica=8 98.9 no ") and row.endswith("- - - -") for row in rows)
-    assert any(row.startswith("zero3 * fsdp=8 19.8 yes ") and " us" not in row and "%" in row for row in rows)
+    assert any(row.startswith("zero3* fsdp=8 19.8 yes ") and " us" not in row and "%" in row for row in rows)
     assert "gspmd fsdp=8 - - - - - - - - -" in rows
     assert rows[-4:] == [
         "gspmd: The compiler has failed.",
@@ -122,6 +122,7 @@ def test_the_quickest_comes_first_and_is_marked():
     assert [row.partition(" fsdp=8 ")[0] for row in shown] == ["quick*", "slow", "large"]
     assert [re.search(r"[\d.]+ ms", row)[0] for row in shown[:2]] == ["0.034 ms", "5.05 ms"]
     assert [row["name"] for row in found.to_dicts()] == ["large", "slow", "quick"]
+    assert "4.47-5.05 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
 
 
 @pytest.mark.parametrize(
