@@ -122,6 +122,7 @@ def test_the_quickest_comes_first_and_is_marked():
     assert [row.partition(" fsdp=8 ")[0] for row in shown] == ["quick*", "slow", "large"]
     assert [re.search(r"[\d.]+ ms", row)[0] for row in shown[:2]] == ["0.034 ms", "5.05 ms"]
     assert [row["name"] for row in found.to_dicts()] == ["large", "slow", "quick"]
+    assert "4.47-5.05 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
 
 
 @pytest.mark.parametrize(

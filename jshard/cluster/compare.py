@@ -146,7 +146,7 @@ def _rank(row: Compared) -> tuple[bool, bool, float]:
 
 
 def _add(table: FittedTable, row: Compared, *, is_quickest: bool = False) -> None:
-    mesh = "\n".join(f"{axis}={n}" for axis, n in row.variant.mesh.items() if n > 1)
+    mesh = [f"{axis}={n}" for axis, n in row.variant.mesh.items() if n > 1]
     if row.plan is None:
         add_row(table, row.variant.name, mesh, *["-"] * (len(_COLUMNS) - 2))
         return
@@ -165,16 +165,16 @@ def _add(table: FittedTable, row: Compared, *, is_quickest: bool = False) -> Non
     )
 
 
-def _estimates(plan: ClusterPlan) -> tuple[str, str, str]:
+def _estimates(plan: ClusterPlan) -> tuple[list[str], list[str], str]:
     found = plan.estimates
     return (
-        f"{_span(found.stated.step_s, found.step_s, seconds)}",
-        f"{_span(found.stated.hidden, found.hidden, percent)}",
+        _span(found.stated.step_s, found.step_s, seconds),
+        _span(found.stated.hidden, found.hidden, percent),
         percent(plan.mfu(found.stated)),
     )
 
 
-def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]) -> str:
+def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]) -> list[str]:
     low, high = map(text, ends)
     number, unit = re.fullmatch(r"([\d.-]+)(.*)", low).groups()  # type: ignore[union-attr]
-    return f"{text(stated)}\n{number if high.endswith(unit) else low}-{high}"
+    return [text(stated), f"{number if high.endswith(unit) else low}-{high}"]

@@ -87,9 +87,10 @@ class FittedTable:
         self._spare = [column[len(name) :].count("?") for name, column in zip(self._names, columns, strict=True)]
         self._rows: list[tuple[list[str], str | None, bool]] = []
 
-    def add_row(self, *cells: str, style: str | None = None, end_section: bool = False) -> None:
-        """Adds a row of plain text: no markup and no control characters in paths and shapes."""
-        self._rows.append(([printable(cell, keep="\n") for cell in cells], style, end_section))
+    def add_row(self, *cells: str | Sequence[str], style: str | None = None, end_section: bool = False) -> None:
+        """Adds a row of plain text, a cell as a text or as its lines: no control characters in paths and shapes."""
+        texts = ["\n".join(map(printable, [cell] if isinstance(cell, str) else cell)) for cell in cells]
+        self._rows.append((texts, style, end_section))
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         shown, widths, is_tight = self._layout(options.max_width)
@@ -147,8 +148,10 @@ def made_table(title: str, *columns: str, caption: str = "") -> FittedTable:
     return FittedTable(title, columns, caption)
 
 
-def add_row(table: FittedTable, *cells: str, style: str | None = None, end_section: bool = False) -> None:
-    """Adds a row of plain text: no markup in paths and shapes."""
+def add_row(
+    table: FittedTable, *cells: str | Sequence[str], style: str | None = None, end_section: bool = False
+) -> None:
+    """Adds a row of plain text, a cell as a text or as its lines: no markup in paths and shapes."""
     table.add_row(*cells, style=style, end_section=end_section)
 
 

@@ -11,7 +11,6 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import printable
 from jshard.checkpoint.diff import LeafDiff, diff, differing
 from jshard.checkpoint.listing import listing
 from jshard.checkpoint.places import checkpoint_at
@@ -67,7 +66,7 @@ def _told(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> G
     table = made_table("", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf")
     for leaf in shown:
         norms = [f"{x:.4g}" for x in dataclasses.astuple(leaf.norms)] if leaf.norms is not None else [""] * 4
-        add_row(table, leaf.kind, *norms, _kinds(leaf), printable(leaf.path))
+        add_row(table, leaf.kind, *norms, _kinds(leaf), leaf.path)
     return Group(*lines, table)
 
 

@@ -65,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
 def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
-        indented = "  " * level + printable(name)
+        indented = "  " * level + name
         if isinstance(node, StoredLeaf):
             kind = node.dtype if node.key is None else f"key<{node.key}>"
             cells = (shape_text(node.shape), kind, size(count * node.nbytes), node.spec or "")

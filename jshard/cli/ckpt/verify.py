@@ -8,7 +8,6 @@ from pathlib import Path
 
 import tyro
 
-from jshard._errors import printable
 from jshard.checkpoint.listing import Entry, listing
 from jshard.checkpoint.places import checkpoint_at
 from jshard.checkpoint.verifying import Finding, Verdict, verify
@@ -64,7 +63,7 @@ def _told(verdict: Verdict) -> str | FittedTable:
         return f"{verdict.path}: good, all files are there and all sums are those of the save ({read})."
     table = made_table(f"{verdict.path}: DAMAGED", "leaf", "file", "what is wrong")
     for finding in verdict.findings:
-        add_row(table, printable(finding.leaf or "(no one leaf)"), finding.file or "", finding.why)
+        add_row(table, finding.leaf or "(no one leaf)", finding.file or "", finding.why)
     return table
 
 
