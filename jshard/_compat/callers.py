@@ -12,6 +12,7 @@ import optax
 import jshard
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
+_MODELS = f"{_LIBRARY[-1]}/models/"
 _TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
 
 
@@ -26,7 +27,7 @@ def user_frame(eqn: Any) -> str:
     Empty where there is none.
     """
     for frame in _frames(eqn):
-        if not frame.file_name.startswith((*_LIBRARY, "<")):
+        if not _is_library(frame.file_name):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
     return ""
 
@@ -42,8 +43,13 @@ def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
     """
     inside = list(itertools.takewhile(lambda frame: frame.file_name != below, _frames(eqn)))
     named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
-    users = [frame for frame in named if not frame.file_name.startswith(_LIBRARY)]
+    users = [frame for frame in named if not _is_library(frame.file_name)]
     return tuple(f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}" for frame in users or named[:1])
+
+
+def _is_library(file: str) -> bool:
+    """The model files that are installed beside jshard are not: they are there to be read and copied."""
+    return file.startswith((*_LIBRARY, "<")) and not file.startswith(_MODELS)
 
 
 def _frames(eqn: Any) -> list[Any]:
