@@ -193,7 +193,7 @@ def test_a_comparison_that_is_interrupted_shows_what_is_done(folder, monkeypatch
     assert cli.main(asked) == 130
     said = capsys.readouterr()
     assert "\nfits: 8.0 GiB of 79.1\n" in said.out  # what was asked for
-    assert ("Side by side" in said.out) == bool(after) and said.out.count("\n zero3 ") == after
+    assert ("Side by side" in said.out) == bool(after) and said.out.count("\n zero3* ") == after
     assert "\n zero2 " not in said.out
     assert f"\n[{after + 1} of 3] " in said.err and ": stopped after " in said.err and "interrupted" in said.err
 
