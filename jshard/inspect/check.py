@@ -233,7 +233,7 @@ def _differences(pairs: Pairs, *, floor: float = 1e-2) -> dict[str, float]:
     both = {k: pair for k, pair in pairs.items() if k not in lacking and pair[0].size}
     host = {k: (np.asarray(x, np.float64), np.asarray(y, np.float64)) for k, (x, y) in both.items()}
     scale = {k: float(np.abs(y).max()) for k, (_, y) in host.items()}
-    least = max(floor * max(scale.values(), default=0.0), np.finfo(np.float32).tiny)
+    least = max(floor * max(scale.values(), default=0.0), float(np.finfo(np.float32).tiny))
     apart = lambda x, y: float(np.abs(x - y).max()) if x.shape == y.shape else float("nan")
     return {k: apart(x, y) / max(scale[k], least) for k, (x, y) in host.items()} | lacking
 
