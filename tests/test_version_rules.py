@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pathlib
 import re
+import shutil
 import subprocess
 import types
 from typing import Any
@@ -198,3 +199,20 @@ def test_examples_run(name, capsys):
 def test_an_example_that_is_wrong_is_found():
     bad = doctest.DocTest(doctest.DocTestParser().get_examples(">>> 1 + 1\n3\n"), {}, "bad", None, 0, "")
     assert doctest.DocTestRunner(verbose=False).run(bad, out=lambda text: None).failed == 1
+
+
+@pytest.mark.parametrize("where", ["versions/3.13.0/bin", "installs/python/3.13.0/bin", "bin", None])
+def test_ci_finds_a_newer_python_behind_a_shim_that_fails(tmp_path, where):
+    def put(folder, code):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / "python3.13"
+        file.write_text(f"#!/bin/sh\nexit {code}\n")
+        file.chmod(0o755)
+        return str(file)
+
+    put(tmp_path / "shims", 127)
+    real = put(tmp_path / where, 0) if where else ""
+    path = f"{tmp_path / 'shims'}:{tmp_path / 'bin'}" if where != "bin" else f"{tmp_path / 'bin'}:{tmp_path / 'shims'}"
+    bash = shutil.which("bash")
+    found = subprocess.run([bash, ROOT / ".ci/newer-python"], env={"PATH": path}, capture_output=True, text=True)
+    assert (found.stdout.strip(), found.returncode) == (real, 0 if where else 1)
