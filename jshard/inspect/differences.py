@@ -136,16 +136,19 @@ def _gathered_once(
     """
     fewest, most = collections.Counter(), collections.Counter()
     layer_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+    pieces: dict[tuple[int, ...], tuple[int, ...]] = {}  # of an all-to-all that stands for a gather
     again = {unit.name: unit.reshard_after_forward is True for unit in plan.units}
     for leaf in plan.gathered_part.leaves:
         if leaf.placement.dim is None:
             continue
-        whole, _ = shapes_on_device(leaf.placement, plan)
+        whole, shard = shapes_on_device(leaf.placement, plan)
         stacked = next(i for i in range(len(whole)) if math.prod(whole[:i]) >= leaf.placement.layers)
         layer = comparable(whole[stacked:])
         layer_of |= {comparable(whole[i:]): layer for i in range(stacked + 1)}
+        pieces |= {comparable(shard[i:]): layer for i in range(stacked + 1)}
         fewest[layer] += math.prod(whole) * times
         most[layer] += math.prod(whole) * times * (1 + again[leaf.unit])
+    layer_of = pieces | layer_of
     place = _gathers(plan)
     compiled, strange = collections.Counter(), []
     for window in (w for w in windows if _place(w) == place):
