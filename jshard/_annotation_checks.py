@@ -58,7 +58,7 @@ def nothing_to_shard(where: list[str], held: int, *, needed: str, do: str) -> An
     return AnnotationError(
         "The model has no parameters to shard.",
         where=where,
-        why=f"none of its {len(where)} float array(s), {held} bytes, is in {needed}: each would lie whole on every"
+        why=f"none of its {len(where)} float array(s), {held} bytes, is in {needed}: each would be whole on every"
         " device, and no optimizer would train it.",
         do=do,
     )

@@ -1,4 +1,4 @@
-"""What lies whole on every device: parameters that could not be sharded, and arrays that are no parameters."""
+"""What every device holds whole: parameters that could not be sharded, and arrays that are no parameters."""
 
 import dataclasses
 import fnmatch
@@ -70,10 +70,10 @@ def warn_of_others(root: Unit, name: str, others: tuple[Other, ...]) -> None:
 
     Constants may be that large. They are in `allow_replicated`, or it is a warning only.
     """
-    told = tuple(other for other in others if not is_named(other.path, root.allow_replicated))
-    held, total = sum(other.bytes for other in told), sum(m.placement.logical_bytes for m in root.members)
+    others = tuple(other for other in others if not is_named(other.path, root.allow_replicated))
+    held, total = sum(other.bytes for other in others), sum(m.placement.logical_bytes for m in root.members)
     if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
-        _warn_of_others(name, told, held, total)
+        _warn_of_others(name, others, held, total)
 
 
 @functools.cache
@@ -81,8 +81,8 @@ def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int)
     listed = "".join(f"\n  {other}" for other in sorted(others, key=lambda other: -other.bytes)[:_LISTED])
     listed += f"\n  ... and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
     warnings.warn(
-        f"{len(others)} float array(s) of {name} are no parameters and lie whole on every device: {held} bytes, beside"
-        f" {total} bytes of parameters:{listed}\n"
+        f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {held} bytes,"
+        f" beside {total} bytes of parameters:{listed}\n"
         "  If they are trained, make them parameters: nnx.Param(...), in Linen self.param(...). If not, accept it:"
         f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(others)!r})",
         stacklevel=4,

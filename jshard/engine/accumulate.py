@@ -207,7 +207,7 @@ def _check_parameters(params: Any, name: str) -> None:
         raise CallError(
             "Gradients are asked for of what is no parameter.",
             where=[f"{name}: {path}  {kind}" for path, kind in kinds],
-            why='sync="last" gathers parameters and reduces their gradients; these lie whole on every device.',
+            why='sync="last" gathers parameters and reduces their gradients; these are whole on every device.',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="each"), or derive their class from nnx.Param.',
         )
 
