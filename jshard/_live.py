@@ -98,7 +98,7 @@ def at_work(
 ) -> Iterator[Work]:
     """Says while a block works what is done and for how long, and afterwards what it took.
 
-    On a terminal a line is rewritten each second. Elsewhere one line is printed at the begin and one at the end.
+    On a terminal a line is rewritten each second. Elsewhere one line is printed at the start and one at the end.
 
     Args:
         what: is done: "compiling the step".
