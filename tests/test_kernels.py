@@ -21,8 +21,6 @@ from jshard.kernels import Occupancy
 from tests.kernel_truth import SINGLE, both_ways, drawn, error, exact, exact_mlp, exact_norm, too_far
 from tests.wide import wide
 
-pytestmark = pytest.mark.timeout(240)
-
 TILED = Occupancy(persistent=False, tile_m=64, tile_n=64, stages=2)
 PERSISTENT = Occupancy(tile_m=128, tile_n=64, stages=2, reserved_sms=130)  # two blocks walk over the tiles
 
