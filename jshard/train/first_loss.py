@@ -118,7 +118,7 @@ def origin(loss_fn: Callable[..., Any], model: nnx.Module, batch: Any, *, of_gra
 
     closed = jax.make_jaxpr(computed)(leaves)
     search = _Search(batch)
-    given = [search.leaf(_path(path), leaf) for path, leaf in flat]
+    given = [search.given(leaf, Leaf(_path(path), leaf)) for path, leaf in flat]
     worst = _worst(search.run(closed.jaxpr, closed.consts, given))
     return worst and (worst.origin or Equation("a constant", "the loss"))
 
@@ -140,19 +140,20 @@ class _Search:
         self._split: dict[Any, Callable[..., list[Any]]] = {}
         self._order = itertools.count()
 
-    def leaf(self, path: str, value: Any) -> _Marked:
-        """An input of the computation."""
+    def given(self, value: Any, leaf: Leaf | None = None) -> _Marked:
+        """A leaf, or a constant, whose infinity may be that of a mask."""
         level = self._level_of(value)
-        mark = _Mark(level, next(self._order), Leaf(path, value)) if level else None
-        return _Marked(value, mark, frozenset({path}))
+        level = _GIVEN_INF if level == _INF and leaf is None else level
+        mark = _Mark(level, next(self._order), leaf) if level else None
+        return _Marked(value, mark, frozenset({leaf.path} if leaf else ()))
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Marked], around: tuple[str, ...] = ()
     ) -> list[_Marked]:
         """The results. `around` is the stack of an enclosing call of `jax.jit`, which may be traced for another one."""
-        values: dict[Any, _Marked] = dict(zip(jaxpr.constvars, map(self._constant, consts), strict=True))
+        values: dict[Any, _Marked] = dict(zip(jaxpr.constvars, map(self.given, consts), strict=True))
         values |= zip(jaxpr.invars, given, strict=True)
-        read = lambda v: self._constant(v.val) if isinstance(v, jex.Literal) else values[v]
+        read = lambda v: self.given(v.val) if isinstance(v, jex.Literal) else values[v]
         last = {v: eqn for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, jex.Literal)}
         last |= {v: None for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
         for eqn in jaxpr.eqns:
@@ -183,8 +184,8 @@ class _Search:
     def _bind(self, eqn: Any, values: list[Any], *, is_opaque: bool) -> list[Any]:
         """The results of an equation by itself.
 
-        What is made of replicated values alone, such as a mask of the scores of all examples, is split like the batch:
-        inside the one program of a step no device holds it whole.
+        What is made of whole values alone, such as a mask for the scores of all examples, is split in its first dim:
+        in the one program of a step no device holds it whole.
         """
         run = lambda *values: _compat.bind(eqn, list(values))
         if is_opaque:
@@ -214,20 +215,18 @@ class _Search:
         row = jax.lax.dynamic_index_in_dim(x.value, step, keepdims=False)
         return dataclasses.replace(x, value=row, mark=x.mark if x.mark and self._level_of(row) else None)
 
-    def _mark(self, level: int, worst: _Mark | None, eqn: Any, given: list[_Marked], stack: tuple[str, ...]) -> Any:
+    def _mark(
+        self, level: int, worst: _Mark | None, eqn: Any, given: list[_Marked], stack: tuple[str, ...]
+    ) -> _Mark | None:
         """The mark of a result: that of the worst that went in, or a new one."""
         if not level:
             return None
         is_mask = worst is not None and worst.level == _GIVEN_INF and level == _INF
         if worst is not None and worst.origin and (worst.level >= _INF or is_mask):
-            return worst
+            return worst if is_mask else dataclasses.replace(worst, level=level)
         place = stack[0] if stack else "an unknown line"
         found = _lookup(eqn, *given, place, _everywhere(self._rows)) if eqn.primitive.name == "gather" else None
         return _Mark(_GIVEN_INF if is_mask else level, next(self._order), found or Equation(eqn.primitive.name, place))
-
-    def _constant(self, value: Any) -> _Marked:
-        level = self._level_of(value)
-        return _Marked(value, _Mark(_GIVEN_INF if level == _INF else level, next(self._order), None) if level else None)
 
     def _level_of(self, x: Any) -> int:
         if not jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact):
