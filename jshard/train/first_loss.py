@@ -333,7 +333,7 @@ def explained(
     return RunError(
         "The sharded step is not finite, and the plain model is.",
         where=f"step {step}",
-        why=f"{then}; as one program on whole arrays, the same batch and parameters give finite numbers.",
+        why=f"{then}; operation by operation on whole arrays, the same batch and parameters give finite numbers.",
         do="print(js.check(model, batch, loss_fn=loss_fn))",
     )
 
