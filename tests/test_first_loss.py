@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.train import Data, Recipe, TrainStep, fit, run_recipe
+from jshard.train import Data, Recipe, TrainStep, first_loss, fit, run_recipe
 from jshard.train.building import new_model
 from jshard.train.first_loss import explained
 from jshard.train.model_file import ModelFile, next_token_loss
@@ -230,3 +230,11 @@ def test_a_loop_of_ones_own_is_told_that_no_update_was_made():
     with pytest.raises(js.RunError, match="NaN/inf at step 1, before any update") as error:
         fit(step, [batch], num_steps=1)
     text_of(error.value)
+
+
+def test_no_device_holds_a_mask_for_all_examples_whole():
+    mask = lambda x: jnp.broadcast_to(jnp.arange(1024)[:, None] < jnp.arange(1024)[None], (8, 1024, 1024))
+    batch = batch_of(samples())
+    search, closed = first_loss._Search(batch), jax.make_jaxpr(mask)(batch["inputs"])
+    (made,) = search.run(closed.jaxpr, closed.consts, [search.given(batch["inputs"])])
+    assert {shard.data.size for shard in made.value.addressable_shards} == {1024 * 1024}

@@ -1,13 +1,14 @@
 """Why the first loss of a run is not finite: where in the model it began, and what was looked up there.
 
 No update has been made by then, so the learning rate is not the cause. The loss is traced once more, as the plain model
-computes it, and runs with a mark beside every value: the first step of the computation from which the loss has its NaN
-or its infinity. A value that is not finite and does not reach the loss, such as a mask of -inf, leaves no mark on it.
+computes it, and evaluated equation by equation. Beside each value the host keeps a mark: where its NaN or infinity
+comes from. A value that is not finite and does not reach the loss, such as a mask of -inf, leaves no mark on it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,13 +28,9 @@ from jshard.train.loop import unexplained
 from jshard.train.model_file import ModelFile
 from jshard.train.settings.recipe import Recipe
 
-# A mark is one number, so that a maximum of marks is the mark of the worst value: its level, then its place, the first
-# one the largest. A constant has no place: the equation that uses it is the place.
 _FINITE, _GIVEN_INF, _INF, _NAN = range(4)  # a constant -inf, as in a mask, is not the cause of a NaN
-_PLACES = 1 << 26
-# Else XLA:CPU copies what came before a value into the program of its mark, for minutes.
-_UNFUSED = {"xla_disable_hlo_passes": "fusion,cpu-instruction-fusion", "xla_backend_optimization_level": 0}
 _MOVING = frozenset("reshape broadcast_in_dim transpose squeeze copy copy_p neg sharding_constraint".split())
+_LARGE = 1 << 18  # numbers in an array
 _INLINED = frozenset("jit pjit closed_call checkpoint remat remat2 custom_jvp_call custom_vjp_call".split())
 
 
@@ -69,19 +66,27 @@ class Lookup:
     table: str
     num_rows: int
     indices: frozenset[str]
-    index: int = 0
+    index: int
 
 
 Origin = Leaf | Equation | Lookup | None
 
 
 @dataclasses.dataclass(frozen=True)
+class _Mark:
+    """What is not finite in a value, and where it comes from: None for a constant, as its first user is the place."""
+
+    level: int
+    order: int
+    origin: Origin
+
+
+@dataclasses.dataclass(frozen=True)
 class _Marked:
-    """A value, the mark of what is not finite in it, with the index of a lookup, and the leaves that it is from."""
+    """A value, with its mark if it is not finite, and the leaves that it is from."""
 
     value: Any
-    mark: Any = 0
-    index: Any = None
+    mark: _Mark | None = None
     leaves: frozenset[str] = frozenset()
 
 
@@ -100,7 +105,7 @@ def origin(loss_fn: Callable[..., Any], model: nnx.Module, batch: Any, *, of_gra
     """
     graphdef, state = nnx.split(model)
     flat, tree = jax.tree_util.tree_flatten_with_path((state, batch))
-    paths = [_path(path) for path, _ in flat]
+    leaves = [leaf for _, leaf in flat]
 
     def computed(leaves: list[Any]) -> list[Any]:
         state, batch = jax.tree.unflatten(tree, leaves)
@@ -111,52 +116,49 @@ def origin(loss_fn: Callable[..., Any], model: nnx.Module, batch: Any, *, of_gra
                 return [loss_fn(merged, batch)]
             return jax.tree.leaves(nnx.grad(loss_fn, argnums=nnx.DiffState(0, wrt))(merged, batch))
 
-    leaves = [leaf for _, leaf in flat]
     closed = jax.make_jaxpr(computed)(leaves)
-    marking = _Marking()
-
-    def run(leaves: list[Any]) -> jax.Array:
-        given = [
-            _Marked(x, _placed(_level(x), marking.place(Leaf(path, x))), leaves=frozenset({path}))
-            for path, x in zip(paths, leaves, strict=True)
-        ]
-        mark, index = _worst(marking.run(closed.jaxpr, closed.consts, given))
-        return jnp.stack([jnp.int32(mark), jnp.int32(0 if index is None else index)])
-
-    mark, index = map(int, _on_all(run)(leaves))
-    if not mark:
-        return None
-    place = _PLACES - 1 - mark % _PLACES
-    found = marking.places[place] if mark % _PLACES else Equation("a constant", "the loss")
-    if isinstance(found, Leaf):
-        return Leaf(found.path, leaves[paths.index(found.path)])
-    return dataclasses.replace(found, index=index) if isinstance(found, Lookup) else found
+    search = _Search(batch)
+    given = [search.given(leaf, Leaf(_path(path), leaf)) for path, leaf in flat]
+    worst = _worst(search.run(closed.jaxpr, closed.consts, given))
+    return worst and (worst.origin or Equation("a constant", "the loss"))
 
 
-class _Marking:
-    """Runs a jaxpr with a mark beside every value.
+class _Search:
+    """Evaluates a jaxpr, with a mark beside every value.
 
-    Attributes:
-        places: what the marks mean, by number.
+    Processes take the same branches, as what the host reads is replicated; and one program runs at a time.
+
+    Args:
+        batch: the arrays that say how an array of examples is split.
     """
 
-    def __init__(self) -> None:
-        self.places: list[Any] = []
+    def __init__(self, batch: Any) -> None:
+        rows = next(x for x in jax.tree.leaves(batch) if x.ndim)
+        self._rows = NamedSharding(rows.sharding.mesh, PartitionSpec(*rows.sharding.spec[:1]))
+        self._num_shards = rows.shape[0] // rows.sharding.shard_shape(rows.shape)[0]
+        self._level = jax.jit(_level, out_shardings=_everywhere(rows))
+        self._split: dict[Any, Callable[..., list[Any]]] = {}
+        self._order = itertools.count()
 
-    def place(self, *found: Any) -> int:
-        """The number of the first of new places."""
-        self.places += found
-        return len(self.places) - len(found)
+    def given(self, value: Any, leaf: Leaf | None = None) -> _Marked:
+        """A leaf, or a constant, whose infinity may be that of a mask."""
+        level = self._level_of(value)
+        level = _GIVEN_INF if level == _INF and leaf is None else level
+        mark = _Mark(level, next(self._order), leaf) if level else None
+        return _Marked(value, mark, frozenset({leaf.path} if leaf else ()))
 
     def run(
         self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Marked], around: tuple[str, ...] = ()
     ) -> list[_Marked]:
         """The results. `around` is the stack of an enclosing call of `jax.jit`, which may be traced for another one."""
-        values: dict[Any, _Marked] = dict(zip(jaxpr.constvars, map(_constant, consts), strict=True))
+        values: dict[Any, _Marked] = dict(zip(jaxpr.constvars, map(self.given, consts), strict=True))
         values |= zip(jaxpr.invars, given, strict=True)
-        read = lambda v: _constant(v.val) if isinstance(v, jex.Literal) else values[v]
+        read = lambda v: self.given(v.val) if isinstance(v, jex.Literal) else values[v]
+        last = {v: eqn for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars) if not isinstance(v, jex.Literal)}
+        last |= {v: None for v in jaxpr.outvars if not isinstance(v, jex.Literal)}
         for eqn in jaxpr.eqns:
             values |= zip(eqn.outvars, self._equation(eqn, list(map(read, eqn.invars)), around), strict=True)
+            values = {v: x for v, x in values.items() if last.get(v) is not eqn}  # the rest is freed
         return list(map(read, jaxpr.outvars))
 
     def _equation(self, eqn: Any, given: list[_Marked], around: tuple[str, ...]) -> list[_Marked]:
@@ -164,61 +166,82 @@ class _Marking:
         if around and stack[-len(around) :] != around:
             stack = around
         inner = [p for p in eqn.params.values() if hasattr(getattr(p, "jaxpr", p), "eqns")]
-        if name == "scan":
-            return self._scan(eqn, inner[0], given, stack)
         if name in _INLINED and len(inner) == 1:
             return self.run(*_parts(inner[0]), given, stack if name in ("jit", "pjit") else around)
-        results = _compat.bind(eqn, [x.value for x in given])
-        leaves = frozenset().union(*(x.leaves for x in given))
+        results = jax.block_until_ready(self._bind(eqn, [x.value for x in given], is_opaque=bool(inner)))
         if name in _MOVING:
             return [dataclasses.replace(given[0], value=results[0])]
-        worst, inherited = _worst(given)
-        place, index = self.place(Equation(name, stack[0] if stack else "an unknown line")), None
-        if name == "gather":
-            place, index = self._lookup(eqn, *given, self.places[place].place)
-        found = []
-        for x in results:
-            mark, is_own = _mark_of(_level(x), worst, place)
-            if index is not None or inherited is not None:
-                index_of_x = jnp.where(is_own, 0 if index is None else index, 0 if inherited is None else inherited)
-            else:
-                index_of_x = None
-            is_passed_on = len(given) == 1 or jnp.issubdtype(x.dtype, jnp.integer)
-            found.append(_Marked(x, mark, index_of_x, leaves if is_passed_on else frozenset()))
+        levels = list(map(self._level_of, results))
+        is_scan = name == "scan" and any(levels)
+        worst = self._in_scan(eqn, inner[0], given, levels) if is_scan else [_worst(given)] * len(results)
+        leaves = frozenset().union(*(x.leaves for x in given))
+        is_passed_on = lambda x: len(given) == 1 or jnp.issubdtype(x.dtype, jnp.integer)
+        return [
+            _Marked(x, self._mark(level, from_, eqn, given, stack), leaves if is_passed_on(x) else frozenset())
+            for x, level, from_ in zip(results, levels, worst, strict=True)
+        ]
+
+    def _bind(self, eqn: Any, values: list[Any], *, is_opaque: bool) -> list[Any]:
+        """The results of an equation by itself.
+
+        What is made of whole values alone, such as a mask for the scores of all examples, is split in its first dim:
+        in the one program of a step no device holds it whole.
+        """
+        run = lambda *values: _compat.bind(eqn, list(values))
+        if is_opaque:
+            return jax.jit(run)(*values)
+        is_whole = all(x.sharding.is_fully_replicated for x in values if isinstance(x, jax.Array))
+        sizes = [v.aval.shape for v in eqn.outvars if v.aval.size >= _LARGE]
+        if not is_whole or len(eqn.outvars) != 1 or not sizes or sizes[0][0] % self._num_shards:
+            return run(*values)
+        key = (eqn.primitive, tuple(eqn.params.items()))  # as jax keeps the program of an equation by itself
+        return self._split.setdefault(key, jax.jit(run, out_shardings=self._rows))(*values)
+
+    def _in_scan(self, eqn: Any, body: Any, given: list[_Marked], levels: list[int]) -> list[_Mark | None]:
+        """The worst mark of each result, from running the loop until one is found for all that are not finite."""
+        num_consts, num_carry = _compat.scan_arguments(eqn)
+        consts, carry, xs = given[:num_consts], given[num_consts:][:num_carry], given[num_consts + num_carry :]
+        steps = range(eqn.params["length"])
+        found: list[_Mark | None] = [None] * len(levels)
+        for step in reversed(steps) if eqn.params["reverse"] else steps:
+            results = self.run(*_parts(body), [*consts, *carry, *(self._row(x, step) for x in xs)])
+            carry = results[:num_carry]
+            found = [_worst([x, _Marked(None, mark)]) for x, mark in zip(results, found, strict=True)]
+            if all(not level or (mark and mark.level >= level) for level, mark in zip(levels, found, strict=True)):
+                break
         return found
 
-    def _lookup(self, eqn: Any, table: _Marked, indices: _Marked, place: str) -> tuple[Any, Any]:
-        """The place of a lookup, and the first index out of range; a place for each dim that it indexes."""
-        dims = eqn.params["dimension_numbers"].start_index_map
-        shape, sizes = table.value.shape, eqn.params["slice_sizes"]
-        shown = next(iter(table.leaves), f"an array of shape {tuple(shape)}")
-        first = self.place(*(Lookup(place, shown, shape[dim], indices.leaves) for dim in dims))
-        flat = indices.value.reshape(-1, len(dims)).astype(jnp.int32)
-        last = jnp.array([[shape[dim] - sizes[dim] for dim in dims]], jnp.int32)
-        is_out = (flat < 0) | (flat > jnp.broadcast_to(last, flat.shape))
-        at = jnp.argmax(is_out.reshape(-1))
-        return first + at % len(dims), flat.reshape(-1)[at]
+    def _row(self, x: _Marked, step: int) -> _Marked:
+        row = jax.lax.dynamic_index_in_dim(x.value, step, keepdims=False)
+        return dataclasses.replace(x, value=row, mark=x.mark if x.mark and self._level_of(row) else None)
 
-    def _scan(self, eqn: Any, body: Any, given: list[_Marked], around: tuple[str, ...]) -> list[_Marked]:
-        num_consts, num_carry = _compat.scan_arguments(eqn)
-        consts, carry, xs = _cut(given, num_consts, num_carry)
+    def _mark(
+        self, level: int, worst: _Mark | None, eqn: Any, given: list[_Marked], stack: tuple[str, ...]
+    ) -> _Mark | None:
+        """The mark of a result: that of the worst that went in, or a new one."""
+        if not level:
+            return None
+        is_mask = worst is not None and worst.level == _GIVEN_INF and level == _INF
+        if worst is not None and worst.origin and (worst.level >= _INF or is_mask):
+            return worst if is_mask else dataclasses.replace(worst, level=level)
+        place = stack[0] if stack else "an unknown line"
+        found = _lookup(eqn, *given, place, _everywhere(self._rows)) if eqn.primitive.name == "gather" else None
+        return _Mark(_GIVEN_INF if is_mask else level, next(self._order), found or Equation(eqn.primitive.name, place))
 
-        def one(carried: list[Any], x: list[Any]) -> Any:
-            inputs = [
-                *consts,
-                *(
-                    dataclasses.replace(c, value=v, mark=m, index=i)
-                    for c, (v, m, i) in zip(carry, carried, strict=True)
-                ),
-                *(dataclasses.replace(c, value=v, mark=_left(c.mark, v)) for c, v in zip(xs, x, strict=True)),
-            ]
-            results = [_as_arrays(r) for r in self.run(*_parts(body), inputs)]
-            return results[:num_carry], results[num_carry:]
+    def _level_of(self, x: Any) -> int:
+        if not jnp.issubdtype(getattr(x, "dtype", type(x)), jnp.inexact):
+            return _FINITE
+        return int(self._level(x) if isinstance(x, jax.Array) else _level(np.asarray(x), np))
 
-        how = {"length": eqn.params["length"], "reverse": eqn.params["reverse"]}
-        carried, stacked = jax.lax.scan(one, [_as_arrays(c) for c in carry], [x.value for x in xs], **how)
-        worst = [(jnp.max(marks), indices[jnp.argmax(marks)]) for _, marks, indices in stacked]
-        return [_Marked(*c) for c in carried] + [_Marked(s[0], *w) for s, w in zip(stacked, worst, strict=True)]
+
+def _level(x: Any, xp: Any = jnp) -> Any:
+    return xp.where(xp.isnan(x).any(), _NAN, xp.where(xp.isinf(x).any(), _INF, _FINITE))
+
+
+def _worst(found: Sequence[_Marked]) -> _Mark | None:
+    """The mark of the value that is least finite, the earliest of these."""
+    marks = [x.mark for x in found if x.mark]
+    return max(marks, key=lambda mark: (mark.level, -mark.order), default=None)
 
 
 def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
@@ -226,77 +249,35 @@ def _parts(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-def _cut(values: list[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    return values[:first], values[first : first + second], values[first + second :]
+def _lookup(eqn: Any, table: _Marked, indices: _Marked, place: str, everywhere: NamedSharding) -> Lookup | None:
+    """The lookup of an equation, if an index of it is out of range."""
+    dims = eqn.params["dimension_numbers"].start_index_map
+    shape, sizes = table.value.shape, eqn.params["slice_sizes"]
+    last = np.broadcast_to(np.array([shape[dim] - sizes[dim] for dim in dims], np.int32), indices.value.shape)
+    found = _first(lambda x: (x < 0) | (x > last), indices.value, everywhere)
+    if found is None:
+        return None
+    shown = next(iter(table.leaves), f"an array of shape {tuple(shape)}")
+    return Lookup(place, shown, shape[dims[found[0][-1]]], indices.leaves, int(found[1]))
 
 
-def _level(x: Any) -> Any:
-    if not jnp.issubdtype(x.dtype, jnp.inexact) or not x.size:
-        return _FINITE
-    x = jnp.abs(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
-    of = lambda level: jax.lax.full(x.shape, level, jnp.int8)
-    levels = jax.lax.select(jax.lax.is_finite(x), of(_FINITE), jax.lax.select(x != x, of(_NAN), of(_INF)))
-    return jnp.max(levels).astype(jnp.int32)
+def _first(
+    is_wrong: Callable[[Any], Any], x: jax.Array, everywhere: NamedSharding
+) -> tuple[tuple[int, ...], Any, int, Any] | None:
+    """Position and value of the first wrong element, the number of these and the largest of all; None without one."""
+
+    def look(x: jax.Array) -> Any:
+        wrong = is_wrong(x).reshape(-1)
+        at = jnp.argmax(wrong)
+        return at, x.reshape(-1)[at], wrong.sum(), x.max()
+
+    at, value, count, largest = jax.device_get(jax.jit(look, out_shardings=everywhere)(x))
+    return (tuple(map(int, np.unravel_index(at, x.shape))), value, int(count), largest) if count else None
 
 
-def _placed(level: Any, place: int | jax.Array) -> Any:
-    """The mark of a value that has its level from a place."""
-    return 0 if isinstance(level, int) else jnp.where(level == _FINITE, 0, level * _PLACES + _PLACES - 1 - place)
-
-
-def _mark_of(level: Any, worst: Any, place: int | jax.Array) -> tuple[Any, Any]:
-    """The mark of a result, and whether what is not finite in it is its own: not from the worst that went in."""
-    if isinstance(level, int):
-        return 0, True
-    if isinstance(worst, int) and not worst:
-        return _placed(level, place), True
-    is_masked = (worst // _PLACES == _GIVEN_INF) & (level == _INF)
-    is_own = (worst % _PLACES == 0) | ((worst // _PLACES < _INF) & ~is_masked)
-    own = _placed(jnp.where(is_masked, _GIVEN_INF, level), place)
-    return jnp.where(level == _FINITE, 0, jnp.where(is_own, own, worst)), is_own
-
-
-def _left(mark: Any, value: Any) -> Any:
-    """The mark of a part of a value, which may be finite."""
-    level = _level(value)
-    return 0 if isinstance(level, int) or isinstance(mark, int) else jnp.where(level == _FINITE, 0, mark)
-
-
-def _constant(value: Any) -> _Marked:
-    if not jnp.issubdtype(getattr(value, "dtype", type(value)), jnp.inexact):
-        return _Marked(value)
-    is_finite = isinstance(value, (float, np.generic, np.ndarray)) and np.isfinite(np.asarray(value, np.float32)).all()
-    if is_finite:
-        return _Marked(value)
-    level = _level(jnp.asarray(value))
-    return _Marked(value, jnp.where(level == _INF, _GIVEN_INF, level) * _PLACES)
-
-
-def _as_arrays(x: _Marked) -> tuple[Any, jax.Array, jax.Array]:
-    return x.value, jnp.int32(x.mark), jnp.int32(0 if x.index is None else x.index)
-
-
-def _worst(found: Sequence[_Marked]) -> tuple[Any, Any]:
-    """The mark of the value that is least finite, the first of these, and its index."""
-    mark, index = 0, None
-    for x in found:
-        if isinstance(x.mark, int) and not x.mark:
-            continue
-        if index is not None or x.index is not None:
-            index = jnp.where(mark >= x.mark, 0 if index is None else index, 0 if x.index is None else x.index)
-        mark = x.mark if isinstance(mark, int) and not mark else jax.lax.max(mark, x.mark)
-    return mark, index
-
-
-def _on_all(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function as one program, its results on all devices of its arguments: every process can read them."""
-
-    def run(x: Any) -> Any:
-        mesh = next(leaf.sharding.mesh for leaf in jax.tree.leaves(x) if isinstance(leaf.sharding, NamedSharding))
-        options = _UNFUSED if mesh.devices.flat[0].platform == "cpu" else None
-        return jax.jit(function, out_shardings=NamedSharding(mesh, PartitionSpec()), compiler_options=options)(x)
-
-    return run
+def _everywhere(x: Any) -> NamedSharding:
+    """The sharding of results that every process can read: whole on all devices of an array, or of a sharding."""
+    return NamedSharding(getattr(x, "sharding", x).mesh, PartitionSpec())
 
 
 def _path(path: tuple) -> str:
@@ -352,7 +333,7 @@ def explained(
     return RunError(
         "The sharded step is not finite, and the plain model is.",
         where=f"step {step}",
-        why=f"{then}; as one program on whole arrays, the same batch and parameters give finite numbers.",
+        why=f"{then}; operation by operation on whole arrays, the same batch and parameters give finite numbers.",
         do="print(js.check(model, batch, loss_fn=loss_fn))",
     )
 
@@ -361,7 +342,8 @@ def _of_lookup(found: Lookup, then: str, recipe: Recipe, batch: Any) -> RunError
     arrays = {_path((1, *path)): x for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
     rows, where = found.num_rows, [f"{found.place}: lookup in {found.table}"]
     key = next(iter(found.indices), None)
-    out = None if key is None or len(found.indices) > 1 else _out_of_range(arrays[key], rows)
+    is_out = lambda x: (x < -rows) | (x >= rows)
+    out = _first(is_out, arrays[key], _everywhere(arrays[key])) if key is not None and len(found.indices) == 1 else None
     if out is not None:
         position, value, count, largest = out
         where.append(f"{key}[{', '.join(map(str, position))}] = {value}")
@@ -398,41 +380,16 @@ def _remedy(found: Lookup, key: str | None, rows: int, largest: int, recipe: Rec
 
 
 def _of_leaf(found: Leaf, then: str, source: str) -> RunError:
-    def look(x: jax.Array) -> Any:
-        flat = ~jnp.isfinite(x).reshape(-1)
-        at = jnp.argmax(flat)
-        return at, x.reshape(-1)[at].astype(jnp.float32), flat.sum()
-
-    at, value, count = _on_all(look)(found.value)
-    position = ", ".join(map(str, _position(int(at), found.value.shape)))
+    wrong = _first(lambda x: ~jnp.isfinite(x), found.value, _everywhere(found.value))
+    assert wrong is not None
+    position, value, count, _ = wrong
     if found.path.startswith("batch"):
         source, do = "as the data give it", "give finite samples: check each with np.isfinite(x).all()."
     else:
         do = "change its initialiser, or the checkpoint that it is from: jnp.isfinite(x).all() must hold."
     return RunError(
         f"{found.path} is not finite.",
-        where=f"{found.path}[{position}] = {float(value)}",
-        why=f"not finite: {int(count):,} of its {found.value.size:,} values, {source}; {then}.",
+        where=f"{found.path}[{', '.join(map(str, position))}] = {float(value)}",
+        why=f"not finite: {count:,} of its {found.value.size:,} values, {source}; {then}.",
         do=do,
     )
-
-
-def _out_of_range(x: jax.Array, rows: int) -> tuple[tuple[int, ...], int, int, int] | None:
-    """Position and value of the first index out of range, their number and the largest; None if all are in range."""
-
-    def look(x: jax.Array) -> Any:
-        flat = x.reshape(-1)
-        is_out = (flat < -rows) | (flat >= rows)
-        at = jnp.argmax(is_out)
-        return at, flat[at], is_out.sum(), flat.max()
-
-    at, value, count, largest = map(int, _on_all(look)(x))
-    return (_position(at, x.shape), value, count, largest) if count else None
-
-
-def _position(at: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    found = []
-    for size in reversed(shape):
-        found.append(at % size)
-        at //= size
-    return tuple(reversed(found))

@@ -249,9 +249,7 @@ class _Job:
         self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays make room for them."""
-        self._say(
-            f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf: the loss is compiled once more ..."
-        )
+        self._say(f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf, operation by operation ...")
         trained.delete()
         model, source = self._checkpoints.model_before(start_step, self._init_from)
         return explained(self._model_file, self._recipe, model, batch, step=step, wrong=wrong, source=source)

@@ -112,6 +112,7 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     one = Command(tmp_path, "one", *MESH)
     code, _, stderr = one.ends()
     assert code == 0, stderr
+    an_id_beyond_the_table_is_named(tmp_path)
     lost_with_a_report(tmp_path)
     at = stopped_where_it_is_saved(tmp_path)
     two = Command(tmp_path, "two", *TWO, "--resume")
@@ -141,6 +142,14 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     for x, y in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=2e-5)
     assert [start["processes"] for start in json.loads((two.out / "run.json").read_text())["starts"]] == [2, 2, 2]
+
+
+def an_id_beyond_the_table_is_named(folder):
+    """The processes look for it together, and one of them prints what they have found."""
+    code, _, stderr = Command(folder, "wrong", *TWO, "--set=model.vocab_size=96").ends()
+    assert code == 1, stderr
+    assert stderr.count("RunError: Row ") == 1, stderr
+    assert "it has 96 rows, 0 to 95" in stderr and 'values of batch["inputs"] are out of range' in stderr
 
 
 def lost_with_a_report(folder):
