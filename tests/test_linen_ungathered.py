@@ -218,6 +218,7 @@ def test_a_run_trains_it():
     annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=UNITS)
     file = type(file)(**{**vars(file), "build": lambda *_: Clicks(), "annotate": annotate, "loss_fn": loss_fn})
     model = new_model(file, file.recipe()[1], js.mesh())
+    js.shard_optimizer(model, optax.sgd(0.1))
     batch = {"inputs": np.broadcast_to(IDS[:, None], (BATCH, 4))}
     found, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, batch)
     plain = nn.unbox(jax.device_get(model.variables))

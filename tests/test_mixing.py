@@ -324,6 +324,13 @@ MIXES: dict[str, Callable] = {
     "places in the batch": lambda h: h * jnp.arange(h.shape[0])[:, None],
     "places in a constant": lambda h: h * np.linspace(0, 1, h.shape[0])[:, None],
     "the number of examples": lambda h: h / h.shape[0],
+    "a deviation in groups of the batch": lambda h: h + jnp.tile(h.reshape(4, -1, 64).std(0), (4, 1)),
+    "a map over examples with the mean of all": lambda h: jax.lax.map(lambda row: row - h.mean(0), h),
+    "a mask of a key made in the model": lambda h: h * jax.random.bernoulli(jax.random.key(3), 0.5, h.shape),
+    "a mask of an old key made in the model": lambda h: h * jax.random.bernoulli(jax.random.PRNGKey(3), 0.5, h.shape),
+    "a key for each example": lambda h: jax.vmap(lambda k, r: r * jax.random.normal(k, (64,)))(
+        jax.random.split(jax.random.key(0), h.shape[0]), h
+    ),
 }
 SEPARATE: dict[str, Callable] = {
     "a mean over features": lambda h: h - h.mean(1, keepdims=True),
@@ -344,6 +351,12 @@ SEPARATE: dict[str, Callable] = {
         jax.lax.scan(
             lambda c, t: ((c[0] * t, c[1] + c[0].mean()), None), (h, js.per_shard(jnp.zeros(()))), jnp.ones(3)
         )[0]
+    ),
+    "a map over examples": lambda h: jax.lax.map(lambda row: row * row.mean(), h),
+    "a map over examples, two at a time": lambda h: jax.lax.map(lambda row: row * row.mean(), h, batch_size=2),
+    "a projection of a key made in the model": lambda h: h @ jax.random.normal(jax.random.key(3), (64, 64)),
+    "examples behind another dim": lambda h: (
+        h.reshape(-1, 8, 8).swapaxes(0, 1).reshape(-1, 8).reshape(8, -1, 8)[0] @ jnp.ones((8, 64))
     ),
     "constants": lambda h: h + np.ones((h.shape[0], 1), np.float32) * jnp.full((h.shape[0], 1), 2.0),
 }

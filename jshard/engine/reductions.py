@@ -6,6 +6,7 @@ Found by comparing two traces in global view, with the batch and with twice the 
 import dataclasses
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -76,7 +77,9 @@ class Mixing:
     def _seen(self, outputs: list[bool]) -> Iterator["_Place"]:
         """The equations that some outputs depend on."""
         in_order = {v for v, is_in_order in self._constants.items() if is_in_order}
-        return _seen(self.once.jaxpr.jaxpr, self.twice.jaxpr.jaxpr, outputs, in_order)
+        jaxpr = self.once.jaxpr.jaxpr
+        keys = {v for v in jaxpr.invars if jnp.issubdtype(v.aval.dtype, jax.dtypes.prng_key)}
+        return _seen(jaxpr, self.twice.jaxpr.jaxpr, outputs, in_order, keys)
 
     @functools.cached_property
     def _constants(self) -> dict[Any, bool]:
@@ -96,7 +99,7 @@ class Mixing:
         found = {}
         for place in seen:
             masked = self.policy.sync_batch_norm and place.is_masked_mean and _is_batch_norm(place.small)
-            what = place.combined()
+            what = place.combined(self.split.size)
             if masked or (what and not _is_batch_norm(place.small)):
                 found[str(place)] = f"{what or 'a mean under a mask'} at {place}"
         return found
@@ -150,6 +153,7 @@ class _Place:
         small: in the trace with the batch.
         large: in the trace with twice the batch; None where the traces have other equations.
         is_index: it is used for the indices of gathers and scatters alone.
+        is_alike: nothing that it uses is of a data shard's own: its examples, or a random key that the call is given.
         in_order: the indices of this gather or scatter come from counting the examples 0, 1, 2, ...
         around: the equation that has this one in its body.
     """
@@ -157,6 +161,7 @@ class _Place:
     small: Any
     large: Any
     is_index: bool
+    is_alike: bool
     in_order: bool
     around: "_Place | None" = None
 
@@ -169,10 +174,12 @@ class _Place:
         """Whether it divides by a count that is not the same on all data shards."""
         return self.small.primitive.name == "div" and not isinstance(self.small.invars[1], jex.Literal)
 
-    def combined(self) -> str:
+    def combined(self, batch: int) -> str:
         """What combines elements along a dim that grows with the batch; empty if nothing does."""
         if self.large is None:
             return "operations that the size of the batch decides"
+        if self.small.primitive.name == "reshape" and _cuts(self.small, self.large, batch):
+            return "reshape"
         return self.small.primitive.name if _combines(self.small, self.large, self.in_order) else ""
 
     def counted(self, constants: Collection[Any]) -> str:
@@ -180,7 +187,12 @@ class _Place:
 
         `constants` are arrays that differ from example to example.
         """
-        if self.is_index or self.large is None:
+        if self.large is None:
+            return ""
+        if self.is_alike and self.small.primitive.name in ("random_bits", "random_split"):
+            drawn = (eqn.outvars[0].aval for eqn in (self.small, self.large))
+            return "random numbers whose key is not given to the call as a typed key" if _grown(*drawn) else ""
+        if self.is_index:
             return ""
         (small, _), (large, _) = _operands(self.small), _operands(self.large)
         if _is_iota_over_batch(self.small, self.large) or any(_is_in(v, constants) for v in small):
@@ -195,6 +207,7 @@ def _seen(
     large: Any,
     values: list[bool],
     in_order: Collection[Any] = (),
+    own: Collection[Any] = (),
     *,
     indices: list[bool] | None = None,
     around: _Place | None = None,
@@ -208,14 +221,16 @@ def _seen(
         large: the same with twice the batch.
         values: which outputs are looked at.
         in_order: inputs that count the examples.
+        own: inputs that come from those of a data shard's own.
         indices: which outputs are used as indices.
         around: the equation that has this program in it.
     """
     pairs = list(zip(small.eqns, large.eqns, strict=False))
     if len(small.eqns) != len(large.eqns) or any(not _alike(a, b) for a, b in pairs):
         unlike = next((a for a, b in pairs if not _alike(a, b)), (small.eqns or large.eqns)[-1])
-        yield _Place(unlike, None, False, False, around)
+        yield _Place(unlike, None, False, False, False, around)
         return set()
+    varies = _varying(small, large, own)
     ordered = _in_order(pairs, set(in_order))
     of = lambda flags: {v for v, f in zip(small.outvars, flags, strict=True) if f and isinstance(v, jex.Var)}
     live, index = of(values), of(indices or [False] * len(values))
@@ -226,16 +241,18 @@ def _seen(
         of_values, of_indices = _operands(a)
         (live if is_live else index).update(v for v in of_values if isinstance(v, jex.Var))
         index.update(v for v in of_indices if isinstance(v, jex.Var))
-        place = _Place(a, b, not is_live, any(_is_in(v, ordered) for v in of_indices), around)
+        is_alike = not any(_is_in(v, varies) for v in a.invars)
+        place = _Place(a, b, not is_live, is_alike, any(_is_in(v, ordered) for v in of_indices), around)
         yield place
         for one, two in zip(jex.jaxprs_in_params(a.params), jex.jaxprs_in_params(b.params), strict=False):
             flags = [[v in which for v in a.outvars] for which in (live, index)]
             if len(flags[0]) != len(one.outvars):
                 flags = [[is_live] * len(one.outvars), [is_index] * len(one.outvars)]
-            given = {i for i, v in zip(reversed(one.invars), reversed(a.invars), strict=False) if _is_in(v, ordered)}
+            inner = list(zip(reversed(one.invars), reversed(a.invars), strict=False))
+            given, owned = ({i for i, v in inner if _is_in(v, which)} for which in (ordered, varies))
             start, num_carried = _carry(a, one)
             while True:
-                used = yield from _seen(one, two, flags[0], given, indices=flags[1], around=place)
+                used = yield from _seen(one, two, flags[0], given, owned, indices=flags[1], around=place)
                 carried = [
                     f or v in used for f, v in zip(flags[0], one.invars[start : start + num_carried], strict=False)
                 ]
@@ -260,6 +277,16 @@ def _alike(a: Any, b: Any) -> bool:
     """Whether two equations do the same to arrays of the same ranks."""
     ranks = lambda eqn: [len(getattr(v.aval, "shape", ())) for v in eqn.invars]
     return a.primitive is b.primitive and ranks(a) == ranks(b)
+
+
+def _varying(small: Any, large: Any, own: Collection[Any]) -> set[Any]:
+    """The variables of a program that differ between data shards: from their examples, or from keys that are given."""
+    inputs = zip(small.invars, large.invars, strict=True)
+    found = {v for v, w in inputs if v in own or _grown(v.aval, w.aval)}
+    for eqn in small.eqns:
+        if any(v in found for v in _variables(eqn)):
+            found |= set(eqn.outvars)
+    return found
 
 
 def _in_order(pairs: list[tuple[Any, Any]], found: set[Any]) -> set[Any]:
@@ -292,8 +319,8 @@ def _operands(eqn: Any) -> tuple[list[Any], list[Any]]:
 def _combines(a: Any, b: Any, in_order: bool) -> bool:
     """Whether an equation mixes elements along a dim that differs between its two traces."""
     name = a.primitive.name
-    if name == "scan":
-        return a.params["length"] != b.params["length"]
+    if name == "scan":  # without a carry, as of jax.lax.map, each turn has its own rows; its body is looked at, too
+        return a.params["length"] != b.params["length"] and _carry(a, next(iter(jex.jaxprs_in_params(a.params))))[1] > 0
     if not a.invars or not hasattr(a.invars[0].aval, "shape"):
         return False
     shape, grown = a.invars[0].aval.shape, _grown(a.invars[0].aval, b.invars[0].aval)
@@ -312,6 +339,15 @@ def _combines(a: Any, b: Any, in_order: bool) -> bool:
     if name == "conv_general_dilated":
         return _convolves(a, b, grown)
     return any(d in grown for d in _combined_dims(a))
+
+
+def _cuts(a: Any, b: Any, batch: int) -> bool:
+    """Whether a reshape puts examples into a dim of their own, before the one that still grows with the batch."""
+    (x, y), (out, grown_out) = ((v.aval, w.aval) for v, w in ((a.invars[0], b.invars[0]), (a.outvars[0], b.outvars[0])))
+    before, after = _grown(x, y), _grown(out, grown_out)
+    if len(before) != 1 or len(after) != 1 or out.shape[after[0]] % batch == 0:
+        return False
+    return math.prod(out.shape[: after[0]]) > math.prod(x.shape[: before[0]])
 
 
 def _convolves(a: Any, b: Any, grown: list[int]) -> bool:
