@@ -225,7 +225,9 @@ class _Search:
         if worst is not None and worst.origin and (worst.level >= _INF or is_mask):
             return worst if is_mask else dataclasses.replace(worst, level=level)
         place = stack[0] if stack else "an unknown line"
-        found = _lookup(eqn, *given, place, _everywhere(self._rows)) if eqn.primitive.name == "gather" else None
+        found = (
+            _lookup(eqn, given[0], given[1], place, _everywhere(self._rows)) if eqn.primitive.name == "gather" else None
+        )
         return _Mark(_GIVEN_INF if is_mask else level, next(self._order), found or Equation(eqn.primitive.name, place))
 
     def _level_of(self, x: Any) -> int:
@@ -341,9 +343,9 @@ def explained(
 def _of_lookup(found: Lookup, then: str, recipe: Recipe, batch: Any) -> RunError:
     arrays = {_path((1, *path)): x for path, x in jax.tree_util.tree_flatten_with_path(batch)[0]}
     rows, where = found.num_rows, [f"{found.place}: lookup in {found.table}"]
-    key = next(iter(found.indices), None)
+    key = next(iter(found.indices), "")
     is_out = lambda x: (x < -rows) | (x >= rows)
-    out = _first(is_out, arrays[key], _everywhere(arrays[key])) if key is not None and len(found.indices) == 1 else None
+    out = _first(is_out, arrays[key], _everywhere(arrays[key])) if len(found.indices) == 1 else None
     if out is not None:
         position, value, count, largest = out
         where.append(f"{key}[{', '.join(map(str, position))}] = {value}")
