@@ -62,7 +62,7 @@ def run(*args):
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=800,
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout) if ended.stdout else None

@@ -66,7 +66,7 @@ def run_python(code, *args, **kwargs):
         cwd=Path(__file__).parents[1],
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
         **kwargs,
     )
 

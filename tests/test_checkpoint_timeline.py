@@ -181,7 +181,7 @@ def test_a_process_that_is_slowed_on_purpose_is_named(tmp_path, capsys):
     ]
     ends = []
     try:
-        ends = [one.communicate(timeout=250)[1] for one in both]
+        ends = [one.communicate(timeout=800)[1] for one in both]
     finally:
         for one in both:
             one.kill()

@@ -109,7 +109,7 @@ def test_bitwise_by_every_initializer():
         env=environ,
         capture_output=True,
         text=True,
-        timeout=250,
+        timeout=800,
     )
     assert done.stdout == "[]\n", done.stderr
 

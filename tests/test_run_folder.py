@@ -358,7 +358,7 @@ def test_names(tmp_path):
 
 def open_together(paths, record=RECORD, **kwargs):
     """What `open` returned or raised in each process; the first one writes."""
-    barrier, texts, results = threading.Barrier(len(paths), timeout=250), [""] * len(paths), [None] * len(paths)
+    barrier, texts, results = threading.Barrier(len(paths), timeout=800), [""] * len(paths), [None] * len(paths)
 
     def gather(process):
         def inner(text):

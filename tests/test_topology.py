@@ -162,7 +162,7 @@ def devices_of(*texts):
 
     command = [sys.executable, "-c", PROGRAM, *texts]
     done = subprocess.run(
-        command, env=child_environment(os.environ), capture_output=True, text=True, timeout=240, check=False
+        command, env=child_environment(os.environ), capture_output=True, text=True, timeout=800, check=False
     )
     assert not done.returncode, done.stderr
     return done.stdout.splitlines()

@@ -266,7 +266,7 @@ def test_a_reader_that_is_gone_does_not_end_the_run():
             text=True,
         )
     os.close(reader)
-    _, errors = process.communicate("go\n", timeout=250)
+    _, errors = process.communicate("go\n", timeout=800)
     assert (process.returncode, errors) == (0, "done\n")
 
 

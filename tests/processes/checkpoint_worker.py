@@ -115,7 +115,7 @@ def apart():
         time.sleep(0.01)
     found["kept"] = of_before()
 
-    save = lambda timeout_s=60, **others: told(
+    save = lambda timeout_s=600, **others: told(
         lambda: checkpoint.save(FOLDER / "apart", {**state(1), **others}, timeout_s=timeout_s)
     )
     found["other values"] = save(key=jax.random.key(PROCESS))
@@ -124,9 +124,9 @@ def apart():
         works = getattr(owner, part)
         if process == PROCESS:
             setattr(owner, part, fails)
-        found[part] = save(timeout_s=2 if owner is storage else 60)  # Orbax waits for it
+        found[part] = save(timeout_s=2 if owner is storage else 600)  # Orbax waits for it
         setattr(owner, part, works)
-    exchange("afterwards", "", timeout_s=200)  # one was told at once what the other one waited for
+    exchange("afterwards", "", timeout_s=800)  # one was told at once what the other one waited for
     found["afterwards"] = save()
     found["equal"] = is_state(checkpoint.restore(FOLDER / "apart", like=state(0)), 1)
     return found
@@ -147,7 +147,7 @@ def stall():
     ckpt = checkpoint.Checkpointer(FOLDER / "stalled")
     ckpt.save(1, state(1))
     patient_s, ckpt.timeout_s = ckpt.timeout_s, DEADLINE_S
-    pids = exchange("pids", str(os.getpid()), timeout_s=200)
+    pids = exchange("pids", str(os.getpid()), timeout_s=800)
     found = []
     write = storage.save_async
 
@@ -167,7 +167,7 @@ def stall():
                 time.sleep(0.01)  # a signal that came before the stop would be lost
             os.kill(int(pids[1]), signal.SIGCONT)
         storage.save_async = write
-        exchange(f"after {step}", "", timeout_s=200)
+        exchange(f"after {step}", "", timeout_s=800)
     ckpt.timeout_s = patient_s
     ckpt.save(4, state(4))  # what failed does not stand in the way
     latest = ckpt.agreed_latest()

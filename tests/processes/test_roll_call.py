@@ -25,7 +25,7 @@ from jshard.train.launch.peers import Peers
 
 HERE = Path(__file__).parent
 HOST = socket.gethostname()
-DEADLINES = launch.Deadlines(init_s=250.0)
+DEADLINES = launch.Deadlines(init_s=800.0)
 SHORT = launch.Deadlines(init_s=1.0)
 
 
@@ -225,7 +225,7 @@ def test_a_link_closes_on_what_is_no_message(data):
     with theirs:
         link = Link(ours)
         theirs.sendall(data)
-        deadline = time.monotonic() + 250
+        deadline = time.monotonic() + 800
         while not link.closed and time.monotonic() < deadline:
             assert link.receive() == []
         assert link.closed
@@ -288,7 +288,7 @@ def supervise_all(ports, actions, number):
     codes = [None] * number
 
     def run(process):
-        deadlines = launch.Deadlines(init_s=250.0, grace_s=0.5)
+        deadlines = launch.Deadlines(init_s=800.0, grace_s=0.5)
         codes[process] = launch.supervise(command, cluster=place(ports, process, number), deadlines=deadlines)
 
     threads = [threading.Thread(target=run, args=(process,)) for process in range(number)]
@@ -325,12 +325,12 @@ def test_a_supervisor_that_is_gone_is_a_lost_process(ports, signum, why):
         read_until(process, f"process {name} is up")
     orphan = worker_of(second)
     second.send_signal(getattr(signal, f"SIG{signum}"))
-    _, err = first.communicate(timeout=250)
+    _, err = first.communicate(timeout=800)
     assert first.returncode == 1
     assert "Process 1 of 2 was lost" in err and why in err and f"host {HOST}" in err
     second.kill()
     second.communicate()
-    deadline = time.monotonic() + 250
+    deadline = time.monotonic() + 800
     while Path(f"/proc/{orphan}").exists() and " Z " not in Path(f"/proc/{orphan}/stat").read_text():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -342,5 +342,5 @@ def test_a_stop_of_all_needs_no_report(ports):
         read_until(process, f"process {number} is up")
     for process in processes:
         process.send_signal(signal.SIGTERM)
-    ended = [process.communicate(timeout=250) for process in processes]
+    ended = [process.communicate(timeout=800) for process in processes]
     assert [(process.returncode, err) for process, (_, err) in zip(processes, ended, strict=True)] == [(143, "")] * 2

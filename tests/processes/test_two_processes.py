@@ -25,7 +25,7 @@ MODEL = Path(__file__).with_name("spied_model.py")
 STEPS = 16
 MESH = ("--mesh", "replica=2,fsdp=2")  # a sum over processes is dearer with more devices
 TWO = (*MESH, "--processes", "2")
-TIMEOUT_S = 200
+TIMEOUT_S = 800
 SETTINGS = ("checkpoint_every=4", "eval_every=5", "model.dropout=0.1", "model.n_layer=1")
 
 
@@ -106,7 +106,7 @@ def raw(x):
 
 
 # One test, not several over a fixture: parallel test workers would each start the processes anew.
-@pytest.mark.timeout(6 * TIMEOUT_S)
+@pytest.mark.timeout(2 * TIMEOUT_S)
 def test_two_processes_train_like_one(tmp_path, monkeypatch):
     """Also if one of them is lost on the way, and the run that goes on is stopped: it is as if nothing had been."""
     one = Command(tmp_path, "one", *MESH)
