@@ -143,7 +143,7 @@ def assert_good(folder):
     assert left == {*map(str, ckpt.steps()), "history.jsonl", "series.json"}
 
 
-@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.timeout((1 + KILLS) * TIMEOUT_S)
 def test_one_of_two_processes_is_killed_while_they_save(tmp_path):
     for number in range(KILLS):
         folder = tmp_path / str(number)
@@ -166,7 +166,7 @@ for step in itertools.count(1):
 """
 
 
-@pytest.mark.timeout(2 * TIMEOUT_S)
+@pytest.mark.timeout((1 + KILLS) * TIMEOUT_S)
 def test_a_process_is_killed_while_it_saves(tmp_path):
     for number in range(KILLS):
         folder = tmp_path / str(number)

@@ -54,7 +54,7 @@ def gone(pid):
         return True
 
 
-def until(condition, limit_s=250):
+def until(condition, limit_s=800):
     end = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < end, "it did not happen"
