@@ -15,6 +15,9 @@ os.environ["XLA_FLAGS"] = (
     + XLA_FLAGS
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The terminals that tests make up are not dumb, whatever the one is that runs them.
+os.environ["TERM"] = "xterm-256color"
+os.environ.pop("NO_COLOR", None)
 
 import jax
 import pytest
