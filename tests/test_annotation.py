@@ -584,10 +584,10 @@ class OddVAE(VAE):
 
 
 @pytest.mark.parametrize(
-    ("kind", "devices", "count", "told"),
+    ("kind", "devices", "count", "text"),
     [(VAE, 8, 3, "120000 bytes of them, 3.7% of"), (OddVAE, 5, 1, "9984 bytes of them, 0.3% of")],
 )
-def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning(kind, devices, count, told):
+def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning(kind, devices, count, text):
     def loss(model, x, noise):
         recon, mean, logvar = model(x, noise)
         return optax.sigmoid_binary_cross_entropy(recon, x).mean() + 0.1 * (mean**2 + jnp.exp(logvar) - logvar).mean()
@@ -597,7 +597,7 @@ def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning(ki
     build = lambda: kind(nnx.Rngs(0))
     with pytest.warns(UserWarning, match=rf"{count} parameter\(s\) of {kind.__name__} are replicated") as warned:
         model = js.shard_init(build, lambda model: js.fully_shard(model, mesh=mesh))
-    assert len(warned) == 1 and told in str(warned[0].message)
+    assert len(warned) == 1 and text in str(warned[0].message)
     found, wanted = (train(one, loss, batch, steps=3, tx=optax.adam(1e-3, eps=1e-3)) for one in (model, build()))
     apart = compare(found, wanted)
     assert max(apart.gradient, apart.parameters) <= GRADIENT_TOLERANCE, apart

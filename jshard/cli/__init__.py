@@ -118,7 +118,7 @@ def _tell(error: BaseException, argv: Sequence[str]) -> int:
             traceback.print_exception(error)
         if isinstance(error, FourPartError):
             notes = [note for note in getattr(error, "__notes__", ()) if _JAX_NOTE not in note]
-            print(_told(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
+            print(_wrapped(f"{type(error).__name__}: {error}"), *notes, sep="\n", file=sys.stderr)
         elif isinstance(error, KeyboardInterrupt):
             print("\ninterrupted", file=sys.stderr)
     if isinstance(error, KeyboardInterrupt):
@@ -126,8 +126,8 @@ def _tell(error: BaseException, argv: Sequence[str]) -> int:
     return 2 if isinstance(error, ShardingError) else 1
 
 
-def _told(text: str) -> str:
-    """A told error whose sentences end their lines between words on a terminal; places and what to paste stay whole."""
+def _wrapped(text: str) -> str:
+    """The text of an error. Its sentences wrap between words on a terminal; places and what to paste stay whole."""
     lines, part = [], "what"
     for line in text.splitlines():
         if head := re.match(r"  (where|why|do): ", line):

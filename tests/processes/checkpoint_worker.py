@@ -126,7 +126,7 @@ def apart():
             setattr(owner, part, fails)
         found[part] = save(timeout_s=2 if owner is storage else 600)  # Orbax waits for it
         setattr(owner, part, works)
-    exchange("afterwards", "", timeout_s=800)  # one was told at once what the other one waited for
+    exchange("afterwards", "", timeout_s=800)  # one heard at once what the other one waited for
     found["afterwards"] = save()
     found["equal"] = is_state(checkpoint.restore(FOLDER / "apart", like=state(0)), 1)
     return found
