@@ -2,6 +2,7 @@ from jshard._compat.callers import made_in as made_in
 from jshard._compat.callers import scope_of as scope_of
 from jshard._compat.callers import user_frame as user_frame
 from jshard._compat.callers import user_frames as user_frames
+from jshard._compat.callers import user_place as user_place
 from jshard._compat.cuda import CUDA_VERSIONS as CUDA_VERSIONS
 from jshard._compat.cuda import hide_useless_cuda as hide_useless_cuda
 from jshard._compat.cuda import is_cuda_useless as is_cuda_useless
@@ -38,5 +39,7 @@ from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import is_carry_mismatch as is_carry_mismatch
 from jshard._compat.tracing import is_tracer as is_tracer
 from jshard._compat.tracing import manual_axes as manual_axes
+from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments
+from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import varying_axes as varying_axes

@@ -32,6 +32,14 @@ def user_frame(eqn: Any) -> str:
     return ""
 
 
+def user_place(eqn: Any) -> str:
+    """`file:line (function)` of the user's code that made an equation; empty where there is none."""
+    for frame in _frames(eqn):
+        if not _is_library(frame.file_name):
+            return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num} ({frame.function_name})"
+    return ""
+
+
 def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
     """`file:line` of the user's frames that made an equation of a trace, innermost first.
 

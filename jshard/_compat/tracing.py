@@ -73,3 +73,20 @@ def fast_shape_tracing() -> Iterator[None]:
         yield
     finally:
         tracer._origin_msg = search
+
+
+@contextlib.contextmanager
+def running(eqn: Any) -> Iterator[None]:
+    """Inside, what is traced has the lines and names of an equation."""
+    from jax._src import source_info_util
+
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
+def threefry_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
+    """Random bits of a key's data, as `jax.random.bits` makes them of a threefry key."""
+    from jax._src.random.threefry2x32 import threefry_random_bits
+
+    return threefry_random_bits(key, bit_width, shape)

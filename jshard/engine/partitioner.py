@@ -1,0 +1,226 @@
+"""Runs a program that was traced in global view on one data shard, inside a `jax.shard_map`.
+
+Every value has a state: whole on every shard, split along a dim, or partial (the sum over the shards is the value). The
+table in `jshard.engine.rules` says for each primitive how states flow. What has no rule, and what a rule turns down, is
+computed whole from gathered operands: slower, never wrong, and noted with its bytes and the user's line.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from jshard import _compat
+from jshard.engine.rules import known, linear
+from jshard.engine.rules.table import KEEP_STORED, RULES, TAKE_PARTIAL
+from jshard.engine.values import PARTIAL, Eqn, Moved, Source, State, Stored, Value, array_bytes
+
+
+class Partitioner:
+    """Interprets programs on one data shard.
+
+    Args:
+        axes: the data axes of the `shard_map` around, such as ("replica", "fsdp").
+        degree: product of their sizes.
+        batch_sizes: sizes of the batch. A constant with a dim of such a size is kept as a shard where it is stored.
+    """
+
+    def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
+        self.axes, self.degree = tuple(axes), degree
+        self.batch_sizes = set(batch_sizes)
+        self.moved: list[Moved] = []
+        self.trips = 1  # product of the lengths of the loops around
+        self.eqn: Eqn | None = None  # the equation that is run
+        self._around: list[Eqn] = []  # and the equations whose programs it is part of
+
+    # ---- hooks
+    def read(self, value: Value) -> Value:
+        """A value that a rule computes with. A subclass gathers stored shards here."""
+        return value
+
+    def note(self, kind: Any, eqn: Eqn | None, size: int) -> None:
+        """Records a collective of the equation; None: for what the program returns."""
+        places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
+        where = next(filter(None, places), "")  # what the library traced once has the line of its call
+        shapes = " ".join(a.aval.str_short() for a in eqn.invars[:3]) if eqn is not None else ""
+        operation = eqn.primitive.name if eqn is not None else "output"
+        self.moved.append(Moved(kind, operation, size * self.trips, where, shapes))
+
+    # ---- collectives, which note nothing
+    @property
+    def shard(self) -> jax.Array:
+        """Number of this shard."""
+        return lax.axis_index(self.axes)
+
+    def gather(self, x: Any, dim: int) -> Any:
+        """All shards of an array, one after the other along `dim`."""
+        if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+            bits = lax.all_gather(jax.random.key_data(x), self.axes, axis=dim, tiled=True)
+            return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(x))
+        return lax.all_gather(x, self.axes, axis=dim, tiled=True)
+
+    def sum(self, x: Any) -> Any:
+        """The sum over the shards, on every shard."""
+        return lax.psum(x, self.axes)
+
+    def reduce_scatter(self, x: Any, dim: int) -> Any:
+        """The sum over the shards, each with its part along `dim`."""
+        return lax.psum_scatter(x, self.axes, scatter_dimension=dim, tiled=True)
+
+    def all_to_all(self, x: Any, old: int, new: int) -> Any:
+        """An array split along `old`, split along `new`."""
+        return lax.all_to_all(x, self.axes, split_axis=new, concat_axis=old, tiled=True)
+
+    def cut(self, x: Any, dim: int) -> Any:
+        """This shard's part of a whole array."""
+        size = x.shape[dim] // self.degree
+        return lax.dynamic_slice_in_dim(x, self.shard * size, size, dim)
+
+    # ---- conversions
+    def whole(self, value: Value) -> Value:
+        """The value, whole on every shard."""
+        value = self.read(value)
+        if value.state is None:
+            return value
+        if None not in value.done:
+            x = self.sum(value.x) if value.is_partial else self.gather(value.x, value.dim)
+            self.note("sum" if value.is_partial else "whole", self.eqn, array_bytes(x))
+            value.done[None] = Value(x)
+        return value.done[None]
+
+    def settle(self, value: Value) -> Value:
+        """A partial value summed; any other as it is."""
+        return self.whole(value) if value.is_partial else value
+
+    def split(self, value: Value, dim: int) -> Value:
+        """The value split along `dim`, whose size divides by the degree."""
+        value = self.read(value)
+        if value.state == dim:
+            return value
+        if dim not in value.done:
+            value.done[dim] = Value(self._split(value, dim), dim)
+        return value.done[dim]
+
+    def _split(self, value: Value, dim: int) -> Any:
+        if value.is_partial and None not in value.done:
+            x = self.reduce_scatter(value.x, dim)
+            self.note("sum", self.eqn, array_bytes(x))
+            return x
+        if value.is_split and None not in value.done:
+            self.note("move", self.eqn, array_bytes(value.x))
+            return self.all_to_all(value.x, value.dim, dim)
+        if value.is_known:
+            if (x := known.shard_of(self, value, dim)) is not None:
+                return x
+            self.note("made whole", self.eqn, array_bytes(value.x))
+        return self.cut(self.whole(value).x, dim)
+
+    def partial(self, value: Value) -> Value:
+        """A whole value as a partial one: the first shard has it, the others zeros."""
+        if value.is_partial:
+            return value
+        x = self.whole(value).x
+        return Value(jnp.where(self.shard == 0, x, jnp.zeros_like(x)), PARTIAL)
+
+    def in_state(self, value: Value, state: State) -> Value:
+        """The value in a state; a value that is split is not made partial."""
+        if isinstance(state, int):
+            return self.split(value, state)
+        return self.whole(value) if state is None else self.partial(value)
+
+    # ---- values known without data, where a trace begins or ends
+    def land(self, value: Value, skip: Sequence[int] = ()) -> Value:
+        """A value as an array that leaves this trace; see `known.land`."""
+        return known.land(self, value, skip)
+
+    def cross(self, value: Value) -> Value:
+        """A value for an inner trace: one that is cheap to make goes in as its equations."""
+        return value if value.is_known and not known.is_costly(value) else self.land(value)
+
+    def enter(self, value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
+        """A value that crossed, in the inner trace; see `known.enter`."""
+        return known.enter(value, memo)
+
+    # ---- programs
+    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        """Runs a program; its results in whatever state they come."""
+        env: dict[Any, Value] = {}
+        env.update(zip(jaxpr.constvars, (c if isinstance(c, Value) else Value(c) for c in consts), strict=True))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def look_up(atom: Any) -> Value:
+            if isinstance(atom, jex.Literal):
+                aval: Any = atom.aval
+                return Value(jnp.asarray(atom.val, aval.dtype))
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            with _compat.running(eqn):
+                values = [look_up(atom) for atom in eqn.invars]
+                found = self.equation(eqn, values)
+            self._check(eqn, values, found)
+            env.update(zip(eqn.outvars, found, strict=True))
+        return [look_up(atom) for atom in jaxpr.outvars]
+
+    def _check(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
+        """Every result has the shape that its state says; the size that a dim is split along is one of the batch's."""
+        for atom, value in zip(eqn.outvars, found, strict=True):
+            if isinstance(value, Stored):
+                continue
+            shape = tuple(n * self.degree if i == value.state else n for i, n in enumerate(value.shape))
+            assert shape == tuple(atom.aval.shape), (
+                f"{eqn.primitive.name}: state {value.state} of {value.shape} for {atom.aval.str_short()}, "
+                f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
+            )
+            if value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
+                self.batch_sizes.add(shape[value.dim])
+
+    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """Runs one equation."""
+        name = eqn.primitive.name
+        if name not in KEEP_STORED:
+            values = [self.read(value) for value in values]
+        outer, self.eqn = self.eqn, eqn
+        self._around.append(eqn)
+        try:
+            if name in TAKE_PARTIAL:
+                found = RULES[name](self, eqn, values)
+                assert found is not None, f"{name} has no result"
+                return found
+            if any(v.is_partial for v in values) and (found := linear.apply(self, eqn, values)) is not None:
+                return found
+            return self._by_rule(eqn, values)
+        finally:
+            self.eqn = outer
+            self._around.pop()
+
+    def _by_rule(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        if not any(v.is_split for v in values):
+            values = [self.whole(v) for v in values]
+            found = self.bind(eqn, [v.x for v in values])
+            if not known.can_be_known(eqn, values):
+                return [Value(x) for x in found]
+            return [Value(x, source=Source(eqn, values, k) if x.ndim else None) for k, x in enumerate(found)]
+        rule = RULES.get(eqn.primitive.name)
+        if rule is not None and (split := rule(self, eqn, [self.settle(v) for v in values])) is not None:
+            return split
+        return [Value(x) for x in self.bind(eqn, [self.whole(v).x for v in values])]
+
+    def bind(self, eqn: Eqn, xs: Sequence[Any], **params: Any) -> list[Any]:
+        """Runs the primitive of an equation on other arrays, with some parameters changed."""
+        for name in ("sharding", "out_sharding"):
+            if name in eqn.params:
+                params = {name: None, **params}
+        found = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params({**eqn.params, **params}))
+        return list(found) if eqn.primitive.multiple_results else [found]
+
+    def full_shape(self, value: Value) -> tuple[int, ...]:
+        """Shape of the value in global view."""
+        return tuple(n * self.degree if i == value.state else n for i, n in enumerate(value.shape))
+
+    def divides(self, size: int) -> bool:
+        """Whether a dim of this size can be split."""
+        return size > 0 and size % self.degree == 0

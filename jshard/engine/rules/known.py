@@ -1,0 +1,207 @@
+"""Values known without data (masks, positions, random bits): whole ones, of which a shard is made from their equations.
+
+So nothing as large as the global batch is made on a device. `backwards` says which split each operand of an equation
+needs for a result that is split along a dim; then the rule of the table is applied to operands so split.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jshard import _compat
+from jshard.engine.rules.contraction import free_dims
+from jshard.engine.rules.elementwise import ELEMENTWISE
+from jshard.engine.rules.table import RULES
+from jshard.engine.values import Eqn, Source, Value
+
+if TYPE_CHECKING:
+    from jshard.engine.partitioner import Partitioner
+
+MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"})
+"""Their result is known without data, or as large as it is without need."""
+
+FOLLOW = ELEMENTWISE | frozenset(
+    """
+    reshape transpose squeeze expand_dims concatenate slice rev pad reduce_sum reduce_max reduce_min reduce_or
+    reduce_and cumsum cumprod cummax cummin split stack unstack gather dot_general dynamic_slice argmax argmin sort
+    """.split()
+)
+"""Their result is known if an operand is."""
+
+COSTLY = frozenset({"random_bits", "threefry2x32", "dot_general", "sort", "erf_inv"})
+"""A shard of their result is worth keeping; of others it is cheaper to make it again."""
+
+
+def can_be_known(eqn: Eqn, values: list[Value]) -> bool:
+    """Whether an equation on whole values has a result of which a shard can be made."""
+    name = eqn.primitive.name
+    return name in MAKERS or (name in FOLLOW and any(v.source is not None for v in values))
+
+
+def is_costly(value: Value, seen: dict[int, bool] | None = None) -> bool:
+    """Whether a value is made of random bits or the like."""
+    seen = {} if seen is None else seen
+    if id(value) not in seen:
+        source = value.source
+        seen[id(value)] = source is not None and (
+            source.eqn.primitive.name in COSTLY or any(is_costly(v, seen) for v in source.values)
+        )
+    return seen[id(value)]
+
+
+def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
+    """A value for another trace: its equations again, made there; nothing of what was made here.
+
+    Args:
+        value: a known one, or any.
+        memo: what has entered that trace; it keeps the originals alive, as their ids are its keys.
+    """
+    if id(value) not in memo:
+        source = value.source
+        if source is not None:
+            source = Source(source.eqn, [enter(v, memo) for v in source.values], source.index)
+        memo[id(value)] = Value(value.x, value.state, source), value
+    return memo[id(value)][0]
+
+
+def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
+    """A value as an array that leaves this trace.
+
+    A known one leaves as a shard, if it was asked for as one, or has a dim of the size of the batch.
+
+    Args:
+        p: the partitioner.
+        value: any value.
+        skip: dims along which it is not to be split.
+    """
+    if not value.is_known:
+        return value
+    dim = next((d for d in value.done if isinstance(d, int) and d not in skip), None)
+    if dim is None:
+        sizes = enumerate(value.shape)
+        dim = next((i for i, n in sizes if i not in skip and n in p.batch_sizes and p.divides(n)), None)
+    return value if dim is None else p.split(value, dim)
+
+
+def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
+    """This shard's part of a known value, made from its equation; None if it cannot be."""
+    assert value.source is not None
+    eqn, values, index = value.source
+    name = eqn.primitive.name
+    shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
+    if name == "iota":
+        x = lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
+        return x + (p.shard * shape[dim]).astype(x.dtype) if dim == eqn.params["dimension"] else x
+    if name == "iota_2x32_shape":
+        strides = [math.prod(value.shape[i + 1 :]) for i in range(value.ndim)]
+        return positions(shape, strides, dim, p.shard * shape[dim])[index]
+    if name == "broadcast_in_dim":
+        dims, (operand, *_) = eqn.params["broadcast_dimensions"], values
+        if dim in dims and operand.shape[dims.index(dim)] == value.shape[dim]:
+            operand = p.split(operand, dims.index(dim))
+        return lax.broadcast_in_dim(operand.x, shape, dims)
+    if name == "random_bits":
+        return _random_bits(p, value, dim)
+    wanted = backwards(p, eqn, values, dim)
+    if wanted is None or all(w is None for w in wanted):
+        return None
+    found = RULES[name](p, eqn, [v if w is None else p.split(v, w) for v, w in zip(values, wanted, strict=True)])
+    return found[index].x if found is not None and found[index].state == dim else None
+
+
+def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
+    assert value.source is not None
+    eqn, (key, *_), _ = value.source
+    if key.ndim:  # a key for each row
+        return p.bind(eqn, [p.split(key, dim).x])[0] if dim < key.ndim else None
+    if value.ndim == 0 or "threefry" not in str(jax.random.key_impl(key.x)):
+        return None
+    data = jax.random.key_data(key.x)
+    bits = lambda data: _compat.threefry_bits(data, eqn.params["bit_width"], value.shape)
+    program = jax.make_jaxpr(bits)(data)
+    (found,) = p.run(program.jaxpr, program.consts, [Value(data)])
+    return p.split(found, dim).x
+
+
+def positions(shape: Sequence[int], strides: Sequence[int], dim: int, start: Any) -> tuple[jax.Array, jax.Array]:
+    """`iota_2x32_shape` of one shard: positions in the whole array as (high, low) words, also beyond 2**32.
+
+    Args:
+        shape: of the shard.
+        strides: of the whole array.
+        dim: the dim that it is split along.
+        start: index of the shard's first element along `dim`.
+    """
+    high, low, half = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32), np.uint32(16)
+    word = lambda n: np.uint32(n & 0xFFFFFFFF)
+    for i, stride in enumerate(strides):
+        at = lax.broadcasted_iota(jnp.uint32, shape, i)
+        if i == dim:
+            at = at + start.astype(jnp.uint32)
+        # at * stride in two words, by halves of words
+        at_low, at_high = at & np.uint32(0xFFFF), at >> half
+        by_low, by_high = word(stride & 0xFFFF), word(stride >> 16 & 0xFFFF)
+        middle = at_high * by_low + (at_low * by_low >> half)
+        other = at_low * by_high + (middle & np.uint32(0xFFFF))
+        product_high = at_high * by_high + (middle >> half) + (other >> half) + at * word(stride >> 32)
+        total = low + at * word(stride)
+        high = high + product_high + (total < low).astype(jnp.uint32)
+        low = total
+    return high, low
+
+
+def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list[int | None] | None:
+    """Along which dim each operand is wanted, for the result to be split along `dim`; None: it cannot be."""
+    name, params, shape = eqn.primitive.name, eqn.params, eqn.outvars[0].aval.shape
+    one = values[0]
+    every = lambda d: [d] * len(values)
+    if name in ELEMENTWISE:
+        return [dim if v.ndim and v.shape[dim] == shape[dim] else None for v in values]
+    match name:
+        case "reshape":
+            outer = math.prod(shape[:dim])
+            found = (i for i, n in enumerate(one.shape) if math.prod(one.shape[:i]) == outer and p.divides(n))
+            return next(([i] for i in found), None)
+        case "transpose":
+            return [params["permutation"][dim]]
+        case "squeeze":
+            gone = {d % one.ndim for d in params["dimensions"]}
+            return [[i for i in range(one.ndim) if i not in gone][dim]]
+        case "expand_dims":
+            new = params["dimensions"]
+            return None if dim in new else [dim - sum(d < dim for d in new)]
+        case "concatenate" | "sort":
+            return every(dim) if dim != params["dimension"] else None
+        case "rev":
+            return [dim] if dim not in params["dimensions"] else None
+        case "cumsum" | "cumprod" | "cummax" | "cummin" | "split":
+            return [dim] if dim != params["axis"] else None
+        case "slice" | "dynamic_slice" | "pad":
+            return [dim, *[None] * (len(values) - 1)]
+        case "stack":
+            return every(dim - (params["axis"] < dim)) if dim != params["axis"] else None
+        case "unstack":
+            return [dim + (params["axis"] <= dim)]
+        case "gather":
+            dims = params["dimension_numbers"]
+            rows = [k for k in range(len(shape)) if k not in dims.offset_dims]
+            return [None, rows.index(dim)] if dim in rows and not dims.operand_batching_dims else None
+        case "dot_general":
+            return _backwards_dot(params["dimension_numbers"], values, dim)
+    if name.startswith(("reduce_", "arg")):
+        return [[i for i in range(one.ndim) if i not in params["axes"]][dim]]
+    return None
+
+
+def _backwards_dot(numbers: Any, values: list[Value], dim: int) -> list[int | None]:
+    (lc, rc), (lb, rb) = numbers
+    if dim < len(lb):
+        return [lb[dim], rb[dim]]
+    left, right = (free_dims(v.ndim, c, b) for v, c, b in zip(values, (lc, rc), (lb, rb), strict=True))
+    at = dim - len(lb)
+    return [left[at], None] if at < len(left) else [None, right[at - len(left)]]

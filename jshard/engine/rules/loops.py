@@ -1,0 +1,189 @@
+"""Loops and branches. The states of what a loop carries are found by repeating an abstract run until they stay."""
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+
+from jshard import _compat
+from jshard.engine.rules.calls import opened
+from jshard.engine.rules.table import rule
+from jshard.engine.values import PARTIAL, Eqn, State, Value
+
+if TYPE_CHECKING:
+    from jshard.engine.partitioner import Partitioner
+
+T = TypeVar("T")
+
+
+def fixed_point(
+    p: "Partitioner", states: list[State], once: Callable[[list[State]], tuple[list[State], T]]
+) -> tuple[list[State], T]:
+    """The states of a loop's carry.
+
+    A whole value becomes split or partial if it comes out so; one that does not stay partial becomes whole again, or
+    split.
+
+    Args:
+        p: the partitioner.
+        states: at the start.
+        once: traces the body for states; the states that come out, and what it made.
+    """
+    never_partial: set[int] = set()
+    for _ in range(2 * len(states) + 3):
+        mark = len(p.moved)
+        out, made = once(states)
+        new: list[State] = []
+        for k, (before, after) in enumerate(zip(states, out, strict=True)):
+            if before == PARTIAL and after != PARTIAL:
+                never_partial.add(k)
+                new.append(after)
+            elif before is None and after is not None and not (after == PARTIAL and k in never_partial):
+                new.append(after)
+            else:
+                new.append(before)
+        if new == states:
+            return states, made
+        states = new
+        del p.moved[mark:]
+    raise RuntimeError("The states of a loop do not settle.")
+
+
+def _array(value: Value) -> Any:
+    """What crosses into the inner trace as an array; of a known value nothing does."""
+    return jnp.zeros(()) if value.is_known else value.x
+
+
+def _inside(p: "Partitioner", values: Sequence[Value], xs: Sequence[Any]) -> list[Value]:
+    """Values that crossed into a trace whose arrays are `xs`."""
+    memo: dict[int, tuple[Value, Value]] = {}
+    return [p.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
+
+
+def rows(value: Value, x: Any) -> Value:
+    """The value of one trip of what is scanned over."""
+    return Value(x, value.dim - 1 if value.is_split else value.state)
+
+
+@rule("scan", keeps_stored=True)
+def scan(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """The body runs on a shard. What is scanned over is not split along the dim of the trips."""
+    n_consts, n_carry = _compat.scan_arguments(eqn)
+    params, (jaxpr, consts) = eqn.params, opened(eqn.params["jaxpr"])
+    values = [
+        p.settle(p.read(v)) if k < n_consts or k >= n_consts + n_carry else p.read(v) for k, v in enumerate(values)
+    ]
+    shared = [p.cross(v) for v in values[:n_consts]]
+    carry = [p.land(v) for v in values[n_consts : n_consts + n_carry]]
+    scanned = [p.land(v, skip=(0,)) for v in values[n_consts + n_carry :]]
+    scanned = [p.whole(v) if v.state == 0 else v for v in scanned]
+    found: dict[str, list[State]] = {}
+
+    def body(states: list[State]) -> Callable[..., Any]:
+        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            args = _inside(p, shared, shared_xs)
+            args += [Value(x, state) for x, state in zip(carry_xs, states, strict=True)]
+            args += [rows(v, x) for v, x in zip(scanned, row_xs, strict=True)]
+            trips, p.trips = p.trips, p.trips * params["length"]
+            try:
+                outs = [p.land(v) for v in p.run(jaxpr, consts, args)]
+                found["carry"] = [v.state for v in outs[:n_carry]]
+                found["rows"] = [v.state for v in outs[n_carry:]]
+                kept = [p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
+            finally:
+                p.trips = trips
+            return kept, [v.x for v in outs[n_carry:]]
+
+        return step
+
+    def once(states: list[State]) -> tuple[list[State], Any]:
+        start = [p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
+        row = [jax.ShapeDtypeStruct(v.shape[1:], v.x.dtype) for v in scanned]
+        traced = jax.make_jaxpr(body(states))([_array(v) for v in shared], start, row)
+        return found["carry"], (traced, start, found["rows"])
+
+    states, (traced, start, row_states) = fixed_point(p, [v.state for v in carry], once)
+    function, shared_xs = jex.jaxpr_as_fun(traced), [_array(v) for v in shared]
+
+    def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+        outs = function(*shared_xs, *carry_xs, *row_xs)
+        return outs[:n_carry], outs[n_carry:]
+
+    settings = {name: params[name] for name in ("length", "reverse", "unroll")}
+    last, stacked = lax.scan(step, start, [v.x for v in scanned], **settings)
+    stacked_states = [s + 1 if isinstance(s, int) else s for s in row_states]
+    return [Value(x, s) for x, s in zip([*last, *stacked], [*states, *stacked_states], strict=True)]
+
+
+@rule("while", keeps_stored=True)
+def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """The condition is whole: all shards take the same trips. A loop for each row goes on while one row does."""
+    params, n_test, n_body = eqn.params, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    values = [p.settle(p.read(v)) for v in values]
+    for_test = [p.cross(v) for v in values[:n_test]]
+    for_body = [p.cross(v) for v in values[n_test : n_test + n_body]]
+    carry = [p.land(v) for v in values[n_test + n_body :]]
+    in_states = lambda xs, states: [Value(x, s) for x, s in zip(xs, states, strict=True)]
+
+    def test(xs: list[Any], states: list[State]) -> Value:
+        args = _inside(p, for_test, [v.x for v in for_test]) + in_states(xs, states)
+        (going,) = p.run(*opened(params["cond_jaxpr"]), args)
+        return going
+
+    def once(states: list[State]) -> tuple[list[State], Any]:
+        start = [p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
+        found: list[State] = []
+
+        def body(xs: list[Any]) -> list[Any]:
+            args = _inside(p, for_body, [v.x for v in for_body]) + in_states(xs, states)
+            outs = [p.land(p.settle(v)) for v in p.run(*opened(params["body_jaxpr"]), args)]
+            found[:] = [v.state for v in outs]
+            new, going = [p.in_state(v, s).x for v, s in zip(outs, states, strict=True)], test(xs, states)
+            if going.ndim == 0:
+                return new
+            if any(s != going.state for s in states):  # all that is carried goes with the rows
+                found[:] = [going.state] * len(states)
+                return new
+            goes = lambda x: going.x.reshape(going.shape + (1,) * (x.ndim - going.ndim))
+            return [jnp.where(goes(x), x, before) for x, before in zip(new, xs, strict=True)]
+
+        jax.make_jaxpr(body)(start)
+        return found, (body, start)
+
+    states, (body, start) = fixed_point(p, [v.state for v in carry], once)
+    mark = len(p.moved)  # the body was traced before
+    last = lax.while_loop(lambda xs: p.whole(test(xs, states)).x.any(), body, start)
+    del p.moved[mark:]
+    return in_states(last, states)
+
+
+@rule("cond", keeps_stored=True)
+def cond(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """All shards take the same branch. What the branches return has one state."""
+    values = [p.read(v) for v in values]
+    index, operands = p.whole(values[0]), [p.cross(v) for v in values[1:]]
+    xs, branches = [_array(v) for v in operands], eqn.params["branches"]
+
+    def run(branch: Any, xs: Sequence[Any]) -> list[Value]:
+        return [p.land(v) for v in p.run(*opened(branch), _inside(p, operands, xs))]
+
+    def states_of(branch: Any) -> list[State]:
+        found: list[State] = []
+        jax.make_jaxpr(lambda *xs: [found.append(v.state) or v.x for v in run(branch, xs)])(*xs)
+        return found
+
+    mark = len(p.moved)
+    states = [_joined(states) for states in zip(*map(states_of, branches), strict=True)]
+    del p.moved[mark:]
+    in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
+    functions = [lambda *xs, branch=branch: in_states(run(branch, xs)) for branch in branches]
+    return [Value(x, state) for x, state in zip(lax.switch(index.x, functions, *xs), states, strict=True)]
+
+
+def _joined(states: tuple[State, ...]) -> State:
+    """One state for what the branches return."""
+    split = next((s for s in states if isinstance(s, int)), None)
+    return PARTIAL if split is None and PARTIAL in states else split

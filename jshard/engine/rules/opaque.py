@@ -1,0 +1,1 @@
+"""Calls whose inside is no program of JAX."""

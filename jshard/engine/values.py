@@ -1,0 +1,123 @@
+"""What one data shard holds of a value of the global program."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PARTIAL = "partial"
+State = int | str | None
+"""A dim: split along it. PARTIAL: the sum over the shards is the value. None: whole on every shard."""
+
+Eqn = Any  # jax.extend.core.JaxprEqn
+
+
+class Source(NamedTuple):
+    """The equation that made a whole value from others that are known without data."""
+
+    eqn: Eqn
+    values: list["Value"]
+    index: int
+
+
+@dataclasses.dataclass(eq=False)
+class Value:
+    """A value on one shard.
+
+    Args:
+        x: the array that this shard holds.
+        state: how the shards' arrays make up the value.
+        source: how a shard of a whole value is made from its equation, instead of cut from the whole.
+        done: the same value in other states, as far as it was converted.
+    """
+
+    x: Any
+    state: State = None
+    source: Source | None = None
+    done: dict[State, "Value"] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.state is not None and self.state != PARTIAL:
+            self.state = int(self.state)  # numpy's integers are no int
+
+    @property
+    def is_split(self) -> bool:
+        """Whether each shard has a part of it."""
+        return isinstance(self.state, int)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the sum over the shards is the value."""
+        return self.state == PARTIAL
+
+    @property
+    def is_known(self) -> bool:
+        """Whole, and known without data: masks, positions, random bits."""
+        return self.source is not None and self.state is None
+
+    @property
+    def dim(self) -> int:
+        """The dim that a split value is split along."""
+        assert isinstance(self.state, int), f"the value is not split: {self.state}"
+        return self.state
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of what this shard holds."""
+        return self.x.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.x.shape)
+
+    def with_array(self, x: Any) -> "Value":
+        """The same state of another array, without conversions and source."""
+        return Value(x, self.state)
+
+
+@dataclasses.dataclass(eq=False)
+class Stored(Value):
+    """A stored shard of a parameter. No rule of the table sees one: whoever reads it gathers it (`Partitioner.read`).
+
+    Args:
+        placement: how it is stored and gathered.
+        name: path of the parameter.
+    """
+
+    placement: Any = None
+    name: str = ""
+
+    def with_array(self, x: Any) -> "Stored":
+        """The same shard as another array."""
+        return dataclasses.replace(self, x=x, done={})
+
+
+@dataclasses.dataclass(frozen=True)
+class Moved:
+    """One collective that is neither a parameter's gather nor a gradient's reduction.
+
+    Args:
+        kind: "whole": a split value gathered; "sum", "max": a reduction whose result is needed; "move": split along
+            another dim; "made whole": a constant of which no shard can be made, so that it is cut from the whole.
+        operation: the primitive that needs it; "output" for what the program returns.
+        bytes: of the result on one device, times the trips of the loops around it.
+        where: "file:line (function)" of the user's code.
+        shapes: of the operands, in global view.
+    """
+
+    kind: Literal["whole", "sum", "max", "move", "made whole"]
+    operation: str
+    bytes: int
+    where: str
+    shapes: str
+
+
+def array_bytes(x: Any) -> int:
+    """Bytes of an array or of its shape and dtype; a typed key counts as one word."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.extended):
+        return math.prod(x.shape) * 4
+    return math.prod(x.shape) * np.dtype(x.dtype).itemsize
