@@ -35,6 +35,7 @@ from jshard._compat.programs import partitioned as partitioned
 from jshard._compat.tracing import abstract_device as abstract_device
 from jshard._compat.tracing import automatic_axes as automatic_axes
 from jshard._compat.tracing import bind as bind
+from jshard._compat.tracing import equation_context as equation_context
 from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import is_carry_mismatch as is_carry_mismatch
 from jshard._compat.tracing import is_tracer as is_tracer
@@ -43,3 +44,4 @@ from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments
 from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import varying_axes as varying_axes
+from jshard._compat.tracing import with_results as with_results

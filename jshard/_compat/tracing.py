@@ -45,6 +45,18 @@ def bind(eqn: Any, values: list[Any]) -> list[Any]:
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
+def with_results(jaxpr: Any, outvars: list[Any]) -> Any:
+    """A jaxpr with other results."""
+    return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info._replace(result_paths=None))
+
+
+@contextlib.contextmanager
+def equation_context(eqn: Any) -> Iterator[None]:
+    """Inside, what is traced has the lines, names and settings (compute_on, metadata) of an equation."""
+    with running(eqn), eqn.ctx.manager:
+        yield
+
+
 def scan_arguments(eqn: Any) -> tuple[int, int]:
     """How many arguments of an equation of `jax.lax.scan` are constants, and how many are carried."""
     if "num_consts" in eqn.params:

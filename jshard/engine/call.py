@@ -117,6 +117,12 @@ class Call:
             return "; ".join(f"{dotted(p[1:])}: {mine.get(p, 'none')} and {theirs.get(p, 'none')}" for p in unlike[:4])
         return "" if self._graphdef == other._graphdef else "their attributes or annotations differ."
 
+    def key(self) -> tuple:
+        """Equal for calls that run the same program on arrays of the same types."""
+        arrays = set(self._arrays)
+        static = [x for i, x in enumerate(self._leaves) if i not in arrays and i not in self._objects]
+        return self.method, self._graphdef, self._tree, tuple(self._arrays), tuple(static)
+
     def values(self) -> tuple[list, list, list]:
         """The arrays of the call: parameters, state (each a pytree), arguments."""
         return [raw(v) for _, v in self.params], [raw(v) for _, v in self.state], self.arrays

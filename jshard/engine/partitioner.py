@@ -16,7 +16,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.table import KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, Moved, Source, State, Stored, Value, array_bytes
+from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value, array_bytes
 
 
 class Partitioner:
@@ -40,6 +40,14 @@ class Partitioner:
     def read(self, value: Value) -> Value:
         """A value that a rule computes with. A subclass gathers stored shards here."""
         return value
+
+    def store(self, value: Value, state: Shard) -> Value:
+        """A value as stored shards. A subclass that has some says how."""
+        raise NotImplementedError
+
+    def run_body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        """Runs the program of a loop's body or of a branch, in a trace of its own."""
+        return self.run(jaxpr, consts, args)
 
     def note(self, kind: Any, eqn: Eqn | None, size: int) -> None:
         """Records a collective of the equation; None: for what the program returns."""
@@ -168,7 +176,7 @@ class Partitioner:
     def _check(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
         """Every result has the shape that its state says; the size that a dim is split along is one of the batch's."""
         for atom, value in zip(eqn.outvars, found, strict=True):
-            if isinstance(value, Stored):
+            if value.is_stored:
                 continue
             shape = tuple(n * self.degree if i == value.state else n for i, n in enumerate(value.shape))
             assert shape == tuple(atom.aval.shape), (

@@ -1,5 +1,6 @@
 """Where a call into an annotated module goes."""
 
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -8,13 +9,17 @@ from flax import nnx
 from jshard import _compat
 from jshard._errors import CallError
 from jshard._mesh import AnyMesh
-from jshard._nnx import plain_class, unit_of
+from jshard._nnx import Unit, plain_class, unit_of
+from jshard._nnx_call import NnxCall
+from jshard._plan import resharded
 from jshard.engine.context import current_region, in_global_view, in_plain_flax
 from jshard.engine.hosted import on_device
-from jshard.engine.island import open_region
+from jshard.engine.island import open_region as open_island
 from jshard.engine.padded_gradients import guarded_inside
+from jshard.engine.region import open_region, remat_of
 from jshard.engine.ungathered import called_inside, run_ungathered
 from jshard.engine.unit import run_as_flax, run_unit
+from jshard.engine.units import UnitSettings, call_unit, in_region_trace
 
 
 def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -29,12 +34,14 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     if in_global_view():
         with on_device(module, unit), guarded_inside(module, unit):
             return method(module, *args, **kwargs)
+    if is_new():
+        return _by_partition(module, unit, method, args, kwargs)
     if region is not None:
         return run_unit(module, unit, region, method, args, kwargs, outermost=False)
     refuse_manual(unit.mesh, f"{plain_class(module).__name__}.{method.__name__}")
     if not unit.policy.gathered:
         return run_ungathered(module, unit, method, args, kwargs)
-    return open_region(module, unit, method, args, kwargs)
+    return open_island(module, unit, method, args, kwargs)
 
 
 def refuse_manual(mesh: AnyMesh, where: str) -> None:
@@ -46,3 +53,17 @@ def refuse_manual(mesh: AnyMesh, where: str) -> None:
             why="the call opens a sharded region over the data axes, which are manual already.",
             do="call it outside the shard_map, or leave the data axes out of its axis_names.",
         )
+
+
+def is_new() -> bool:
+    """Whether the engine that partitions a global trace runs the call."""
+    return os.environ.get("JSHARD_ENGINE") == "partition"
+
+
+def _by_partition(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+    call = NnxCall(module, method, args, kwargs, unit)
+    if in_region_trace():
+        settings = UnitSettings(call.name, resharded(unit, is_root=False), unit.policy.prefetch)
+        return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
+    refuse_manual(unit.mesh, call.where)
+    return open_region(call, unit)

@@ -8,9 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jshard._placement import Placement
+
 PARTIAL = "partial"
-State = int | str | None
-"""A dim: split along it. PARTIAL: the sum over the shards is the value. None: whole on every shard."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """The state of a value that is stored as a parameter is: split over `fsdp`, and the same over `replica`.
+
+    Args:
+        placement: of the parameter.
+        pieces: 0: a stored shard. Else one of so many pieces of a gathered parameter, shared by a group of neighbours.
+        name: path of the parameter.
+    """
+
+    placement: Placement
+    pieces: int = 0
+    name: str = dataclasses.field(default="", compare=False)
+
+
+State = int | str | Shard | None
+"""A dim: split along it. PARTIAL: the sum over the shards is the value. A `Shard`: stored as a parameter, and gathered
+by whoever reads it. None: whole on every shard."""
 
 Eqn = Any  # jax.extend.core.JaxprEqn
 
@@ -40,13 +60,18 @@ class Value:
     done: dict[State, "Value"] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.state is not None and self.state != PARTIAL:
-            self.state = int(self.state)  # numpy's integers are no int
+        if isinstance(self.state, np.integer):
+            self.state = int(self.state)
 
     @property
     def is_split(self) -> bool:
         """Whether each shard has a part of it."""
         return isinstance(self.state, int)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether it is a stored shard."""
+        return isinstance(self.state, Shard)
 
     @property
     def is_partial(self) -> bool:
@@ -65,6 +90,12 @@ class Value:
         return self.state
 
     @property
+    def shard(self) -> Shard:
+        """How a stored value is stored."""
+        assert isinstance(self.state, Shard), f"the value is not stored: {self.state}"
+        return self.state
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """Shape of what this shard holds."""
         return self.x.shape
@@ -77,23 +108,6 @@ class Value:
     def with_array(self, x: Any) -> "Value":
         """The same state of another array, without conversions and source."""
         return Value(x, self.state)
-
-
-@dataclasses.dataclass(eq=False)
-class Stored(Value):
-    """A stored shard of a parameter. No rule of the table sees one: whoever reads it gathers it (`Partitioner.read`).
-
-    Args:
-        placement: how it is stored and gathered.
-        name: path of the parameter.
-    """
-
-    placement: Any = None
-    name: str = ""
-
-    def with_array(self, x: Any) -> "Stored":
-        """The same shard as another array."""
-        return dataclasses.replace(self, x=x, done={})
 
 
 @dataclasses.dataclass(frozen=True)

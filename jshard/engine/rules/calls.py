@@ -6,12 +6,13 @@ import jax
 from jax import lax
 
 from jshard.engine.rules.table import rule
-from jshard.engine.values import Eqn, Stored, Value
+from jshard.engine.values import Eqn, Value
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
 
 REMAT = ("remat", "remat2", "checkpoint")
+NAMES = (*"jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split(), *REMAT)
 
 
 def program(eqn: Eqn) -> tuple[Any, Any]:
@@ -25,11 +26,7 @@ def opened(jaxpr: Any) -> tuple[Any, Any]:
     return getattr(jaxpr, "jaxpr", jaxpr), getattr(jaxpr, "consts", ())
 
 
-@rule(
-    *"jit pjit closed_call core_call custom_jvp_call custom_vjp_call custom_vjp_call_jaxpr".split(),
-    *REMAT,
-    keeps_stored=True,
-)
+@rule(*NAMES, keeps_stored=True)
 def call(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """The program, in place: derivatives were taken before, in global view."""
     name = eqn.params.get("name")
@@ -46,8 +43,8 @@ def behind_barrier(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Valu
         prevents = (prevents,) * len(values)
     if not (eqn.params["differentiated"] and any(prevents)):
         return values
-    values = [v if isinstance(v, Stored) else p.cross(v) for v in values]
-    tied = [k for k, v in enumerate(values) if prevents[k] and not isinstance(v, Stored) and not v.is_known]
+    values = [v if v.is_stored else p.cross(v) for v in values]
+    tied = [k for k, v in enumerate(values) if prevents[k] and not v.is_stored and not v.is_known]
     for k, x in zip(tied, lax.optimization_barrier([values[k].x for k in tied]), strict=True):
         values[k] = values[k].with_array(x)
     return values

@@ -11,7 +11,7 @@ from jax.extend import core as jex
 from jshard import _compat
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.table import rule
-from jshard.engine.values import PARTIAL, Eqn, State, Value
+from jshard.engine.values import PARTIAL, Eqn, Shard, State, Value
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -73,9 +73,7 @@ def scan(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """The body runs on a shard. What is scanned over is not split along the dim of the trips."""
     n_consts, n_carry = _compat.scan_arguments(eqn)
     params, (jaxpr, consts) = eqn.params, opened(eqn.params["jaxpr"])
-    values = [
-        p.settle(p.read(v)) if k < n_consts or k >= n_consts + n_carry else p.read(v) for k, v in enumerate(values)
-    ]
+    values = [v if n_consts <= k < n_consts + n_carry else p.settle(v) for k, v in enumerate(values)]
     shared = [p.cross(v) for v in values[:n_consts]]
     carry = [p.land(v) for v in values[n_consts : n_consts + n_carry]]
     scanned = [p.land(v, skip=(0,)) for v in values[n_consts + n_carry :]]
@@ -89,7 +87,7 @@ def scan(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
             args += [rows(v, x) for v, x in zip(scanned, row_xs, strict=True)]
             trips, p.trips = p.trips, p.trips * params["length"]
             try:
-                outs = [p.land(v) for v in p.run(jaxpr, consts, args)]
+                outs = [p.land(v) for v in p.run_body(jaxpr, consts, args)]
                 found["carry"] = [v.state for v in outs[:n_carry]]
                 found["rows"] = [v.state for v in outs[n_carry:]]
                 kept = [p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
@@ -122,7 +120,7 @@ def scan(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """The condition is whole: all shards take the same trips. A loop for each row goes on while one row does."""
     params, n_test, n_body = eqn.params, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    values = [p.settle(p.read(v)) for v in values]
+    values = [p.settle(v) for v in values]
     for_test = [p.cross(v) for v in values[:n_test]]
     for_body = [p.cross(v) for v in values[n_test : n_test + n_body]]
     carry = [p.land(v) for v in values[n_test + n_body :]]
@@ -130,7 +128,7 @@ def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 
     def test(xs: list[Any], states: list[State]) -> Value:
         args = _inside(p, for_test, [v.x for v in for_test]) + in_states(xs, states)
-        (going,) = p.run(*opened(params["cond_jaxpr"]), args)
+        (going,) = p.run_body(*opened(params["cond_jaxpr"]), args)
         return going
 
     def once(states: list[State]) -> tuple[list[State], Any]:
@@ -139,7 +137,7 @@ def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 
         def body(xs: list[Any]) -> list[Any]:
             args = _inside(p, for_body, [v.x for v in for_body]) + in_states(xs, states)
-            outs = [p.land(p.settle(v)) for v in p.run(*opened(params["body_jaxpr"]), args)]
+            outs = [p.land(p.settle(v)) for v in p.run_body(*opened(params["body_jaxpr"]), args)]
             found[:] = [v.state for v in outs]
             new, going = [p.in_state(v, s).x for v, s in zip(outs, states, strict=True)], test(xs, states)
             if going.ndim == 0:
@@ -163,12 +161,11 @@ def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 @rule("cond", keeps_stored=True)
 def cond(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """All shards take the same branch. What the branches return has one state."""
-    values = [p.read(v) for v in values]
     index, operands = p.whole(values[0]), [p.cross(v) for v in values[1:]]
     xs, branches = [_array(v) for v in operands], eqn.params["branches"]
 
     def run(branch: Any, xs: Sequence[Any]) -> list[Value]:
-        return [p.land(v) for v in p.run(*opened(branch), _inside(p, operands, xs))]
+        return [p.land(v) for v in p.run_body(*opened(branch), _inside(p, operands, xs))]
 
     def states_of(branch: Any) -> list[State]:
         found: list[State] = []
@@ -185,5 +182,7 @@ def cond(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 
 def _joined(states: tuple[State, ...]) -> State:
     """One state for what the branches return."""
+    if any(isinstance(s, Shard) for s in states):
+        return states[0] if len(set(states)) == 1 else None
     split = next((s for s in states if isinstance(s, int)), None)
     return PARTIAL if split is None and PARTIAL in states else split

@@ -1,0 +1,76 @@
+"""The adapter for nnx: a method call on a module, taken apart into arrays."""
+
+import contextvars
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jshard._nnx import Unit, detach, dotted, nested_units, unit_of
+from jshard.engine.call import Before, is_array, raw
+from jshard.engine.call import Call as Parts
+
+_names: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("names")
+
+
+class NnxCall:
+    """A call of a method of an annotated module: `jshard.engine.trace.Call`."""
+
+    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any], unit: Unit) -> None:
+        self._parts = parts = Parts(module, method, args, kwargs)
+        self.where, self.name = parts.where, _names.get({}).get(id(module), "")
+        members = [_member(parts, path) for path, _ in parts.params]
+        planned = [i for i, member in enumerate(members) if member is not None]
+        self._planned = planned
+        self.params = [raw(parts.params[i][1]) for i in planned]
+        self.placements = [members[i].placement for i in planned]
+        self.owners = [members[i].owner for i in planned]
+        self.names = [dotted(parts.params[i][0][1:]) for i in planned]
+        params, state, arrays = parts.values()
+        unplanned = [x for i, x in enumerate(params) if members[i] is None]
+        of_state, self._state_tree = jax.tree.flatten((unplanned, state))
+        self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
+        self.key = parts.key(), self._state_tree
+        self.result: Any = None
+
+    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])
+        planned, rest = dict(zip(self._planned, params, strict=True)), iter(unplanned)
+        values = [planned[i] if i in planned else next(rest) for i in range(len(self._parts.params))]
+        live = self._parts.put_together(values, state, inputs[self.num_state :])
+        detach(live.module)
+        before = Before.of(live)
+        token = _names.set(_names_inside(live.module, self.name))
+        try:
+            out = self._parts.method(live.module, *live.args, **live.kwargs)
+        finally:
+            _names.reset(token)
+        changes = before.changes(live, self.where)
+        leaves, tree = jax.tree.flatten(out)
+        dynamic = [is_array(x) for x in leaves]
+        state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
+        static = [None if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)]
+        self.result = tree, dynamic, static, [(path, v) for path, v in changes], state_tree
+        return [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic], state
+
+    def finish(self, outs: Sequence[Any], result: Any) -> Any:
+        tree, dynamic, static, changes, state_tree = result
+        it = iter(outs)
+        leaves = [next(it) if is_dynamic else x for x, is_dynamic in zip(static, dynamic, strict=True)]
+        values = jax.tree.unflatten(state_tree, list(it))
+        self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(changes, values, strict=True)])
+        return jax.tree.unflatten(tree, leaves)
+
+
+def _names_inside(module: nnx.Module, name: str) -> dict[int, str]:
+    """Paths from the root of the units inside, by id of their modules."""
+    prefix = f"{name}/" if name else ""
+    return {id(unit): prefix + dotted(path) for path, unit in nested_units(module) if path}
+
+
+def _member(parts: Parts, path: tuple) -> Any:
+    """The record of a parameter: of the module's own, or of an annotated module among the arguments."""
+    module, relative = (parts.graph[0], path[1:]) if path[0] == 0 else (parts.graph[1][path[1]], path[2:])
+    unit = unit_of(module)
+    return None if unit is None else unit.by_path.get(relative)

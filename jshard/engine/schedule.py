@@ -1,0 +1,363 @@
+"""FSDP on a data shard: units gather their parameters, reduce-scatter gradients, and are gathered ahead of their use.
+
+The schedule is a property of the program. At the start of unit i its gathered parameters, its inputs, and the shards
+of the units to be gathered while it computes pass through one optimization barrier: those gathers run beside unit i,
+and no earlier. Every output of the barrier is used, so nothing of it is pruned. Forward and backward alike; in backward the
+reduction of unit i waits for that of the unit before.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as jex
+from jax.sharding import Mesh
+
+from jshard._mesh import data_axes, data_degree
+from jshard._nnx import OUTER, OWN
+from jshard.engine import stored
+from jshard.engine.partitioner import Partitioner
+from jshard.engine.rules import calls
+from jshard.engine.units import BACKWARD, FORWARD
+from jshard.engine.values import Eqn, Moved, Shard, Value
+
+
+@dataclasses.dataclass(eq=False)
+class Planned:
+    """A unit's equation in a program, before it is run.
+
+    Args:
+        gathers: what it gathers.
+        eqn: the equation.
+    """
+
+    gathers: list[Value]
+    eqn: Eqn
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes on one device of what it gathers."""
+        placements = [v.shard.placement for v in self.gathers]
+        return sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)
+
+
+class Level:
+    """The units of one program in order, and how far the schedule has come.
+
+    Args:
+        plan: the units that gather, in order.
+
+    Attributes:
+        at: position of the next unit.
+        gathered: parameters gathered ahead, by position.
+        reduced: results of the reduction before.
+        whole: values gathered by whoever read them, by id, with the value itself, whose id stays taken so.
+        recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
+    """
+
+    def __init__(self, plan: list[Planned]) -> None:
+        self.plan = plan
+        self.at = 0
+        self.gathered: dict[int, list[Any]] = {}
+        self.reduced: list[Value] = []
+        self.whole: dict[int, tuple[Value, Value]] = {}
+        self.recent: dict[int, tuple[Value, Any]] | None = None
+
+    def ahead(self, at: int) -> list[int]:
+        """Positions of the units to gather while unit `at` computes."""
+        found: list[int] = []
+        waiting = sum(self.plan[i].gathered_bytes for i in self.gathered if i != at)
+        for i in range(at + 1, len(self.plan)):
+            if i in self.gathered:
+                continue
+            one = self.plan[i]
+            prefetch = one.eqn.params["settings"].prefetch
+            if prefetch is None:
+                break
+            waiting += one.gathered_bytes
+            if prefetch.budget_bytes is None and i - (prefetch.units or 0) > at:
+                break
+            if prefetch.budget_bytes is not None and waiting > prefetch.budget_bytes:
+                break
+            found.append(i)
+        return found
+
+
+class ShardedPartitioner(Partitioner):
+    """The partitioner of a region: it knows stored shards and units.
+
+    Args:
+        mesh: the mesh of the model.
+        batch_sizes: sizes of the batch.
+    """
+
+    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = ()) -> None:
+        super().__init__(data_axes(mesh), data_degree(mesh), batch_sizes=batch_sizes)
+        self.mesh = mesh
+        self.level = Level([])
+        self._bodies: dict[Any, tuple[Any, list[Any], list[Moved], Any]] = {}
+
+    # ---- stored shards
+    def read(self, value: Value) -> Value:
+        """A stored value gathered where a unit does not gather it: once in this program."""
+        if not value.is_stored:
+            return value
+        if id(value) not in self.level.whole:
+            with jax.named_scope(f"jshard[{value.shard.name}]"):
+                self.level.whole[id(value)] = value, Value(stored.gather(value, self.mesh))
+        return self.level.whole[id(value)][1]
+
+    def store(self, value: Value, state: Shard) -> Value:
+        """A value as stored shards; a partial one by its reduce-scatter."""
+        if value.state == state:
+            return value
+        placement = state.placement
+        if value.is_partial:
+            return Value(stored.reduce_scatter(value.x, placement, self.mesh), state)
+        return Value(stored.cut(self.whole(value).x, placement), state)
+
+    # ---- programs
+    def run_body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+        """Runs a program with a schedule of its own."""
+        outer, self.level = self.level, Level(list(planned(jaxpr, args)))
+        bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
+        try:
+            return self.run(jaxpr, consts, args)
+        finally:
+            self.level, self._bodies = outer, bodies
+
+    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""
+        name = eqn.primitive.name
+        if name == "unit":
+            outer, self.eqn = self.eqn, eqn
+            try:
+                return self._unit(eqn, values)
+            finally:
+                self.eqn = outer
+        if any(v.is_stored for v in values) and (found := self._of_stored(eqn, values)) is not None:
+            return found
+        return super().equation(eqn, values)
+
+    def _of_stored(self, eqn: Eqn, values: list[Value]) -> list[Value] | None:
+        """Elementwise equations on shards that are stored alike; those of gradients are linear, or of one shard."""
+        name = eqn.primitive.name
+        if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
+            return [values[0].with_array(self.bind(eqn, [values[0].x])[0])]
+        if name in ("add", "add_any", "sub"):
+            state = next(v.state for v in values if v.is_stored)
+            assert isinstance(state, Shard)
+            if not state.pieces and all(v.is_partial or v.state == state for v in values):
+                xs = [self.store(v, state).x for v in values]
+                return [Value(self.bind(eqn, xs)[0], state)]
+        return None
+
+    # ---- units
+    def _unit(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        q = eqn.params
+        owners, settings, phase = q["owners"], q["settings"], q["phase"]
+        values = list(values)
+        for i, v in enumerate(values):
+            owner = owners[i] if i < len(owners) else None
+            if not v.is_stored:
+                values[i] = self.land(v)
+            elif owner == OUTER:
+                values[i] = self.read(v)
+        own = values[: len(owners)]
+        scope = f"jshard[{settings.name}]" + ("/backward" if phase == BACKWARD else "")
+        with jax.named_scope(scope):
+            args = self._gathered(eqn, values)
+            outs = self._compute(eqn, args)
+            if phase == FORWARD:
+                return self._keep(eqn, own, outs)
+            return self._reduced(eqn, own, outs)
+
+    def _gathered(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """The operands of a unit's program, its parameters gathered at its place in the schedule."""
+        at = gathered_operands(eqn)
+        which = [i for i in at if values[i].is_stored]
+        unused = [i for i in range(len(eqn.params["owners"])) if i not in at and eqn.params["owners"][i] == OWN]
+        dtypes = [v.dtype for v in eqn.params["jaxpr"].in_avals]
+        values = list(values)
+        level = self.level
+        shards = [values[i] for i in which]
+        if eqn.params["phase"] == BACKWARD and level.recent and any(id(v) in level.recent for v in shards):
+            full = [
+                level.recent[id(v)][1] if id(v) in level.recent else stored.gather(v, self.mesh, dtypes[i])
+                for i, v in zip(which, shards, strict=True)
+            ]
+            level.recent = None
+        else:
+            full = self._scheduled(eqn, values, which, dtypes)
+        for i, x in zip(which, full, strict=True):
+            values[i] = Value(x)
+        for i in unused:
+            if values[i].is_stored:
+                aval = eqn.params["jaxpr"].in_avals[i]
+                values[i] = Value(jnp.zeros(aval.shape, aval.dtype))
+        return values
+
+    def _scheduled(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
+        """Gathers a unit's parameters, or takes what was gathered ahead, and gathers what comes next."""
+        level, settings = self.level, eqn.params["settings"]
+        shards = [values[i] for i in which]
+        at, is_planned = level.at, False
+        if at < len(level.plan):
+            mine = level.plan[at].gathers
+            is_planned = len(mine) == len(shards) and all(a is b for a, b in zip(mine, shards, strict=True))
+        level.at += is_planned
+        inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which]
+        wanted = [dtypes[i] for i in which]
+        full = level.gathered.pop(at, None) if is_planned else None
+        if full is None:
+            xs = [v.x for v in shards]
+            waits = settings.prefetch is not None and settings.prefetch.units == 0
+            if waits or (eqn.params["phase"] == BACKWARD and (at == 0 or not is_planned)):
+                xs, moved = tied(xs, [values[i].x for i in inputs])
+                self._replace(values, inputs, moved)
+            full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
+        if settings.prefetch is None:
+            return full
+        ahead = level.ahead(at) if is_planned else []
+        soon = [level.plan[i] for i in ahead]
+        full, moved, shards_ahead = tied(
+            full, [values[i].x for i in inputs], [[v.x for v in one.gathers] for one in soon]
+        )
+        self._replace(values, inputs, moved)
+        for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
+            name = one.eqn.params["settings"].name
+            with jax.named_scope(f"jshard[{name}]"):
+                later = [v.with_array(x) for v, x in zip(one.gathers, xs, strict=True)]
+                level.gathered[i] = stored.gather_unit(later, self.mesh, gathered_dtypes(one.eqn))
+        if eqn.params["phase"] == FORWARD:
+            level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
+        return full
+
+    @staticmethod
+    def _replace(values: list[Value], at: list[int], xs: Sequence[Any]) -> None:
+        for i, x in zip(at, xs, strict=True):
+            values[i] = values[i].with_array(x)
+
+    def _compute(self, eqn: Eqn, args: list[Value]) -> list[Value]:
+        """The unit's program. Equal units in equal states share one jit: one trace, one function in the lowering."""
+        jaxpr, dtypes = eqn.params["jaxpr"], eqn.params["out_dtypes"]
+        if any(v.is_stored for v in args):  # of units inside
+            return self._cast(self.run_body(jaxpr.jaxpr, jaxpr.consts, args), dtypes)
+        key = id(jaxpr), tuple(v.state for v in args)
+        if key not in self._bodies:
+            states: list[Any] = []
+            mark = len(self.moved)
+
+            def body(xs: list[Any]) -> list[Any]:
+                outs = self.run_body(
+                    jaxpr.jaxpr, jaxpr.consts, [Value(x, v.state) for x, v in zip(xs, args, strict=True)]
+                )
+                outs = [self.land(v) for v in self._cast(outs, dtypes)]
+                states[:] = [v.state for v in outs]
+                return [v.x for v in outs]
+
+            body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
+            run = jax.jit(body)
+            xs = run([v.x for v in args])
+            self._bodies[key] = run, states, self.moved[mark:], jaxpr
+        else:
+            run, states, moved, _ = self._bodies[key]
+            self.moved += moved
+            xs = run([v.x for v in args])
+        return [Value(x, state) for x, state in zip(xs, states, strict=True)]
+
+    @staticmethod
+    def _cast(outs: list[Value], dtypes: Sequence[Any]) -> list[Value]:
+        return [v if v.x.dtype == d else v.with_array(v.x.astype(d)) for v, d in zip(outs, dtypes, strict=True)]
+
+    def _keep(self, eqn: Eqn, own: list[Value], outs: list[Value]) -> list[Value]:
+        """What forward keeps of the parameters that it gathered: whole, or in pieces."""
+        num_kept, pieces = eqn.params["num_kept"], eqn.params["settings"].reshard
+        if not num_kept or isinstance(pieces, bool):
+            return outs
+        mine = [v for v, owner in zip(own, eqn.params["owners"], strict=True) if owner == OWN]
+        kept = outs[len(outs) - num_kept :]
+        for i, (v, full) in enumerate(zip(mine, kept, strict=True)):
+            if v.is_stored and v.shard.placement.dim is not None:
+                x = stored.keep_piece(full.x, v.shard.placement, pieces)
+                kept[i] = Value(x, dataclasses.replace(v.shard, pieces=pieces))
+        return [*outs[: len(outs) - num_kept], *kept]
+
+    def _reduced(self, eqn: Eqn, own: list[Value], outs: list[Value]) -> list[Value]:
+        """Gradients of stored parameters become shards; each unit's reduction waits for the one before."""
+        wrt = [v for v, is_wanted in zip(own, eqn.params["wrt"], strict=True) if is_wanted]
+        at = [i for i, v in enumerate(wrt) if v.is_stored and not outs[i].is_stored]
+        if not at:
+            return outs
+        rest = [i for i, v in enumerate(outs) if i not in at and not v.is_stored]
+        level, outs = self.level, [self.land(v) for v in outs]
+        gradients, others, before = tied(
+            [outs[i].x for i in at], [outs[i].x for i in rest], [v.x for v in level.reduced]
+        )
+        self._replace(outs, at, gradients)
+        self._replace(outs, rest, others)
+        for v, x in zip(level.reduced, before, strict=True):
+            v.x = x  # whoever reads the reduction before reads behind this
+            v.done.clear()
+        for i, v in zip(at, self.store_unit([outs[i] for i in at], [wrt[i].shard for i in at]), strict=True):
+            outs[i] = v
+        level.reduced = [outs[i] for i in at]
+        return outs
+
+    def store_unit(self, values: list[Value], states: list[Shard]) -> list[Value]:
+        """Values as stored shards; the small ones that are summed whole travel in one array."""
+        together: dict[Any, list[int]] = {}
+        for i, (v, state) in enumerate(zip(values, states, strict=True)):
+            if v.is_partial and stored.travels_with_others(v.x, state.placement):
+                together.setdefault((v.x.dtype, state.placement.reduce_dtype), []).append(i)
+        found = {}
+        for at in together.values():
+            if len(at) > 1:
+                xs = stored.all_reduce_joined([values[i].x for i in at], states[at[0]].placement, self.mesh)
+                found |= {i: Value(x, states[i]) for i, x in zip(at, xs, strict=True)}
+        return [found[i] if i in found else self.store(v, states[i]) for i, v in enumerate(values)]
+
+
+def tied(*groups: Any) -> Any:
+    """Trees of arrays, each there only once all are."""
+    flat, tree = jax.tree.flatten(groups)
+    at = [i for i, x in enumerate(flat) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
+    if len(at) > 1:
+        for i, x in zip(at, lax.optimization_barrier([flat[i] for i in at]), strict=True):
+            flat[i] = x
+    return jax.tree.unflatten(tree, flat)
+
+
+def gathered_operands(eqn: Eqn) -> list[int]:
+    """Positions of the operands that a unit's equation gathers, if they are stored."""
+    q = eqn.params
+    own = [i for i, owner in enumerate(q["owners"]) if owner == OWN]
+    if q["phase"] == BACKWARD and q["num_kept"]:
+        return list(range(len(eqn.invars) - q["num_kept"], len(eqn.invars)))
+    return own
+
+
+def gathered_dtypes(eqn: Eqn) -> list[Any]:
+    """The dtypes of what it gathers."""
+    return [eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(eqn)]
+
+
+def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
+    """The units that a program calls and that gather something, in order."""
+    env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
+    before: list[Value] | None = None
+    for e in jaxpr.eqns:
+        operands = [None if isinstance(a, jex.Literal) else env.get(a) for a in e.invars]
+        if e.primitive.name == "unit":
+            mine = [v for i in gathered_operands(e) if (v := operands[i]) is not None]
+            is_forward = e.params["phase"] == FORWARD
+            again = not is_forward and bool(before) and {*map(id, before or ())} <= {*map(id, mine)}
+            before = mine if is_forward else None if again else before
+            if mine and not again:
+                yield Planned(mine, e)
+        elif e.primitive.name in calls.NAMES:
+            inner, _ = calls.program(e)
+            yield from planned(inner, [Value(None) if v is None else v for v in operands])

@@ -1,0 +1,168 @@
+"""Stored shards: how a parameter is gathered from them, and how its gradient becomes one.
+
+The collectives of a parameter on one data shard, inside a region that is manual over the data axes.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jshard import _compat
+from jshard._mesh import FSDP, data_axes
+from jshard._offload import fetched, to_host
+from jshard._padded import Padding
+from jshard._placement import Placement, axes_of
+from jshard.engine import gloo
+from jshard.engine.values import Value
+
+_SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
+_JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
+
+
+def gather(value: Value, mesh: Mesh, dtype: Any = None) -> jax.Array:
+    """The whole logical parameter, gathered in a dtype; by default in the shard's."""
+    placement, pieces = value.shard.placement, value.shard.pieces
+    x = fetched(value.x)
+    x = x if dtype is None else x.astype(dtype)
+    dim = _dim(x, placement)
+    if dim is None:
+        return x
+    run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True)
+    if pieces:
+        groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)]
+        run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
+    elif gloo.carries(mesh):
+        run = lambda x: gloo.all_gather(x, dim, placement.degree)
+    return without_padding(_keep_other_axes(run, x, placement)(x), placement)
+
+
+def gather_unit(values: Sequence[Value], mesh: Mesh, dtypes: Sequence[Any]) -> list[jax.Array]:
+    """The parameters of a unit, gathered, the small ones first.
+
+    Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
+    for it early; behind a large one it is not.
+    """
+    first = _small_ones(values, mesh)
+    full = {i: gather(values[i], mesh, dtypes[i]) for i in first}
+    rest = [i for i in range(len(values)) if i not in full]
+    shards = [values[i].x for i in rest]
+    if first:
+        small, shards = lax.optimization_barrier(([full[i] for i in first], shards))
+        full = dict(zip(first, small, strict=True))
+    for i, x in zip(rest, shards, strict=True):
+        full[i] = gather(values[i].with_array(x), mesh, dtypes[i])
+    return [full[i] for i in range(len(values))]
+
+
+def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
+    """Positions of the parameters that are gathered first. On a TPU there are none: it fuses gathers into products."""
+    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu":
+        return []
+    sizes = [v.shard.placement.gathered_bytes // v.shard.placement.layers for v in values]
+    return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
+
+
+def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
+
+    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`.
+    """
+    dtype, dim = x.dtype, _dim(x, placement)
+    x = x.astype(placement.reduce_dtype)
+    axes = data_axes(mesh)
+    if dim is not None:
+        run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
+        if gloo.carries(mesh):
+            run = lambda x: gloo.reduce_scatter(x, dim, placement.degree)
+        x = _with_padding(x, placement)
+        x = _keep_other_axes(run, x, placement)(x)
+        axes = tuple(a for a in axes if a != FSDP)
+    return (lax.psum(x, axes) if axes else x).astype(dtype)
+
+
+def travels_with_others(x: jax.Array, placement: Placement) -> bool:
+    """Whether a gradient that is summed whole is copied together with others sooner than it is sent alone.
+
+    What is split over other axes, too, is not: it could not be joined without being gathered over them.
+    """
+    return placement.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES
+
+
+def all_reduce_joined(arrays: Sequence[jax.Array], placement: Placement, mesh: Mesh) -> list[jax.Array]:
+    """The sums over the data axes of arrays of one dtype, which travel as one."""
+    dtype = arrays[0].dtype
+    joined = jnp.concatenate([x.astype(placement.reduce_dtype).ravel() for x in arrays])
+    whole = lax.psum(joined, data_axes(mesh)).astype(dtype)
+    ends = list(itertools.accumulate(x.size for x in arrays))
+    return [part.reshape(x.shape) for part, x in zip(jnp.split(whole, ends[:-1]), arrays, strict=True)]
+
+
+def cut(x: jax.Array, placement: Placement) -> jax.Array:
+    """The stored shard of a value that is whole on every data shard."""
+    dim = _dim(x, placement)
+    if dim is None:
+        return x
+    x = _with_padding(x, placement)
+    size = x.shape[dim] // placement.degree
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(FSDP) * size, size, dim)
+
+
+def keep_piece(x: jax.Array, placement: Placement, pieces: int) -> jax.Array:
+    """The part of a gathered parameter that this device keeps: one of `pieces`, shared by a group of neighbours."""
+    dim = _dim(x, placement)
+    if dim is None:
+        return x
+    x = _with_padding(x, placement)
+    size = x.shape[dim] // pieces
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(FSDP) % pieces * size, size, dim)
+
+
+def placed(x: jax.Array, placement: Placement) -> jax.Array:
+    """A gradient in the memory that its parameter is stored in."""
+    return to_host(x) if placement.on_host else x
+
+
+def logical_shape(value: Value) -> tuple[int, ...]:
+    """The shape of the whole parameter that a value is a shard of."""
+    shape, placement = list(value.x.shape), value.shard.placement
+    dim = _dim(value.x, placement)
+    if dim is not None:
+        assert placement.dim is not None
+        shape[dim] = placement.shape[placement.dim]
+    return tuple(shape)
+
+
+def without_padding(x: jax.Array, placement: Placement) -> jax.Array:
+    """A stored array without its rows of padding."""
+    padding = Padding.of(placement)
+    return x if padding is None else padding.cut(x)
+
+
+def _with_padding(x: jax.Array, placement: Placement) -> jax.Array:
+    padding = Padding.of(placement)
+    return x if padding is None else padding.pad(x)
+
+
+def _dim(x: jax.Array, placement: Placement) -> int | None:
+    from_end = placement.dim_from_end
+    return None if from_end is None else x.ndim + from_end
+
+
+def _keep_other_axes(collective: Callable, x: jax.Array, placement: Placement) -> Callable:
+    """Runs a collective per shard of the axes that stay automatic.
+
+    In a partly manual region XLA would replicate a `tensor` axis before a collective over `fsdp`; being
+    manual over it too, around just the collective, avoids that.
+    """
+    manual = _compat.manual_axes()
+    automatic = lambda entry: tuple(n for n in axes_of(entry) if n not in manual) or None
+    kept = PartitionSpec(*map(automatic, placement.spec[len(placement.spec) - x.ndim :]))
+    names = {n for entry in kept for n in axes_of(entry)}
+    if not names:
+        return collective
+    return jax.shard_map(collective, in_specs=kept, out_specs=kept, axis_names=names, check_vma=False)

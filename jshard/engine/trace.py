@@ -1,0 +1,228 @@
+"""A call as programs: traced once in global view, differentiated there.
+
+The user's method runs once, on abstract arrays, and becomes a `Program`. Its derivatives come from that program, never
+from the Python again: `Gradient` holds a forward with residuals and a backward. What depends on nothing but parameters
+and constants is no residual; backward computes it again from the parameters, which is what makes ZeRO-3 of any remat
+policy.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+
+from jshard import _compat
+from jshard._placement import Placement
+
+
+class Call(Protocol):
+    """A call into an annotated module, taken apart into arrays by an adapter: nnx's or Linen's.
+
+    Attributes:
+        where: class and method, for messages.
+        params: the parameters under the module as they are stored, tied ones once.
+        placements: of each parameter; None for one that the annotation never saw.
+        owners: of each parameter: whether this module gathers it, a unit inside, or one around.
+        names: path of each parameter from the module.
+        inputs: all other arrays: state, then arguments.
+        num_state: how many of the inputs are state.
+        key: equal for calls that run the same program on arrays of the same types.
+        result: what `finish` needs besides arrays; set by `body`.
+    """
+
+    where: str
+    params: list[Any]
+    placements: list[Placement | None]
+    owners: list[str]
+    names: list[str]
+    inputs: list[Any]
+    num_state: int
+    key: Hashable
+    result: Any
+
+    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the method on a plain copy of the module: arrays of its result, and of the state it changed or made."""
+        ...
+
+    def finish(self, outs: Sequence[Any], result: Any) -> Any:
+        """Writes the state back to the caller's objects, and returns what the method returned."""
+        ...
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True, eq=False)
+class Static:
+    """Something that is no array, among a custom derivative's residuals."""
+
+    value: Any
+
+
+def is_float(x: Any) -> bool:
+    """Whether an array has gradients."""
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def abstract(x: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, or of a variable of a jaxpr."""
+    aval = x.aval if isinstance(x, (jex.Var, jex.Literal)) else jax.typeof(x)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+class Program:
+    """A traced function of operands: parameters, then the rest.
+
+    Args:
+        jaxpr: the program, closed.
+        num_params: how many of the operands are parameters.
+        remat: policy of `jax.checkpoint` for its gradient, or `"full"`; `"none"` keeps everything.
+    """
+
+    def __init__(self, jaxpr: Any, num_params: int, *, remat: Any = "none") -> None:
+        self.jaxpr, self.num_params, self.remat = jaxpr, num_params, remat
+        self.gradient = functools.cache(functools.partial(Gradient, self))
+
+    def __call__(self, *operands: Any) -> list[Any]:
+        """Evaluates the program where it is called."""
+        return evaluate_jaxpr(self.jaxpr, operands)
+
+
+def trace(
+    body: Callable[[list[Any], list[Any]], list[Any]], params: Sequence[Any], inputs: Sequence[Any], **settings: Any
+) -> tuple[Program, list[Any]]:
+    """Traces a function of parameters and inputs; its program, and the constants to append to its operands."""
+    closed = jax.make_jaxpr(body)(params, inputs)
+    consts = list(closed.consts)
+    if consts:
+        run = lambda *xs: evaluate_jaxpr(jex.ClosedJaxpr(closed.jaxpr, xs[len(xs) - len(consts) :]), xs[: -len(consts)])
+        closed = jax.make_jaxpr(run)(*params, *inputs, *map(abstract, consts))
+    return Program(closed, len(params), **settings), consts
+
+
+class Gradient:
+    """A program's derivative with respect to some operands, as a forward and a backward program.
+
+    Forward takes the program's operands, and returns its results, then the residuals that are kept. Backward takes the
+    parameters, the kept residuals and the cotangents of the results that have one, and returns a gradient for each
+    operand asked for.
+
+    Args:
+        program: the program.
+        wrt: for each operand, whether it is differentiated.
+    """
+
+    def __init__(self, program: Program, wrt: tuple[bool, ...]) -> None:
+        self.program, self.wrt = program, wrt
+        self.backward = functools.cache(self._backward)
+
+        def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
+            fixed = others(wrt, operands)
+
+            def f(diff: list[Any]) -> tuple[list[Any], list[Any]]:
+                outs = program(*merged(wrt, diff, fixed))
+                self.is_float = [is_float(x) for x in outs]
+                return picked(self.is_float, outs), others(self.is_float, outs)
+
+            if program.remat != "none":
+                f = jax.checkpoint(f, policy=None if program.remat == "full" else program.remat)
+            outs, vjp, rest = jax.vjp(f, picked(wrt, operands), has_aux=True)
+            residuals, self._tree = jax.tree.flatten(vjp)
+            return merged(self.is_float, outs, rest), residuals
+
+        closed = jax.make_jaxpr(forward)(*map(abstract, program.jaxpr.jaxpr.invars))
+        jaxpr, num_outs = closed.jaxpr, len(self.is_float)
+        self._consts = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+        self._params, self._residuals = jaxpr.invars[: program.num_params], jaxpr.outvars[num_outs:]
+        known = self._known(jaxpr)
+        again = {a for a in self._residuals if isinstance(a, jex.Var) and a in known}
+        self.kept = list(dict.fromkeys(a for a in self._residuals if isinstance(a, jex.Var) and a not in known))
+        self._again, self._outs = _slice(jaxpr.eqns, again), jaxpr.outvars[:num_outs]
+        self.forward = jex.ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
+
+    def _known(self, jaxpr: Any) -> set[Any]:
+        """What follows from parameters and constants alone."""
+        known = {*jaxpr.constvars, *self._params}
+        for e in jaxpr.eqns:
+            if all(isinstance(a, jex.Literal) or a in known for a in e.invars) and not e.effects:
+                known.update(e.outvars)
+        return known
+
+    def forward_keeping(self, which: Sequence[bool]) -> Any:
+        """Forward, with some of the parameters among what is kept."""
+        jaxpr = self.forward.jaxpr
+        return jex.ClosedJaxpr(
+            _compat.with_results(jaxpr, [*jaxpr.outvars, *picked(which, self._params)]), self.forward.consts
+        )
+
+    def backward_given(self, live: tuple[bool, ...], which: Sequence[bool]) -> Any:
+        """Backward, which takes some of the parameters from further operands."""
+        jaxpr, n, num_given = self.backward(live), len(which), sum(which)
+
+        def backward(*operands: Any) -> list[Any]:
+            operands, given = operands[: len(operands) - num_given], operands[len(operands) - num_given :]
+            params = merged(which, given, others(which, operands[:n]))
+            return evaluate_jaxpr(jaxpr, [*params, *operands[n:]])
+
+        return jax.make_jaxpr(backward)(*map(abstract, [*jaxpr.jaxpr.invars, *picked(which, self._params)]))
+
+    def _backward(self, live: tuple[bool, ...]) -> Any:
+        """The backward program, given for which results there is a cotangent."""
+
+        def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+            env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
+            leaves, given = evaluate(self._again, env, self._residuals), iter(cotangents)
+            cts = [next(given) if is_live else _zeros(a) for a, is_live in zip(self._outs, live, strict=True)]
+            (grads,) = jax.tree.unflatten(self._tree, leaves)(picked(self.is_float, cts))
+            return grads
+
+        avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
+        return jax.make_jaxpr(backward)(*avals)
+
+
+def _zeros(a: Any) -> jax.Array:
+    return jnp.zeros(a.aval.shape, a.aval.dtype)
+
+
+def _slice(equations: Sequence[Any], needed: set[Any]) -> list[Any]:
+    """The equations that some variables need."""
+    needed, found = set(needed), []
+    for e in reversed(equations):
+        if any(v in needed for v in e.outvars):
+            found.append(e)
+            needed.update(a for a in e.invars if isinstance(a, jex.Var))
+    return found[::-1]
+
+
+def evaluate_jaxpr(closed: Any, operands: Sequence[Any]) -> list[Any]:
+    """Runs a closed jaxpr where it is called, as `jax.core.eval_jaxpr`, keeping the user's lines and names."""
+    jaxpr = closed.jaxpr
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
+    return evaluate(jaxpr.eqns, env, jaxpr.outvars)
+
+
+def evaluate(equations: Sequence[Any], env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+    """Runs equations on the values in `env`; the values of some variables."""
+    read = lambda a: a.val if isinstance(a, jex.Literal) else env[a]
+    for e in equations:
+        with _compat.equation_context(e):
+            env.update(zip(e.outvars, _compat.bind(e, list(map(read, e.invars))), strict=True))
+    return list(map(read, wanted))
+
+
+def picked(which: Sequence[bool], xs: Sequence[Any]) -> list[Any]:
+    """The values that are marked."""
+    return [x for x, is_marked in zip(xs, which, strict=True) if is_marked]
+
+
+def others(which: Sequence[bool], xs: Sequence[Any]) -> list[Any]:
+    """The values that are not marked."""
+    return [x for x, is_marked in zip(xs, which, strict=True) if not is_marked]
+
+
+def merged(which: Sequence[bool], marked: Sequence[Any], rest: Sequence[Any]) -> list[Any]:
+    """Marked and other values in one list again."""
+    marked_it, rest_it = iter(marked), iter(rest)
+    return [next(marked_it) if is_marked else next(rest_it) for is_marked in which]

@@ -1,0 +1,201 @@
+"""Units as equations: in a region's global trace the call of a unit is one equation, with its policy.
+
+A unit is traced once for all calls that are equal. Its call is a function with a derivative of its own, whose forward
+and backward are each a `unit` equation: so both are found in the region's programs, whatever jit, scan, remat or vmap
+of the user's stands around. What the equation means on a data shard is `jshard.engine.schedule`'s; anywhere else it is
+the program in it.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jex
+from jax.interpreters import batching, mlir
+
+from jshard._nnx import OWN
+from jshard._policies import MixedPrecision, Prefetch
+from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
+
+FORWARD, BACKWARD = "forward", "backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitSettings:
+    """How a unit's equation is run on a data shard.
+
+    Args:
+        name: path of the unit, for the names of its operations.
+        reshard: True: gathered again in backward. False: what forward gathered is kept. A number: in so many pieces.
+        prefetch: how early it is gathered; None leaves it to the compiler.
+    """
+
+    name: str
+    reshard: bool | int
+    prefetch: Prefetch | None
+
+
+unit_p = jex.Primitive("unit")
+"""A unit's program. Its first operands are the unit's parameters, in their stored dtypes.
+
+Params:
+    jaxpr: the program, closed, which takes the parameters in the dtypes that they are gathered in.
+    phase: forward or backward.
+    owners: of each parameter operand: who gathers it.
+    settings: `UnitSettings`.
+    out_dtypes: dtypes of the results: gradients leave in the stored dtype of their parameter.
+    wrt: in backward, for each parameter, whether its gradient is among the first results.
+    num_kept: how many gathered parameters are the last results of forward, and the last operands of backward, which
+        then takes nothing but the types from its first operands.
+"""
+unit_p.multiple_results = True
+
+
+def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, **_: Any) -> list[Any]:
+    operands = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
+    outs = evaluate_jaxpr(jaxpr, operands)
+    return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, out_dtypes, strict=True)]
+
+
+@unit_p.def_impl
+def _impl(*operands: Any, **params: Any) -> list[Any]:
+    return jax.jit(lambda *xs: _run(*xs, **params))(*operands)
+
+
+@unit_p.def_abstract_eval
+def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> list[Any]:
+    return [a.update(dtype=dtype, weak_type=False) for a, dtype in zip(jaxpr.out_avals, out_dtypes, strict=True)]
+
+
+def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[int]]:
+    """Under the user's vmap the unit's program is one over all rows; it stays a unit."""
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
+    axes = [None if d is batching.not_mapped else 0 for d in dims]
+    operands = [x if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    rows = [
+        jax.ShapeDtypeStruct(v.shape if axis is None else (size, *v.shape), v.dtype)
+        for v, axis in zip(jaxpr.in_avals, axes, strict=True)
+    ]
+    run = jax.vmap(lambda *xs: evaluate_jaxpr(jaxpr, xs), in_axes=axes, axis_size=size)
+    over_rows = jax.make_jaxpr(run)(*rows)
+    return unit_p.bind(*operands, jaxpr=over_rows, **params), [0] * len(over_rows.out_avals)
+
+
+batching.primitive_batchers[unit_p] = _batched
+mlir.register_lowering(unit_p, mlir.lower_fun(_run, multiple_results=True))
+
+
+class Traces:
+    """The units of one region's trace."""
+
+    def __init__(self) -> None:
+        self.units: dict[Any, tuple[Callable[..., list[Any]], Any]] = {}
+
+
+_traces: contextvars.ContextVar[Traces | None] = contextvars.ContextVar("traces", default=None)
+
+
+def in_region_trace() -> bool:
+    """Whether a region's global program is being traced, so that units become equations."""
+    return _traces.get() is not None
+
+
+@contextlib.contextmanager
+def region_trace() -> Iterator[None]:
+    """Inside, a region's global program is traced."""
+    token = _traces.set(Traces())
+    try:
+        yield
+    finally:
+        _traces.reset(token)
+
+
+def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Any) -> Any:
+    """The call of a unit inside a region's trace."""
+    traces = _traces.get()
+    assert traces is not None
+    avals = tuple(
+        (abstract(x).shape, str(abstract(x).dtype), abstract(x).weak_type) for x in (*call.params, *call.inputs)
+    )
+    key = call.key, settings, precision, remat, avals, tuple(call.owners)
+    found = traces.units.get(key)
+    consts: list[Any] = []
+    if found is None:
+        like = [
+            jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN and is_float(x) else x
+            for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
+        ]
+        program, consts = trace(
+            computes_in(call, precision),
+            like,
+            list(map(abstract, call.inputs)),
+            remat=remat,
+        )
+        found = _differentiable(program, tuple(call.owners), settings, call.where), call.result
+        if not consts:
+            traces.units[key] = found
+    run, result = found
+    return call.finish(run(*call.params, *call.inputs, *consts), result)
+
+
+def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], list[Any]], list[Any]]:
+    """The body of a call, with its arguments and results in the dtypes of a policy."""
+
+    def body(params: list[Any], inputs: list[Any]) -> list[Any]:
+        dtype = precision.param if precision.cast_inputs else None
+        arguments = [_cast(x, dtype) for x in inputs[call.num_state :]]
+        outs, state = call.body(params, [*inputs[: call.num_state], *arguments])
+        return [*(_cast(x, precision.output) for x in outs), *state]
+
+    return body
+
+
+def _cast(x: Any, dtype: str | None) -> Any:
+    return x.astype(dtype) if dtype and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _differentiable(
+    program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str
+) -> Callable[..., list[Any]]:
+    """The program as a function whose derivative is a unit's, too."""
+    n, own = program.num_params, [owner == OWN for owner in owners]
+    num_kept = 0 if settings.reshard is True else sum(own)
+
+    def bind(jaxpr: Any, operands: Sequence[Any], dtypes: Sequence[Any], **phase: Any) -> list[Any]:
+        return unit_p.bind(
+            *operands, jaxpr=jaxpr, out_dtypes=tuple(dtypes), owners=owners, settings=settings, where=where, **phase
+        )
+
+    @jax.custom_vjp
+    def run(*operands: Any) -> list[Any]:
+        return bind(program.jaxpr, operands, _dtypes(program.jaxpr), phase=FORWARD, wrt=(), num_kept=0)
+
+    def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        values = [x.value for x in operands]
+        gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
+        jaxpr = gradient.forward_keeping(own) if num_kept else gradient.forward
+        outs = bind(jaxpr, values, _dtypes(jaxpr), phase=FORWARD, wrt=(), num_kept=num_kept)
+        num_outs = len(gradient.is_float)
+        return outs[:num_outs], (values[:n], outs[num_outs:], Static(gradient))
+
+    def backward(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        params, kept, gradient = saved[0], saved[1], saved[2].value
+        live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
+        jaxpr = gradient.backward_given(live, own) if num_kept else gradient.backward(live)
+        at, wrt = len(kept) - num_kept, gradient.wrt[:n]
+        operands = [*params, *kept[:at], *picked(live, cotangents), *kept[at:]]
+        dtypes = [*(x.dtype for x in picked(wrt, params)), *_dtypes(jaxpr)[sum(wrt) :]]
+        grads = iter(bind(jaxpr, operands, dtypes, phase=BACKWARD, wrt=wrt, num_kept=num_kept))
+        return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)
+
+    run.defvjp(forward, backward, symbolic_zeros=True)
+    return run
+
+
+def _dtypes(jaxpr: Any) -> list[Any]:
+    return [a.dtype for a in jaxpr.out_avals]
