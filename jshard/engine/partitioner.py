@@ -6,7 +6,7 @@ computed whole from gathered operands: slower, never wrong, and noted with its b
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ from jshard import _compat
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.table import KEEP_STORED, RULES, TAKE_PARTIAL
 from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value, array_bytes
+
+if TYPE_CHECKING:
+    from jshard.engine.rules.loops import Scan
 
 
 class Partitioner:
@@ -44,6 +47,10 @@ class Partitioner:
     def store(self, value: Value, state: Shard) -> Value:
         """A value as stored shards. A subclass that has some says how."""
         raise NotImplementedError
+
+    def run_scan(self, scan: "Scan") -> list[Value]:
+        """Runs a loop; a subclass may choose another form of it."""
+        return scan.run()
 
     def run_body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         """Runs the program of a loop's body or of a branch, in a trace of its own."""
@@ -137,6 +144,8 @@ class Partitioner:
         """The value in a state; a value that is split is not made partial."""
         if isinstance(state, int):
             return self.split(value, state)
+        if isinstance(state, Shard):
+            return self.store(value, state)
         return self.whole(value) if state is None else self.partial(value)
 
     # ---- values known without data, where a trace begins or ends

@@ -2,12 +2,12 @@
 
 The schedule is a property of the program. At the start of unit i its gathered parameters, its inputs, and the shards
 of the units to be gathered while it computes pass through one optimization barrier: those gathers run beside unit i,
-and no earlier. Every output of the barrier is used, so nothing of it is pruned. Forward and backward alike; in backward the
-reduction of unit i waits for that of the unit before.
+and no earlier. Every output of the barrier is used, so nothing of it is pruned. Forward and backward alike; in backward
+the reduction of unit i waits for that of the unit before.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,9 @@ from jshard._mesh import data_axes, data_degree
 from jshard._nnx import OUTER, OWN
 from jshard.engine import stored
 from jshard.engine.partitioner import Partitioner
+from jshard.engine.rotation import MIN_TRIPS, Handover, Rotation
 from jshard.engine.rules import calls
+from jshard.engine.rules.loops import Scan, rows
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Moved, Shard, Value
 
@@ -99,6 +101,7 @@ class ShardedPartitioner(Partitioner):
         self.mesh = mesh
         self.level = Level([])
         self._bodies: dict[Any, tuple[Any, list[Any], list[Moved], Any]] = {}
+        self._handover: tuple[Eqn, Handover] | None = None  # for the trip that is run next
 
     # ---- stored shards
     def read(self, value: Value) -> Value:
@@ -124,10 +127,54 @@ class ShardedPartitioner(Partitioner):
         """Runs a program with a schedule of its own."""
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
         bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
+        handover, self._handover = self._handover, None
         try:
-            return self.run(jaxpr, consts, args)
+            if handover is None:
+                return self.run(jaxpr, consts, args)
+            return self._run_trip(*handover, jaxpr, consts, args)
         finally:
             self.level, self._bodies = outer, bodies
+
+    def _run_trip(self, eqn: Eqn, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
+        """Runs one trip of a loop whose first unit was gathered in the trip before."""
+        level, end = self.level, len(self.level.plan)
+        level.gathered[0] = handover.gathered
+        if handover.next_shards:
+            level.plan.append(Planned(handover.next_shards, eqn))
+        outs = self.run(jaxpr, consts, args)
+        handover.gathered_next = level.gathered.get(end)
+        return outs
+
+    def run_scan(self, scan: Scan) -> list[Value]:
+        """Runs a loop; where its first unit can be, it is gathered a trip ahead."""
+        probe = [rows(v, None) for v in scan.scanned]
+        carried = [Value(None, state) for state in scan.states]
+        plan = list(planned(scan.jaxpr, [*scan.shared, *carried, *probe]))
+        if not plan or scan.length < MIN_TRIPS:
+            return scan.run()
+        first, settings = plan[0], plan[0].eqn.params["settings"]
+        at = {id(v): i for i, v in enumerate(probe)}
+        which = [at.get(id(v)) for v in first.gathers]
+        if settings.prefetch is None or settings.prefetch.units == 0 or None in which:
+            return scan.run()
+        dtypes = gathered_dtypes(first.eqn)
+        scope = f"jshard[{settings.name}]"
+
+        def gather(shards: list[Value], start: list[Any]) -> tuple[list[Any], list[Any]]:
+            xs, start = tied([v.x for v in shards], start)
+            with jax.named_scope(scope):
+                moved = [v.with_array(x) for v, x in zip(shards, xs, strict=True)]
+                return stored.gather_unit(moved, self.mesh, dtypes), start
+
+        def run_trip(handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
+            self._handover = first.eqn, handover
+            outs = run()
+            if handover.next_shards and handover.gathered_next is None:
+                handover.gathered_next = stored.gather_unit(handover.next_shards, self.mesh, dtypes)
+            return outs
+
+        del self.moved[scan.mark :]  # the loop is traced again
+        return Rotation(scan, [i for i in which if i is not None], gather, run_trip).run()
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""

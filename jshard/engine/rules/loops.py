@@ -68,52 +68,99 @@ def rows(value: Value, x: Any) -> Value:
     return Value(x, value.dim - 1 if value.is_split else value.state)
 
 
+class Scan:
+    """A `lax.scan` on a data shard. What is scanned over is not split along the dim of the trips.
+
+    Attributes:
+        shared: what every trip reads.
+        carry: what is carried, at the start.
+        scanned: what is scanned over.
+        states: of the carry, in every trip.
+        row_states: of the results of one trip that are stacked.
+        through: for each of these, which of `scanned` it is a row of, unchanged, if that is stored.
+    """
+
+    def __init__(self, p: "Partitioner", eqn: Eqn, values: list[Value]) -> None:
+        self.p, self.eqn = p, eqn
+        n_consts, self.n_carry = _compat.scan_arguments(eqn)
+        end = n_consts + self.n_carry
+        self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
+        self.jaxpr, self.consts = opened(eqn.params["jaxpr"])
+        self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]
+        self.carry = [p.land(v) for v in values[n_consts:end]]
+        scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
+        self.scanned = [p.whole(v) if v.state == 0 else v for v in scanned]
+        self.mark = len(p.moved)
+        self.states, (self.traced, self.start) = fixed_point(p, [v.state for v in self.carry], self._once)
+
+    def _once(self, states: list[State]) -> tuple[list[State], Any]:
+        """Traces one trip for states of the carry."""
+        start = [self.p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
+        row = [jax.ShapeDtypeStruct(v.shape[1:], v.x.dtype) for v in self.scanned]
+        found: list[State] = []
+
+        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            carry = [Value(x, state) for x, state in zip(carry_xs, states, strict=True)]
+            scanned = [rows(v, x) for v, x in zip(self.scanned, row_xs, strict=True)]
+            outs = self.trip(carry, scanned, shared_xs=shared_xs, trips=self.length)
+            found[:] = [v.state for v in outs[: self.n_carry]]
+            stacked = outs[self.n_carry :]
+            self.row_states = [v.state for v in stacked]
+            at = {id(v): i for i, v in enumerate(scanned) if v.is_stored}
+            self.through = [at.get(id(v)) for v in stacked]
+            kept = [self.p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
+            return kept, [v.x for v, i in zip(stacked, self.through, strict=True) if i is None]
+
+        traced = jax.make_jaxpr(step)([_array(v) for v in self.shared], start, row)
+        return list(found), (traced, start)
+
+    def trip(
+        self, carry: list[Value], scanned: list[Value], *, shared_xs: Sequence[Any] | None = None, trips: int = 1
+    ) -> list[Value]:
+        """One trip: what is carried on, then what is stacked.
+
+        Args:
+            carry: what is carried in.
+            scanned: the rows of this trip.
+            shared_xs: the arrays of what every trip reads; those outside where not given.
+            trips: how many trips this trace stands for.
+        """
+        p = self.p
+        shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
+        before, p.trips = p.trips, p.trips * trips
+        try:
+            return [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
+        finally:
+            p.trips = before
+
+    def run(self) -> list[Value]:
+        """The loop, as it was traced."""
+        function, shared = jex.jaxpr_as_fun(self.traced), [_array(v) for v in self.shared]
+
+        def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            outs = function(*shared, *carry_xs, *row_xs)
+            return outs[: self.n_carry], outs[self.n_carry :]
+
+        settings = {name: self.eqn.params[name] for name in ("length", "reverse", "unroll")}
+        last, stacked = lax.scan(step, self.start, [v.x for v in self.scanned], **settings)
+        return self.results(last, stacked)
+
+    def results(self, last: Sequence[Any], stacked: Sequence[Any]) -> list[Value]:
+        """What the loop returns, from the arrays of the carry and of what was stacked."""
+        arrays = iter(stacked)
+        found = [Value(x, state) for x, state in zip(last, self.states, strict=True)]
+        for state, i in zip(self.row_states, self.through, strict=True):
+            if i is None:
+                found.append(Value(next(arrays), state + 1 if isinstance(state, int) else state))
+            else:
+                found.append(self.scanned[i])
+        return found
+
+
 @rule("scan", keeps_stored=True)
 def scan(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """The body runs on a shard. What is scanned over is not split along the dim of the trips."""
-    n_consts, n_carry = _compat.scan_arguments(eqn)
-    params, (jaxpr, consts) = eqn.params, opened(eqn.params["jaxpr"])
-    values = [v if n_consts <= k < n_consts + n_carry else p.settle(v) for k, v in enumerate(values)]
-    shared = [p.cross(v) for v in values[:n_consts]]
-    carry = [p.land(v) for v in values[n_consts : n_consts + n_carry]]
-    scanned = [p.land(v, skip=(0,)) for v in values[n_consts + n_carry :]]
-    scanned = [p.whole(v) if v.state == 0 else v for v in scanned]
-    found: dict[str, list[State]] = {}
-
-    def body(states: list[State]) -> Callable[..., Any]:
-        def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
-            args = _inside(p, shared, shared_xs)
-            args += [Value(x, state) for x, state in zip(carry_xs, states, strict=True)]
-            args += [rows(v, x) for v, x in zip(scanned, row_xs, strict=True)]
-            trips, p.trips = p.trips, p.trips * params["length"]
-            try:
-                outs = [p.land(v) for v in p.run_body(jaxpr, consts, args)]
-                found["carry"] = [v.state for v in outs[:n_carry]]
-                found["rows"] = [v.state for v in outs[n_carry:]]
-                kept = [p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
-            finally:
-                p.trips = trips
-            return kept, [v.x for v in outs[n_carry:]]
-
-        return step
-
-    def once(states: list[State]) -> tuple[list[State], Any]:
-        start = [p.in_state(v, state).x for v, state in zip(carry, states, strict=True)]
-        row = [jax.ShapeDtypeStruct(v.shape[1:], v.x.dtype) for v in scanned]
-        traced = jax.make_jaxpr(body(states))([_array(v) for v in shared], start, row)
-        return found["carry"], (traced, start, found["rows"])
-
-    states, (traced, start, row_states) = fixed_point(p, [v.state for v in carry], once)
-    function, shared_xs = jex.jaxpr_as_fun(traced), [_array(v) for v in shared]
-
-    def step(carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
-        outs = function(*shared_xs, *carry_xs, *row_xs)
-        return outs[:n_carry], outs[n_carry:]
-
-    settings = {name: params[name] for name in ("length", "reverse", "unroll")}
-    last, stacked = lax.scan(step, start, [v.x for v in scanned], **settings)
-    stacked_states = [s + 1 if isinstance(s, int) else s for s in row_states]
-    return [Value(x, s) for x, s in zip([*last, *stacked], [*states, *stacked_states], strict=True)]
+    """The body runs on a shard."""
+    return p.run_scan(Scan(p, eqn, values))
 
 
 @rule("while", keeps_stored=True)
