@@ -7,9 +7,10 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard._nnx import Unit, detach, dotted, nested_units, unit_of
+from jshard._nnx import detach, dotted, nested_units, unit_of
 from jshard.engine.call import Before, is_array, raw
 from jshard.engine.call import Call as Parts
+from jshard.engine.padded_gradients import guarded
 
 _names: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("names")
 
@@ -17,7 +18,7 @@ _names: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("name
 class NnxCall:
     """A call of a method of an annotated module: `jshard.engine.trace.Call`."""
 
-    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any], unit: Unit) -> None:
+    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self._parts = parts = Parts(module, method, args, kwargs)
         self.where, self.name = parts.where, _names.get({}).get(id(module), "")
         members = [_member(parts, path) for path, _ in parts.params]
@@ -33,6 +34,12 @@ class NnxCall:
         self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
         self.key = parts.key(), self._state_tree
         self.result: Any = None
+
+    def guard(self) -> None:
+        """Refuses gradients of padded parameters as long as an optimizer would see the padding."""
+        params, *_ = self._parts.values()
+        params = guarded(self._parts, params)
+        self.params = [params[i] for i in self._planned]
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])

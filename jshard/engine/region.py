@@ -7,6 +7,8 @@ program stays in global view, so penalties, metrics and optimizers see whole par
 """
 
 import collections
+import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -19,15 +21,19 @@ from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import NESTED, Unit
 from jshard._placement import spec_over
 from jshard._policies import checkpoint_policy
+from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner, tied
+from jshard.engine.stored import placed
 from jshard.engine.trace import Call, Program, Static, abstract, is_float, picked, trace
 from jshard.engine.units import computes_in, region_trace
-from jshard.engine.values import Moved, Shard, State, Value
+from jshard.engine.values import PARTIAL, Moved, Shard, State, Value
 
 
 def open_region(call: Call, unit: Unit) -> Any:
     """Runs the outermost call into an annotated model."""
     policy = unit.policy
+    copies = _copies_of(call)
+    params = [x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)]
     own = [
         placement is not None and owner != NESTED for placement, owner in zip(call.placements, call.owners, strict=True)
     ]
@@ -42,16 +48,41 @@ def open_region(call: Call, unit: Unit) -> Any:
 
     logical = [
         x if p is None else jax.ShapeDtypeStruct(p.shape, x.dtype)
-        for x, p in zip(map(abstract, call.params), call.placements, strict=True)
+        for x, p in zip(map(abstract, params), call.placements, strict=True)
     ]
     with region_trace():
         program, consts = trace(cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
-    operands = [*call.params, *call.inputs, *consts]
-    region = Region(cast(Mesh, unit.mesh), call, program, consts)
+    operands = [*params, *call.inputs, *consts]
+    region = Region(cast(Mesh, unit.mesh), call, program, consts, [copy is not None for copy in copies])
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)
     return call.finish(outs, call.result)
+
+
+def _copies_of(call: Call) -> list[Any]:
+    """The copies gathered beforehand for the parameters of this call, if all that are ever gathered are there."""
+    copies, none = gathered_copies(), [None] * len(call.params)
+    if copies is None:
+        return none
+    found = list(map(copies.of, call.params))
+    wanted = [p is None or p.gathered for p in call.placements]
+    if any(x is None and wants for x, wants in zip(found, wanted, strict=True)):
+        copies.missed = True
+        return none
+    copies.take(call.params)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Own:
+    """The state of what each device has for itself, and is no part of an array: it crosses with a dim for the devices.
+
+    Args:
+        state: of the value inside.
+    """
+
+    state: State
 
 
 def remat_of(unit: Unit) -> Any:
@@ -82,15 +113,17 @@ class Region:
         call: the call.
         program: its program; the operands are parameters, inputs and constants.
         consts: the constants.
+        copied: of each parameter, whether it enters as a copy that each device gathered beforehand.
     """
 
-    def __init__(self, mesh: Mesh, call: Call, program: Program, consts: Sequence[Any]) -> None:
+    def __init__(self, mesh: Mesh, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
         self.mesh, self.program = mesh, program
         self.axes, self.degree = data_axes(mesh), data_degree(mesh)
         arguments = call.inputs[call.num_state :] or call.inputs
         self.batch = batch_size(arguments, self.degree)
-        self.states: list[State] = [
-            None if p is None else Shard(p, name=name) for p, name in zip(call.placements, call.names, strict=True)
+        self.states: list[State | Own] = [
+            Own(None) if is_copy else None if p is None else Shard(p, name=name)
+            for p, name, is_copy in zip(call.placements, call.names, copied, strict=True)
         ]
         self.states += [self._split(x) for x in (*call.inputs, *consts)]
         self.moved: list[Moved] = []
@@ -99,8 +132,13 @@ class Region:
         return 0 if self.batch and x.ndim and x.shape[0] == self.batch else None
 
     def partitioned(
-        self, jaxpr: Any, states: Sequence[State], wanted: Sequence[State] | None = None, *, is_backward: bool = False
-    ) -> tuple[Callable[..., list[Any]], list[State]]:
+        self,
+        jaxpr: Any,
+        states: Sequence[State | Own],
+        wanted: Sequence[State | Own] = (),
+        *,
+        is_backward: bool = False,
+    ) -> tuple[Callable[..., list[Any]], list[State | Own]]:
         """A program as a function of global arrays, and a list that has the states of its results once it has run.
 
         Args:
@@ -109,68 +147,68 @@ class Region:
             wanted: of its first results; the others leave as they come.
             is_backward: nothing is gathered before the other operands are there.
         """
-        found: list[State] = []
+        found: list[State | Own] = []
         out_specs: list[PartitionSpec] = []
 
         def on_shard(*xs: Any) -> list[Any]:
             p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [])
-            arrays = [x[0] if is_local(s) else x for x, s in zip(xs, states, strict=True)]
-            values = [Value(x, s) for x, s in zip(arrays, states, strict=True)]
-            if is_backward:
-                late = [v for v in values if v.is_stored and not v.shard.pieces and not _compat.on_host(v.x)]
-                rest = [v for v in values if not v.is_stored]
-                shards, others = tied([v.x for v in late], [v.x for v in rest])
-                for v, x in zip([*late, *rest], [*shards, *others], strict=True):
-                    v.x = x
-            outs = p.run_body(jaxpr.jaxpr, jaxpr.consts, values)
-            asked = list(wanted or ())
-            stored_at = [i for i, s in enumerate(asked) if isinstance(s, Shard)]
-            stored = p.store_unit([outs[i] for i in stored_at], [cast(Shard, asked[i]) for i in stored_at])
-            at = dict(zip(stored_at, stored, strict=True))
-            outs = [
-                at[i] if i in at else p.in_state(v, asked[i]) if i < len(asked) else p.land(p.settle(v))
-                for i, v in enumerate(outs)
+            values = [
+                Value(x[0], s.state) if isinstance(s, Own) else Value(x, s) for x, s in zip(xs, states, strict=True)
             ]
+            if is_backward:
+                _hold_back([v for v in values if v.is_stored], [v for v in values if not v.is_stored])
+            outs = p.run_body(jaxpr.jaxpr, jaxpr.consts, values)
+            outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
             self.moved += p.moved
-            found[:] = [v.state for v in outs]
-            out_specs[:] = [self._spec(v.x, v.state) for v in outs]
-            return [self._leaving(v) for v in outs]
+            leave = [Own(v.state) if _is_own(v, s) else v.state for v, s in itertools.zip_longest(outs, wanted)]
+            found[:] = leave
+            out_specs[:] = [self._spec(s, v.x.ndim) for v, s in zip(outs, leave, strict=True)]
+            return [v.x[None] if isinstance(s, Own) else v.x for v, s in zip(outs, leave, strict=True)]
 
-        in_specs = tuple(self._spec_of_operand(s) for s in states)
         run = jax.shard_map(
             on_shard,
             mesh=self.mesh,
-            in_specs=in_specs,
-            out_specs=out_specs,
+            in_specs=tuple(self._spec(s, x.ndim) for s, x in zip(states, jaxpr.in_avals, strict=True)),
+            out_specs=out_specs,  # read after the body is traced, which fills the list
             axis_names=manual_axes(self.mesh),
             check_vma=False,
-        )  # shard_map reads out_specs after it has traced the body, which fills the list
+        )
         return run, found
 
-    def _spec_of_operand(self, state: State) -> PartitionSpec:
-        if is_local(state):
+    def _spec(self, state: State | Own, ndim: int) -> PartitionSpec:
+        """Where an array with a state lies over the data axes."""
+        if isinstance(state, Own):
             return PartitionSpec(self.axes)
         if isinstance(state, Shard):
-            return spec_over(tuple(manual_axes(self.mesh)), state.placement.spec)
+            entries = state.placement.spec
+            stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
+            return spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
         return PartitionSpec() if state is None else PartitionSpec(*[None] * cast(int, state), self.axes)
 
-    def _spec(self, x: Any, state: State) -> PartitionSpec:
-        if isinstance(state, Shard) and not state.pieces:
-            entries = state.placement.spec
-            extra = x.ndim - len(entries)  # rows of a loop, stacked, or a row alone
-            entries = (None,) * extra + tuple(entries) if extra > 0 else tuple(entries[-extra:])
-            return spec_over(tuple(manual_axes(self.mesh)), entries)
-        return self._spec_of_operand(state)
 
-    def _leaving(self, value: Value) -> Any:
-        if is_local(value.state):
-            return value.x[None]
-        return value.x
+def _is_own(value: Value, wanted: State | Own) -> bool:
+    return isinstance(wanted, Own) or (isinstance(value.state, Shard) and value.state.pieces > 0)
 
 
-def is_local(state: State) -> bool:
-    """Whether a value is each device's own, and no part of an array: it crosses with a dim for the devices."""
-    return isinstance(state, Shard) and bool(state.pieces)
+def _hold_back(shards: list[Value], others: list[Value]) -> None:
+    """Nothing is gathered before the other operands are there."""
+    shards = [v for v in shards if not v.shard.pieces and not _compat.on_host(v.x)]
+    first, last = tied([v.x for v in shards], [v.x for v in others])
+    for v, x in zip([*shards, *others], [*first, *last], strict=True):
+        v.x = x
+
+
+def _in_states(p: ShardedPartitioner, values: Sequence[Value], wanted: Sequence[State | Own]) -> list[Value]:
+    """Values in the states asked for; a gradient lies in the memory that its parameter is stored in."""
+    at = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
+    stored_values = p.store_unit([values[i] for i in at], [cast(Shard, wanted[i]) for i in at])
+    found = dict(zip(at, stored_values, strict=True))
+    for i, v in found.items():
+        found[i] = v.with_array(placed(v.x, v.shard.placement))
+    for i, (v, s) in enumerate(zip(values, wanted, strict=True)):
+        if i not in found:
+            found[i] = p.partial(v) if isinstance(s, Own) else p.in_state(v, s)
+    return [found[i] for i in range(len(values))]
 
 
 def differentiable(region: Region) -> Callable[..., list[Any]]:
@@ -196,7 +234,7 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
         num_outs = len(gradient.is_float)
         live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
         of_operands = [*states[:n], *found[num_outs:], *picked(live, found[:num_outs])]
-        wanted = picked(gradient.wrt, states)
+        wanted = [Own(PARTIAL) if isinstance(s, Own) else s for s in picked(gradient.wrt, states)]
         function, _ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True)
         grads = iter(function(*params, *kept, *picked(live, cotangents)))
         return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)

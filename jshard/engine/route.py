@@ -15,10 +15,11 @@ from jshard._plan import resharded
 from jshard.engine.context import current_region, in_global_view, in_plain_flax
 from jshard.engine.hosted import on_device
 from jshard.engine.island import open_region as open_island
+from jshard.engine.island import refuse_absent
 from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.region import open_region, remat_of
 from jshard.engine.ungathered import called_inside, run_ungathered
-from jshard.engine.unit import run_as_flax, run_unit
+from jshard.engine.unit import refuse_late, run_as_flax, run_unit
 from jshard.engine.units import UnitSettings, call_unit, in_region_trace
 
 
@@ -29,8 +30,8 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     region = current_region()
     if in_plain_flax():
         return run_as_flax(module, unit, method, args, kwargs)
-    if not unit.policy.gathered and region is not None:
-        raise called_inside(module, method, region)
+    if not unit.policy.gathered and region is not None and not is_new():
+        raise called_inside(f"{plain_class(module).__name__}.{method.__name__}", region.unit)
     if in_global_view():
         with on_device(module, unit), guarded_inside(module, unit):
             return method(module, *args, **kwargs)
@@ -39,8 +40,6 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
     if region is not None:
         return run_unit(module, unit, region, method, args, kwargs, outermost=False)
     refuse_manual(unit.mesh, f"{plain_class(module).__name__}.{method.__name__}")
-    if not unit.policy.gathered:
-        return run_ungathered(module, unit, method, args, kwargs)
     return open_island(module, unit, method, args, kwargs)
 
 
@@ -61,9 +60,14 @@ def is_new() -> bool:
 
 
 def _by_partition(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
-    call = NnxCall(module, method, args, kwargs, unit)
+    call = NnxCall(module, method, args, kwargs)
     if in_region_trace():
+        if not unit.policy.gathered:
+            raise called_inside(call.where, "the model")
         settings = UnitSettings(call.name, resharded(unit, is_root=False), unit.policy.prefetch)
         return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
     refuse_manual(unit.mesh, call.where)
-    return open_region(call, unit)
+    refuse_absent(unit, call.where)
+    refuse_late(module, call.where)
+    call.guard()
+    return open_region(call, unit) if unit.policy.gathered else run_ungathered(call, unit)

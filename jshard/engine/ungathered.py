@@ -1,44 +1,28 @@
 """A unit that is never gathered: its call runs as written, in global view, on parameters that stay where they are."""
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
-from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 
 from jshard._errors import CallError
-from jshard._nnx import Unit, dotted, plain_class
+from jshard._nnx import Unit
 from jshard._placement import Placement
-from jshard.engine.body import Body
-from jshard.engine.call import Call, raw
-from jshard.engine.collectives import scope
-from jshard.engine.context import Region
-from jshard.engine.island import refuse_absent
-from jshard.engine.padded_gradients import guarded
-from jshard.engine.unit import gathered_here, refuse_late
+from jshard.engine.stored import without_padding
+from jshard.engine.trace import Call
+from jshard.engine.units import computes_in
 
 
-def run_ungathered(module: nnx.Module, unit: Unit, method: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Calls a method of a unit that is never gathered. The compiler places what its operations communicate.
-
-    Args:
-        module: the unit's module.
-        unit: its record.
-        method: the plain method.
-        args: positional arguments after self.
-        kwargs: keyword arguments.
-    """
-    call = Call(module, method, args, kwargs)
-    refuse_absent(unit, call.where)
-    refuse_late(module, call.where)
-    mine = gathered_here(call, unit, True)
-    body = Body(call, tuple(mine), unit.policy.mixed_precision, None)
-    stored = guarded(call, [raw(variable) for _, variable in call.params])
-    values = [_held(stored[i], member.placement, unit) for i, member in mine.items()]
-    with jax.named_scope(scope(unit.name or dotted(()))):
-        return body.finish(body.compute(values, body.others, body.inputs, body.fixed, None))
+def run_ungathered(call: Call, unit: Unit) -> Any:
+    """Calls a method of a unit that is never gathered. The compiler places what its operations communicate."""
+    params = [
+        x if p is None else without_padding(_held(x, p, unit), p).astype(p.gathered_dtype)
+        for x, p in zip(call.params, call.placements, strict=True)
+    ]
+    with jax.named_scope(f"jshard[{unit.name or '(root)'}]"):
+        outs = computes_in(call, unit.policy.mixed_precision)(params, call.inputs)
+    return call.finish(outs, call.result)
 
 
 def _held(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
@@ -48,11 +32,11 @@ def _held(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
     return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))
 
 
-def called_inside(module: nnx.Module, method: Callable[..., Any], region: Region) -> CallError:
+def called_inside(where: str, around: str) -> CallError:
     """The error for a call from inside the region."""
     return CallError(
         "A unit that is never gathered was called inside the sharded region.",
-        where=f"{region.unit}: {plain_class(module).__name__}.{method.__name__}",
+        where=f"{around}: {where}",
         why="inside, a device sees its part of the batch and its shards of the parameters, and gathering them is what"
         " the annotation rules out.",
         do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
