@@ -7,7 +7,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard._nnx import detach, dotted, nested_units, unit_of
+from jshard._nnx import Unit, detach, dotted, nested_units, plain_class, unit_of
+from jshard._replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.engine.call import Before, is_array, raw
 from jshard.engine.call import Call as Parts
 from jshard.engine.padded_gradients import guarded
@@ -20,7 +21,7 @@ class NnxCall:
 
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self._parts = parts = Parts(module, method, args, kwargs)
-        self.where, self.name = parts.where, _names.get({}).get(id(module), "")
+        self.where, self.name = parts.where, _names.get({}).get(id(module), plain_class(module).__name__)
         members = [_member(parts, path) for path, _ in parts.params]
         planned = [i for i, member in enumerate(members) if member is not None]
         self._planned = planned
@@ -35,11 +36,23 @@ class NnxCall:
         self.key = parts.key(), self._state_tree
         self.result: Any = None
 
-    def guard(self) -> None:
-        """Refuses gradients of padded parameters as long as an optimizer would see the padding."""
-        params, *_ = self._parts.values()
-        params = guarded(self._parts, params)
-        self.params = [params[i] for i in self._planned]
+    def guarded(self, values: Sequence[Any]) -> list[Any]:
+        """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
+        entering = dict(zip(self._planned, values, strict=True))
+        everything = [entering.get(i) for i in range(len(self._parts.params))]
+        found = guarded(self._parts, everything)
+        return [found[i] for i in self._planned]
+
+    def warn(self, unit: Unit) -> None:
+        """Names what the annotation could not shard, or never saw."""
+        name = self.where.split(".")[0]
+        if not unit.nested:
+            check_replicated(unit, name)
+            others = (other for path, x in self._parts.state if path[0] == 0 for other in others_in(path[1:], x))
+            warn_of_others(unit, name, tuple(others))
+        planned = set(self._planned)
+        paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
+        warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)
 
     def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])

@@ -8,6 +8,7 @@ program stays in global view, so penalties, metrics and optimizers see whole par
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -19,12 +20,13 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import NESTED, Unit
+from jshard._offload import fetched, placed_like
 from jshard._placement import spec_over
 from jshard._policies import checkpoint_policy
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner, tied
 from jshard.engine.stored import placed
-from jshard.engine.trace import Call, Program, Static, abstract, is_float, picked, trace
+from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import computes_in, region_trace
 from jshard.engine.values import PARTIAL, Moved, Shard, State, Value
 
@@ -33,7 +35,7 @@ def open_region(call: Call, unit: Unit) -> Any:
     """Runs the outermost call into an annotated model."""
     policy = unit.policy
     copies = _copies_of(call)
-    params = [x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)]
+    params = call.guarded([x if copy is None else copy for x, copy in zip(call.params, copies, strict=True)])
     own = [
         placement is not None and owner != NESTED for placement, owner in zip(call.placements, call.owners, strict=True)
     ]
@@ -147,6 +149,8 @@ class Region:
             wanted: of its first results; the others leave as they come.
             is_backward: nothing is gathered before the other operands are there.
         """
+        if self.degree == 1:
+            return functools.partial(_run_alone, jaxpr), [None] * len(jaxpr.out_avals)
         found: list[State | Own] = []
         out_specs: list[PartitionSpec] = []
 
@@ -184,6 +188,11 @@ class Region:
             stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
             return spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
         return PartitionSpec() if state is None else PartitionSpec(*[None] * cast(int, state), self.axes)
+
+
+def _run_alone(jaxpr: Any, *operands: Any) -> list[Any]:
+    """A program where one data shard has the whole batch: nothing is gathered or summed, so it runs as it is."""
+    return evaluate_jaxpr(jaxpr, [fetched(x) for x in operands])
 
 
 def _is_own(value: Value, wanted: State | Own) -> bool:
@@ -236,7 +245,12 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
         of_operands = [*states[:n], *found[num_outs:], *picked(live, found[:num_outs])]
         wanted = [Own(PARTIAL) if isinstance(s, Own) else s for s in picked(gradient.wrt, states)]
         function, _ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True)
-        grads = iter(function(*params, *kept, *picked(live, cotangents)))
+        grads = function(*params, *kept, *picked(live, cotangents))
+        if region.degree == 1:
+            grads = [placed_like(g, x) for g, x in zip(grads, picked(gradient.wrt[:n], params), strict=False)] + grads[
+                sum(gradient.wrt[:n]) :
+            ]
+        grads = iter(grads)
         return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)
 
     run.defvjp(forward, backward, symbolic_zeros=True)

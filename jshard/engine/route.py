@@ -69,5 +69,5 @@ def _by_partition(module: nnx.Module, unit: Unit, method: Callable, args: tuple,
     refuse_manual(unit.mesh, call.where)
     refuse_absent(unit, call.where)
     refuse_late(module, call.where)
-    call.guard()
+    call.warn(unit)
     return open_region(call, unit) if unit.policy.gathered else run_ungathered(call, unit)

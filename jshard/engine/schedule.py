@@ -7,6 +7,7 @@ the reduction of unit i waits for that of the unit before.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -226,7 +227,7 @@ class ShardedPartitioner(Partitioner):
         """The operands of a unit's program, its parameters gathered at its place in the schedule."""
         at = gathered_operands(eqn)
         which = [i for i in at if values[i].is_stored]
-        unused = [i for i in range(len(eqn.params["owners"])) if i not in at and eqn.params["owners"][i] == OWN]
+        unread = [i for i, owner in enumerate(eqn.params["owners"]) if i not in at and owner == OWN]
         dtypes = [v.dtype for v in eqn.params["jaxpr"].in_avals]
         values = list(values)
         level = self.level
@@ -241,7 +242,7 @@ class ShardedPartitioner(Partitioner):
             full = self._scheduled(eqn, values, which, dtypes)
         for i, x in zip(which, full, strict=True):
             values[i] = Value(x)
-        for i in unused:
+        for i in unread:
             if values[i].is_stored:
                 aval = eqn.params["jaxpr"].in_avals[i]
                 values[i] = Value(jnp.zeros(aval.shape, aval.dtype))
@@ -379,12 +380,20 @@ def tied(*groups: Any) -> Any:
 
 
 def gathered_operands(eqn: Eqn) -> list[int]:
-    """Positions of the operands that a unit's equation gathers, if they are stored."""
+    """Positions of the operands that a unit's equation gathers, if they are stored: those that its program reads."""
     q = eqn.params
     own = [i for i, owner in enumerate(q["owners"]) if owner == OWN]
     if q["phase"] == BACKWARD and q["num_kept"]:
-        return list(range(len(eqn.invars) - q["num_kept"], len(eqn.invars)))
-    return own
+        own = list(range(len(eqn.invars) - q["num_kept"], len(eqn.invars)))
+    read = _read_by(q["jaxpr"].jaxpr)
+    return [i for i in own if i in read]
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_by(jaxpr: Any) -> frozenset[int]:
+    """Positions of the operands that a program reads: backward needs no bias."""
+    read = {id(a) for e in jaxpr.eqns for a in e.invars} | {id(a) for a in jaxpr.outvars}
+    return frozenset(i for i, v in enumerate(jaxpr.invars) if id(v) in read)
 
 
 def gathered_dtypes(eqn: Eqn) -> list[Any]:

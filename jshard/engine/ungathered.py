@@ -18,7 +18,7 @@ def run_ungathered(call: Call, unit: Unit) -> Any:
     """Calls a method of a unit that is never gathered. The compiler places what its operations communicate."""
     params = [
         x if p is None else without_padding(_held(x, p, unit), p).astype(p.gathered_dtype)
-        for x, p in zip(call.params, call.placements, strict=True)
+        for x, p in zip(call.guarded(call.params), call.placements, strict=True)
     ]
     with jax.named_scope(f"jshard[{unit.name or '(root)'}]"):
         outs = computes_in(call, unit.policy.mixed_precision)(params, call.inputs)

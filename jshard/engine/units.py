@@ -56,9 +56,10 @@ Params:
 unit_p.multiple_results = True
 
 
-def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, **_: Any) -> list[Any]:
+def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, settings: "UnitSettings", **_: Any) -> list[Any]:
     operands = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
-    outs = evaluate_jaxpr(jaxpr, operands)
+    with jax.named_scope(f"jshard[{settings.name}]"):
+        outs = evaluate_jaxpr(jaxpr, operands)
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, out_dtypes, strict=True)]
 
 
