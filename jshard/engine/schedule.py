@@ -8,7 +8,7 @@ the reduction of unit i waits for that of the unit before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -101,7 +101,7 @@ class ShardedPartitioner(Partitioner):
         super().__init__(data_axes(mesh), data_degree(mesh), batch_sizes=batch_sizes)
         self.mesh = mesh
         self.level = Level([])
-        self._bodies: dict[Any, tuple[Any, list[Any], list[Moved], Any]] = {}
+        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
         self._handover: tuple[Eqn, Handover] | None = None  # for the trip that is run next
 
     # ---- stored shards
@@ -124,14 +124,16 @@ class ShardedPartitioner(Partitioner):
         return Value(stored.cut(self.whole(value).x, placement), state)
 
     # ---- programs
-    def run_body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+    def run_body(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
+    ) -> list[Value]:
         """Runs a program with a schedule of its own."""
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
         bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
         handover, self._handover = self._handover, None
         try:
             if handover is None:
-                return self.run(jaxpr, consts, args)
+                return self.run(jaxpr, consts, args, gradients=gradients)
             return self._run_trip(*handover, jaxpr, consts, args)
         finally:
             self.level, self._bodies = outer, bodies
@@ -291,31 +293,30 @@ class ShardedPartitioner(Partitioner):
 
     def _compute(self, eqn: Eqn, args: list[Value]) -> list[Value]:
         """The unit's program. Equal units in equal states share one jit: one trace, one function in the lowering."""
-        jaxpr, dtypes = eqn.params["jaxpr"], eqn.params["out_dtypes"]
+        jaxpr, dtypes, gradients = eqn.params["jaxpr"], eqn.params["out_dtypes"], range(sum(eqn.params["wrt"]))
         if any(v.is_stored for v in args):  # of units inside
-            return self._cast(self.run_body(jaxpr.jaxpr, jaxpr.consts, args), dtypes)
-        key = id(jaxpr), tuple(v.state for v in args)
+            return self._cast(self.run_body(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients), dtypes)
+        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
         if key not in self._bodies:
-            states: list[Any] = []
+            forms: list[Value] = []
             mark = len(self.moved)
 
             def body(xs: list[Any]) -> list[Any]:
-                outs = self.run_body(
-                    jaxpr.jaxpr, jaxpr.consts, [Value(x, v.state) for x, v in zip(xs, args, strict=True)]
-                )
+                given = [v.with_array(x) for x, v in zip(xs, args, strict=True)]
+                outs = self.run_body(jaxpr.jaxpr, jaxpr.consts, given, gradients=gradients)
                 outs = [self.land(v) for v in self._cast(outs, dtypes)]
-                states[:] = [v.state for v in outs]
+                forms[:] = [v.with_array(None) for v in outs]
                 return [v.x for v in outs]
 
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
             xs = run([v.x for v in args])
-            self._bodies[key] = run, states, self.moved[mark:], jaxpr
+            self._bodies[key] = run, forms, self.moved[mark:], jaxpr
         else:
-            run, states, moved, _ = self._bodies[key]
+            run, forms, moved, _ = self._bodies[key]
             self.moved += moved
             xs = run([v.x for v in args])
-        return [Value(x, state) for x, state in zip(xs, states, strict=True)]
+        return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod
     def _cast(outs: list[Value], dtypes: Sequence[Any]) -> list[Value]:
@@ -414,6 +415,7 @@ def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
             before = mine if is_forward else None if again else before
             if mine and not again:
                 yield Planned(mine, e)
-        elif e.primitive.name in calls.NAMES:
+        elif e.primitive.name in calls.CALLS:
             inner, _ = calls.program(e)
-            yield from planned(inner, [Value(None) if v is None else v for v in operands])
+            given = [Value(None) if v is None else v for v in operands]
+            yield from planned(inner, calls.operands(e, given))
