@@ -5,16 +5,19 @@ is traced again for those of a shard. Forward and backward are an equation each.
 structure; the residuals that forward kept stand for those that it would compute, and what is left of forward is dead.
 """
 
+import contextlib
+import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard._errors import CallError
@@ -91,6 +94,29 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
     return call  # type: ignore[return-value]
 
 
+# ---- where a model is traced for
+
+_REGION: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("_REGION", default=None)
+
+
+@contextlib.contextmanager
+def traced_for(mesh: Mesh) -> Iterator[None]:
+    """Inside, a model is traced in global view that will run on the data shards of a mesh.
+
+    Whoever declares a call as per example decides here what it will be on a shard, such as the form of a kernel.
+    """
+    token = _REGION.set(mesh)
+    try:
+        yield
+    finally:
+        _REGION.reset(token)
+
+
+def region_mesh() -> Mesh | None:
+    """The mesh of `traced_for`."""
+    return _REGION.get()
+
+
 # ---- the equation
 
 per_example_p = jex.Primitive("per_example")
@@ -102,9 +128,10 @@ def _eager(*arrays: jax.Array, body: Body) -> Sequence[jax.Array]:
     return body.run(*arrays)
 
 
-@per_example_p.def_abstract_eval
-def _results(*avals: Any, body: Body) -> Sequence[Any]:
-    return jax.make_jaxpr(body.run)(*avals).out_avals
+@per_example_p.def_effectful_abstract_eval
+def _results(*avals: Any, body: Body) -> tuple[Sequence[Any], Any]:
+    program = jax.make_jaxpr(body.run)(*avals)
+    return program.out_avals, program.effects  # of a kernel that runs step by step
 
 
 mlir.register_lowering(per_example_p, mlir.lower_fun(lambda *arrays, body: body.run(*arrays), multiple_results=True))
@@ -163,8 +190,8 @@ class _Derivative:
     def __init__(self, body: Body, avals: Sequence[Any]) -> None:
         self.body, self.avals = body, list(avals)
         self.floats_in = [_is_float(a) for a in avals]
-        program = jax.make_jaxpr(self._flat)(*avals)
         self.num_outs = len(body.outs)
+        program = jax.make_jaxpr(self._flat)(*avals)
         out_avals = program.out_avals[: self.num_outs]
         self.floats_out = [_is_float(a) for a in out_avals]
         residuals = program.jaxpr.outvars[self.num_outs :]
@@ -212,17 +239,23 @@ class _Derivative:
         return tuple(next(grads) if is_float else None for is_float in self.floats_in)
 
     def _vjp(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], Any]:
-        """Results, residuals, and the structure that these fit into."""
-        others = _pick([not f for f in self.floats_in], arrays)
+        """Results, residuals, and the structure that these fit into: traced, so that their order is always the same."""
+        trees: list[Any] = []
 
-        def run(*floats: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-            outs = self.body.run(*_merged(self.floats_in, floats, others))
-            is_float = [_is_float(x) for x in outs]
-            return _pick(is_float, outs), outs
+        def trace(*arrays: jax.Array) -> list[jax.Array]:
+            others = _pick([not f for f in self.floats_in], arrays)
 
-        _, vjp, outs = jax.vjp(run, *_pick(self.floats_in, arrays), has_aux=True)
-        residuals, tree = jax.tree.flatten(vjp)
-        return outs, residuals, tree
+            def run(*floats: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+                outs = self.body.run(*_merged(self.floats_in, floats, others))
+                return _pick(map(_is_float, outs), outs), list(outs)
+
+            _, vjp, outs = jax.vjp(run, *_pick(self.floats_in, arrays), has_aux=True)
+            residuals, tree = jax.tree.flatten(vjp)
+            trees.append(tree)
+            return [*outs, *residuals]
+
+        found = jex.jaxpr_as_fun(jax.make_jaxpr(trace)(*arrays))(*arrays)
+        return found[: self.num_outs], found[self.num_outs :], trees[0]
 
     def _flat(self, *arrays: jax.Array) -> list[jax.Array]:
         outs, residuals, _ = self._vjp(arrays)
