@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 from jax import core
+from jax.interpreters import partial_eval
 
 
 def varying_axes(x: Any) -> frozenset[str]:
@@ -120,3 +121,8 @@ def threefry_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     from jax._src.random.threefry2x32 import threefry_random_bits
 
     return threefry_random_bits(key, bit_width, shape)
+
+
+def used_inputs(closed: Any) -> list[bool]:
+    """Which inputs of a program its results depend on."""
+    return list(partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard._kernel_names import PREFIX
+from jshard.engine.per_example import per_example
 from jshard.kernels.call import Call, check_sizes, decide
 from jshard.kernels.knobs import Occupancy
 from jshard.kernels.shapes import as_matrix, as_row, vary_alike
@@ -55,7 +56,8 @@ def matmul(
         if call.is_plain:
             return plain_matmul(x, w, bias)
         x_MK, w, *biases = vary_alike(as_matrix(x), w, *([] if bias is None else [bias]))
-        y_MN = cast(jax.Array, _matmul(call, x_MK, w, biases[0] if biases else None))
+        rows = per_example(functools.partial(_matmul, call), in_axes=(0, None, None))
+        y_MN = cast(jax.Array, rows(x_MK, w, biases[0] if biases else None))
         return y_MN.reshape(*x.shape[:-1], w.shape[1])
 
 

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jshard._kernel_names import PREFIX
+from jshard.engine.per_example import per_example
 from jshard.kernels.call import Call, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy, with_half_the_rows
 from jshard.kernels.matmul import gradients, plain_matmul, product, sum_of_rows
@@ -69,8 +70,11 @@ def mlp(
         if call.is_plain:
             return plain_matmul(plain_hidden(x, firsts, b_up, activation), w_down, b_down)
         names = [name for name in named if name in given]
-        arrays = dict(zip(names, vary_alike(as_matrix(x), *(given[name] for name in names[1:])), strict=True))
-        return cast(jax.Array, _mlp(call, activation, arrays)).reshape(x.shape)
+        x_MD, *weights = vary_alike(as_matrix(x), *(given[name] for name in names[1:]))
+        rows = per_example(
+            lambda x, ws: _mlp(call, activation, dict(zip(names, (x, *ws), strict=True))), in_axes=(0, None)
+        )
+        return cast(jax.Array, rows(x_MD, weights)).reshape(x.shape)
 
 
 def plain_hidden(x: jax.Array, ws: Sequence[jax.Array], bias: jax.Array | None, activation: Activation) -> jax.Array:

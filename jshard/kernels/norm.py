@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard._kernel_names import PREFIX
+from jshard.engine.per_example import per_example
 from jshard.kernels.call import Call, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.kernels.shapes import as_matrix, as_row, vary_alike
@@ -132,7 +133,8 @@ def _norm(
         rows = [as_matrix(x)] + ([] if residual is None else [as_matrix(residual)])
         vectors = [scale] + ([] if bias is None else [bias])
         arrays = vary_alike(*rows, *vectors)
-        y, h = cast(Arrays, _rows(call, kind, arrays[: len(rows)], arrays[len(rows) :]))
+        normed = per_example(functools.partial(_rows, call, kind), in_axes=(0, None))
+        y, h = cast(Arrays, normed(arrays[: len(rows)], arrays[len(rows) :]))
         return y.reshape(x.shape) if residual is None else (y.reshape(x.shape), h.reshape(x.shape))
 
 

@@ -12,6 +12,8 @@ import jax
 import numpy as np
 
 from jshard import _compat
+from jshard._mesh import manual_axes
+from jshard.engine.per_example import region_mesh
 from jshard.kernels.knobs import KernelError
 
 Backend = Literal["auto", "mosaic", "interpret", "xla"]
@@ -47,8 +49,11 @@ def place() -> Place:
     Of a mesh that was made from a description, as for a compile without hardware, the devices are not there: their
     kind and number of multiprocessors are.
     """
-    device: Any = _compat.abstract_device()
-    if device is None:
+    mesh = region_mesh()
+    device: Any = _compat.abstract_device() if mesh is None else mesh.abstract_mesh.abstract_device
+    if device is None and mesh is not None:
+        device = mesh.devices.flat[0]
+    elif device is None:
         default = getattr(jax.config, "jax_default_device", None)
         device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
@@ -100,9 +105,10 @@ def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, re
 
 
 def _device_reasons(here: Place, backend: str) -> list[str]:
-    axes = _compat.automatic_axes()
+    axes = _automatic_axes()
     if backend == "interpret":
-        several = axes or math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
+        whole = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
+        several = axes or whole
         return ["the interpreter of kernels runs on one device, and the mesh in use has several"] if several else []
     found = [] if here.is_hopper else [f"{here.kind} is no Hopper GPU, whose tensor cores the kernel is written for"]
     if axes:
@@ -111,9 +117,17 @@ def _device_reasons(here: Place, backend: str) -> list[str]:
     return found
 
 
+def _automatic_axes() -> dict[str, int]:
+    """Axes over which the compiler splits arrays where the kernel will run, with their degrees, if above 1."""
+    mesh = region_mesh()
+    if mesh is None:
+        return _compat.automatic_axes()
+    return {axis: n for axis, n in mesh.shape.items() if axis not in manual_axes(mesh) and n > 1}
+
+
 def _may_be_split() -> bool:
     """Whether nothing says that arrays are whole: no mesh is in use, and there are several devices."""
-    return _compat.abstract_device() is None and jax.device_count() > 1
+    return region_mesh() is None and _compat.abstract_device() is None and jax.device_count() > 1
 
 
 def _array_reasons(arrays: Collection[Any]) -> list[str]:

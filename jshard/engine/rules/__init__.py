@@ -11,7 +11,9 @@ from jshard.engine.rules import elementwise as elementwise
 from jshard.engine.rules import indexing as indexing
 from jshard.engine.rules import loops as loops
 from jshard.engine.rules import opaque as opaque
+from jshard.engine.rules import ragged as ragged
 from jshard.engine.rules import reductions as reductions
 from jshard.engine.rules import shapes as shapes
+from jshard.engine.rules import shard_maps as shard_maps
 from jshard.engine.rules.table import RULES as RULES
 from jshard.engine.rules.table import rule as rule

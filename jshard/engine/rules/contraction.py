@@ -54,9 +54,3 @@ def conv_general_dilated(p: "Partitioner", eqn: Eqn, values: list[Value]) -> lis
     if right.state == dims.rhs_spec[0] and batch_groups == groups == 1:
         return same(p, eqn, [p.whole(left), right], dims.out_spec[1])
     return None
-
-
-@rule("ragged_dot_general", "ragged_dot")
-def ragged_dot(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """Computed whole: its groups lie across shards."""
-    return None

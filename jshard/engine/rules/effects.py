@@ -5,8 +5,6 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax import lax
 
-from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.rules.table import rule
 from jshard.engine.values import Eqn, Value
 
@@ -35,15 +33,3 @@ def callback(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]
     found = lax.cond(p.shard == 0, lambda *xs: p.bind(eqn, xs), nothing, *xs)
     return [Value(lax.all_gather(x, p.axes)[0]) for x in found]
-
-
-@rule("shard_map", takes_partial=True)
-def shard_map(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Refused: not run over data axes that are split already."""
-    axes = ", ".join(map(repr, eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))))
-    raise CallError(
-        f"A shard_map over {axes} inside the model is not supported.",
-        where=_compat.user_place(eqn),
-        why=f"The model runs in a shard_map over {', '.join(map(repr, p.axes))} already.",
-        do="Call the function without shard_map: its arrays are split over the data axes as they are.",
-    )

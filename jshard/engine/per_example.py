@@ -1,0 +1,433 @@
+"""`js.per_example`: a declared function is one equation, which runs on the examples of a shard and nothing else.
+
+The equation keeps the function and not its program: a kernel's grid is made for the number of examples, so the function
+is traced again for those of a shard. Forward and backward are an equation each. Backward traces forward again for its
+structure; the residuals that forward kept stand for those that it would compute, and what is left of forward is dead.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
+
+from jshard import _compat
+from jshard._errors import CallError
+from jshard.engine.values import PARTIAL, State
+
+Function = TypeVar("Function", bound=Callable)
+Axes = int | None | tuple[int | None, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Body:
+    """A function of arrays, and how the shards have its operands and results.
+
+    Args:
+        run: arrays to arrays, for any number of examples.
+        ins: of each operand the dim of the examples; None: all shards have the same.
+        outs: of each result the same; PARTIAL: the sum over the shards is the result.
+        name: the function's name and place, for messages.
+        own: operands that another equation of this call has made, in an order that is not for others to know.
+    """
+
+    run: Callable[..., Sequence[jax.Array]]
+    ins: tuple[int | None, ...]
+    outs: tuple[State, ...]
+    name: str
+    own: tuple[int, ...] = ()
+
+
+def per_example(fn: Function, in_axes: Axes = 0) -> Function:
+    """Declares that a function acts on each example by itself; for kernels and other calls that cannot be looked into.
+
+    What the engine knows by its operations is split over the data shards as it is. A call that is opaque to it (Pallas,
+    FFI, your own `custom_partitioning`) is computed on the whole batch on every device, unless it is declared. The
+    function is called with the examples of one shard, forward and backward. Without a sharded model it is called as
+    it is.
+
+    Args:
+        fn: a function of arrays and static values. All results have the examples as dim 0. A value that it closes over
+            must not be traced.
+        in_axes: as of `jax.vmap`: 0 for an argument whose dim 0 are the examples, None for one that is the same for
+            all examples, such as weights; a tuple has one for each argument. Arrays given by name are along 0. The
+            gradient of an argument along None is summed over the shards.
+
+    Returns:
+        The function, declared.
+
+    Raises:
+        CallError: when it is called, and the arrays are not as declared.
+
+    Example:
+        >>> attend = js.per_example(my_flash_attention)
+        >>> project = js.per_example(my_matmul_kernel, in_axes=(0, None))
+    """
+    name = _place(fn)
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        arrays, axes, rebuild = _taken_apart(args, kwargs, in_axes, name)
+        num_examples = _num_examples(arrays, axes, name)
+        trees = []
+
+        def run(*arrays: jax.Array) -> list[jax.Array]:
+            args, kwargs = rebuild(arrays)
+            found, tree = jax.tree.flatten(fn(*args, **kwargs))
+            trees.append(tree)
+            return found
+
+        outs = jax.make_jaxpr(run)(*arrays)
+        _check_closure(outs.consts, name)
+        _check_results(outs.out_avals, num_examples, name)
+        body = Body(run, axes, (0,) * len(outs.out_avals), name)
+        return jax.tree.unflatten(trees[0], _differentiable(body)(*arrays))
+
+    return call  # type: ignore[return-value]
+
+
+# ---- where a model is traced for
+
+_REGION: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("_REGION", default=None)
+
+
+@contextlib.contextmanager
+def traced_for(mesh: Mesh) -> Iterator[None]:
+    """Inside, a model is traced in global view that will run on the data shards of a mesh.
+
+    Whoever declares a call as per example decides here what it will be on a shard, such as the form of a kernel.
+    """
+    token = _REGION.set(mesh)
+    try:
+        yield
+    finally:
+        _REGION.reset(token)
+
+
+def region_mesh() -> Mesh | None:
+    """The mesh of `traced_for`."""
+    return _REGION.get()
+
+
+# ---- the equation
+
+per_example_p = jex.Primitive("per_example")
+per_example_p.multiple_results = True
+
+
+@per_example_p.def_impl
+def _eager(*arrays: jax.Array, body: Body) -> Sequence[jax.Array]:
+    return body.run(*arrays)
+
+
+@per_example_p.def_effectful_abstract_eval
+def _results(*avals: Any, body: Body) -> tuple[Sequence[Any], Any]:
+    program = jax.make_jaxpr(body.run)(*avals)
+    return program.out_avals, program.effects  # of a kernel that runs step by step
+
+
+mlir.register_lowering(per_example_p, mlir.lower_fun(lambda *arrays, body: body.run(*arrays), multiple_results=True))
+
+
+def _batched(arrays: Sequence[Any], dims: Sequence[int | None], *, body: Body) -> tuple[list, list[int]]:
+    """`jax.vmap` adds its dim behind all others: those of the examples stay where they are."""
+    moved = [x if d is None else jnp.moveaxis(x, d, -1) for x, d in zip(arrays, dims, strict=True)]
+    in_axes = tuple(None if d is None else -1 for d in dims)
+    run = lambda *arrays: list(jax.vmap(lambda *row: tuple(body.run(*row)), in_axes, -1)(*arrays))
+    found = per_example_p.bind(*moved, body=dataclasses.replace(body, run=run))
+    return found, [x.ndim - 1 for x in found]
+
+
+batching.primitive_batchers[per_example_p] = _batched
+
+
+# ---- its derivative
+
+
+def _differentiable(body: Body) -> Callable[..., list[jax.Array]]:
+    @jax.custom_vjp
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        return per_example_p.bind(*arrays, body=body)
+
+    def forward(*arrays: jax.Array) -> tuple[list[jax.Array], Any]:
+        derivative = _Derivative(body, list(map(jax.typeof, arrays)))
+        outs, kept = derivative.forward(arrays)
+        return outs, _Kept(kept, derivative)
+
+    def backward(kept: _Kept, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+        return kept.derivative.backward(kept.arrays, cotangents)
+
+    call.defvjp(forward, backward)
+    return call
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["derivative"])
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    arrays: list[jax.Array]
+    derivative: "_Derivative"
+
+
+class _Derivative:
+    """The two equations of a call that is differentiated.
+
+    Of the residuals of `jax.vjp` those are kept that have the examples along one dim; a result that is one serves as
+    it is. Backward computes the others again: those that are arguments or constants, and what has no such dim.
+
+    Args:
+        body: of the call.
+        avals: of its operands.
+    """
+
+    def __init__(self, body: Body, avals: Sequence[Any]) -> None:
+        self.body, self.avals = body, list(avals)
+        self.floats_in = [_is_float(a) for a in avals]
+        self.num_outs = len(body.outs)
+        program = jax.make_jaxpr(self._flat)(*avals)
+        out_avals = program.out_avals[: self.num_outs]
+        self.floats_out = [_is_float(a) for a in out_avals]
+        residuals = program.jaxpr.outvars[self.num_outs :]
+        self.num_residuals = len(residuals)
+        self.from_outs, self.own = self._kept(program.jaxpr, residuals)
+        grads = list(_pick(self.floats_in, body.ins))
+        self.grad_states = tuple(PARTIAL if d is None else d for d in grads)
+        own_avals = [residuals[i].aval for i in self.own]
+        float_outs = _pick(self.floats_out, out_avals)
+        out_residuals = [out_avals[k] for k in self.from_outs.values()]
+        back = jax.make_jaxpr(self._back)(self.avals, out_residuals, own_avals, float_outs)
+        used = _compat.used_inputs(back)
+        self.used = [u or not _is_plain(a) for u, a in zip(used, avals, strict=False)]
+
+    def forward(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+        """Results, and what backward needs: operands, results, residuals."""
+        run = lambda *xs: [*(found := self._flat(*xs))[: self.num_outs], *(found[self.num_outs + i] for i in self.own)]
+        states = (*self.body.outs, *self.own.values())
+        found = _differentiable(dataclasses.replace(self.body, run=run, outs=states))(*arrays)
+        outs, own = found[: self.num_outs], found[self.num_outs :]
+        return outs, [*_pick(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *own]
+
+    def backward(self, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
+        """Gradients of the operands; None for what has none."""
+        num_args, num_from_outs = sum(self.used), len(self.from_outs)
+        start = num_args + num_from_outs
+        ins = (
+            *_pick(self.used, self.body.ins),
+            *(_cotangent_dim(self.body.outs[k]) for k in self.from_outs.values()),
+            *self.own.values(),
+            *map(_cotangent_dim, _pick(self.floats_out, self.body.outs)),
+        )
+
+        def run(*operands: jax.Array) -> Sequence[jax.Array]:
+            args = self._all_args(operands[:num_args], operands[place].shape[ins[place]], whole)
+            from_outs, own = operands[num_args:start], operands[start : len(kept)]
+            return self._back(args, from_outs, own, operands[len(kept) :])
+
+        cts = _pick(self.floats_out, cotangents)
+        place = next(i for i, d in enumerate(ins) if d is not None)
+        whole = (*kept, *cts)[place].shape[ins[place]]
+        own = tuple(range(start, len(kept)))
+        body = Body(run, ins, self.grad_states, f"the backward of {self.body.name}", own)
+        grads = iter(_differentiable(body)(*kept, *cts))
+        return tuple(next(grads) if is_float else None for is_float in self.floats_in)
+
+    def _vjp(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], Any]:
+        """Results, residuals, and the structure that these fit into: traced, so that their order is always the same."""
+        trees: list[Any] = []
+
+        def trace(*arrays: jax.Array) -> list[jax.Array]:
+            others = _pick([not f for f in self.floats_in], arrays)
+
+            def run(*floats: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+                outs = self.body.run(*_merged(self.floats_in, floats, others))
+                return _pick(map(_is_float, outs), outs), list(outs)
+
+            _, vjp, outs = jax.vjp(run, *_pick(self.floats_in, arrays), has_aux=True)
+            residuals, tree = jax.tree.flatten(vjp)
+            trees.append(tree)
+            return [*outs, *residuals]
+
+        found = jex.jaxpr_as_fun(jax.make_jaxpr(trace)(*arrays))(*arrays)
+        return found[: self.num_outs], found[self.num_outs :], trees[0]
+
+    def _flat(self, *arrays: jax.Array) -> list[jax.Array]:
+        outs, residuals, _ = self._vjp(arrays)
+        return [*outs, *residuals]
+
+    def _back(self, args: Sequence, from_outs: Sequence, own: Sequence, cotangents: Sequence) -> Sequence[jax.Array]:
+        _, residuals, tree = self._vjp(args)
+        kept = dict(zip((*self.from_outs, *self.own), (*from_outs, *own), strict=True))
+        wrong = [i for i, x in kept.items() if i < len(residuals) and residuals[i].shape != x.shape]
+        if len(residuals) != self.num_residuals or wrong:
+            raise CallError(
+                "A function declared with js.per_example keeps other residuals for fewer examples.",
+                where=self.body.name,
+                why=f"{self.num_residuals} arrays for the whole batch, {len(residuals)} for the examples of a shard; "
+                f"{len(wrong)} of another shape.",
+                do="js.per_example(jax.checkpoint(fn)) keeps none: backward computes them again.",
+            )
+        return jax.tree.unflatten(tree, [kept.get(i, x) for i, x in enumerate(residuals)])(list(cotangents))
+
+    def _kept(self, jaxpr: Any, residuals: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
+        """Residuals that are results, and those that forward keeps with the dim of their examples."""
+        outs = {v: k for k, v in reversed(list(enumerate(jaxpr.outvars[: self.num_outs]))) if not _is_literal(v)}
+        of_data = set(jaxpr.invars)
+        for eqn in jaxpr.eqns:
+            if any(not _is_literal(v) and v in of_data for v in eqn.invars):
+                of_data.update(eqn.outvars)
+        fewer = self._fewer([a.aval for a in residuals])
+        from_outs, own, seen = {}, {}, set()
+        for i, atom in enumerate(residuals):
+            if _is_literal(atom) or atom in jaxpr.invars or atom not in of_data or atom in seen:
+                continue
+            if atom in outs and isinstance(self.body.outs[outs[atom]], int):
+                from_outs[i] = outs[atom]
+            elif fewer is not None and (d := _scaled_dim(atom.aval.shape, fewer[i].shape, self._factor)) is not None:
+                own[i] = d
+            else:
+                continue
+            seen.add(atom)
+        return from_outs, own
+
+    @functools.cached_property
+    def _factor(self) -> int:
+        """The smallest number of shards that the examples divide over; 1 where there is one example."""
+        n = next(a.shape[d] for a, d in zip(self.avals, self.body.ins, strict=True) if d is not None)
+        return next((k for k in range(2, n + 1) if n % k == 0), 1)
+
+    def _fewer(self, residuals: Sequence[Any]) -> Sequence[Any] | None:
+        """The residuals of a part of the examples; None if they are not the same ones."""
+        if self._factor == 1:
+            return None
+        part = lambda a, d: jax.ShapeDtypeStruct(
+            tuple(n // self._factor if i == d else n for i, n in enumerate(a.shape)), a.dtype
+        )
+        try:
+            avals = jax.make_jaxpr(self._flat)(*map(part, self.avals, self.body.ins)).out_avals[self.num_outs :]
+        except Exception:  # what does not run on fewer examples says so where it must
+            return None
+        alike = len(avals) == len(residuals) and all(a.ndim == b.ndim for a, b in zip(avals, residuals, strict=True))
+        return avals if alike else None
+
+    def _all_args(self, args: Sequence[jax.Array], size: int, whole: int) -> list[jax.Array]:
+        """All operands of forward, where those that backward does not use are zeros that nothing reads."""
+        given = iter(args)
+        shape = lambda a, d: tuple(n * size // whole if i == d else n for i, n in enumerate(a.shape))
+        return [
+            next(given) if used else jnp.zeros(shape(a, d), a.dtype)
+            for used, a, d in zip(self.used, self.avals, self.body.ins, strict=True)
+        ]
+
+
+def _cotangent_dim(state: State) -> int | None:
+    return None if state == PARTIAL else state
+
+
+def _scaled_dim(shape: Sequence[int], fewer: Sequence[int], factor: int) -> int | None:
+    """The one dim that is smaller by the factor; None if there is none, or another one differs."""
+    differ = [i for i, (a, b) in enumerate(zip(shape, fewer, strict=True)) if a != b]
+    return differ[0] if len(differ) == 1 and fewer[differ[0]] * factor == shape[differ[0]] else None
+
+
+def _is_plain(x: Any) -> bool:
+    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _is_literal(atom: Any) -> bool:
+    return isinstance(atom, jex.Literal)
+
+
+def _pick(which: Iterable[bool], xs: Iterable[Any]) -> list[Any]:
+    return [x for x, wanted in zip(xs, which, strict=True) if wanted]
+
+
+def _merged(which: Iterable[bool], xs: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    first, second = iter(xs), iter(others)
+    return [next(first) if wanted else next(second) for wanted in which]
+
+
+# ---- the arguments of a call, and what is wrong with them
+
+
+def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[list, tuple, Callable]:
+    """Arrays, the dim of the examples of each, and how to put other arrays in their place."""
+    each = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+    if len(each) != len(args) or any(axis not in (0, None) for axis in each):
+        raise CallError(
+            "js.per_example cannot match in_axes with the arguments.",
+            where=name,
+            why=f"in_axes={in_axes!r} for {len(args)} arguments; each is 0 or None.",
+            do=f"js.per_example(fn, in_axes={(0,) * len(args)})",
+        )
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    axes = [axis for axis, arg in zip(each, args, strict=True) for _ in jax.tree.leaves(arg)]
+    axes += [0] * (len(leaves) - len(axes))
+    is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
+    static = _pick([not a for a in is_array], leaves)
+    rebuild = lambda arrays: jax.tree.unflatten(tree, _merged(is_array, arrays, static))
+    return _pick(is_array, leaves), tuple(_pick(is_array, axes)), rebuild
+
+
+def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) -> int:
+    along = [x.shape[0] if x.ndim else None for x, d in zip(arrays, axes, strict=True) if d == 0]
+    if not along or len(set(along)) > 1 or None in along:
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
+        guess = tuple(0 if x.ndim and x.shape[0] == next(iter(along), None) else None for x in arrays)
+        raise CallError(
+            "The arguments of a function declared with js.per_example do not have the same number of examples.",
+            where=name,
+            why=f"dim 0 of each array along in_axes 0 are the examples; these are {shapes}.",
+            do=f"js.per_example(fn, in_axes={guess}), with None for what is the same for all examples.",
+        )
+    for x, d in zip(arrays, axes, strict=True):
+        if d is None and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+            raise CallError(
+                "A function declared with js.per_example got one random key for all examples.",
+                where=name,
+                why="every data shard would draw the same numbers, other ones than one device draws.",
+                do="keys = jax.random.split(key, x.shape[0]), along in_axes 0.",
+            )
+    return along[0]
+
+
+def _check_closure(consts: Sequence[Any], name: str) -> None:
+    traced = [x for x in consts if _compat.is_tracer(x)]
+    if traced:
+        raise CallError(
+            "A function declared with js.per_example closes over a traced array.",
+            where=name,
+            why=f"{', '.join(jax.typeof(x).str_short() for x in traced)}: nothing says whether a shard has all of it.",
+            do="pass it as an argument: js.per_example(fn, in_axes=(0, None))(x, w)",
+        )
+
+
+def _check_results(avals: Sequence[Any], num_examples: int, name: str) -> None:
+    wrong = [a.str_short() for a in avals if a.ndim == 0 or a.shape[0] != num_examples]
+    if wrong:
+        raise CallError(
+            "A result of a function declared with js.per_example does not have a row for each example.",
+            where=name,
+            why=f"{', '.join(wrong)} for {num_examples} examples.",
+            do="return one value for each example, and combine them outside.",
+        )
+
+
+def _place(fn: Callable) -> str:
+    """The name of a function, and the file and line that it is written at."""
+    found = inspect.unwrap(fn)
+    while isinstance(found, functools.partial):
+        found = inspect.unwrap(found.func)
+    name = getattr(found, "__qualname__", type(found).__name__)
+    code = getattr(found, "__code__", None)
+    return f"{name} ({code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno})" if code else name

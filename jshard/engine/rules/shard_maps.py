@@ -1,0 +1,192 @@
+"""A `shard_map` that the user has written inside the model.
+
+Over data axes its body runs in place: the region is manual over them already. Over other axes it is a `shard_map`
+inside of the region. Over both it is the second, whose body runs in place; over other axes alone the body is a program
+like any other, which is partitioned over the data axes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jshard import _compat
+from jshard._errors import CallError
+from jshard.engine.rules.table import rule
+from jshard.engine.values import Eqn, State, Value, array_bytes
+
+if TYPE_CHECKING:
+    from jshard.engine.partitioner import Partitioner
+
+Dims = tuple[tuple[str, ...], ...]
+"""For each dim the axes that it is split over, outermost first; those of degree 1 split nothing and are left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """The axes of degree above 1: of the region, and those of the user's `shard_map` that are not among them."""
+
+    data: tuple[str, ...]
+    other: tuple[str, ...]
+    sizes: dict[str, int]
+
+    def over(self, dims: Dims, axes: Sequence[str]) -> Dims:
+        return tuple(tuple(a for a in dim if a in axes) for dim in dims)
+
+
+@rule("shard_map", takes_partial=True)
+def shard_map(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """The user's `shard_map` on a data shard."""
+    axes, params = _axes(p, eqn), eqn.params
+    ins = [_dims(eqn, axes, spec, v.ndim) for spec, v in zip(params["in_specs"], values, strict=True)]
+    outs = [_dims(eqn, axes, spec, a.aval.ndim) for spec, a in zip(params["out_specs"], eqn.outvars, strict=True)]
+    body = _body(params)
+    if not any(a in axes.data for a in params["newly_manual_axes"]):
+        return _partitioned(p, axes, values, ins, outs, body)
+    xs = [_local(p, axes, v, dims) for v, dims in zip(values, ins, strict=True)]
+    found = _nested(axes, ins, outs, body)(*xs)
+    return [_result(p, eqn, axes, x, dims) for x, dims in zip(found, outs, strict=True)]
+
+
+def _body(params: dict[str, Any]) -> Callable[..., list[Any]]:
+    return _compat.without_varying(params["jaxpr"], ())
+
+
+def _nested(axes: _Axes, ins: Sequence[Dims], outs: Sequence[Dims], body: Callable) -> Callable[..., Sequence[Any]]:
+    if not axes.other:
+        return body
+    specs = lambda of: [P(*(dim or None for dim in axes.over(dims, axes.other))) for dims in of]
+    return jax.shard_map(
+        body, in_specs=tuple(specs(ins)), out_specs=specs(outs), axis_names=set(axes.other), check_vma=False
+    )
+
+
+def _partitioned(
+    p: "Partitioner", axes: _Axes, values: list[Value], ins: Sequence[Dims], outs: Sequence[Dims], body: Callable
+) -> list[Value]:
+    """The body split over the data axes as any program, inside of a `shard_map` over the others."""
+    values = [p.land(p.settle(v)) for v in values]
+    # a dim that is split over both kinds of axes: the user's are the outer ones
+    values = [p.whole(v) if v.is_split and dims[v.dim] else v for v, dims in zip(values, ins, strict=True)]
+    states: list[State] = []
+
+    def on_shard(*xs: Any) -> list[Any]:
+        like = [_full(p, v, x) for v, x in zip(values, xs, strict=True)]
+        program = jax.make_jaxpr(body)(*like)
+        found = p.run(program.jaxpr, program.consts, [v.with_array(x) for v, x in zip(values, xs, strict=True)])
+        found = [p.land(p.settle(v)) for v in found]
+        found = [p.whole(v) if v.is_split and dims[v.dim] else v for v, dims in zip(found, outs, strict=True)]
+        states[:] = [v.state for v in found]
+        return [v.x for v in found]
+
+    found = _nested(axes, ins, outs, on_shard)(*[v.x for v in values])
+    return [Value(x, state) for x, state in zip(found, states, strict=True)]
+
+
+def _full(p: "Partitioner", value: Value, x: Any) -> jax.ShapeDtypeStruct:
+    """What the body was written for: the part of the user's axes, whole over the data axes."""
+    return jax.ShapeDtypeStruct(p.full_shape(value.with_array(x)), x.dtype)
+
+
+# ---- in place
+
+
+def _local(p: "Partitioner", axes: _Axes, value: Value, dims: Dims) -> Any:
+    """A shard's part by `in_specs`, over the data axes."""
+    own = axes.over(dims, axes.data)
+    if (dim := _only(own, axes.data)) is not None:
+        return p.split(value, dim).x
+    x = p.whole(value).x
+    for dim, over in _split_dims(own):
+        size = x.shape[dim] // _degree(axes, over)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size, dim)
+    return x
+
+
+def _result(p: "Partitioner", eqn: Eqn, axes: _Axes, x: Any, dims: Dims) -> Value:
+    """The value of which a shard has a part by `out_specs`; one that they do not split is the same on all shards."""
+    own = axes.over(dims, axes.data)
+    if (dim := _only(own, axes.data)) is not None:
+        return Value(x, dim)
+    for dim, over in _split_dims(own):
+        x = lax.all_gather(x, over, axis=dim, tiled=True)
+        p.note("whole", eqn, array_bytes(x))
+    return Value(x)
+
+
+def _only(own: Dims, data: tuple[str, ...]) -> int | None:
+    """The dim that is split over all data axes, in the region's order, if no other dim is split over them."""
+    split = list(_split_dims(own))
+    return split[0][0] if len(split) == 1 and split[0][1] == data else None
+
+
+def _split_dims(own: Dims) -> Iterator[tuple[int, tuple[str, ...]]]:
+    return ((dim, over) for dim, over in enumerate(own) if over)
+
+
+def _degree(axes: _Axes, over: Sequence[str]) -> int:
+    degree = 1
+    for axis in over:
+        degree *= axes.sizes[axis]
+    return degree
+
+
+# ---- what the user has written
+
+
+def _axes(p: "Partitioner", eqn: Eqn) -> _Axes:
+    """The axes of the region and of the user's `shard_map`.
+
+    Raises:
+        CallError: it is over another mesh, or sums are left open in its types.
+    """
+    theirs, here = dict(eqn.params["mesh"].shape), jax.sharding.get_abstract_mesh()
+    sizes = dict(here.shape)
+    wrong = [f"{a} of degree {theirs[a]}" for a in eqn.params["newly_manual_axes"] if sizes.get(a) != theirs[a]]
+    if wrong:
+        raise CallError(
+            "A shard_map inside the model is over another mesh than the model's.",
+            where=_compat.user_place(eqn),
+            why=f"it is over {', '.join(sorted(wrong))}; the model is over "
+            + ", ".join(f"{a}={n}" for a, n in sizes.items())
+            + ".",
+            do="jax.shard_map(f, mesh=mesh, ...), with the mesh that js.fully_shard was given.",
+        )
+    if any(_is_open(spec) for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"])):
+        raise CallError(
+            "A shard_map inside the model has an unreduced argument or result.",
+            where=_compat.user_place(eqn),
+            why="the engine holds sums that are not taken yet in its own form.",
+            do="jax.lax.psum(x, axis) in the function, and a result that is not unreduced.",
+        )
+    manual = [a for a in eqn.params["newly_manual_axes"] if sizes[a] > 1]
+    data = tuple(a for a in p.axes if sizes[a] > 1)
+    other = tuple(a for a in here.axis_names if a in manual and a not in p.axes)
+    return _Axes(data, other, sizes)
+
+
+def _is_open(spec: P) -> bool:
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
+def _dims(eqn: Eqn, axes: _Axes, spec: P, ndim: int) -> Dims:
+    """The axes of each dim by a spec.
+
+    Raises:
+        CallError: a dim is split over a data axis inside of another one.
+    """
+    listed = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec]
+    dims = tuple(tuple(a for a in dim if axes.sizes[a] > 1) for dim in listed) + ((),) * (ndim - len(listed))
+    for dim in dims:
+        kinds = [a in axes.data for a in dim]
+        if kinds != sorted(kinds, reverse=True):
+            raise CallError(
+                "A shard_map inside the model splits a dim over a data axis inside of another axis.",
+                where=_compat.user_place(eqn),
+                why=f"{spec}: over {' then '.join(dim)}, where {', '.join(axes.data)} split the batch.",
+                do=f"P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r}): the data axes first.",
+            )
+    return dims
