@@ -91,12 +91,16 @@ def nnx_results(model: nnx.Module, loss_fn: Callable, *batch: Any) -> Any:
     return (loss, extra, nnx.state(model, nnx.Not(nnx.Param))), grads
 
 
-def annotated(model: nnx.Module, units: Sequence[type] = (), *, on: str = "fsdp=8") -> Any:
+def annotate(model: nnx.Module, units: Sequence[type], mesh: Any) -> Any:
     """The three lines; `units` are the classes of the blocks."""
     for _, block in list(nnx.iter_modules(model)):
         if isinstance(block, tuple(units)):
-            js.fully_shard(block, mesh=mesh(on))
-    return js.fully_shard(model, mesh=mesh(on))
+            js.fully_shard(block, mesh=mesh)
+    return js.fully_shard(model, mesh=mesh)
+
+
+def annotated(model: nnx.Module, units: Sequence[type] = (), *, on: str = "fsdp=8") -> Any:
+    return annotate(model, units, mesh(on))
 
 
 # ---- The functions of batch_bodies, each behind a layer of its own ------------------------------
@@ -192,13 +196,16 @@ def one_device(group: str, names: tuple[str, ...], linen: bool) -> dict[str, Any
 
 # ---- Linen --------------------------------------------------------------------------------------
 
-STREAMS = {name: jax.random.key(i) for i, name in enumerate(("params", "dropout", "mixup", "noise"))}
+
+def streams() -> dict[str, jax.Array]:
+    """The keys of a call; not made on import, as several processes meet before that."""
+    return {name: jax.random.key(i) for i, name in enumerate(("params", "dropout", "mixup", "noise"))}
 
 
 def linen_results(case: Any, on: str | None = None) -> Any:
     """((loss, changed variables), gradients) of one jitted call of plain Linen."""
     arguments = case.batch[: case.inputs]
-    variables = jax.jit(case.model.init)(STREAMS, *arguments)
+    variables = jax.jit(case.model.init)(streams(), *arguments)
     model = js.fully_shard(case.model, mesh=mesh(on), units=case.units) if on else case.model
     params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
 
@@ -206,7 +213,7 @@ def linen_results(case: Any, on: str | None = None) -> Any:
     def run(params, state, *batch):
         def loss_fn(params):
             given = {"params": params, **state}
-            out, changed = model.apply(given, *batch[: case.inputs], rngs=STREAMS, mutable=[*state, "intermediates"])
+            out, changed = model.apply(given, *batch[: case.inputs], rngs=streams(), mutable=[*state, "intermediates"])
             return case.loss(out, *batch), changed
 
         return jax.value_and_grad(loss_fn, has_aux=True)(params)
