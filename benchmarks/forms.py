@@ -10,6 +10,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
@@ -40,7 +41,8 @@ class Scanning(gpt.GPT):
         def run(x_BTD: jax.Array, block: gpt.Block) -> jax.Array:
             return block(x_BTD)
 
-        return self.head(self.norm(run(self.dropout(self.tokens(tokens_BT)), self.blocks)))
+        x_BTD = self.dropout(self.tokens(tokens_BT)).astype(jnp.float32)  # as the blocks give it back
+        return self.head(self.norm(run(x_BTD, self.blocks)))
 
 
 class Layer(nn.Module):
@@ -87,7 +89,7 @@ def annotate(model: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Block by block as `models/gpt.py` does it, or in the line that most people write."""
     config: Config = model.config
     low = config.compute_dtype
-    # What a loop carries keeps its dtype, and the embedding is of float32.
+    # What a loop of Flax's carries keeps its dtype.
     output = "float32" if config.form in ("nnx.scan", "nn.scan") else None
     precision = None if low == "float32" else js.MixedPrecision(param=low, reduce="float32", output=output)
     if config.form in ("Linen", "nn.scan", "units"):
