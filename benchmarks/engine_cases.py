@@ -25,6 +25,7 @@ class Case:
         mesh: degrees of the mesh; `fsdp` over all devices by default.
         units: settings of the units, as `jshard._revise.revise` takes them.
         profile: of `js.compiler_options`.
+        plain: further settings for the model as plain Flax. One of Linen then has no dtypes but its own, and no remat.
     """
 
     model: str = _FORMS
@@ -34,6 +35,7 @@ class Case:
     mesh: Mapping[str, int] = dataclasses.field(default_factory=lambda: {"fsdp": -1})
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     profile: str | None = "fastest"
+    plain: tuple[str, ...] = ()
 
 
 _HSDP = {"replica": 8, "fsdp": 8}
@@ -44,7 +46,8 @@ def _form(form: str, *settings: str, **changes: Any) -> Case:
     settings = (f"model.form={form}", *settings)
     if changes.get("topology") == _WIDE["topology"]:
         settings += ("batch_size=512",)
-    return Case(settings=settings, **changes)
+    plain = ("model.compute_dtype=float32", "model.remat=none") if form in ("Linen", "nn.scan") else ()
+    return Case(settings=settings, plain=plain, **changes)
 
 
 def _remat(policy: str) -> str:
@@ -99,13 +102,12 @@ CASES: dict[str, Case] = {
     "llama3_8b": _model("llama", "llama3_8b", 64),
     "llama3_8b, unrolled": _model("llama", "llama3_8b", 64, _ONE_BY_ONE, "model.n_layer=8"),
     "llama3_70b, 512": _model("llama", "llama3_70b", 512, **_WIDE),
-    "t5_2b": _model("t5", "t5_2b", 512),
-    "t5_2b, unrolled": _model("t5", "t5_2b", 512, _ONE_BY_ONE, "model.n_layer=6"),
-    "t5_11b, 512": _model("t5", "t5_11b", 1024, **_WIDE),
+    "t5_11b": _model("t5", "t5_11b", 64),
+    "t5_11b, unrolled": _model("t5", "t5_11b", 64, _ONE_BY_ONE, "model.n_layer=4"),
     "mixtral": _model("moe", "mixtral_8x7b", 64, "model.n_layer=8"),
     "mixtral, expert": _model("moe", "mixtral_8x7b", 64, "model.n_layer=8", mesh={"fsdp": 8, "expert": 8}),
     "mixtral, 512": _model("moe", "mixtral_8x7b", 512, **_WIDE),
-    "dit_xl_2": _model("vdit", "dit_xl_2", 256),
+    "vdit_4b": _model("vdit", "vdit_4b", 64),
     "vdit_4b, unrolled": _model("vdit", "vdit_4b", 64, _ONE_BY_ONE, "model.n_layer=8"),
     "lora": _model("lora_gpt", "gpt2_small", 64),
 }

@@ -69,7 +69,7 @@ class LinenGPT(nn.Module):
         if config.form == "nn.scan":
             keys: Any = {"params": True, "dropout": True}
             stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs=keys, length=config.n_layer)
-            x_BTD = stack(config, name="layers")(x_BTD, None)[0]
+            x_BTD = stack(config, name="layers")(x_BTD.astype(jnp.float32), None)[0]
         else:
             for layer in range(config.n_layer):
                 x_BTD = Layer(config, name=f"layer_{layer}")(x_BTD, None)[0]
