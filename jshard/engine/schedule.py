@@ -8,7 +8,7 @@ the reduction of unit i waits for that of the unit before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jshard._mesh import data_axes, data_degree
 from jshard._nnx import OUTER, OWN
+from jshard._offload import fetched
 from jshard.engine import stored
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import MIN_TRIPS, Handover, Rotation
@@ -57,7 +58,7 @@ class Level:
         at: position of the next unit.
         gathered: parameters gathered ahead, by position.
         reduced: results of the reduction before.
-        whole: values gathered by whoever read them, by id, with the value itself, whose id stays taken so.
+        whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
         recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
     """
 
@@ -66,7 +67,7 @@ class Level:
         self.at = 0
         self.gathered: dict[int, list[Any]] = {}
         self.reduced: list[Value] = []
-        self.whole: dict[int, tuple[Value, Value]] = {}
+        self.whole: dict[Any, Value] = {}
         self.recent: dict[int, tuple[Value, Any]] | None = None
 
     def ahead(self, at: int) -> list[int]:
@@ -96,13 +97,17 @@ class ShardedPartitioner(Partitioner):
     Args:
         mesh: the mesh of the model.
         batch_sizes: sizes of the batch.
+        whole: parameters gathered before, or pieces of them; see `Level.whole`.
     """
 
-    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = ()) -> None:
+    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = (), whole: Mapping[Any, Value] | None = None) -> None:
         super().__init__(data_axes(mesh), data_degree(mesh), batch_sizes=batch_sizes)
         self.mesh = mesh
         self.level = Level([])
+        self.kept_whole = dict(whole or {})
         self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
+        self._read: list[Value] = []
+        self._outermost = False
         self._handover: tuple[Eqn, Handover] | None = None  # for the trip that is run next
 
     # ---- stored shards
@@ -110,10 +115,13 @@ class ShardedPartitioner(Partitioner):
         """A stored value gathered where a unit does not gather it: once in this program."""
         if not value.is_stored:
             return value
-        if id(value) not in self.level.whole:
-            with jax.named_scope(f"jshard[{value.shard.name}]"):
-                self.level.whole[id(value)] = value, Value(stored.gather(value, self.mesh))
-        return self.level.whole[id(value)][1]
+        key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
+        found = self.level.whole.get(key, value)
+        if found.is_stored:
+            with jax.named_scope(f"jshard[{value.parameter}]"):
+                found = self.level.whole[key] = Value(stored.gather(found, self.mesh))
+            self._read.append(value)  # its id stays taken
+        return found
 
     def store(self, value: Value, state: Shard) -> Value:
         """A value as stored shards; a partial one by its reduce-scatter."""
@@ -125,11 +133,20 @@ class ShardedPartitioner(Partitioner):
         return Value(stored.cut(self.whole(value).x, placement), state)
 
     # ---- programs
+    def run_root(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Collection[int]
+    ) -> list[Value]:
+        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards."""
+        self._outermost = True
+        return self.run_body(jaxpr, consts, args, gradients=gradients)
+
     def run_body(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs a program with a schedule of its own."""
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
+        if self._outermost:
+            self.level.whole, self._outermost = self.kept_whole, False
         bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
         handover, self._handover = self._handover, None
         try:
@@ -197,7 +214,10 @@ class ShardedPartitioner(Partitioner):
         """Elementwise equations on shards that are stored alike; those of gradients are linear, or of one shard."""
         name = eqn.primitive.name
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
-            return [values[0].with_array(self.bind(eqn, [values[0].x])[0])]
+            one, dtype = values[0], eqn.outvars[0].aval.dtype
+            if one.parameter and (name == "neg" or dtype.itemsize > one.x.dtype.itemsize):
+                return None  # gathered in the smaller dtype, then cast
+            return [one.with_array(self.bind(eqn, [fetched(one.x)])[0])]
         if name in ("add", "add_any", "sub"):
             state = next(v.state for v in values if v.is_stored)
             assert isinstance(state, Shard)

@@ -65,7 +65,9 @@ def _inside(p: "Partitioner", values: Sequence[Value], xs: Sequence[Any]) -> lis
 
 def rows(value: Value, x: Any) -> Value:
     """The value of one trip of what is scanned over."""
-    return Value(x, value.dim - 1 if value.is_split else value.state)
+    row = value.with_array(x)
+    row.state = value.dim - 1 if value.is_split else value.state
+    return row
 
 
 class Scan:
