@@ -99,7 +99,8 @@ def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> 
     floats = [_is_float(x) for x in args]
     run = lambda *fs: _outs(fn, _merge(floats, fs, args))
     outs, vjp, others = jax.jit(lambda *fs: jax.vjp(run, *fs, has_aux=True))(*_pick(floats, args))
-    return [*outs, *others], list(vjp(cotangents_for(outs)))
+    grads = jax.jit(lambda vjp, cotangents: vjp(cotangents))(vjp, cotangents_for(outs))
+    return [*outs, *others], list(grads)
 
 
 def check(fn: Callable, *args: Any, **how: Any) -> list[Found]:

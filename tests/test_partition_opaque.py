@@ -254,7 +254,7 @@ def in_place(mesh, axes, **how):
         everyone = lax.all_gather(x, axes, tiled=True)
         c, rows = lax.scan(lambda c, _: (c * 0.5 + lax.psum(c, axes), c.sum()), x @ w, None, 3)
         y = jnp.where(lax.axis_index(axes[-1]) == 1, x, jnp.tanh(near)) + mean + everyone[:1] + c
-        return y, rows.sum() + lax.psum(y.sum(), axes) - rows.sum(), lax.pmax(lax.stop_gradient(y).max(), axes)
+        return y, lax.psum(rows.sum() + y.sum(), axes), lax.pmax(lax.stop_gradient(y).max(), axes)
 
     specs = {"in_specs": (P(axes), P()), "out_specs": (P(axes), P(), P())}
     return jax.shard_map(body, mesh=mesh, **specs, **how)
@@ -281,7 +281,8 @@ def test_over_other_axes_the_data_axes_are_untouched(check_vma):
 
     def body(x, w):
         h = jnp.tanh(x @ w)
-        return lax.psum(h @ w.T, "tensor") + lax.axis_index("tensor") * 0, h - h.mean(0, keepdims=True), x.sum(0) * 1.0
+        h = h * (1 + lax.axis_index("tensor"))
+        return lax.psum(h @ w.T, "tensor"), h - h.mean(0, keepdims=True), x.sum(0) * 1.0
 
     fn = jax.shard_map(
         body,
