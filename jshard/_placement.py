@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jshard._errors import AnnotationError
-from jshard._mesh import AXES, FSDP
+from jshard._mesh import AXES, EXPERT, FSDP, TENSOR
 from jshard._policies import MixedPrecision
 
 Entry = str | tuple[str, ...] | None
@@ -156,8 +156,8 @@ def place(
         ignored: the annotation leaves this parameter out.
     """
     degrees = dict(rule.degrees)
-    given = tuple(_present(entry, degrees) for entry in given)
-    _check_given(path, shape, given, degrees)
+    named, given = given, tuple(_kept(entry, degrees) for entry in given)
+    _check_given(path, shape, named, given, degrees)
     free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
     dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, rule)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
@@ -184,26 +184,28 @@ def place(
     )
 
 
-def _present(entry: Entry, degrees: dict[str, int]) -> Entry:
-    """An entry of a model's own annotation without axes of degree 1: they split nothing, and `fsdp` may have the dim.
+def _kept(entry: Entry, degrees: dict[str, int]) -> Entry:
+    """What a model's own annotation says for a dim, without what splits nothing here, so that `fsdp` may have the dim.
 
-    A mesh that lacks an axis of `js.mesh` has it with degree 1.
+    That is an axis of degree 1, or one that the mesh has not; and `fsdp` itself, which public models name: which dim it
+    takes is decided here.
     """
-    left = tuple(n for n in axes_of(entry) if degrees.get(n, 1 if n in AXES else 0) != 1 or n == FSDP)
+    left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n != FSDP)
     return entry if left == axes_of(entry) else left or None
 
 
-def _check_given(path: str, shape: tuple[int, ...], given: tuple[Entry, ...], degrees: dict[str, int]) -> None:
-    """Raises for a model's own annotation that names no mesh axis, or jshard's own, or one that does not divide."""
-    names = [n for entry in given for n in axes_of(entry)]
-    wrong = [n for n in names if n not in degrees or n == FSDP]
-    if wrong:
-        others = ", ".join(a for a in degrees if a != FSDP)
+def _check_given(
+    path: str, shape: tuple[int, ...], named: tuple[Entry, ...], given: tuple[Entry, ...], degrees: dict[str, int]
+) -> None:
+    """Raises for a model's own annotation whose split would be lost, or does not divide."""
+    unknown = [n for entry in named for n in axes_of(entry) if n not in degrees and n not in AXES]
+    others = [a for a in (TENSOR, EXPERT) if degrees.get(a, 1) > 1]
+    if unknown and others:  # which of them it means is not known; with none, there is nothing to split it over
         raise AnnotationError(
             "The model's own sharding of a parameter cannot be kept.",
-            where=f"{path}  out_sharding={given}",
-            why=f"{', '.join(map(repr, wrong))}: a model may name {others}; {FSDP!r} is given by fully_shard.",
-            do="translate logical axes, or leave them out: variable.set_metadata(out_sharding=(None, 'tensor')).",
+            where=f"{path}  out_sharding={named}",
+            why=f"{', '.join(map(repr, unknown))}: the mesh has {', '.join(degrees)}.",
+            do=f"name the axis as the mesh does: variable.set_metadata(out_sharding=(None, {others[0]!r})).",
         )
     pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
     uneven = [d for d, (size, n) in enumerate(zip(shape, pieces, strict=False)) if size % n]

@@ -90,12 +90,30 @@ def fast_shape_tracing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def running(eqn: Any) -> Iterator[None]:
-    """Inside, what is traced has the lines and names of an equation."""
+    """Inside, what is traced has the lines, names and settings of an equation; the mesh stays that of the trace."""
     from jax._src import source_info_util
 
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with source_info_util.user_context(eqn.source_info.traceback, name_stack=stack):
+    with contextlib.ExitStack() as settings:
+        for setting in _settings(eqn.ctx):
+            settings.enter_context(setting)
+        settings.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=stack))
         yield
+
+
+def _settings(context: Any) -> Iterator[Any]:
+    """What a user's `compute_on`, `set_xla_metadata` or `threefry_partitionable` around an equation has set."""
+    if context.compute_type is not None:
+        from jax._src.compute_on import extend_compute_type
+
+        yield extend_compute_type(context.compute_type)
+    if context.xla_metadata:
+        from jax.experimental.xla_metadata import set_xla_metadata
+
+        yield set_xla_metadata(**context.xla_metadata)
+    partitionable: Any = jax.threefry_partitionable
+    if context.threefry_partitionable != partitionable.value:
+        yield partitionable(context.threefry_partitionable)
 
 
 def threefry_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:

@@ -5,18 +5,19 @@ table in `jshard.engine.rules` says for each primitive how states flow. What has
 computed whole from gathered operands: slower, never wrong, and noted with its bytes and the user's line.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._errors import CallError, FourPartError
 from jshard.engine.rules import known, linear
-from jshard.engine.rules.table import KEEP_STORED, RULES, TAKE_PARTIAL
+from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
 from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value, array_bytes
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class Partitioner:
         self.trips = 1  # product of the lengths of the loops around
         self.eqn: Eqn | None = None  # the equation that is run
         self._around: list[Eqn] = []  # and the equations whose programs it is part of
+        self._needed_elsewhere: set[Any] | None = None  # of the program that is run; None: all of it
 
     # ---- hooks
     def read(self, value: Value) -> Value:
@@ -54,9 +56,11 @@ class Partitioner:
         """Runs a loop; a subclass may choose another form of it."""
         return scan.run()
 
-    def run_body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+    def run_body(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
+    ) -> list[Value]:
         """Runs the program of a loop's body or of a branch, in a trace of its own."""
-        return self.run(jaxpr, consts, args)
+        return self.run(jaxpr, consts, args, gradients=gradients)
 
     def note(self, kind: Any, eqn: Eqn | None, size: int) -> None:
         """Records a collective of the equation; None: for what the program returns."""
@@ -164,8 +168,29 @@ class Partitioner:
         return known.enter(value, memo)
 
     # ---- programs
-    def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
-        """Runs a program; its results in whatever state they come."""
+    def run(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
+    ) -> list[Value]:
+        """Runs a program; its results in whatever state they come.
+
+        Args:
+            jaxpr: the program, in global view.
+            consts: its constants.
+            args: its arguments.
+            gradients: which of its results are gradients: what flows to them alone is summed at the end.
+        """
+        outer = self._needed_elsewhere
+        self._needed_elsewhere = linear.needed_elsewhere(jaxpr, gradients) if gradients else None
+        try:
+            return self._run(jaxpr, consts, args)
+        finally:
+            self._needed_elsewhere = outer
+
+    def is_for_gradients(self, variable: Any) -> bool:
+        """Whether a variable of the program that is run flows to gradients alone."""
+        return self._needed_elsewhere is not None and variable not in self._needed_elsewhere
+
+    def _run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
         env: dict[Any, Value] = {}
         env.update(zip(jaxpr.constvars, (c if isinstance(c, Value) else Value(c) for c in consts), strict=True))
         env.update(zip(jaxpr.invars, args, strict=True))
@@ -173,7 +198,7 @@ class Partitioner:
         def look_up(atom: Any) -> Value:
             if isinstance(atom, jex.Literal):
                 aval: Any = atom.aval
-                return Value(jnp.asarray(atom.val, aval.dtype))
+                return Value(np.asarray(atom.val, aval.dtype))  # no tracer, so that rules can read it
             return env[atom]
 
         for eqn in jaxpr.eqns:
@@ -244,9 +269,34 @@ class Partitioner:
                 return [Value(x) for x in found]
             return [Value(x, source=Source(eqn, values, k) if x.ndim else None) for k, x in enumerate(found)]
         rule = RULES.get(eqn.primitive.name)
-        if rule is not None and (split := rule(self, eqn, [self.settle(v) for v in values])) is not None:
-            return split
-        return [Value(x) for x in self.bind(eqn, [self.whole(v).x for v in values])]
+        if eqn.primitive.name not in CONVERT_PARTIAL:
+            values = [self.settle(v) for v in values]
+        if rule is not None and (found := rule(self, eqn, values)) is not None:
+            return found
+        return self._computed_whole(eqn, values)
+
+    def _computed_whole(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """Results from gathered operands, split again where they are as large as the batch."""
+        found = self.bind(eqn, [self.whole(v).x for v in values])
+        if eqn.effects:
+            return [Value(x) for x in found]
+        sizes = {v.dim: self.full_shape(v)[v.dim] for v in values if v.is_split}
+        return [self._split_again(Value(x), sizes) for x in found]
+
+    def _split_again(self, value: Value, sizes: dict[int, int]) -> Value:
+        """The value split along the dim that operands were split along, or one of that size.
+
+        Args:
+            value: a whole one.
+            sizes: of the operands' dims, in global view.
+        """
+        dims = [d for d, n in enumerate(value.shape) if n in sizes.values()]
+        dim = next((d for d in dims if sizes.get(d) == value.shape[d]), dims[0] if dims else None)
+        if dim is None:
+            return value
+        found = self.split(value, dim)
+        found.done[None] = value
+        return found
 
     def bind(self, eqn: Eqn, xs: Sequence[Any], **params: Any) -> list[Any]:
         """Runs the primitive of an equation on other arrays, with some parameters changed."""

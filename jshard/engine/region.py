@@ -87,6 +87,25 @@ class Own:
     state: State
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Crossing:
+    """How a value leaves a program, and enters the next one.
+
+    Args:
+        state: its state.
+        counted: what is known of indices: see `Value.counted`.
+    """
+
+    state: State | Own
+    counted: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def enter(self, x: Any) -> Value:
+        """The value of an array that has entered."""
+        if isinstance(self.state, Own):
+            return Value(x[0], self.state.state, counted=self.counted)
+        return Value(x, self.state, counted=self.counted)
+
+
 def remat_of(unit: Unit) -> Any:
     """The remat policy of a unit as a program takes it."""
     asked = unit.policy.remat
@@ -123,11 +142,11 @@ class Region:
         self.axes, self.degree = data_axes(mesh), data_degree(mesh)
         arguments = call.inputs[call.num_state :] or call.inputs
         self.batch = batch_size(arguments, self.degree)
-        self.states: list[State | Own] = [
-            Own(None) if is_copy else None if p is None else Shard(p, name=name)
+        self.operands: list[Crossing] = [
+            Crossing(Own(None) if is_copy else None if p is None else Shard(p, name=name))
             for p, name, is_copy in zip(call.placements, call.names, copied, strict=True)
         ]
-        self.states += [self._split(x) for x in (*call.inputs, *consts)]
+        self.operands += [Crossing(self._split(x)) for x in (*call.inputs, *consts)]
         self.moved: list[Moved] = []
 
     def _split(self, x: Any) -> State:
@@ -136,43 +155,42 @@ class Region:
     def partitioned(
         self,
         jaxpr: Any,
-        states: Sequence[State | Own],
+        operands: Sequence[Crossing],
         wanted: Sequence[State | Own] = (),
         *,
         is_backward: bool = False,
-    ) -> tuple[Callable[..., list[Any]], list[State | Own]]:
-        """A program as a function of global arrays, and a list that has the states of its results once it has run.
+    ) -> tuple[Callable[..., list[Any]], list[Crossing]]:
+        """A program as a function of global arrays, and a list that says how its results leave, once it has run.
 
         Args:
             jaxpr: the program, closed.
-            states: of its operands.
+            operands: how its operands enter.
             wanted: of its first results; the others leave as they come.
             is_backward: nothing is gathered before the other operands are there.
         """
         if self.degree == 1:
-            return functools.partial(_run_alone, jaxpr), [None] * len(jaxpr.out_avals)
-        found: list[State | Own] = []
+            return functools.partial(_run_alone, jaxpr), [Crossing(None)] * len(jaxpr.out_avals)
+        found: list[Crossing] = []
         out_specs: list[PartitionSpec] = []
 
         def on_shard(*xs: Any) -> list[Any]:
             p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [])
-            values = [
-                Value(x[0], s.state) if isinstance(s, Own) else Value(x, s) for x, s in zip(xs, states, strict=True)
-            ]
+            values = [one.enter(x) for x, one in zip(xs, operands, strict=True)]
             if is_backward:
                 _hold_back([v for v in values if v.is_stored], [v for v in values if not v.is_stored])
-            outs = p.run_body(jaxpr.jaxpr, jaxpr.consts, values)
+            stored_at = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
+            outs = p.run_body(jaxpr.jaxpr, jaxpr.consts, values, gradients=stored_at)
             outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
             self.moved += p.moved
             leave = [Own(v.state) if _is_own(v, s) else v.state for v, s in itertools.zip_longest(outs, wanted)]
-            found[:] = leave
+            found[:] = [Crossing(s, v.counted) for s, v in zip(leave, outs, strict=True)]
             out_specs[:] = [self._spec(s, v.x.ndim) for v, s in zip(outs, leave, strict=True)]
             return [v.x[None] if isinstance(s, Own) else v.x for v, s in zip(outs, leave, strict=True)]
 
         run = jax.shard_map(
             on_shard,
             mesh=self.mesh,
-            in_specs=tuple(self._spec(s, x.ndim) for s, x in zip(states, jaxpr.in_avals, strict=True)),
+            in_specs=tuple(self._spec(one.state, x.ndim) for one, x in zip(operands, jaxpr.in_avals, strict=True)),
             out_specs=out_specs,  # read after the body is traced, which fills the list
             axis_names=manual_axes(self.mesh),
             check_vma=False,
@@ -222,18 +240,18 @@ def _in_states(p: ShardedPartitioner, values: Sequence[Value], wanted: Sequence[
 
 def differentiable(region: Region) -> Callable[..., list[Any]]:
     """The region as a function of global arrays whose derivative is a region, too."""
-    program, states = region.program, region.states
+    program, entering = region.program, region.operands
     n = program.num_params
 
     @jax.custom_vjp
     def run(*operands: Any) -> list[Any]:
-        function, _ = region.partitioned(program.jaxpr, states)
+        function, _ = region.partitioned(program.jaxpr, entering)
         return function(*operands)
 
     def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
         values = [x.value for x in operands]
         gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
-        function, found = region.partitioned(gradient.forward, states)
+        function, found = region.partitioned(gradient.forward, entering)
         outs = function(*values)
         num_outs = len(gradient.is_float)
         return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, tuple(found))))
@@ -242,8 +260,8 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
         params, kept, (gradient, found) = saved[0], saved[1], saved[2].value
         num_outs = len(gradient.is_float)
         live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
-        of_operands = [*states[:n], *found[num_outs:], *picked(live, found[:num_outs])]
-        wanted = [Own(PARTIAL) if isinstance(s, Own) else s for s in picked(gradient.wrt, states)]
+        of_operands = [*entering[:n], *found[num_outs:], *picked(live, found[:num_outs])]
+        wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in picked(gradient.wrt, entering)]
         function, _ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True)
         grads = function(*params, *kept, *picked(live, cotangents))
         if region.degree == 1:

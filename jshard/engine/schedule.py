@@ -8,7 +8,7 @@ the reduction of unit i waits for that of the unit before.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ class Planned:
     """A unit's equation in a program, before it is run.
 
     Args:
-        gathers: what it gathers.
+        gathers: what it gathers; nothing, where forward kept it.
         eqn: the equation.
     """
 
@@ -51,7 +51,7 @@ class Level:
     """The units of one program in order, and how far the schedule has come.
 
     Args:
-        plan: the units that gather, in order.
+        plan: the units, in order.
 
     Attributes:
         at: position of the next unit.
@@ -85,7 +85,8 @@ class Level:
                 break
             if prefetch.budget_bytes is not None and waiting > prefetch.budget_bytes:
                 break
-            found.append(i)
+            if one.gathers:
+                found.append(i)
         return found
 
 
@@ -101,7 +102,7 @@ class ShardedPartitioner(Partitioner):
         super().__init__(data_axes(mesh), data_degree(mesh), batch_sizes=batch_sizes)
         self.mesh = mesh
         self.level = Level([])
-        self._bodies: dict[Any, tuple[Any, list[Any], list[Moved], Any]] = {}
+        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
         self._handover: tuple[Eqn, Handover] | None = None  # for the trip that is run next
 
     # ---- stored shards
@@ -124,14 +125,16 @@ class ShardedPartitioner(Partitioner):
         return Value(stored.cut(self.whole(value).x, placement), state)
 
     # ---- programs
-    def run_body(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value]) -> list[Value]:
+    def run_body(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
+    ) -> list[Value]:
         """Runs a program with a schedule of its own."""
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
         bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
         handover, self._handover = self._handover, None
         try:
             if handover is None:
-                return self.run(jaxpr, consts, args)
+                return self.run(jaxpr, consts, args, gradients=gradients)
             return self._run_trip(*handover, jaxpr, consts, args)
         finally:
             self.level, self._bodies = outer, bodies
@@ -151,7 +154,7 @@ class ShardedPartitioner(Partitioner):
         probe = [rows(v, None) for v in scan.scanned]
         carried = [Value(None, state) for state in scan.states]
         plan = list(planned(scan.jaxpr, [*scan.shared, *carried, *probe]))
-        if not plan or scan.length < MIN_TRIPS:
+        if not plan or not plan[0].gathers or scan.length < MIN_TRIPS:
             return scan.run()
         first, settings = plan[0], plan[0].eqn.params["settings"]
         at = {id(v): i for i, v in enumerate(probe)}
@@ -260,16 +263,17 @@ class ShardedPartitioner(Partitioner):
         inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which]
         wanted = [dtypes[i] for i in which]
         full = level.gathered.pop(at, None) if is_planned else None
-        if full is None:
+        if full is None and shards:
             xs = [v.x for v in shards]
             waits = settings.prefetch is not None and settings.prefetch.units == 0
             if waits or (eqn.params["phase"] == BACKWARD and (at == 0 or not is_planned)):
                 xs, moved = tied(xs, [values[i].x for i in inputs])
                 self._replace(values, inputs, moved)
             full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
-        if settings.prefetch is None:
+        full = full or []
+        ahead = level.ahead(at) if is_planned and settings.prefetch is not None else []
+        if settings.prefetch is None or not (full or ahead):
             return full
-        ahead = level.ahead(at) if is_planned else []
         soon = [level.plan[i] for i in ahead]
         full, moved, shards_ahead = tied(
             full, [values[i].x for i in inputs], [[v.x for v in one.gathers] for one in soon]
@@ -291,31 +295,33 @@ class ShardedPartitioner(Partitioner):
 
     def _compute(self, eqn: Eqn, args: list[Value]) -> list[Value]:
         """The unit's program. Equal units in equal states share one jit: one trace, one function in the lowering."""
-        jaxpr, dtypes = eqn.params["jaxpr"], eqn.params["out_dtypes"]
+        # Gradients are cast when they are reduced: before that those of two units are there, in the smaller dtype.
+        jaxpr, num_gradients = eqn.params["jaxpr"], sum(eqn.params["wrt"])
+        dtypes = [*(v.dtype for v in jaxpr.out_avals[:num_gradients]), *eqn.params["out_dtypes"][num_gradients:]]
+        gradients = range(num_gradients)
         if any(v.is_stored for v in args):  # of units inside
-            return self._cast(self.run_body(jaxpr.jaxpr, jaxpr.consts, args), dtypes)
-        key = id(jaxpr), tuple(v.state for v in args)
+            return self._cast(self.run_body(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients), dtypes)
+        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
         if key not in self._bodies:
-            states: list[Any] = []
+            forms: list[Value] = []
             mark = len(self.moved)
 
             def body(xs: list[Any]) -> list[Any]:
-                outs = self.run_body(
-                    jaxpr.jaxpr, jaxpr.consts, [Value(x, v.state) for x, v in zip(xs, args, strict=True)]
-                )
+                given = [v.with_array(x) for x, v in zip(xs, args, strict=True)]
+                outs = self.run_body(jaxpr.jaxpr, jaxpr.consts, given, gradients=gradients)
                 outs = [self.land(v) for v in self._cast(outs, dtypes)]
-                states[:] = [v.state for v in outs]
+                forms[:] = [v.with_array(None) for v in outs]
                 return [v.x for v in outs]
 
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
             xs = run([v.x for v in args])
-            self._bodies[key] = run, states, self.moved[mark:], jaxpr
+            self._bodies[key] = run, forms, self.moved[mark:], jaxpr
         else:
-            run, states, moved, _ = self._bodies[key]
+            run, forms, moved, _ = self._bodies[key]
             self.moved += moved
             xs = run([v.x for v in args])
-        return [Value(x, state) for x, state in zip(xs, states, strict=True)]
+        return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod
     def _cast(outs: list[Value], dtypes: Sequence[Any]) -> list[Value]:
@@ -339,7 +345,7 @@ class ShardedPartitioner(Partitioner):
         wrt = [v for v, is_wanted in zip(own, eqn.params["wrt"], strict=True) if is_wanted]
         at = [i for i, v in enumerate(wrt) if v.is_stored and not outs[i].is_stored]
         if not at:
-            return outs
+            return self._cast(outs, eqn.params["out_dtypes"])
         rest = [i for i, v in enumerate(outs) if i not in at and not v.is_stored]
         level, outs = self.level, [self.land(v) for v in outs]
         gradients, others, before = tied(
@@ -347,6 +353,7 @@ class ShardedPartitioner(Partitioner):
         )
         self._replace(outs, at, gradients)
         self._replace(outs, rest, others)
+        outs = self._cast(outs, eqn.params["out_dtypes"])
         for v, x in zip(level.reduced, before, strict=True):
             v.x = x  # whoever reads the reduction before reads behind this
             v.done.clear()
@@ -402,7 +409,7 @@ def gathered_dtypes(eqn: Eqn) -> list[Any]:
 
 
 def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
-    """The units that a program calls and that gather something, in order."""
+    """The units that a program calls, in order, and what each gathers."""
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
     before: list[Value] | None = None
     for e in jaxpr.eqns:
@@ -412,8 +419,9 @@ def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
             is_forward = e.params["phase"] == FORWARD
             again = not is_forward and bool(before) and {*map(id, before or ())} <= {*map(id, mine)}
             before = mine if is_forward else None if again else before
-            if mine and not again:
+            if not again:
                 yield Planned(mine, e)
-        elif e.primitive.name in calls.NAMES:
+        elif e.primitive.name in calls.CALLS:
             inner, _ = calls.program(e)
-            yield from planned(inner, [Value(None) if v is None else v for v in operands])
+            given = [Value(None) if v is None else v for v in operands]
+            yield from planned(inner, calls.operands(e, given))

@@ -124,7 +124,8 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
         (abstract(x).shape, str(abstract(x).dtype), abstract(x).weak_type) for x in (*call.params, *call.inputs)
     )
     key = call.key, settings, precision, remat, avals, tuple(call.owners)
-    found = traces.units.get(key)
+    is_shared = _is_hashable(key)
+    found = traces.units.get(key) if is_shared else None
     consts: list[Any] = []
     if found is None:
         like = [
@@ -138,10 +139,19 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
             remat=remat,
         )
         found = _differentiable(program, tuple(call.owners), settings, call.where), call.result
-        if not consts:
+        if is_shared and not consts:
             traces.units[key] = found
     run, result = found
     return call.finish(run(*call.params, *call.inputs, *consts), result)
+
+
+def _is_hashable(key: Any) -> bool:
+    """False for a module with a list or a dict among its plain attributes: its calls are traced one by one."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def computes_in(call: Call, precision: MixedPrecision) -> Callable[[list[Any], list[Any]], list[Any]]:

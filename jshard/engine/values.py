@@ -52,12 +52,14 @@ class Value:
         state: how the shards' arrays make up the value.
         source: how a shard of a whole value is made from its equation, instead of cut from the whole.
         done: the same value in other states, as far as it was converted.
+        counted: of indices: `{column: dim}`, where `[..., column]` is the index along that dim, in global view.
     """
 
     x: Any
     state: State = None
     source: Source | None = None
     done: dict[State, "Value"] = dataclasses.field(default_factory=dict)
+    counted: dict[int, int] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if isinstance(self.state, np.integer):
@@ -105,9 +107,14 @@ class Value:
         """Number of dims."""
         return len(self.x.shape)
 
+    @property
+    def bytes(self) -> int:
+        """Bytes of what this shard holds."""
+        return array_bytes(self.x)
+
     def with_array(self, x: Any) -> "Value":
         """The same state of another array, without conversions and source."""
-        return Value(x, self.state)
+        return Value(x, self.state, counted=self.counted)
 
 
 @dataclasses.dataclass(frozen=True)

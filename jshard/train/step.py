@@ -68,9 +68,8 @@ class TrainStep:
         self._graphdef, state = nnx.split(self._objects)
         self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self._mesh))
         self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
-        self._program = _lowered(
-            loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate
-        ).compile(compiler_options=dict(compiler_options or {}))
+        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate)
+        self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
 
     def __call__(self, batch: Any) -> Scalars:
         """Starts a step and returns without waiting for it.
@@ -137,6 +136,21 @@ def lower_step(
         batch: shapes, dtypes and shardings.
         accumulate: microbatches that a batch is cut into.
     """
+    return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
+
+
+def trace_step(
+    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+) -> jax.stages.Traced:
+    """`lower_step` before it is lowered: a program of JAX's, whose equations can be read.
+
+    Args:
+        loss_fn: as in `lower_step`.
+        model: likewise.
+        optimizer: likewise.
+        batch: likewise.
+        accumulate: likewise.
+    """
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
@@ -145,12 +159,12 @@ def lower_step(
         jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
         for leaf in leaves
     ]
-    return _lowered(loss_fn, graphdef, tree, placed, batch, mesh, accumulate)
+    return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate)
 
 
-def _lowered(
+def _traced(
     loss_fn: LossFn, graphdef: Any, tree: Any, leaves: list[Any], batch: Any, mesh: Mesh, accumulate: int
-) -> jax.stages.Lowered:
+) -> jax.stages.Traced:
     before = _paths(jax.tree.unflatten(tree, leaves))
 
     def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
@@ -166,7 +180,7 @@ def _lowered(
 
     shardings = [_compat.asked_of_results(leaf.sharding) for leaf in leaves]
     everywhere = NamedSharding(mesh, PartitionSpec())
-    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).lower(leaves, batch)
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).trace(leaves, batch)
 
 
 def _check_unchanged(before: set[str], after: set[str]) -> None:

@@ -1,8 +1,14 @@
 """Gather, scatter and dynamic slices."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jshard.engine.rules.table import rule, same
+import jax.numpy as jnp
+from jax import lax
+
+from jshard.engine.rules import counted
+from jshard.engine.rules.shapes import can_be_partial, one_row
+from jshard.engine.rules.table import beside, rule, same
 from jshard.engine.values import PARTIAL, Eqn, Value
 
 if TYPE_CHECKING:
@@ -11,26 +17,41 @@ if TYPE_CHECKING:
 
 @rule("dynamic_slice")
 def dynamic_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim is taken whole."""
-    value, sizes = values[0], list(eqn.params["slice_sizes"])
-    if not value.is_split or any(v.is_split for v in values[1:]):
+    """The split dim is taken whole. Of one row of it, the shard that has it is the sum."""
+    value, *starts = values[0], *map(p.whole, values[1:])
+    if not value.is_split:
         return None
-    if sizes[value.dim] != eqn.invars[0].aval.shape[value.dim]:
-        return None
-    sizes[value.dim] = value.shape[value.dim]
-    return same(p, eqn, values, value.dim, slice_sizes=tuple(sizes))
+    sizes, shape = list(eqn.params["slice_sizes"]), eqn.invars[0].aval.shape
+    taken = [d for d, n in enumerate(shape) if sizes[d] != n]
+
+    def of_shard(value: Value, dim: int) -> Value:
+        local = [value.shape[d] if d == dim else n for d, n in enumerate(sizes)]
+        begin = [jnp.zeros_like(s.x) if d == dim else s.x for d, s in enumerate(starts)]
+        return Value(lax.dynamic_slice(value.x, begin, local), dim)
+
+    if value.dim in taken and sizes[value.dim] == 1 and can_be_partial(value):
+        dim = value.dim
+        return [one_row(p, of_shard(value, dim), jnp.clip(starts[dim].x, 0, shape[dim] - 1))]
+    return beside(p, eqn, [value], taken, lambda values: [of_shard(values[0], values[0].dim)])
 
 
 @rule("dynamic_update_slice")
 def dynamic_update_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is written whole."""
-    operand, update, *starts = values
-    dim = operand.state if operand.is_split else update.state
-    if not isinstance(dim, int) or any(v.is_split for v in starts):
+    operand, update, *starts = *values[:2], *map(p.whole, values[2:])
+    if not operand.is_split and not update.is_split:
         return None
-    if eqn.invars[0].aval.shape[dim] != eqn.invars[1].aval.shape[dim]:
-        return None
-    return same(p, eqn, [p.split(operand, dim), p.split(update, dim), *starts], dim)
+    shapes = zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
+    taken = [d for d, (n, m) in enumerate(shapes) if n != m]
+    if not operand.is_split and update.dim in taken:
+        return None  # only what is written is split
+
+    def of_shard(values: list[Value]) -> list[Value]:
+        dim = values[0].dim
+        begin = [jnp.zeros_like(s.x) if d == dim else s.x for d, s in enumerate(starts)]
+        return [Value(lax.dynamic_update_slice(values[0].x, values[1].x, begin), dim)]
+
+    return beside(p, eqn, [operand, update], taken, of_shard)
 
 
 @rule("gather")
@@ -44,6 +65,8 @@ def gather(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     if at is not None:
         both = [p.split(operand, mine[at]), p.split(indices, theirs[at])]
         return same(p, eqn, both, rows[theirs[at]])
+    if (found := _counted_gather(p, eqn, operand, indices, rows)) is not None:
+        return [found]
     if operand.is_split and not indices.is_split:
         kept = [k for k in range(operand.ndim) if k not in dims.collapsed_slice_dims and k not in mine]
         dim = operand.dim
@@ -56,6 +79,33 @@ def gather(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     return None
 
 
+def _counted_gather(p: "Partitioner", eqn: Eqn, operand: Value, indices: Value, rows: list[int]) -> Value | None:
+    """Rows of a split operand that are counted by the indices: each shard takes its own."""
+    if not operand.is_split and not operand.is_known:
+        return None
+    at = _counted(p, operand, indices, eqn.params["dimension_numbers"].start_index_map)
+    if at is None:
+        return None
+    column, row, dim = at
+    operand, indices = p.split(operand, dim), p.split(indices, row)
+    x = counted.on_shard(p, indices, column, p.shard * operand.shape[dim])
+    return Value(p.bind(eqn, [operand.x, x])[0], rows[row])
+
+
+def _counted(p: "Partitioner", operand: Value, indices: Value, indexed: Sequence[int]) -> tuple[int, int, int] | None:
+    """A column of the indices that counts, the dim that it counts, and the operand's dim that it indexes.
+
+    The two dims have one size and divide, so that a shard of the indices indexes the same shard of the operand.
+    """
+    shape, rows = p.full_shape(operand), p.full_shape(indices)
+    for column, row in counted.columns(indices).items():
+        dim = indexed[column]
+        fits = p.divides(shape[dim]) and shape[dim] == rows[row]
+        if fits and operand.state in (None, dim) and indices.state in (None, row):
+            return column, row, dim
+    return None
+
+
 def _batched(operand: Value, indices: Value, mine: tuple[int, ...], theirs: tuple[int, ...]) -> int | None:
     """Which of the batching dims is split in one of the two."""
     if operand.is_split and operand.dim in mine:
@@ -65,9 +115,7 @@ def _batched(operand: Value, indices: Value, mine: tuple[int, ...], theirs: tupl
     return None
 
 
-@rule(
-    *"scatter scatter-add scatter_add scatter_mul scatter-mul scatter_min scatter-min scatter_max scatter-max".split()
-)
+@rule(*"scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max".split())
 def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Batched dims, windows that are written whole, or rows added to a table, which is partial then."""
     operand, indices, updates = values
@@ -78,7 +126,14 @@ def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     if at is not None:
         all_split = [p.split(operand, mine[at]), p.split(indices, theirs[at]), p.split(updates, rows[theirs[at]])]
         return same(p, eqn, all_split, mine[at])
-    if "add" in eqn.primitive.name and not operand.is_split:  # a table's gradient: each shard adds its rows
+    if (at := _counted(p, operand, indices, dims.scatter_dims_to_operand_dims)) is not None:
+        column, row, dim = at
+        operand, indices, updates = p.split(operand, dim), p.split(indices, row), p.split(updates, rows[row])
+        x = counted.on_shard(p, indices, column, p.shard * operand.shape[dim])
+        return [Value(p.bind(eqn, [operand.x, x, updates.x])[0], dim)]
+    if (
+        eqn.primitive.name in ("scatter-add", "scatter-sub") and not operand.is_split
+    ):  # a table's gradient: each shard adds its rows
         row = indices.dim if indices.is_split and indices.dim < indices.ndim - 1 else None
         if row is None and updates.is_split and updates.dim in rows:
             row = rows.index(updates.dim)

@@ -27,8 +27,9 @@ MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"
 
 FOLLOW = ELEMENTWISE | frozenset(
     """
-    reshape transpose squeeze expand_dims concatenate slice rev pad reduce_sum reduce_max reduce_min reduce_or
-    reduce_and cumsum cumprod cummax cummin split stack unstack gather dot_general dynamic_slice argmax argmin sort
+    reshape transpose squeeze expand_dims concatenate slice rev pad tile reduce_sum reduce_max reduce_min reduce_or
+    reduce_and cumsum cumprod cummax cummin split stack unstack gather dot_general dynamic_slice dynamic_update_slice
+    scatter scatter-add argmax argmin sort
     """.split()
 )
 """Their result is known if an operand is."""
@@ -110,6 +111,8 @@ def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
     wanted = backwards(p, eqn, values, dim)
     if wanted is None or all(w is None for w in wanted):
         return None
+    if any(w is not None and not p.divides(v.shape[w]) for v, w in zip(values, wanted, strict=True)):
+        return None
     found = RULES[name](p, eqn, [v if w is None else p.split(v, w) for v, w in zip(values, wanted, strict=True)])
     return found[index].x if found is not None and found[index].state == dim else None
 
@@ -181,7 +184,9 @@ def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list
             return [dim] if dim not in params["dimensions"] else None
         case "cumsum" | "cumprod" | "cummax" | "cummin" | "split":
             return [dim] if dim != params["axis"] else None
-        case "slice" | "dynamic_slice" | "pad":
+        case "tile":
+            return [dim] if params["reps"][dim] == 1 else None
+        case "slice" | "dynamic_slice" | "dynamic_update_slice" | "pad" | "scatter" | "scatter-add":
             return [dim, *[None] * (len(values) - 1)]
         case "stack":
             return every(dim - (params["axis"] < dim)) if dim != params["axis"] else None

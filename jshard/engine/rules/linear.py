@@ -1,81 +1,136 @@
 """What may act on partial values: equations that are linear in them.
 
-A wrong entry here is silent: the sum over the shards of f(x_i) would be taken for f of the sum. Every entry says why.
+A wrong entry here is silent: the sum over the shards of f(x_i) would be taken for f of the sum. So an entry needs a
+proof that f(x + y) = f(x) + f(y) for all x and y, with the other operands whole (the same on every shard):
+
+* Numbers of floating point are taken for real numbers: rounding differs as it does between any two orders of a sum.
+* Integers are taken modulo 2**bits, as sums of them wrap on one device, too. A conversion to fewer bits keeps that; one
+  to more bits, to floating point or to bool does not.
+* A constant term is not linear: a `gather` that fills what is out of bounds is, for a fill of 0 (or of NaN) only.
 """
 
-from typing import TYPE_CHECKING
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import core as jex
 
+from jshard.engine.rules import calls
 from jshard.engine.rules.table import same
 from jshard.engine.values import PARTIAL, Eqn, Value, array_bytes
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
 
-ONE = frozenset(
+MOVES = frozenset(
     """
-    neg reshape transpose reduce_sum broadcast_in_dim squeeze copy copy_p expand_dims rev slice split unstack tile real
-    imag reduce_window_sum cumsum
+    broadcast_in_dim copy expand_dims name reshape rev slice split squeeze stop_gradient tile transpose unstack
     """.split()
 )
-"""Linear in their one operand."""
+"""Each element of the result is an element of the operand."""
+
+SUMS = frozenset("conj cumsum imag neg real reduce_sum reduce_window_sum".split())
+"""Each element of the result is a sum of elements, or of their parts, with signs. Windows are padded with zeros."""
 
 JOINED = {
-    "add": (0, None),
-    "add_any": (0, None),
-    "sub": (0, None),
-    "concatenate": (0, None),
-    "stack": (0, None),
-    "pad": (0, None),
-    "select_n": (1, None),
-    "scatter-add": (0, 1),
-    "dynamic_update_slice": (0, 2),
+    "add": slice(0, None),
+    "add_any": slice(0, None),
+    "complex": slice(0, None),
+    "concatenate": slice(0, None),
+    "dynamic_update_slice": slice(0, 2),
+    "pad": slice(0, None),
+    "scatter-add": slice(0, None, 2),
+    "scatter-sub": slice(0, None, 2),
+    "select_n": slice(1, None),
+    "stack": slice(0, None),
+    "sub": slice(0, None),
 }
-"""Linear in several operands together: a whole one among them is made partial. The slice of operands that may be."""
+"""Linear in several operands together, those of the slice: whole ones among them are made partial. The others (indices,
+a predicate) must be whole."""
 
-NEVER_GROWS = frozenset("add add_any sub mul convert_element_type".split())
+BILINEAR = frozenset("mul dot_general conv_general_dilated".split())
+"""Linear in each of two operands, while the other is whole."""
+
+TAKES = frozenset("dynamic_slice gather".split())
+"""Linear in the first operand; the indices must be whole."""
+
+NAMES = MOVES | SUMS | JOINED.keys() | BILINEAR | TAKES | {"div", "convert_element_type"}
+
+_AS_LARGE = frozenset("add add_any sub mul complex convert_element_type".split())
+"""A result that is larger than the operand, by broadcast of a scalar or by its dtype, is no reason to sum before."""
 
 
 def apply(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The equation on partial values, if it is linear in them; None: they are to be summed before."""
-    if any(v.is_split for v in values):
+    if any(v.is_split for v in values) or not _is_sound(eqn, values):
         return None
-    name = eqn.primitive.name
-    if name == "optimization_barrier":
-        return [v.with_array(x) for x, v in zip(p.bind(eqn, [v.x for v in values]), values, strict=True)]
     ready = _ready(p, eqn, values)
     if ready is None:
         return None
     size = sum(array_bytes(v.x) for v in values if v.is_partial)
-    if array_bytes(eqn.outvars[0].aval) > size and name not in NEVER_GROWS:
+    grows = array_bytes(eqn.outvars[0].aval) > size and eqn.primitive.name not in _AS_LARGE
+    if grows and not p.is_for_gradients(eqn.outvars[0]):
         return None  # sum before it grows
     return same(p, eqn, ready, PARTIAL)
 
 
 def _ready(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The operands, of which those are partial in which the equation is linear; None where it is not."""
+    """The operands, made partial where the equation is linear in several; None where it is not linear."""
     name, partial = eqn.primitive.name, [v.is_partial for v in values]
-    if name in ONE:
+    if name in MOVES or name in SUMS or name == "convert_element_type":
         return values
-    if name == "convert_element_type":  # to an integer it rounds
-        return values if _is_inexact(eqn.outvars[0]) or not _is_inexact(eqn.invars[0]) else None
     if name in JOINED:
-        first, last = JOINED[name]
-        last = len(values) if last is None else last
-        if name == "scatter-add":  # operand and updates; the indices between them are not
-            return None if partial[1] else [p.partial(values[0]), values[1], p.partial(values[2])]
-        if any(partial[:first]) or any(partial[last:]):
+        joined = range(len(values))[JOINED[name]]
+        if any(is_partial and k not in joined for k, is_partial in enumerate(partial)):
             return None
-        return [*values[:first], *[p.partial(v) for v in values[first:last]], *values[last:]]
-    if name in ("mul", "dot_general", "conv_general_dilated"):  # bilinear
+        return [p.partial(v) if k in joined else v for k, v in enumerate(values)]
+    if name in BILINEAR:
         return values if sum(partial) == 1 else None
-    if name == "div":  # an integer's rounds
-        return values if partial == [True, False] and _is_inexact(eqn.invars[0]) else None
-    if name in ("dynamic_slice", "gather"):
+    if name in TAKES or name == "div":
         return values if partial[0] and sum(partial) == 1 else None
     return None
 
 
-def _is_inexact(atom: object) -> bool:
-    return jnp.issubdtype(atom.aval.dtype, jnp.inexact)  # type: ignore[attr-defined]
+def _is_sound(eqn: Eqn, values: list[Value]) -> bool:
+    """Whether dtypes and fills keep an equation linear."""
+    name, new = eqn.primitive.name, eqn.outvars[0].aval.dtype
+    bits = lambda dtype: np.dtype(dtype).itemsize
+    for old in (v.x.dtype for v in values if v.is_partial):
+        if jnp.issubdtype(old, jnp.inexact):
+            sound = jnp.issubdtype(new, jnp.inexact) and bits(new) > 1  # a float of 8 bits is a quantisation
+        else:
+            sound = jnp.issubdtype(new, jnp.integer) and bits(new) <= bits(old) and name != "div"
+        if not sound:
+            return False
+    if name == "gather" and eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP:
+        fill = eqn.params["fill_value"]
+        return jnp.issubdtype(new, jnp.inexact) if fill is None else bool(fill == 0 or math.isnan(fill))
+    return True
+
+
+def needed_elsewhere(jaxpr: Any, gradients: Collection[int]) -> set[Any]:
+    """Variables of a program that do not flow to its gradients alone, by linear equations alone.
+
+    The others may stay partial even where they grow: they are summed once, as gradients.
+
+    Args:
+        jaxpr: the program.
+        gradients: which of its outputs are gradients.
+    """
+    elsewhere = {a for k, a in enumerate(jaxpr.outvars) if k not in gradients and not isinstance(a, jex.Literal)}
+    for eqn in reversed(jaxpr.eqns):
+        free = [k for k, a in enumerate(eqn.outvars) if a not in elsewhere]
+        if eqn.primitive.name in calls.CALLS:
+            inner, _ = calls.program(eqn)
+            held = needed_elsewhere(inner, free)
+            given = calls.operands(eqn, eqn.invars)
+            used = [a for a, inside in zip(given, inner.invars, strict=True) if inside in held]
+        elif eqn.primitive.name in NAMES and len(free) == len(eqn.outvars):
+            used = []
+        else:
+            used = eqn.invars
+        elsewhere.update(a for a in used if not isinstance(a, jex.Literal))
+    return elsewhere

@@ -1,12 +1,14 @@
 """Operations that move elements by their place alone: reshape, transpose, broadcast, pad, slice; and typed keys."""
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
 from jax import lax
 
-from jshard.engine.rules.table import rule, same, split_dim
-from jshard.engine.values import Eqn, Value
+from jshard.engine.rules.table import beside, rule, same, split_dim
+from jshard.engine.values import PARTIAL, Eqn, Value
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -22,13 +24,48 @@ def broadcast_in_dim(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Va
 
 @rule("reshape")
 def reshape(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim stays the outermost of those that it is merged with or split into."""
-    (value,) = values
-    new, outer = eqn.params["new_sizes"], math.prod(eqn.invars[0].aval.shape[: value.dim])
-    for i, size in enumerate(new):
-        if math.prod(new[:i]) == outer and p.divides(size):
-            return [Value(lax.reshape(value.x, [n // p.degree if j == i else n for j, n in enumerate(new)]), i)]
-    return None
+    """The split dim stays the outermost of those that it is merged with or split into.
+
+    Where it is not the outermost, or the new outermost dim does not divide, the value is split along another dim for
+    as long as it takes: the outermost of those that are merged, else any that a reshape keeps.
+    """
+    (value,), old, new = values, eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    mine, theirs = next(group for group in merged_dims(old, new) if value.dim in group[0])
+    pairs = [(i, j) for i, j in kept_dims(old, new) if p.divides(old[i]) and p.divides(new[j])]
+    pairs.sort(key=lambda pair: (pair[0] != value.dim, pair[0] not in mine))
+    if not pairs:
+        return None
+    i, j = pairs[0]
+    local = [n // p.degree if k == j else n for k, n in enumerate(new)]
+    found = Value(lax.reshape(p.split(value, i).x, local), j)
+    if i in mine:
+        return [found]
+    again = next((k for k in theirs if p.divides(new[k])), None)
+    return [found if again is None else p.split(found, again)]
+
+
+def kept_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[int, int]]:
+    """Pairs of a dim before and one after a reshape with as many elements before them: their parts are the same."""
+    outer = lambda shape: [math.prod(shape[:i]) for i in range(len(shape))]
+    return [(i, j) for i, n in enumerate(outer(old)) for j, m in enumerate(outer(new)) if n == m]
+
+
+def merged_dims(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """Which dims of a reshape become which."""
+    groups, i, j = [], 0, 0
+    while i < len(old) or j < len(new):
+        mine, theirs = [i] if i < len(old) else [], [j] if j < len(new) else []
+        i, j = i + len(mine), j + len(theirs)
+        size = lambda shape, dims: math.prod(shape[d] for d in dims)
+        while size(old, mine) != size(new, theirs):
+            if j == len(new) or (size(old, mine) < size(new, theirs) and i < len(old)):
+                mine.append(i)
+                i += 1
+            else:
+                theirs.append(j)
+                j += 1
+        groups.append((mine, theirs))
+    return groups
 
 
 @rule("transpose")
@@ -67,30 +104,51 @@ def unstack(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
 @rule("tile")
 def tile(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is not repeated."""
-    dim = values[0].dim
-    return same(p, eqn, values, dim) if eqn.params["reps"][dim] == 1 else None
+    return beside(p, eqn, values, [d for d, n in enumerate(eqn.params["reps"]) if n != 1])
 
 
 @rule("pad")
 def pad(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The split dim is not padded."""
     value, fill = values
-    if not value.is_split or eqn.params["padding_config"][value.dim] != (0, 0, 0):
+    if not value.is_split:
         return None
-    return same(p, eqn, [value, p.whole(fill)], value.dim)
+    taken = [d for d, config in enumerate(eqn.params["padding_config"]) if tuple(config) != (0, 0, 0)]
+    return beside(p, eqn, [value, p.whole(fill)], taken)
 
 
 @rule("slice")
 def slice_(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim is taken whole."""
-    (value,), params = values, eqn.params
-    dim, limits, strides = value.dim, list(params["limit_indices"]), params["strides"]
-    if params["start_indices"][dim] != 0 or limits[dim] != eqn.invars[0].aval.shape[dim]:
-        return None
-    if strides is not None and strides[dim] != 1:
-        return None
-    limits[dim] = value.shape[dim]
-    return same(p, eqn, values, dim, limit_indices=tuple(limits))
+    """The split dim is taken whole. Of one row of it, the shard that has it is the sum."""
+    (value,), params, shape = values, eqn.params, eqn.invars[0].aval.shape
+    starts, limits = params["start_indices"], list(params["limit_indices"])
+    strides = params["strides"] or [1] * len(shape)
+    taken = [d for d, n in enumerate(shape) if (starts[d], limits[d], strides[d]) != (0, n, 1)]
+    if value.dim in taken and limits[value.dim] - starts[value.dim] == 1 and can_be_partial(value):
+        dim, at = value.dim, starts[value.dim]
+        starts = [0 if d == dim else n for d, n in enumerate(starts)]
+        limits = [value.shape[dim] if d == dim else n for d, n in enumerate(limits)]
+        strides = [1 if d == dim else n for d, n in enumerate(strides)]
+        return [one_row(p, Value(lax.slice(value.x, starts, limits, strides), dim), at)]
+
+    def of_shard(value: Value) -> list[Value]:
+        ends = [value.shape[d] if d == value.dim else n for d, n in enumerate(limits)]
+        return same(p, eqn, [value], value.dim, limit_indices=tuple(ends))
+
+    return beside(p, eqn, values, taken, lambda values: of_shard(values[0]))
+
+
+def one_row(p: "Partitioner", value: Value, at: Any) -> Value:
+    """Row `at`, in global view, of a value along its split dim: partial, as the other shards have zeros."""
+    at = at - p.shard * value.shape[value.dim]
+    inside = (at >= 0) & (at < value.shape[value.dim])
+    row = lax.dynamic_slice_in_dim(value.x, jnp.where(inside, at, 0), 1, value.dim)
+    return Value(jnp.where(inside, row, jnp.zeros_like(row)), PARTIAL)
+
+
+def can_be_partial(value: Value) -> bool:
+    """Whether a dtype has sums."""
+    return jnp.issubdtype(value.x.dtype, jnp.number)
 
 
 @rule("random_wrap", "random_unwrap", "random_fold_in", "random_seed", "random_split")

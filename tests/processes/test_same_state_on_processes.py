@@ -1,0 +1,50 @@
+"""Dropout masks, BatchNorm statistics, codebooks and counts of two processes with four devices each: one device's."""
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from tests import compiling
+from tests.one_device import PARTITIONED, apart
+from tests.test_same_state import TOLERANCE, one_device
+from tests.trained_states import NAMES
+
+pytestmark = PARTITIONED
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 800
+
+
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_two_processes_have_the_state_of_one_device(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = compiling.environment() | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    logs = [tmp_path / f"stderr-{process}" for process in range(2)]
+    started = []
+    for process, log in enumerate(logs):
+        command = [sys.executable, "-m", "tests.trained_states", str(process), str(port), str(tmp_path / "found.npz")]
+        with log.open("w") as stderr:
+            started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stderr, stderr=stderr))
+    try:
+        codes = [process.wait(TIMEOUT_S) for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert codes == [0, 0], [log.read_text()[-3000:] for log in logs]
+    found: dict[str, dict[str, dict[str, np.ndarray]]] = {}
+    with np.load(tmp_path / "found.npz") as stored:
+        for key in stored:
+            mesh, name, path = key.split("|")
+            found.setdefault(mesh, {}).setdefault(name, {})[path] = stored[key]
+    with jax.numpy_rank_promotion("allow"):
+        wanted = {name: one_device(name) for name in NAMES}
+    assert len(found) == 2
+    for mesh, of_mesh in found.items():
+        for name in NAMES:
+            assert max(apart(of_mesh[name], wanted[name]).values()) <= TOLERANCE, (mesh, name)

@@ -1,0 +1,66 @@
+"""A model that names mesh axes for its parameters trains under the three lines, whatever the mesh has of them."""
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard._errors import AnnotationError
+
+X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+NAMES = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}
+
+
+class Block(nnx.Module):
+    """Names that public models have: `fsdp`, and a tensor axis of their own."""
+
+    def __init__(self, names, rngs):
+        for name, axes in names.items():
+            layer = nnx.Linear(64, 64, rngs=rngs)
+            layer.kernel.set_metadata(out_sharding=axes, eager_sharding=False)
+            setattr(self, name, layer)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class LinenBlock(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        boxed = {name: nn.with_partitioning(nn.initializers.lecun_normal(), names) for name, names in NAMES.items()}
+        h = nn.gelu(nn.Dense(64, kernel_init=boxed["up"], name="up")(x))
+        return x + nn.Dense(64, kernel_init=boxed["down"], name="down")(h)
+
+
+def specs(model) -> dict:
+    return {leaf.path: leaf.placement.spec for leaf in js.plan(model).leaves if leaf.path.endswith("kernel")}
+
+
+def test_axes_that_split_nothing_are_dropped():
+    model = js.fully_shard(Block(NAMES, nnx.Rngs(0)), mesh=js.mesh())
+    assert specs(model) == {"up/kernel": ("fsdp", None), "down/kernel": ("fsdp", None)}
+    grad = lambda model: nnx.grad(lambda model: (model(X) ** 2).mean())(model)
+    found, wanted = grad(model), grad(Block(NAMES, nnx.Rngs(0)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+
+
+def test_axes_of_a_linen_model_that_split_nothing_are_dropped():
+    model = js.fully_shard(LinenBlock(), mesh=js.mesh())
+    variables = js.shard_init(lambda: model.init(jax.random.key(0), X), model)
+    assert specs(model) == {"up/kernel": ("fsdp", None), "down/kernel": ("fsdp", None)}
+    grad = lambda model, v: nn.unbox(jax.jit(jax.grad(lambda v: (model.apply(v, X) ** 2).mean()))(v))
+    found, wanted = grad(model, variables), grad(LinenBlock(), jax.device_get(variables))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+
+
+def test_fsdp_moves_beside_a_tensor_axis_that_is_kept():
+    names = {"up": ("fsdp", "tensor"), "down": ("tensor", "fsdp")}
+    model = js.fully_shard(Block(names, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))
+    assert specs(model) == {"up/kernel": ("fsdp", "tensor"), "down/kernel": ("tensor", "fsdp")}
+
+
+def test_an_unknown_axis_is_an_error_where_it_could_be_the_tensor_axis():
+    with pytest.raises(AnnotationError, match="'tp': the mesh has"):
+        js.fully_shard(Block(NAMES, nnx.Rngs(0)), mesh=js.mesh(fsdp=4, tensor=2))

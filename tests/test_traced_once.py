@@ -1,0 +1,181 @@
+"""The Python of a user's model runs as often under `js.fully_shard` as without it, and its program grows little."""
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend import core as jex
+
+import jshard as js
+from tests import linen_models
+from tests.helpers import Config, annotator, builder, fresh, loss_fn, placed, token_batch
+from tests.one_device import PARTITIONED
+
+pytestmark = PARTITIONED
+WIDTH, LAYERS = 32, 3
+X = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
+RUNS: collections.Counter[str] = collections.Counter()
+
+
+def runs(call: Callable[[], Any]) -> dict[str, int]:
+    """How often the Python of the model, and of its blocks, runs in a call."""
+    RUNS.clear()
+    call()
+    return dict(RUNS)
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear, self.norm = nnx.Linear(WIDTH, WIDTH, rngs=rngs), nnx.BatchNorm(WIDTH, rngs=rngs)
+
+    def __call__(self, x):
+        RUNS["block"] += 1
+        return x + self.norm(self.linear(x))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, how: str = ""):
+        self.how = how
+        self.blocks = (
+            nnx.vmap(Layer)(rngs.fork(split=LAYERS))
+            if how == "scan"
+            else nnx.List([Layer(rngs) for _ in range(LAYERS)])
+        )
+
+    def __call__(self, x):
+        RUNS["model"] += 1
+        if self.how == "scan":
+            return nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
+        for block in self.blocks:
+            x = nnx.remat(lambda block, x: block(x))(block, x) if self.how == "remat" else block(x)
+        return x
+
+
+def sharded(how: str = "") -> Any:
+    def annotate(model: Any) -> None:
+        for block in [model.blocks] if how == "scan" else model.blocks:
+            js.fully_shard(block, mesh=mesh, stacked=int(how == "scan"))
+        js.fully_shard(model, mesh=mesh)
+
+    mesh = js.mesh()
+    return placed(lambda: Model(nnx.Rngs(0), how), annotate)
+
+
+def loss(model, x):
+    return (model(x) ** 2).mean()
+
+
+STEPS: dict[str, Callable[[], Callable[..., Any]]] = {
+    "eager": lambda: lambda model, x: model(x),
+    "jit": lambda: nnx.jit(lambda model, x: model(x)),
+    "eager gradients": lambda: nnx.value_and_grad(loss),
+    "jitted gradients": lambda: nnx.jit(lambda model, x: nnx.value_and_grad(loss)(model, x)),
+    "accumulated": lambda: nnx.jit(lambda model, x: js.value_and_grad(loss, accumulate=2)(model, x)),
+}
+
+
+@pytest.mark.parametrize("how", ["", "remat", "scan"])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_models_python_runs_once(name: str, how: str):
+    step, plain, model = STEPS[name](), Model(nnx.Rngs(0), how), sharded(how)
+    wanted = runs(lambda: STEPS["jitted gradients" if name == "accumulated" else name]()(plain, X))
+    found = runs(lambda: step(model, X))
+    assert found["model"] == wanted["model"] == 1
+    assert 1 <= found["block"] <= wanted["block"]
+
+
+def test_a_compiled_step_runs_no_python():
+    step, model = STEPS["jitted gradients"](), sharded()
+    assert runs(lambda: step(model, X)) in ({"model": 1, "block": LAYERS}, {"model": 1, "block": 1})
+    assert runs(lambda: [step(model, X) for _ in range(3)]) == {}
+
+
+class LinenLayer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        RUNS["block"] += 1
+        return x + nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+
+
+class LinenModel(nn.Module):
+    how: str = ""
+
+    @nn.compact
+    def __call__(self, x):
+        RUNS["model"] += 1
+        if self.how == "scan":
+            axes = {"variable_axes": {"params": 0, "batch_stats": 0}, "split_rngs": {"params": True}}
+            body = nn.scan(lambda block, x, _: (block(x), None), length=LAYERS, **axes)
+            return body(LinenLayer(), x, None)[0]
+        layer = nn.remat(LinenLayer) if self.how == "remat" else LinenLayer
+        for i in range(LAYERS):
+            x = layer(name=f"block_{i}")(x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["", "remat", "scan"])
+@pytest.mark.parametrize("jitted", [True, False])
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_linen_models_python_runs_once(how: str, jitted: bool, gradients: bool):
+    plain = LinenModel(how)
+    variables = jax.jit(plain.init)(jax.random.key(0), X)
+    state = {"batch_stats": variables["batch_stats"]}
+
+    def step(model: nn.Module) -> Callable[..., Any]:
+        def run(params, x):
+            out, changed = model.apply({"params": params, **state}, x, mutable=["batch_stats"])
+            return (out**2).mean(), changed
+
+        run = jax.value_and_grad(run, has_aux=True) if gradients else run
+        return jax.jit(run) if jitted else run
+
+    model = js.fully_shard(plain, mesh=js.mesh(), units=LinenLayer)
+    jax.eval_shape(model.init, jax.random.key(0), X)  # the plan is made from it
+    wanted = runs(lambda: step(plain)(variables["params"], X))
+    found = runs(lambda: step(model)(variables["params"], X))
+    assert 1 <= found["model"] <= wanted["model"] and 1 <= found["block"] <= wanted["block"]
+
+
+def equations(jaxpr: Any) -> int:
+    """How many equations a program has, those of inner ones with them."""
+    return sum(1 + sum(map(equations, jex.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
+
+
+def nnx_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> int:
+    graphdef, state = nnx.split((model, optimizer))
+
+    def step(state, *batch):
+        model, optimizer = nnx.merge(graphdef, state)
+        value, grads = nnx.value_and_grad(loss_fn)(model, *batch)
+        optimizer.update(model, grads)
+        return value, nnx.state((model, optimizer))
+
+    return equations(jax.make_jaxpr(step)(state, *batch).jaxpr)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_the_program_of_a_step_has_at_most_half_as_many_equations_more(scanned: bool):
+    config = Config(layers=4, scanned=scanned)
+    batch, tx = token_batch(config), optax.adamw(1e-3)
+    plain, model = fresh(builder(config)), placed(builder(config), annotator(js.mesh()))
+    wanted = nnx_step(plain, nnx.Optimizer(plain, tx, wrt=nnx.Param), batch)
+    assert nnx_step(model, js.shard_optimizer(model, tx), batch) <= 1.5 * wanted
+
+
+def test_the_program_of_a_linen_step_has_at_most_half_as_many_equations_more():
+    plain = linen_models.Decoder(depth=4)
+    variables = jax.jit(plain.init)(jax.random.key(0), linen_models.X)
+    model = js.fully_shard(plain, mesh=js.mesh(), units=linen_models.Block)
+    jax.eval_shape(model.init, jax.random.key(0), linen_models.X)
+
+    def count(model: nn.Module) -> int:
+        run = jax.value_and_grad(lambda v: linen_models.cross_entropy(model.apply(v, linen_models.X)))
+        return equations(jax.make_jaxpr(run)(variables).jaxpr)
+
+    assert count(model) <= 1.5 * count(plain)
