@@ -59,8 +59,11 @@ def on_shards(
     dims = batch_dims(args, batch)
     if not gradients:
         closed = jax.make_jaxpr(lambda *xs: jax.tree.leaves(fn(*xs)))(*args)
-        once = jax.jit(lambda *xs: region.run(closed, xs, dims)[0])
-        return Found(list(once(*args)), [], region.moved, once.lower(*args).as_text())
+        once = lambda *xs: region.run(closed, xs, dims)[0]
+        if not run:
+            return Found([], [], region.moved, str(jax.make_jaxpr(once)(*args)))
+        compiled = jax.jit(once)
+        return Found(list(compiled(*args)), [], region.moved, compiled.lower(*args).as_text())
     floats, num_outs, tree = [_is_float(x) for x in args], [], []
 
     def forward(*xs: Any) -> list[Any]:
@@ -96,7 +99,8 @@ def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> 
     floats = [_is_float(x) for x in args]
     run = lambda *fs: _outs(fn, _merge(floats, fs, args))
     outs, vjp, others = jax.jit(lambda *fs: jax.vjp(run, *fs, has_aux=True))(*_pick(floats, args))
-    return [*outs, *others], list(vjp(cotangents_for(outs)))
+    grads = jax.jit(lambda vjp, cotangents: vjp(cotangents))(vjp, cotangents_for(outs))
+    return [*outs, *others], list(grads)
 
 
 def check(fn: Callable, *args: Any, **how: Any) -> list[Found]:
@@ -127,7 +131,6 @@ def difference(a: Any, b: Any) -> float:
 def cotangents_for(outs: Sequence[jax.Array]) -> list[jax.Array]:
     """Numbers of both signs, other ones for each element."""
     return [jnp.asarray(np.cos(np.arange(x.size) * 1.7 + 0.3).reshape(x.shape) + 0.2, x.dtype) for x in outs]
-
 
 
 class _Region:

@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax import core, lax
 from jax.extend import core as jex
+from jax.sharding import PartitionSpec as P
 
-from jshard._compat.tracing import running
+from jshard._compat.tracing import automatic_axes, running
 
 CASTS = frozenset({"pvary", "reduced_vary_cast", "reduced_vary_cast_p"})
 """Change the type and no number."""
@@ -23,7 +25,8 @@ def without_varying(jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any
 
     def run(*xs: Any) -> list[Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
-        read = lambda atom: atom.val if isinstance(atom, jex.Literal) else env[atom]
+        # a constant's type names the mesh of its trace, which is another one
+        read = lambda atom: np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else env[atom]
         for eqn in jaxpr.eqns:
             with running(eqn):
                 found = _run(eqn, [read(atom) for atom in eqn.invars])
@@ -54,13 +57,27 @@ def _run(eqn: Any, xs: list[Any]) -> list[Any]:
             check_vma=False,
         )
         return list(run(*xs))
+    if name in ("sharding_constraint", "reshard"):
+        sharding = params["sharding" if name == "sharding_constraint" else "dst_sharding"]
+        return [_constrained(x, sharding) for x in xs]
     params = {key: _plain(value, opaque=name in _OPAQUE) for key, value in params.items()}
     found = eqn.primitive.bind(*xs, **eqn.primitive.get_bind_params(params))
     return list(found) if eqn.primitive.multiple_results else [found]
 
 
+def _constrained(x: Any, sharding: Any) -> Any:
+    axes = automatic_axes()
+    if not axes or not isinstance(sharding, jax.sharding.NamedSharding):
+        return x
+    dims = [(dim,) if isinstance(dim, str) else dim for dim in sharding.spec]
+    kept = [dim if dim is P.UNCONSTRAINED else tuple(a for a in dim or () if a in axes) or None for dim in dims]
+    return lax.with_sharding_constraint(x, P(*kept))
+
+
 def _plain(value: Any, *, opaque: bool) -> Any:
     """A parameter of an equation, of plain types."""
+    if isinstance(value, jax.sharding.NamedSharding):
+        return None  # over the mesh of the trace, which is another one
     if isinstance(value, core.ShapedArray):
         return core.ShapedArray(value.shape, value.dtype, weak_type=value.weak_type)
     if isinstance(value, jex.ClosedJaxpr) and not opaque:
@@ -69,7 +86,7 @@ def _plain(value: Any, *, opaque: bool) -> Any:
         closed = _traced(value, ())
         assert not closed.consts, "a program without constants got some"
         return closed.jaxpr
-    if isinstance(value, tuple) and not isinstance(value, jax.sharding.PartitionSpec):
+    if isinstance(value, tuple) and not isinstance(value, P):
         items = [_plain(item, opaque=opaque) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
     return value

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
+from jshard._errors import CallError, FourPartError
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
 from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value, array_bytes
@@ -36,6 +37,7 @@ class Partitioner:
         self.axes, self.degree = tuple(axes), degree
         self.batch_sizes = set(batch_sizes)
         self.moved: list[Moved] = []
+        self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.trips = 1  # product of the lengths of the loops around
         self.eqn: Eqn | None = None  # the equation that is run
         self._around: list[Eqn] = []  # and the equations whose programs it is part of
@@ -202,10 +204,30 @@ class Partitioner:
         for eqn in jaxpr.eqns:
             with _compat.running(eqn):
                 values = [look_up(atom) for atom in eqn.invars]
-                found = self.equation(eqn, values)
-            self._check(eqn, values, found)
+                found = self._guarded(eqn, values)
             env.update(zip(eqn.outvars, found, strict=True))
         return [look_up(atom) for atom in jaxpr.outvars]
+
+    def _guarded(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """An equation's results, checked; what goes wrong names the user's line."""
+        try:
+            found = self.equation(eqn, values)
+            self._check(eqn, values, found)
+        except FourPartError:
+            raise
+        except Exception as error:
+            places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)))
+            operands = ", ".join(
+                f"{a.aval.str_short()} ({_in_words(v)})" for a, v in zip(eqn.invars, values, strict=True)
+            )
+            raise CallError(
+                f"The engine cannot run {eqn.primitive.name} on a data shard.",
+                where=next(filter(None, places), "in the model"),
+                why=f"{type(error).__name__}: {error}\noperands: {operands or 'none'}, on {self.degree} data shards.",
+                do="with js.global_view(): around the step runs the model as one program. Please report this, with the "
+                "lines above.",
+            ) from error
+        return found
 
     def _check(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
         """Every result has the shape that its state says; the size that a dim is split along is one of the batch's."""
@@ -291,3 +313,12 @@ class Partitioner:
     def divides(self, size: int) -> bool:
         """Whether a dim of this size can be split."""
         return size > 0 and size % self.degree == 0
+
+
+def _in_words(value: Value) -> str:
+    """How the shards have a value, for messages."""
+    if value.is_split:
+        return f"split along dim {value.dim}"
+    if value.is_stored:
+        return "stored"
+    return "a sum over the shards" if value.is_partial else "whole"

@@ -5,6 +5,7 @@ None where a shard cannot compute its part alone: then the operands are gathered
 """
 
 from jshard.engine.rules import calls as calls
+from jshard.engine.rules import constraints as constraints
 from jshard.engine.rules import contraction as contraction
 from jshard.engine.rules import effects as effects
 from jshard.engine.rules import elementwise as elementwise

@@ -1,10 +1,12 @@
-"""What a program does besides computing: callbacks, barriers, constraints."""
+"""What a program does besides computing: callbacks, barriers, references."""
 
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import lax
 
+from jshard import _compat
+from jshard._errors import CallError
 from jshard.engine.rules.table import rule
 from jshard.engine.values import Eqn, Value
 
@@ -20,15 +22,17 @@ def optimization_barrier(p: "Partitioner", eqn: Eqn, values: list[Value]) -> lis
     return [v if v.is_known else v.with_array(next(tied)) for v in values]
 
 
-@rule("sharding_constraint", takes_partial=True)
-def sharding_constraint(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Nothing to do for data axes."""
-    return values
-
-
 @rule("debug_callback", "debug_print", "io_callback", "pure_callback", takes_partial=True)
 def callback(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """Called once, on the first shard, with whole values."""
+    name, params = eqn.primitive.name, eqn.params
+    if name.startswith("debug") and (params.get("ordered") or "Ordered" in type(params.get("effect")).__name__):
+        raise CallError(
+            "An ordered debug callback inside the model cannot run on several devices.",
+            where=_compat.user_place(eqn),
+            why=f"the model runs on {p.degree} data shards, and JAX orders debug callbacks on one device only.",
+            do="jax.experimental.io_callback(f, None, x, ordered=True), or ordered=False.",
+        )
     xs = [p.whole(v).x for v in values]
     nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]
     found = lax.cond(p.shard == 0, lambda *xs: p.bind(eqn, xs), nothing, *xs)

@@ -20,19 +20,27 @@ T = TypeVar("T")
 
 
 def fixed_point(
-    p: "Partitioner", states: list[State], once: Callable[[list[State]], tuple[list[State], T]]
+    p: "Partitioner",
+    body: Any,
+    operands: Sequence[Value],
+    states: list[State],
+    once: Callable[[list[State]], tuple[list[State], T]],
 ) -> tuple[list[State], T]:
     """The states of a loop's carry.
 
     A whole value becomes split or partial if it comes out so; one that does not stay partial becomes whole again, or
-    split.
+    split. A loop inside of a loop starts from what was found before, so that its body is traced once more and no more.
 
     Args:
         p: the partitioner.
-        states: at the start.
+        body: the loop's program.
+        operands: of the loop.
+        states: of the carry, at the start.
         once: traces the body for states; the states that come out, and what it made.
     """
     never_partial: set[int] = set()
+    key = id(body), tuple((v.state, v.is_known) for v in operands)
+    _, states = p.settled.get(key, (body, states))
     for _ in range(2 * len(states) + 3):
         mark = len(p.moved)
         out, made = once(states)
@@ -46,6 +54,7 @@ def fixed_point(
             else:
                 new.append(before)
         if new == states:
+            p.settled[key] = body, states  # the body stays alive, as its id is the key
             return states, made
         states = new
         del p.moved[mark:]
@@ -93,7 +102,8 @@ class Scan:
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
         self.scanned = [p.whole(v) if v.state == 0 else v for v in scanned]
         self.mark = len(p.moved)
-        self.states, (self.traced, self.start) = fixed_point(p, [v.state for v in self.carry], self._once)
+        operands, states = [*self.shared, *self.carry, *self.scanned], [v.state for v in self.carry]
+        self.states, (self.traced, self.start) = fixed_point(p, self.jaxpr, operands, states, self._once)
 
     def _once(self, states: list[State]) -> tuple[list[State], Any]:
         """Traces one trip for states of the carry."""
@@ -174,6 +184,7 @@ def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     for_body = [p.cross(v) for v in values[n_test : n_test + n_body]]
     carry = [p.land(v) for v in values[n_test + n_body :]]
     in_states = lambda xs, states: [Value(x, s) for x, s in zip(xs, states, strict=True)]
+    for_each_row = bool(params["cond_jaxpr"].out_avals[0].shape)
 
     def test(xs: list[Any], states: list[State]) -> Value:
         args = _inside(p, for_test, [v.x for v in for_test]) + in_states(xs, states)
@@ -188,23 +199,33 @@ def while_loop(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
             args = _inside(p, for_body, [v.x for v in for_body]) + in_states(xs, states)
             outs = [p.land(p.settle(v)) for v in p.run_body(*opened(params["body_jaxpr"]), args)]
             found[:] = [v.state for v in outs]
-            new, going = [p.in_state(v, s).x for v, s in zip(outs, states, strict=True)], test(xs, states)
-            if going.ndim == 0:
-                return new
-            if any(s != going.state for s in states):  # all that is carried goes with the rows
-                found[:] = [going.state] * len(states)
-                return new
-            goes = lambda x: going.x.reshape(going.shape + (1,) * (x.ndim - going.ndim))
-            return [jnp.where(goes(x), x, before) for x, before in zip(new, xs, strict=True)]
+            new = [p.in_state(v, s) for v, s in zip(outs, states, strict=True)]
+            if not for_each_row:
+                return [v.x for v in new]
+            going = test(xs, states)
+            if going.is_split:  # what is carried goes with the rows
+                found[:] = [going.state if s is None else s for s in states]
+            return [_where(p, going, v, x) for v, x in zip(new, xs, strict=True)]
 
-        jax.make_jaxpr(body)(start)
-        return found, (body, start)
+        return found, (jax.make_jaxpr(body)(start), start)
 
-    states, (body, start) = fixed_point(p, [v.state for v in carry], once)
-    mark = len(p.moved)  # the body was traced before
-    last = lax.while_loop(lambda xs: p.whole(test(xs, states)).x.any(), body, start)
-    del p.moved[mark:]
+    operands, first = [*for_test, *for_body, *carry], [v.state for v in carry]
+    states, (traced, start) = fixed_point(p, params["body_jaxpr"], operands, first, once)
+    body = jex.jaxpr_as_fun(traced)
+    last = lax.while_loop(lambda xs: p.whole(test(xs, states)).x.any(), lambda xs: body(*xs), start)
     return in_states(last, states)
+
+
+def _where(p: "Partitioner", going: Value, value: Value, before: Any) -> Any:
+    """The new value in the rows that go on; in the others, which have ended, what was there."""
+    if value.is_split and value.dim < going.ndim:
+        going = p.split(going, value.dim)
+    else:
+        going = p.whole(going) if value.is_split or not going.is_split else going
+    if going.is_split and not value.is_split:
+        return value.x  # it becomes split, and is traced again
+    goes = going.x.reshape(going.shape + (1,) * (value.ndim - going.ndim))
+    return jnp.where(goes, value.x, before)
 
 
 @rule("cond", keeps_stored=True)
@@ -216,16 +237,26 @@ def cond(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     def run(branch: Any, xs: Sequence[Any]) -> list[Value]:
         return [p.land(v) for v in p.run_body(*opened(branch), _inside(p, operands, xs))]
 
-    def states_of(branch: Any) -> list[State]:
+    def trace(branch: Any) -> tuple[list[State], Callable[..., list[Any]]]:
         found: list[State] = []
-        jax.make_jaxpr(lambda *xs: [found.append(v.state) or v.x for v in run(branch, xs)])(*xs)
-        return found
+
+        def outs(*xs: Any) -> list[Any]:
+            values = run(branch, xs)
+            found[:] = [v.state for v in values]
+            return [v.x for v in values]
+
+        program = jax.make_jaxpr(outs)(*xs)
+        return found, jex.jaxpr_as_fun(program)
 
     mark = len(p.moved)
-    states = [_joined(states) for states in zip(*map(states_of, branches), strict=True)]
-    del p.moved[mark:]
-    in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
-    functions = [lambda *xs, branch=branch: in_states(run(branch, xs)) for branch in branches]
+    traced = [trace(branch) for branch in branches]
+    states = [_joined(states) for states in zip(*(states for states, _ in traced), strict=True)]
+    if all(own == states for own, _ in traced):
+        functions = [function for _, function in traced]
+    else:  # traced again: what is known without data takes another state from its equation
+        del p.moved[mark:]
+        in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
+        functions = [lambda *xs, branch=branch: in_states(run(branch, xs)) for branch in branches]
     return [Value(x, state) for x, state in zip(lax.switch(index.x, functions, *xs), states, strict=True)]
 
 
