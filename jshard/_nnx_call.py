@@ -9,7 +9,7 @@ from flax import nnx
 
 from jshard._nnx import Unit, detach, dotted, nested_units, plain_class, unit_of
 from jshard._replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
-from jshard.engine.call import Before, is_array, raw
+from jshard.engine.call import Before, is_array, raw, refuse_written
 from jshard.engine.call import Call as Parts
 from jshard.engine.padded_gradients import guarded
 
@@ -35,6 +35,7 @@ class NnxCall:
         self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
         self.key = parts.key(), self._state_tree
         self.result: Any = None
+        self.written: Sequence[str] = ()
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
@@ -66,13 +67,21 @@ class NnxCall:
             out = self._parts.method(live.module, *live.args, **live.kwargs)
         finally:
             _names.reset(token)
-        changes = before.changes(live, self.where)
+        changed = before.changed(live, self.where)
+        changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
+        passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
         leaves, tree = jax.tree.flatten(out)
         dynamic = [is_array(x) for x in leaves]
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
         static = [None if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)]
-        self.result = tree, dynamic, static, [(path, v) for path, v in changes], state_tree
-        return [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic], state
+        self.result = tree, dynamic, static, changes, state_tree
+        old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
+        new = jax.tree.leaves([raw(v) for _, v in passed])
+        places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]
+        if len(old) != len(new):
+            refuse_written(places)
+        self.written = places
+        return [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic], [*state, *old, *new]
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
         tree, dynamic, static, changes, state_tree = result

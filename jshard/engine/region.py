@@ -54,7 +54,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         for x, p in zip(map(abstract, params), call.placements, strict=True)
     ]
     with region_trace():
-        program, consts = trace(cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
+        program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
     operands = [*params, *call.inputs, *consts]
     region = Region(
         cast(Mesh, unit.mesh),

@@ -75,9 +75,9 @@ def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> list[Any]:
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[int]]:
     """Under the user's vmap the unit's program is one over all rows; it stays a unit."""
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
-    axes = [None if d is batching.not_mapped else 0 for d in dims]
-    operands = [x if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    axes = [None if d is None else 0 for d in dims]
+    operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     rows = [
         jax.ShapeDtypeStruct(v.shape if axis is None else (size, *v.shape), v.dtype)
         for v, axis in zip(jaxpr.in_avals, axes, strict=True)
@@ -133,6 +133,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
             for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
         ]
         program, consts = trace(
+            call,
             computes_in(call, precision),
             like,
             list(map(abstract, call.inputs)),
