@@ -213,6 +213,10 @@ class ShardedPartitioner(Partitioner):
     def _of_stored(self, eqn: Eqn, values: list[Value]) -> list[Value] | None:
         """Elementwise equations on shards that are stored alike; those of gradients are linear, or of one shard."""
         name = eqn.primitive.name
+        if name == "stack" and eqn.params["axis"] == 0 and all(v.state == values[0].state for v in values):
+            return [values[0].with_array(self.bind(eqn, [v.x for v in values])[0])]
+        if name == "unstack" and eqn.params["axis"] == 0:
+            return [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
             one, dtype = values[0], eqn.outvars[0].aval.dtype
             if one.parameter and (name == "neg" or dtype.itemsize > one.x.dtype.itemsize):
