@@ -74,6 +74,7 @@ class Unit:
         allow_replicated: path patterns that may be large and replicated.
         kind: class of the module.
         plan: where the parameters under the module lie; None before they are known.
+        members: the same by key paths, as the engine looks them up.
         nested: whether an enclosing unit is known.
         name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
             knows the others' paths.
@@ -87,16 +88,14 @@ class Unit:
     allow_replicated: tuple[str, ...] = ()
     kind: str = ""
     plan: "ShardPlan | None" = None
+    members: tuple[Member, ...] = ()
     nested: bool = False
     name: str = ""
     optimizer: LogicalOptimizer | None = None
 
-    @functools.cached_property
-    def members(self) -> tuple[Member, ...]:
-        """Every parameter under the module, as the plan has it."""
-        who = lambda owner: OUTER if owner is None else NESTED if owner else OWN
-        leaves = () if self.plan is None else self.plan.leaves
-        return tuple(Member(leaf.keys[0], leaf.placement, who(leaf.owner)) for leaf in leaves)
+    def with_plan(self, plan: "ShardPlan") -> "Unit":
+        """The record of a unit that sees its parameters as the plan has them."""
+        return dataclasses.replace(self, plan=plan, members=plan.members)
 
     @functools.cached_property
     def by_path(self) -> dict[Path, Member]:
@@ -143,8 +142,8 @@ def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]
         units: the new records, by path from the module.
     """
     for path, one in nested_units(module):
-        seen = dataclasses.replace(units[path], plan=plan.seen_from(path, units))
-        attach(one, seen, type(one)._jshard_route)  # type: ignore[attr-defined]
+        unit = units[path].with_plan(plan.seen_from(path, units))
+        attach(one, unit, type(one)._jshard_route)  # type: ignore[attr-defined]
 
 
 def detach(module: nnx.Module) -> None:

@@ -8,6 +8,7 @@ from flax import nnx
 from jshard._errors import AnnotationError
 from jshard._nnx import dotted, nested_units, occurrences, plain_class, unit_of
 from jshard._shard_plan import ShardPlan
+from jshard._shard_plan import resharded as resharded  # for the engines
 
 
 def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:

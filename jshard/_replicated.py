@@ -107,7 +107,7 @@ _Placed = tuple[tuple[str, Placement], ...]
 
 def _placed(root: Unit) -> _Placed:
     """The parameters of the plan, by path."""
-    return () if root.plan is None else tuple((leaf.path, leaf.placement) for leaf in root.plan.leaves)
+    return tuple((dotted(member.path), member.placement) for member in root.members)
 
 
 @functools.cache

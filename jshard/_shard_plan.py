@@ -14,7 +14,7 @@ import jax
 from flax import nnx
 
 from jshard._errors import AnnotationError
-from jshard._nnx import Path, Unit, dotted, inside
+from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, dotted, inside
 from jshard._placement import Entry, Placement, place
 from jshard._replicated import is_named
 
@@ -159,6 +159,11 @@ class ShardPlan:
         """Parameters that every device of the `fsdp` axis holds whole."""
         return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
 
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The parameters by key paths, and who gathers each."""
+        return tuple(Member(leaf.keys[0], leaf.placement, role(leaf.owner)) for leaf in self.leaves)
+
     def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
         """The plan of a unit: its parameters by their paths from it.
 
@@ -229,6 +234,11 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
         )
     mesh = units[()].mesh
     return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
+
+
+def role(owner: Path | None) -> str:
+    """What the owner of a parameter is to a unit, by the path from that unit; None if it lies outside of it."""
+    return OUTER if owner is None else NESTED if owner else OWN
 
 
 def resharded(unit: Unit, *, is_root: bool) -> bool | int:

@@ -13,9 +13,9 @@ from typing import Any
 from jshard._errors import AnnotationError
 from jshard._linen.trained import Trained
 from jshard._linen.ungathered import check_alone, check_beside, modules_around
-from jshard._nnx import Path, Unit, dotted, inside
+from jshard._nnx import Member, Path, Unit, dotted, inside
 from jshard._policies import UnitPolicy
-from jshard._shard_plan import Leaf, LeafPlan, ShardPlan, make_plan
+from jshard._shard_plan import Leaf, LeafPlan, ShardPlan, make_plan, role
 
 
 @dataclasses.dataclass
@@ -116,11 +116,10 @@ class Layout:
     def record(self, path: Path, names: Iterable[str]) -> Unit:
         """The record of the unit at a path, for a call that sees these parameters."""
         settings = self.records[path]
-        seen = [(leaf, inside(path, leaf.owner)) for name in names if (leaf := self.leaves.get(name)) is not None]
-        leaves = tuple(dataclasses.replace(leaf, keys=((leaf.path,),), owner=owner) for leaf, owner in seen)
-        plan = dataclasses.replace(self.plan, units=(), leaves=leaves)
+        found = (leaf for name in names if (leaf := self.leaves.get(name)) is not None)
+        members = tuple(Member((leaf.path,), leaf.placement, role(inside(path, leaf.owner))) for leaf in found)
         name = "" if settings.policy.gathered else dotted(path)
-        return dataclasses.replace(settings, plan=plan, nested=bool(path), name=name)
+        return dataclasses.replace(settings, plan=None, members=members, nested=bool(path), name=name)
 
     @functools.cached_property
     def around(self) -> frozenset[Path]:
@@ -134,7 +133,7 @@ class Layout:
         return dataclasses.replace(self.plan, leaves=leaves)
 
     def _with(self, plan: ShardPlan) -> "Layout":
-        return dataclasses.replace(self, root=dataclasses.replace(self.root, plan=plan))
+        return dataclasses.replace(self, root=self.root.with_plan(plan))
 
     def _used(self, path: Path, leaf: Leaf, seen: Seen) -> Leaf:
         """A parameter with the units around its uses: where it is, and in units that borrow its module."""

@@ -72,8 +72,7 @@ class LinenModel(nnx.Module):
         layout = annotation.layout
         records = {path: dataclasses.replace(unit, nested=bool(path)) for path, unit in layout.records.items()}
         for path, unit in records.items():
-            seen = dataclasses.replace(unit, plan=layout.plan.seen_from(path, records))
-            attach(_part(self, path), seen, _as_it_is)
+            attach(_part(self, path), unit.with_plan(layout.plan.seen_from(path, records)), _as_it_is)
         for place in places:
             _store_padded(self._variable(place), annotation.layout, place)
 
