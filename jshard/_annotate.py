@@ -69,6 +69,7 @@ def fully_shard(
     outputs: str | None = None,
     sync_batch_norm: bool = True,
     gathered: bool = True,
+    fallback: str = "warn",
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
@@ -137,6 +138,8 @@ def fully_shard(
             model that is so by itself, as what is around it runs in global view, too. What it communicates is the
             model's own; of the settings above it takes those that say where a parameter lies, and
             `offload="optimizer"`.
+        fallback: what an operation is that has no form on one data shard, so that every device computes it for the
+            whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.
@@ -162,6 +165,7 @@ def fully_shard(
     checks.check_choice("outputs", outputs, (None, "mean", "sum"))
     checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
     checks.check_choice("gathered", gathered, (True, False))
+    checks.check_choice("fallback", fallback, ("warn", "error"))
     precision = mixed_precision or MixedPrecision()
     ahead = Prefetch.parse(prefetch)
     policy = UnitPolicy(
@@ -176,6 +180,7 @@ def fully_shard(
         outputs=outputs,
         sync_batch_norm=sync_batch_norm,
         gathered=gathered,
+        fallback=fallback,
     )
     rule = PlacementRule(
         degrees=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),

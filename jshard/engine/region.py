@@ -24,12 +24,12 @@ from jshard._offload import fetched, placed_like
 from jshard._placement import spec_over
 from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
-from jshard.engine import stored
+from jshard.engine import moved, stored
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner, tied
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import computes_in, region_trace
-from jshard.engine.values import PARTIAL, Moved, Shard, State, Value
+from jshard.engine.values import PARTIAL, Shard, State, Value
 
 
 def open_region(call: Call, unit: Unit) -> Any:
@@ -57,7 +57,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
     operands = [*params, *call.inputs, *consts]
     region = Region(
-        cast(Mesh, unit.mesh),
+        unit,
         call,
         program,
         consts,
@@ -150,7 +150,7 @@ class Region:
     """One call's region.
 
     Args:
-        mesh: the mesh of the model.
+        unit: record of the root.
         call: the call.
         program: its program; the operands are parameters, inputs and constants.
         consts: the constants.
@@ -160,7 +160,7 @@ class Region:
 
     def __init__(
         self,
-        mesh: Mesh,
+        unit: Unit,
         call: Call,
         program: Program,
         consts: Sequence[Any],
@@ -168,7 +168,8 @@ class Region:
         copied: Sequence[bool],
         reshard: bool | int,
     ) -> None:
-        self.mesh, self.program = mesh, program
+        self.unit, self.name, self.program = unit, call.where.split(".")[0], program
+        mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree = data_axes(mesh), data_degree(mesh)
         arguments = call.inputs[call.num_state :] or call.inputs
         self.batch = batch_size(arguments, self.degree)
@@ -179,7 +180,6 @@ class Region:
         self.operands += [Crossing(self._split(x)) for x in (*call.inputs, *consts)]
         self.sharded = {one.parameter: one for one in self.operands if isinstance(one.state, Shard)}
         self.reshard = reshard
-        self.moved: list[Moved] = []
 
     def _split(self, x: Any) -> State:
         return 0 if self.batch and x.ndim and x.shape[0] == self.batch else None
@@ -218,7 +218,7 @@ class Region:
             gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
             outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
-            self.moved += p.moved
+            moved.note(self.unit, self.name, p.moved, self.unit.policy.fallback)
             found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
             more = {} if is_backward else self._kept(p)
             keeps.update({key: Crossing.of(v) for key, v in more.items()})
