@@ -53,7 +53,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         x if p is None else jax.ShapeDtypeStruct(p.shape, x.dtype)
         for x, p in zip(map(abstract, params), call.placements, strict=True)
     ]
-    with region_trace():
+    with region_trace(cast(Mesh, unit.mesh)):
         program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
     operands = [*params, *call.inputs, *consts]
     region = Region(

@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 from jshard._nnx import OWN
 from jshard._policies import MixedPrecision, Prefetch
+from jshard.engine.per_example import traced_for
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -107,11 +109,12 @@ def in_region_trace() -> bool:
 
 
 @contextlib.contextmanager
-def region_trace() -> Iterator[None]:
-    """Inside, a region's global program is traced."""
+def region_trace(mesh: Mesh) -> Iterator[None]:
+    """Inside, the global program of a region over a mesh is traced."""
     token = _traces.set(Traces())
     try:
-        yield
+        with traced_for(mesh):
+            yield
     finally:
         _traces.reset(token)
 
