@@ -8,6 +8,7 @@ import jax
 from flax import nnx
 
 from jshard._nnx import Unit, detach, dotted, nested_units, numberless, plain_class, unit_of
+from jshard._padded import padding_of, store
 from jshard._replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.engine.call import Before, is_array, raw, refuse_written
 from jshard.engine.call import Call as Parts
@@ -62,6 +63,9 @@ class NnxCall:
         values = [planned[i] if i in planned else next(rest) for i in range(len(self._parts.params))]
         live = self._parts.put_together(values, state, inputs[self.num_state :])
         detach(live.module)
+        for _, one in live.variables(nnx.Param):
+            if padding_of(one) is not None:
+                store(one, None, one.get_raw_value())  # inside, arrays are logical
         before = Before.of(live)
         token = _names.set(_names_inside(live.module, self._path))
         try:
