@@ -25,8 +25,9 @@ from jshard._placement import spec_over
 from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
 from jshard.engine import moved, stored
+from jshard.engine.ahead import tied
 from jshard.engine.context import gathered_copies
-from jshard.engine.schedule import ShardedPartitioner, tied
+from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
