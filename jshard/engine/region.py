@@ -24,6 +24,7 @@ from jshard._offload import fetched, placed_like
 from jshard._placement import spec_over
 from jshard._policies import checkpoint_policy
 from jshard.engine.context import gathered_copies
+from jshard.engine.per_example import traced_for
 from jshard.engine.schedule import ShardedPartitioner, tied
 from jshard.engine.stored import placed
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
@@ -52,10 +53,11 @@ def open_region(call: Call, unit: Unit) -> Any:
         x if p is None else jax.ShapeDtypeStruct(p.shape, x.dtype)
         for x, p in zip(map(abstract, params), call.placements, strict=True)
     ]
-    with region_trace():
+    mesh = cast(Mesh, unit.mesh)
+    with region_trace(), traced_for(mesh):
         program, consts = trace(cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
     operands = [*params, *call.inputs, *consts]
-    region = Region(cast(Mesh, unit.mesh), call, program, consts, [copy is not None for copy in copies])
+    region = Region(mesh, call, program, consts, [copy is not None for copy in copies])
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)

@@ -100,6 +100,8 @@ class Scan:
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
         self.scanned = [p.whole(v) if v.state == 0 else v for v in scanned]
         self.mark = len(p.moved)
+        self.row_states: list[State] = []
+        self.through: list[int | None] = []
         operands, states = [*self.shared, *self.carry, *self.scanned], [v.state for v in self.carry]
         self.states, (self.traced, self.start) = fixed_point(p, self.jaxpr, operands, states, self._once)
 
