@@ -164,7 +164,7 @@ class _Region:
         return list(region(*xs)), list(found)
 
 
-def _spec(dim: int | None) -> P:
+def _spec(dim: Any) -> P:
     return P() if dim is None else P(*[None] * dim, AXES)
 
 
@@ -187,4 +187,4 @@ def _is_float(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    return jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key)

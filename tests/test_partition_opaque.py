@@ -282,6 +282,8 @@ def test_over_other_axes_the_data_axes_are_untouched(check_vma):
     def body(x, w):
         h = jnp.tanh(x @ w)
         h = h * (1 + lax.axis_index("tensor"))
+        both = lax.all_gather(h, "tensor", axis=1, tiled=True) + lax.all_gather(x[:, :8], "tensor").sum(0).repeat(2, 1)
+        h = h + lax.psum_scatter(both, "tensor", scatter_dimension=1, tiled=True)
         return lax.psum(h @ w.T, "tensor"), h - h.mean(0, keepdims=True), x.sum(0) * 1.0
 
     fn = jax.shard_map(
@@ -293,7 +295,9 @@ def test_over_other_axes_the_data_axes_are_untouched(check_vma):
         check_vma=check_vma,
     )
     found = check_on(mesh, lambda x, w: fn(jnp.sin(x), w), X, W)
-    assert {m.operation for m in whole(found)} <= set()
+    assert {m.kind for m in found.moved} <= {"sum", "move"}
+    found = check_on(mesh, lambda x, w: fn(jnp.sin(x), w), X, W, gradients=False)
+    assert not whole(found)
     rows = jax.shard_map(
         lambda x: x * (1 + lax.axis_index("tensor")) + jnp.arange(x.shape[0])[:, None],
         mesh=mesh,

@@ -26,7 +26,7 @@ def without_varying(jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any
     def run(*xs: Any) -> list[Any]:
         env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *xs), strict=True))
         # a constant's type names the mesh of its trace, which is another one
-        read = lambda atom: np.asarray(atom.val, atom.aval.dtype) if isinstance(atom, jex.Literal) else env[atom]
+        read = lambda atom: np.asarray(atom.val, _dtype(atom)) if isinstance(atom, jex.Literal) else env[atom]
         for eqn in jaxpr.eqns:
             with running(eqn):
                 found = _run(eqn, [read(atom) for atom in eqn.invars])
@@ -34,6 +34,10 @@ def without_varying(jaxpr: Any, consts: Sequence[Any]) -> Callable[..., list[Any
         return [read(atom) for atom in jaxpr.outvars]
 
     return run
+
+
+def _dtype(atom: Any) -> Any:
+    return atom.aval.dtype
 
 
 def _run(eqn: Any, xs: list[Any]) -> list[Any]:

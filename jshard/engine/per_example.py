@@ -226,13 +226,13 @@ class _Derivative:
         )
 
         def run(*operands: jax.Array) -> Sequence[jax.Array]:
-            args = self._all_args(operands[:num_args], operands[place].shape[ins[place]], whole)
+            args = self._all_args(operands[:num_args], operands[place].shape[along], whole)
             from_outs, own = operands[num_args:start], operands[start : len(kept)]
             return self._back(args, from_outs, own, operands[len(kept) :])
 
         cts = _pick(self.floats_out, cotangents)
-        place = next(i for i, d in enumerate(ins) if d is not None)
-        whole = (*kept, *cts)[place].shape[ins[place]]
+        place, along = next((i, d) for i, d in enumerate(ins) if d is not None)
+        whole = (*kept, *cts)[place].shape[along]
         own = tuple(range(start, len(kept)))
         body = Body(run, ins, self.grad_states, f"the backward of {self.body.name}", own)
         grads = iter(_differentiable(body)(*kept, *cts))
@@ -327,7 +327,7 @@ class _Derivative:
 
 
 def _cotangent_dim(state: State) -> int | None:
-    return None if state == PARTIAL else state
+    return state if isinstance(state, int) else None
 
 
 def _scaled_dim(shape: Sequence[int], fewer: Sequence[int], factor: int) -> int | None:
@@ -337,7 +337,7 @@ def _scaled_dim(shape: Sequence[int], fewer: Sequence[int], factor: int) -> int 
 
 
 def _is_plain(x: Any) -> bool:
-    return not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)
+    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
 def _is_float(x: Any) -> bool:
@@ -391,14 +391,14 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
             do=f"js.per_example(fn, in_axes={guess}), with None for what is the same for all examples.",
         )
     for x, d in zip(arrays, axes, strict=True):
-        if d is None and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        if d is None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
             raise CallError(
                 "A function declared with js.per_example got one random key for all examples.",
                 where=name,
                 why="every data shard would draw the same numbers, other ones than one device draws.",
                 do="keys = jax.random.split(key, x.shape[0]), along in_axes 0.",
             )
-    return along[0]
+    return next(n for n in along if n is not None)
 
 
 def _check_closure(consts: Sequence[Any], name: str) -> None:

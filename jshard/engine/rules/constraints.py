@@ -72,7 +72,7 @@ def _kept(spec: P, axes: dict[str, int], ndim: int, free: frozenset[int]) -> P:
     return P(*dims)
 
 
-def _memory(kind: str | None) -> jax.memory.Space | None:
+def _memory(kind: str | None) -> Any:
     if kind is None:
         return None
     return jax.memory.Space.Host if kind.endswith("_host") else jax.memory.Space.Device

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # ---- declared
 
 
-@rule("per_example")
+@rule("per_example", converts_partial=True)
 def per_example(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The function on the examples of this shard."""
     body: Body = eqn.params["body"]
@@ -63,7 +63,7 @@ def _check_shapes(p: "Partitioner", eqn: Eqn, body: Body, found: Any) -> None:
 # ---- known
 
 
-@rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+@rule("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper", converts_partial=True)
 def cudnn_attention(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """CuDNN's attention: every operand that has the batch has it as dim 0.
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
 
 
-@rule("ragged_dot_general", "ragged_dot")
+@rule("ragged_dot_general", "ragged_dot", converts_partial=True)
 def ragged_dot(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Rows split: each shard multiplies its own, with the part of each group that is among them.
 

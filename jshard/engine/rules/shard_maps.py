@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard.engine.rules.table import rule
+from jshard.engine.rules.table import free_dim, rule, same
 from jshard.engine.values import Eqn, State, Value, array_bytes
 
 if TYPE_CHECKING:
@@ -69,8 +69,7 @@ def _partitioned(
 ) -> list[Value]:
     """The body split over the data axes as any program, inside of a `shard_map` over the others."""
     values = [p.land(p.settle(v)) for v in values]
-    # a dim that is split over both kinds of axes: the user's are the outer ones
-    values = [p.whole(v) if v.is_split and dims[v.dim] else v for v, dims in zip(values, ins, strict=True)]
+    values = [_apart(p, v, dims) for v, dims in zip(values, ins, strict=True)]
     states: list[State] = []
 
     def on_shard(*xs: Any) -> list[Any]:
@@ -78,12 +77,23 @@ def _partitioned(
         program = jax.make_jaxpr(body)(*like)
         found = p.run(program.jaxpr, program.consts, [v.with_array(x) for v, x in zip(values, xs, strict=True)])
         found = [p.land(p.settle(v)) for v in found]
-        found = [p.whole(v) if v.is_split and dims[v.dim] else v for v, dims in zip(found, outs, strict=True)]
+        found = [_apart(p, v, dims) for v, dims in zip(found, outs, strict=True)]
         states[:] = [v.state for v in found]
         return [v.x for v in found]
 
     found = _nested(axes, ins, outs, on_shard)(*[v.x for v in values])
     return [Value(x, state) for x, state in zip(found, states, strict=True)]
+
+
+def _apart(p: "Partitioner", value: Value, dims: Dims) -> Value:
+    """The value split along a dim that is not split over the user's axes, too: those are outside of the region's.
+
+    JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
+    """
+    if not value.is_split or not dims[value.dim]:
+        return value
+    dim = free_dim(p, p.full_shape(value), [i for i, axes in enumerate(dims) if axes])
+    return p.whole(value) if dim is None else p.split(value, dim)
 
 
 def _full(p: "Partitioner", value: Value, x: Any) -> jax.ShapeDtypeStruct:
@@ -132,6 +142,34 @@ def _degree(axes: _Axes, over: Sequence[str]) -> int:
     for axis in over:
         degree *= axes.sizes[axis]
     return degree
+
+
+# ---- collectives over axes that are not the region's, in a body that is partitioned
+
+
+@rule("psum", "ppermute", takes_partial=True)
+def linear_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Of each element, and linear: all states stay."""
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
+
+
+@rule("pmax", "pmin", "pbroadcast")
+def collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Of each element."""
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
+
+
+@rule("all_gather", "reduce_scatter", "all_to_all")
+def moving_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """Split along a dim that it leaves alone: it stays split."""
+    params, (value,) = eqn.params, values
+    names = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
+    dims = [params[name] for name in names if name in params]
+    if eqn.primitive.name == "all_gather" and not params["tiled"]:
+        return same(p, eqn, values, value.dim + (dims[0] <= value.dim))
+    if value.dim in dims or not params["tiled"]:
+        return None
+    return same(p, eqn, values, value.dim)
 
 
 # ---- what the user has written
