@@ -47,6 +47,7 @@ class Call(Protocol):
     num_state: int
     key: Hashable
     result: Any
+    written: Sequence[str]
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
