@@ -135,14 +135,14 @@ def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
     """Whether a variable is another one, handed through calls."""
     while new is not old:
         e = next((e for e in jaxpr.eqns if new in e.outvars), None)
-        if e is None or e.primitive.name not in calls.NAMES:
+        if e is None or e.primitive.name not in calls.CALLS:
             return False
         inner, _ = calls.program(e)
         result = inner.outvars[e.outvars.index(new)]
         at = next((i for i, v in enumerate(inner.invars) if _is_passed(inner, v, result)), None)
         if at is None:
             return False
-        new = e.invars[at]
+        new = calls.operands(e, e.invars)[at]
     return True
 
 
