@@ -182,7 +182,7 @@ class Before:
         variables, attributes = live.contents()
         changed = [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
         before = self.attributes
-        lost = [dotted(p[1:]) for p, x in attributes.items() if p not in before or before[p] is not x]
+        lost = [dotted(p[1:]) for p, x in attributes.items() if p not in before or not _same_setting(before[p], x)]
         if lost:
             raise CallError(
                 "A plain attribute was written inside the call.",
@@ -206,6 +206,11 @@ def refuse_written(places: Sequence[str]) -> None:
 
 def _kind(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
+
+
+def _same_setting(a: Any, b: Any) -> bool:
+    """Whether a plain attribute holds what it held; a text or a number may be made anew."""
+    return a is b or (type(a) is type(b) and isinstance(a, (str, bytes, int, float, complex)) and a == b)
 
 
 def _same(a: Any, b: Any) -> bool:

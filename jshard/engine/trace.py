@@ -47,6 +47,7 @@ class Call(Protocol):
     num_state: int
     key: Hashable
     result: Any
+    written: Sequence[str]
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
@@ -141,7 +142,7 @@ def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
         at = next((i for i, v in enumerate(inner.invars) if _is_passed(inner, v, result)), None)
         if at is None:
             return False
-        new = e.invars[at]
+        new = calls.operands(e, e.invars)[at]
     return True
 
 
