@@ -1,5 +1,6 @@
 """An engine that shards nothing: it traces each call of a Linen model once, as the engine does, and evaluates that."""
 
+import itertools
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ from jshard._padded import Padding
 
 
 class StandIn:
-    """Stands in for `jshard.engine.units.call`.
+    """Stands in for `jshard.engine.route.run_call`.
 
     Attributes:
         calls: where each call was, in order.
@@ -23,7 +24,7 @@ class StandIn:
         self.units: list[Any] = []
         self._kept: dict[Any, Any] = {}
 
-    def __call__(self, call: Any, unit: Any) -> Any:
+    def __call__(self, call: Any, name: str, unit: Any) -> Any:
         self.calls.append("/".join(call.path))
         self.units.append(unit)
         paddings = [p and Padding.of(p) for p in call.placements]
@@ -33,10 +34,9 @@ class StandIn:
         ]
         avals = tuple((x.shape, str(x.dtype), x.weak_type) for x in map(jax.typeof, (*params, *call.inputs)))
         key = call.key, avals
-        hash(key)
         if key not in self._kept:
             self.traced.append("/".join(call.path))
-            closed = jax.make_jaxpr(call.body)(params, call.inputs)
+            closed = jax.make_jaxpr(lambda *xs, call=call: list(itertools.chain(*call.body(*xs))))(params, call.inputs)
             self._kept[key] = closed, call.result
             if any(isinstance(x, jax.core.Tracer) for x in closed.consts):
                 del self._kept[key]

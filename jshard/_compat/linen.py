@@ -20,11 +20,6 @@ def run_method(function: Callable[..., Any], module: nn.Module, args: tuple, kwa
         _linen._context.module_stack.pop()
 
 
-def interceptors() -> int:
-    """How many interceptors of method calls are in place."""
-    return len(_linen._global_interceptor_stack)
-
-
 def exported_state(module: nn.Module) -> Any:
     """What of a module's own notes about its call goes to a copy that runs it, as in Flax's transformations."""
     return module._state.export()

@@ -19,14 +19,15 @@ from jax.tree_util import DictKey
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._linen.identity import constant, identity
 from jshard._linen.layout import Layout
 from jshard._linen.padded import is_padded, padding_in
 from jshard._linen.values import PARAMS, described, flat, nested, raw_of
-from jshard._nnx import OUTER, Member, Path, Unit, dotted
+from jshard._nnx import OUTER, LogicalOptimizer, Member, Path, Unit, dotted
 from jshard._offload import fetched
 from jshard._padded import Padding
 from jshard._placement import Placement
+from jshard.engine.padded_gradients import guard
+from jshard.engine.trace import merged, others, picked
 
 Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
 """The variables of each scope by collection, as `flax.core.lift` passes them, in one group."""
@@ -52,7 +53,7 @@ class Result:
 
 @dataclasses.dataclass(eq=False)
 class LinenCall:
-    """One method call of a bound module. See `jshard.engine.units` for what the engine asks of it.
+    """One method call of a bound module: a `jshard.engine.trace.Call`.
 
     Args:
         module: the module.
@@ -64,8 +65,9 @@ class LinenCall:
         prefix: path of the annotated module.
 
     Attributes:
+        path: of the module, from the annotated one.
         context: entered while the method runs.
-        is_named: whether what the method does may depend on where the module is.
+        optimizer: that of the model, which sees padded parameters as logical ones.
         result: what the latest run of the method returned, but for the arrays.
     """
 
@@ -84,7 +86,7 @@ class LinenCall:
         self.path: Path = tuple(self.module.path)[len(self.prefix) :]
         self.where = f"{type(self.module).__name__}.{self.function.__name__}"
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.is_named = self.module.is_mutable_collection("intermediates")  # a user's filter chooses what is captured
+        self.optimizer: LogicalOptimizer | None = None
         self.result: Result | None = None
         self._outermost = _outermost(self.scopes)
         self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
@@ -100,11 +102,11 @@ class LinenCall:
         given = jax.Array if self.path else (jax.Array, np.ndarray)  # inside a model arrays of numpy are constants
         kinds = [(jax.Array, np.ndarray)] * n_state + [given] * (len(self._leaves) - n_state)
         self._is_input = [isinstance(x, kind) for x, kind in zip(self._leaves, kinds, strict=True)]
-        self.inputs = [x for x, is_input in zip(self._leaves, self._is_input, strict=True) if is_input]
+        self.inputs = picked(self._is_input, self._leaves)
+        self.num_state = sum(self._is_input[:n_state])
         self.names = [dotted(_from(path, self.path)) for path in self._paths]
         self.placements: list[Placement | None] = [None] * len(self.params)
         self.owners = [OUTER] * len(self.params)
-        self._units_inside: tuple[Hashable, ...] = ()
 
     @property
     def leaves(self) -> dict[Path, Any]:
@@ -114,10 +116,16 @@ class LinenCall:
         inside = ((path[len(self.prefix) :], leaf) for path, leaf in every if path[: len(self.prefix)] == self.prefix)
         return {path: described(leaf, path) for path, leaf in inside}
 
-    @property
-    def logical(self) -> list[Any]:
-        """The parameters as `body` takes them."""
-        return [fetched(x.unbox() if is_padded(x) else x) for x in self._given]
+    def logical(self, values: Sequence[Any]) -> list[Any]:
+        """Values of the parameters as `body` takes them."""
+        boxed = zip(self._given, values, strict=True)
+        return [fetched(given.padding.cut(x) if is_padded(given) else x) for given, x in boxed]
+
+    def guarded(self, values: Sequence[Any]) -> list[Any]:
+        """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
+        kind, boxes = self.where.split(".")[0], ((i, x) for i, x in enumerate(self._given) if is_padded(x))
+        form = lambda x: f"{x.value.dtype}{list(x.shape)}, stored {list(x.value.shape)}"
+        return guard(values, {i: f"{kind}: {self.names[i]}  {form(x)}" for i, x in boxes}, self.optimizer)
 
     def store(self) -> None:
         """Pads what is to be: parameters may come as plain arrays, or padded for another mesh."""
@@ -129,43 +137,37 @@ class LinenCall:
 
     def place(self, layout: Layout) -> Unit:
         """Takes over where the parameters of the call are stored, and who gathers them; returns the unit's record."""
-        record = layout.record(self.path, [dotted(path) for path in self._paths])
+        around = self.path if self.path in layout.units else ()
+        record = layout.record(around, [dotted(path) for path in self._paths])
         members = {member.path[0]: member for member in record.members}
         mine = [members.get(dotted(path)) for path in self._paths]
-        self.placements = [m and _of_rows(m.placement, len(x.shape)) for m, x in zip(mine, self.params, strict=True)]
+        self.placements = [m and m.placement for m in mine]
         self.owners = [OUTER if m is None else m.owner for m in mine]
-        inside = ((path, unit) for path, unit in layout.units.items() if _starts(path, self.path) and path != self.path)
-        self._units_inside = tuple((path[len(self.path) :], unit.choice) for path, unit in inside)
         rows = zip(self.names, self.placements, self.owners, strict=True)
         return dataclasses.replace(record, members=tuple(Member((n,), p, o) for n, p, o in rows if p is not None))
 
     @property
     def key(self) -> Hashable:
-        """Equal for calls that are the same program: two modules may differ in their names, as under `nn.jit`."""
-        static = (x for x, is_input in zip(self._leaves, self._is_input, strict=True) if not is_input)
-        scopes = ((s.mutable, s.flags, *_below(s, self._outermost)) for s in self.scopes)
-        return (
-            self.function,
-            identity(self.module),
-            self._tree,
-            self._params_tree,
-            tuple(map(constant, static)),
-            tuple(map(repr, scopes)),
-            tuple(repr(counts) for counts in self._counts),
-            repr(_compat.exported_state(self.module)),
-            repr(nn.get_logical_axis_rules()),
-            tuple(self.placements),
-            tuple(self.owners),
-            self._units_inside,
-            self.path if self.is_named else None,
-        )
+        """Equal for calls of one module that are the same program: its path is in the keys that it makes."""
+        scopes = [(s.mutable, s.path, s.rng_counters) for s in self.scopes]
+        around = _compat.exported_state(self.module), nn.get_logical_axis_rules()
+        fields = [x for name, x in _fields(self.module) if name not in self._fields]
+        static = tuple((type(x), x) for x in (*fields, *others(self._is_input, self._leaves)))
+        try:
+            hash(static)
+        except (TypeError, ValueError):  # a list, a bound module: nothing else is known to be equal
+            return object()
+        return type(self.module), self.function, self._tree, self._params_tree, repr((scopes, around)), static
 
-    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> list[jax.Array]:
-        """Runs the method on a copy of the module that holds these arrays, its parameters logical."""
+    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the method on a copy of the module that holds these arrays, its parameters logical.
+
+        Returns:
+            The arrays in its result, and those in the variables that it changed or made.
+        """
         for scope, counts in zip(self.scopes, self._counts, strict=True):
             _restore(scope.rng_counters, counts)
-        given = iter(inputs)
-        leaves = [next(given) if is_input else x for x, is_input in zip(self._leaves, self._is_input, strict=True)]
+        leaves = merged(self._is_input, inputs, others(self._is_input, self._leaves))
         state, rngs, fields, args, kwargs = jax.tree.unflatten(self._tree, leaves)
         held = jax.tree.unflatten(self._params_tree, list(params))
         groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, held, strict=True))
@@ -179,15 +181,13 @@ class LinenCall:
 
     def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
         """The result of the method and the changed variables, as Flax's lifting takes them back."""
-        arrays, static = iter(outs), iter(result.static)
-        leaves = [next(arrays) if is_array else next(static) for is_array in result.is_array]
-        out, values = jax.tree.unflatten(result.tree, leaves)
+        out, values = jax.tree.unflatten(result.tree, merged(result.is_array, outs, result.static))
         for scope, counts in zip(self.scopes, result.counts, strict=True):
             _restore(scope.rng_counters, counts)
         changed = list(zip(result.places, values, strict=True))
         return out, (tuple(nested((p, v) for (k, p), v in changed if k == i) for i in range(len(self._outermost))),)
 
-    def _taken(self, out: Any, changed: Mapping[tuple[int, Path], Any]) -> list[jax.Array]:
+    def _taken(self, out: Any, changed: Mapping[tuple[int, Path], Any]) -> tuple[list[Any], list[Any]]:
         """The arrays in a result and in changed variables; what else they are goes to `result`."""
         leaves, tree = jax.tree.flatten((out, list(changed.values())))
         if any(isinstance(x, (nn.Module, nn.Variable)) for x in leaves):
@@ -198,10 +198,10 @@ class LinenCall:
                 do="return arrays; or call the inner module inside of a method.",
             )
         is_array = [isinstance(x, jax.Array) for x in leaves]
-        static = tuple(x for x, is_one in zip(leaves, is_array, strict=True) if not is_one)
         counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)
-        self.result = Result(tree, tuple(is_array), static, tuple(changed), counts)
-        return [x for x, is_one in zip(leaves, is_array, strict=True) if is_one]
+        self.result = Result(tree, tuple(is_array), tuple(others(is_array, leaves)), tuple(changed), counts)
+        arrays, num_outs = picked(is_array, leaves), sum(is_array[: len(jax.tree.leaves(out))])
+        return arrays[:num_outs], arrays[num_outs:]
 
     def _path_of(self, keys: tuple) -> Path:
         """Path of a parameter from the annotated module; what a box adds to it is left out."""
@@ -239,9 +239,12 @@ def call_lifted(
 
 def _array_fields(module: nn.Module) -> dict[str, Any]:
     """The fields of a module that hold arrays."""
-    fields = (f.name for f in dataclasses.fields(module) if f.init and f.name not in ("parent", "name"))
-    values = {name: getattr(module, name) for name in fields}
-    return {k: v for k, v in values.items() if any(isinstance(x, jax.Array) for x in jax.tree.leaves(v))}
+    return {name: x for name, x in _fields(module) if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
+
+
+def _fields(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    names = (f.name for f in dataclasses.fields(module) if f.init and f.name not in ("parent", "name"))
+    return ((name, getattr(module, name)) for name in names)
 
 
 def _with(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
@@ -265,20 +268,6 @@ def _is_same(leaf: Any, before: Any) -> bool:
     return tree == old_tree and all(a is b for a, b in zip(new, old, strict=True))
 
 
-def _of_rows(placement: Placement, ndim: int) -> Placement:
-    """The placement of what a loop over layers has left of the dims of a parameter."""
-    taken = len(placement.shape) - ndim
-    if not taken:
-        return placement
-    return dataclasses.replace(
-        placement,
-        shape=placement.shape[taken:],
-        spec=placement.spec[taken:],
-        dim=None if placement.dim is None else placement.dim - taken,
-        layers=1,
-    )
-
-
 def _outermost(scopes: Sequence[Scope]) -> list[Scope]:
     """The scopes that are in no other of them, as `lift.pack` takes them."""
     unique = dict.fromkeys(scopes)
@@ -289,12 +278,6 @@ def _parents(scope: Scope) -> Iterator[Scope]:
     while scope.parent is not None:
         scope = scope.parent
         yield scope
-
-
-def _below(scope: Scope, outermost: Sequence[Scope]) -> tuple[int, Path]:
-    """Which outermost scope a scope is in, and its path from there."""
-    around = next(s for s in (scope, *_parents(scope)) if s in outermost)
-    return outermost.index(around), tuple(scope.path)[len(around.path) :]
 
 
 def _starts(path: Path, start: Path) -> bool:

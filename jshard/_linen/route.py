@@ -7,7 +7,7 @@ it the calls of the chosen submodules; everything else runs as it stands.
 import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import flax.linen as nn
@@ -15,20 +15,19 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
-from jshard import _compat
 from jshard._annotation_checks import nothing_to_shard
 from jshard._errors import CallError
 from jshard._linen.annotation import Annotation, annotation_of, check_found
 from jshard._linen.call import Lifted, LinenCall, call_lifted
-from jshard._linen.identity import reads_names
 from jshard._linen.layout import Layout, Seen
 from jshard._linen.stacks import warn_of_stacks
 from jshard._linen.survey import Survey
 from jshard._linen.values import PARAMS, described, flat, nested, raw_of
 from jshard._mesh import is_concrete
 from jshard._nnx import Path, Unit, dotted
-from jshard._replicated import others_in
+from jshard._replicated import check_replicated, others_in
 from jshard.engine.context import in_global_view
+from jshard.engine.route import run_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,16 +39,14 @@ class _Inside:
         layout: of its parameters.
         prefix: path of the model.
         unit: path of the unit that runs.
-        named: keys of units with code that reads a module's name or path: they share no trace.
-        notes: of each unit around that runs: whether such code was found in it.
+        is_around: we are in global view, around units that are never gathered.
     """
 
     annotation: Annotation
     layout: Layout
     prefix: Path
     unit: Path = ()
-    named: set[Hashable] = dataclasses.field(default_factory=set)
-    notes: tuple[set[str], ...] = ()
+    is_around: bool = False
 
     def path(self, module: nn.Module) -> Path:
         """Path of a module from the annotated one."""
@@ -116,11 +113,12 @@ def _intercept(plain: Callable, args: tuple, kwargs: Mapping[str, Any], context:
             return run()
         if module.is_initializing():
             return _initialise(annotation, module, run)
-        return _open(annotation, module, function, args, kwargs)
+        if annotation.gathers_all or in_global_view():
+            return _open(annotation, module, function, args, kwargs)
+        inside = _around(annotation, module)
     _refuse_other(inside, module)
-    if reads_names(function):
-        for note in inside.notes:
-            note.add(function.__qualname__)
+    if inside.is_around:
+        return _beside(inside, module, function, args, kwargs, run)
     return _call_unit(inside, module, function, args, kwargs) if _is_unit(inside, module) else run()
 
 
@@ -135,39 +133,54 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
     prefix = tuple(module.path)
 
     def run(call: LinenCall) -> tuple[Any, Lifted]:
+        call.optimizer = annotation.root.optimizer
         if in_global_view():
             return _plain(call)
         layout = annotation.layout_of(call.leaves, lambda: _surveyed(annotation, call))
         unit = call.place(layout)
         call.store()
+        check_replicated(unit, layout.kind)
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
     return call_lifted(module, function, args, kwargs, prefix=prefix, run=run)
+
+
+def _around(annotation: Annotation, module: nn.Module) -> _Inside:
+    """Where the outermost call is into a model with units that are never gathered."""
+    leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
+    layout = annotation.known_layout(leaves)
+    check_replicated(layout.root, layout.kind)
+    return _Inside(annotation, layout, tuple(module.path), is_around=True)
+
+
+def _beside(
+    inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any], plain: Callable
+) -> Any:
+    """A call in global view: around units that are never gathered, of one, or beside them, where it is a region."""
+    if inside.path(module) in inside.layout.around:
+        with _context(inside):
+            return plain()
+
+    def run(call: LinenCall) -> tuple[Any, Lifted]:
+        call.optimizer, unit = inside.layout.root.optimizer, call.place(inside.layout)
+        call.store()
+        return _through_engine(call, unit, dataclasses.replace(inside, unit=call.path, is_around=False))
+
+    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, run=run)
 
 
 def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
     """The call of a unit inside the model."""
 
     def run(call: LinenCall) -> tuple[Any, Lifted]:
-        unit, key, note = call.place(inside.layout), call.key, set()
-        call.is_named = any((call.is_named, key in inside.named, reads_names(function), _compat.interceptors() > 1))
-        within = dataclasses.replace(inside, unit=call.path, notes=(*inside.notes, note))
-        found = _through_engine(call, unit, within)
-        inside.named.update([key] if note else [])
-        return found
+        return _through_engine(call, call.place(inside.layout), dataclasses.replace(inside, unit=call.path))
 
     return call_lifted(module, function, args, kwargs, prefix=inside.prefix, run=run)
 
 
 def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, Lifted]:
     call.context = lambda: _context(inside)
-    return _engine(call, unit)
-
-
-def _engine(call: LinenCall, unit: Unit) -> Any:
-    from jshard.engine.units import call as run
-
-    return run(call, unit)
+    return run_call(call, dotted(call.path), unit)
 
 
 @contextlib.contextmanager
@@ -180,9 +193,9 @@ def _context(inside: _Inside | None, survey: Survey | None = None) -> Iterator[N
 
 def _plain(call: LinenCall) -> tuple[Any, Lifted]:
     """The call in global view: as written, its parameters on the device."""
-    outs = call.body(call.logical, call.inputs)
+    outs, state = call.body(call.logical(call.guarded(call.params)), call.inputs)
     assert call.result is not None, "it has run"
-    return call.finish(outs, call.result)
+    return call.finish([*outs, *state], call.result)
 
 
 def _is_unit(inside: _Inside, module: nn.Module) -> bool:
@@ -205,7 +218,7 @@ def _surveyed(annotation: Annotation, call: LinenCall) -> Seen:
     """
     survey = Survey(annotation, call.prefix)
     call.context = lambda: _context(None, survey)
-    jax.eval_shape(lambda: call.body(call.logical, call.inputs))
+    jax.eval_shape(lambda: call.body(call.logical(call.params), call.inputs))
     if call.function.__name__ == "__call__":
         check_found(annotation, survey.seen, call.leaves)
     return survey.seen
