@@ -45,9 +45,13 @@ class Call(Protocol):
     names: list[str]
     inputs: list[Any]
     num_state: int
-    key: Hashable
     result: Any
     written: Sequence[str]
+
+    @property
+    def key(self) -> Hashable:
+        """See above."""
+        ...
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
