@@ -203,6 +203,11 @@ def data_axes(mesh: AnyMesh) -> tuple[str, ...]:
     return tuple(a for a in DATA_AXES if a == FSDP or degree(mesh, a) > 1)
 
 
+def batch_axes(mesh: AnyMesh) -> tuple[str, ...]:
+    """The data axes over which nothing but the batch, and what is stored, is split: those without `expert`."""
+    return tuple(a for a in data_axes(mesh) if a != EXPERT)
+
+
 def manual_axes(mesh: AnyMesh) -> frozenset[str]:
     """The axes that a region is manual over: the data axes, and others of degree 1, as it then compiles best."""
     return frozenset(axis for axis, size in dict(mesh.shape).items() if axis in DATA_AXES or size == 1)

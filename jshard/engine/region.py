@@ -18,13 +18,13 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._mesh import data_axes, data_degree, manual_axes
+from jshard._mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
 from jshard._nnx import NESTED, Unit
 from jshard._offload import fetched, placed_like
-from jshard._placement import spec_over
+from jshard._placement import Placement, spec_over
 from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
-from jshard.engine import moved, stored
+from jshard.engine import experts, moved, stored
 from jshard.engine.ahead import tied
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner
@@ -104,11 +104,13 @@ class Crossing:
         state: its state.
         counted: what is known of indices: see `Value.counted`.
         parameter: path of the parameter that it is.
+        expert_dim: the dim along which it is split over `expert`.
     """
 
     state: State | Own
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
+    expert_dim: int | None = None
 
     @classmethod
     def of(cls, value: Value, wanted: State | Own = None) -> "Crossing":
@@ -171,25 +173,31 @@ class Region:
     ) -> None:
         self.unit, self.name, self.program = unit, call.where.split(".")[0], program
         mesh = self.mesh = cast(Mesh, unit.mesh)
-        self.axes, self.degree = data_axes(mesh), data_degree(mesh)
+        self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
         arguments = call.inputs[call.num_state :] or call.inputs
         self.batch = batch_size(arguments, self.degree)
         self.operands: list[Crossing] = [
-            Crossing(Own(None) if is_copy else None if p is None else Shard(p), parameter=name)
-            for p, name, is_copy in zip(call.placements, call.names, copied, strict=True)
+            Crossing(
+                Own(None) if is_copy else None if p is None else Shard(p),
+                parameter=name,
+                expert_dim=None if p is None or self.experts == 1 else _expert_dim(p, x.ndim),
+            )
+            for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True)
         ]
-        self.operands += [Crossing(self._split(x)) for x in (*call.inputs, *consts)]
+        self.operands += [self._entering(x) for x in (*call.inputs, *consts)]
         self.sharded = {one.parameter: one for one in self.operands if isinstance(one.state, Shard)}
         self.reshard = reshard
 
-    def _split(self, x: Any) -> State:
-        return 0 if self.batch and x.ndim and x.shape[0] == self.batch else None
+    def _entering(self, x: Any) -> "Crossing":
+        if not (self.batch and x.ndim and x.shape[0] == self.batch):
+            return Crossing(None)
+        return Crossing(0, expert_dim=0 if self.experts > 1 else None)
 
     def partitioned(
         self,
         jaxpr: Any,
         operands: Sequence[Crossing],
-        wanted: Sequence[State | Own] = (),
+        gradients_of: Sequence["Crossing"] = (),
         *,
         is_backward: bool = False,
         kept: Mapping[Any, Crossing] | None = None,
@@ -199,7 +207,7 @@ class Region:
         Args:
             jaxpr: the program, closed.
             operands: how its operands enter.
-            wanted: of its first results; the others leave as they come.
+            gradients_of: the operands whose gradients its results are, of a backward program.
             is_backward: nothing is gathered before the other operands are there.
             kept: parameters that forward gathered outside of units and kept: the last operands.
         """
@@ -209,6 +217,7 @@ class Region:
         keeps: dict[Any, Crossing] = {}
         out_specs: list[PartitionSpec] = []
         given, num_operands = kept or {}, len(operands)
+        wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in gradients_of]
 
         def on_shard(*xs: Any) -> list[Any]:
             values = [one.enter(x) for x, one in zip(xs[:num_operands], operands, strict=True)]
@@ -229,10 +238,28 @@ class Region:
 
         ndims = [*(a.ndim for a in jaxpr.in_avals), *(len(key[-1]) for key in given)]
         entering = [*operands, *given.values()]
+
+        def with_experts(*xs: Any) -> list[Any]:
+            asked = [one.expert_dim for one in gradients_of] if is_backward else []
+            batch = self.batch * self.experts // self.degree
+            dims = [one.expert_dim for one in entering]
+            outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts, batch)
+            moved.note(self.unit, self.name, more, self.unit.policy.fallback)
+            for i, dim in enumerate(dims):
+                out_specs[i] = experts.with_experts(out_specs[i], dim)
+            num_outs = len(found)
+            found[:] = [dataclasses.replace(one, expert_dim=dim) for one, dim in zip(found, dims, strict=False)]
+            for key, dim in zip(list(keeps), dims[num_outs:], strict=True):
+                keeps[key] = dataclasses.replace(keeps[key], expert_dim=dim)
+            return outs
+
         run = jax.shard_map(
-            on_shard,
+            on_shard if self.experts == 1 else with_experts,
             mesh=self.mesh,
-            in_specs=tuple(self._spec(one.state, ndim) for one, ndim in zip(entering, ndims, strict=True)),
+            in_specs=tuple(
+                experts.with_experts(self._spec(one.state, ndim), one.expert_dim)
+                for one, ndim in zip(entering, ndims, strict=True)
+            ),
             out_specs=out_specs,  # read after the body is traced, which fills the list
             axis_names=manual_axes(self.mesh),
             check_vma=False,
@@ -263,6 +290,11 @@ class Region:
             stacked = ndim - len(entries)  # by a loop; a row of a stack has fewer dims
             return spec_over(self.axes, (None,) * stacked + entries if stacked > 0 else entries[-stacked:])
         return PartitionSpec() if state is None else PartitionSpec(*[None] * cast(int, state), self.axes)
+
+
+def _expert_dim(placement: Placement, ndim: int) -> int | None:
+    from_end = experts.expert_dim(placement)
+    return None if from_end is None else ndim + from_end
 
 
 def _run_alone(jaxpr: Any, *operands: Any) -> list[Any]:
@@ -314,7 +346,7 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
         num_outs = len(gradient.is_float)
         live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
         of_operands = [*entering[:n], *found[num_outs:], *picked(live, found[:num_outs])]
-        wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in picked(gradient.wrt, entering)]
+        wanted = picked(gradient.wrt, entering)
         at = len(kept) - len(keeps)
         function, *_ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True, kept=keeps)
         grads = function(*params, *kept[:at], *picked(live, cotangents), *kept[at:])

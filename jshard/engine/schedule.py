@@ -7,6 +7,7 @@ the reduction of unit i waits for that of the unit before.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from jshard._mesh import data_axes, data_degree
+from jshard._mesh import batch_axes, degree
 from jshard._nnx import OUTER, OWN
 from jshard._offload import fetched
 from jshard.engine import stored
@@ -36,7 +37,8 @@ class ShardedPartitioner(Partitioner):
     """
 
     def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = (), whole: Mapping[Any, Value] | None = None) -> None:
-        super().__init__(data_axes(mesh), data_degree(mesh), batch_sizes=batch_sizes)
+        axes = batch_axes(mesh)
+        super().__init__(axes, math.prod(degree(mesh, a) for a in axes), batch_sizes=batch_sizes)
         self.mesh = mesh
         self.level = Level([])
         self.kept_whole = dict(whole or {})

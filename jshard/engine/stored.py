@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._mesh import FSDP, data_axes
+from jshard._mesh import FSDP, batch_axes
 from jshard._offload import fetched, to_host
 from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
@@ -74,7 +74,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """
     dtype, dim = x.dtype, _dim(x, placement)
     x = x.astype(placement.reduce_dtype)
-    axes = data_axes(mesh)
+    axes = batch_axes(mesh)
     if dim is not None:
         run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
         if gloo.carries(mesh):
@@ -94,10 +94,10 @@ def travels_with_others(x: jax.Array, placement: Placement) -> bool:
 
 
 def all_reduce_joined(arrays: Sequence[jax.Array], placement: Placement, mesh: Mesh) -> list[jax.Array]:
-    """The sums over the data axes of arrays of one dtype, which travel as one."""
+    """The sums over the batch's axes of arrays of one dtype, which travel as one."""
     dtype = arrays[0].dtype
     joined = jnp.concatenate([x.astype(placement.reduce_dtype).ravel() for x in arrays])
-    whole = lax.psum(joined, data_axes(mesh)).astype(dtype)
+    whole = lax.psum(joined, batch_axes(mesh)).astype(dtype)
     ends = list(itertools.accumulate(x.size for x in arrays))
     return [part.reshape(x.shape) for part, x in zip(jnp.split(whole, ends[:-1]), arrays, strict=True)]
 

@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 MOVES = frozenset(
     """
     broadcast_in_dim copy expand_dims name reshape rev slice split squeeze stop_gradient tile transpose unstack
+    all_gather all_to_all reduce_scatter
     """.split()
 )
-"""Each element of the result is an element of the operand."""
+"""Each element of the result is an element of the operand; of collectives over other axes, or a sum of elements."""
 
 SUMS = frozenset("conj cumsum imag neg real reduce_sum reduce_window_sum".split())
 """Each element of the result is a sum of elements, or of their parts, with signs. Windows are padded with zeros."""

@@ -39,7 +39,7 @@ def fixed_point(
         once: traces the body for states; the states that come out, and what it made.
     """
     never_partial: set[int] = set()
-    key = id(body), tuple((v.state, v.is_known) for v in operands)
+    key = id(body), tuple((v.state, v.is_known) for v in operands), tuple(states)
     _, states = p.settled.get(key, (body, states))
     for _ in range(2 * len(states) + 3):
         mark = len(p.moved)
@@ -98,14 +98,21 @@ class Scan:
         self.length, self.reverse = eqn.params["length"], eqn.params["reverse"]
         self.jaxpr, self.consts = opened(eqn.params["jaxpr"])
         self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]
-        self.carry = [p.land(v) for v in values[n_consts:end]]
+        self.carry = values[n_consts:end]
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
         self.scanned = [p.whole(v) if v.state == 0 else v for v in scanned]
         self.mark = len(p.moved)
         self.row_states: list[State] = []
         self.through: list[int | None] = []
-        operands, states = [*self.shared, *self.carry, *self.scanned], [v.state for v in self.carry]
-        self.states, (self.traced, self.start) = fixed_point(p, self.jaxpr, operands, states, self._once)
+        self._settle([v.state for v in self.carry])
+        landed = [p.land(v) if s is None else v for v, s in zip(self.carry, self.states, strict=True)]
+        if any(v.is_split and s is None for v, s in zip(landed, self.states, strict=True)):
+            # what no trip splits, and is as large as the batch: it is carried as a shard
+            self._settle([v.state if s is None else s for v, s in zip(landed, self.states, strict=True)])
+
+    def _settle(self, states: list[State]) -> None:
+        operands = [*self.shared, *self.carry, *self.scanned]
+        self.states, (self.traced, self.start) = fixed_point(self.p, self.jaxpr, operands, states, self._once)
 
     def _once(self, states: list[State]) -> tuple[list[State], Any]:
         """Traces one trip for states of the carry."""
