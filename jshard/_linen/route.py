@@ -139,7 +139,7 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         layout = annotation.layout_of(call.leaves, lambda: _surveyed(annotation, call))
         unit = call.place(layout)
         call.store()
-        check_replicated(unit, layout.kind)
+        check_replicated(layout.root, layout.kind)
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
     return call_lifted(module, function, args, kwargs, prefix=prefix, run=run)
