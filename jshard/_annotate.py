@@ -15,6 +15,7 @@ from jshard._auto import check_strategy, settings_of
 from jshard._choices import UnitChoice, as_filter, chosen
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotated
+from jshard._linen.route import call_annotated
 from jshard._mesh import AnyMesh, check_mesh, is_concrete
 from jshard._nnx import (
     LogicalOptimizer,
@@ -36,7 +37,6 @@ from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPol
 from jshard._revise import revise
 from jshard._shard_plan import Leaf, make_plan
 from jshard._strategies import Strategy
-from jshard.engine.linen import call_annotated
 from jshard.engine.route import is_new, route
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)

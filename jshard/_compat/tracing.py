@@ -1,12 +1,24 @@
 """What a trace says of itself: axes that are manual or split by the compiler, tracers, equations."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from typing import Any
 
 import jax
 from jax import core
 from jax.interpreters import partial_eval
+
+
+def trace_context() -> Hashable:
+    """What else a trace depends on: precision of products, promotion of dtypes, the mesh in use, contexts of users.
+
+    Where the private name is gone, everything does.
+    """
+    try:
+        from jax._src.config import trace_context as context
+    except ImportError:
+        return object()
+    return context()
 
 
 def varying_axes(x: Any) -> frozenset[str]:

@@ -26,8 +26,9 @@ from jshard._linen.values import PARAMS, described, flat, nested, raw_of
 from jshard._mesh import is_concrete
 from jshard._nnx import Path, Unit, dotted
 from jshard._replicated import check_replicated, others_in
+from jshard.engine import linen
 from jshard.engine.context import in_global_view
-from jshard.engine.route import run_call
+from jshard.engine.route import is_new, run_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,12 +66,16 @@ _tracing = jax.make_user_context(default_value=None)
 
 def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
     """Runs a method call of an annotated module with the interceptor in place."""
+    if not is_new():
+        return linen.call_annotated(module, plain)
     with _interception():
         return plain()
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
+    if not is_new():
+        return linen.initialise(module, run)
     annotation = annotation_of(module)
     assert annotation is not None, "it is annotated"
     with _interception():
@@ -139,7 +144,7 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         layout = annotation.layout_of(call.leaves, lambda: _surveyed(annotation, call))
         unit = call.place(layout)
         call.store()
-        check_replicated(unit, layout.kind)
+        check_replicated(layout.root, layout.kind)
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
     return call_lifted(module, function, args, kwargs, prefix=prefix, run=run)

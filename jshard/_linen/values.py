@@ -62,3 +62,8 @@ def raw_of(leaf: Any) -> Any:
         return leaf
     (raw,) = jax.tree.leaves(leaf)
     return raw
+
+
+def as_arrays(raw: Any) -> Any:
+    """The value of a variable, with arrays for numbers."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)

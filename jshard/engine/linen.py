@@ -8,7 +8,6 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ import jax
 
 from jshard._annotation_checks import nothing_to_shard
 from jshard._errors import CallError
-from jshard._linen import route as new
 from jshard._linen.annotation import Annotation, annotation_of, check_found
 from jshard._linen.layout import Layout, Seen
 from jshard._linen.padded import padding_in
@@ -77,16 +75,12 @@ _tracing = jax.make_user_context(default_value=None)
 
 def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
     """Runs a method call of an annotated module with the interceptor in place."""
-    if os.environ.get("JSHARD_ENGINE") == "partition":
-        return new.call_annotated(module, plain)
     with _interception():
         return plain()
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
-    if os.environ.get("JSHARD_ENGINE") == "partition":
-        return new.initialise(module, run)
     annotation = annotation_of(module)
     assert annotation is not None, "it is annotated"
     with _interception():

@@ -4,8 +4,6 @@ from collections.abc import Collection
 from typing import Any
 
 import flax.linen as nn
-import jax
-import jax.numpy as jnp
 from flax import nnx, struct
 from flax.core import meta
 
@@ -44,11 +42,6 @@ def rules_without(axes: Collection[str]) -> list[tuple[str, Any]]:
         kept = tuple(a for a in (entry if isinstance(entry, (tuple, list)) else (entry,)) if a not in (None, *axes))
         found.append((name, kept if len(kept) > 1 else kept[0] if kept else None))
     return found
-
-
-def as_arrays(raw: Any) -> Any:
-    """The value of a variable, with arrays for numbers."""
-    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
 
 
 def held_in(variable: nnx.Variable) -> Any:

@@ -19,6 +19,7 @@ from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
+from jshard import _compat
 from jshard._nnx import OWN
 from jshard._policies import MixedPrecision, Prefetch
 from jshard.engine.per_example import traced_for
@@ -126,7 +127,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     avals = tuple(
         (abstract(x).shape, str(abstract(x).dtype), abstract(x).weak_type) for x in (*call.params, *call.inputs)
     )
-    key = call.key, settings, precision, remat, avals, tuple(call.owners)
+    key = call.key, settings, precision, remat, avals, tuple(call.owners), _compat.trace_context()
     is_shared = _is_hashable(key)
     found = traces.units.get(key) if is_shared else None
     consts: list[Any] = []

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from jshard._init import abstract_init, shard_init
 from jshard._linen.annotation import annotation_of
+from jshard._linen.route import initialise
 from jshard._mesh import AnyMesh, batch_sharding
 from jshard._nnx import dotted
 from jshard._revise import revise
-from jshard.engine.linen import initialise
 from jshard.train.data import Data, DataError
 from jshard.train.data.reader import first_sample
 from jshard.train.linen_collected import Initialising

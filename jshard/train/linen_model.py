@@ -20,14 +20,13 @@ from flax import nnx
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotation_of, relaid
 from jshard._linen.layout import Layout
-from jshard._linen.values import flat, raw_of
+from jshard._linen.route import call_annotated
+from jshard._linen.values import as_arrays, flat, raw_of
 from jshard._nnx import Path, attach, dotted, unit_of
 from jshard._offload import to_device
 from jshard._padded import Padding, store
 from jshard._policies import UnitPolicy
 from jshard.engine.context import in_plain_flax
-from jshard.engine.linen import call_annotated
-from jshard.engine.linen_values import as_arrays
 from jshard.engine.overwritten import COLLECTION as OVERWRITTEN
 from jshard.train.linen_collected import is_method, names_of
 from jshard.train.linen_inference import inference
