@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
 from jshard import _compat
-from jshard._nnx import OWN
+from jshard._nnx import NESTED, OWN
 from jshard._policies import MixedPrecision, Prefetch
 from jshard.engine.per_example import traced_for
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
@@ -73,7 +73,10 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
 
 @unit_p.def_abstract_eval
 def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> list[Any]:
-    return [a.update(dtype=dtype, weak_type=False) for a, dtype in zip(jaxpr.out_avals, out_dtypes, strict=True)]
+    return [
+        a.update(dtype=dtype, weak_type=a.weak_type and a.dtype == dtype)
+        for a, dtype in zip(jaxpr.out_avals, out_dtypes, strict=True)
+    ]
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[int]]:
@@ -98,7 +101,8 @@ class Traces:
     """The units of one region's trace."""
 
     def __init__(self) -> None:
-        self.units: dict[Any, tuple[Callable[..., list[Any]], Any]] = {}
+        self.programs: dict[Any, tuple[Program, Any]] = {}  # with what `finish` needs
+        self.functions: dict[tuple[Program, UnitSettings], Callable[..., list[Any]]] = {}
 
 
 _traces: contextvars.ContextVar[Traces | None] = contextvars.ContextVar("traces", default=None)
@@ -124,29 +128,26 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     """The call of a unit inside a region's trace."""
     traces = _traces.get()
     assert traces is not None
-    avals = tuple(
-        (abstract(x).shape, str(abstract(x).dtype), abstract(x).weak_type) for x in (*call.params, *call.inputs)
-    )
-    key = call.key, settings, precision, remat, avals, tuple(call.owners), _compat.trace_context()
+    like = [
+        jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN and is_float(x) else x
+        for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
+    ]
+    inputs = list(map(abstract, call.inputs))
+    avals = tuple((x.shape, str(x.dtype), x.weak_type) for x in (*like, *inputs))
+    own_name = settings.name if NESTED in call.owners else ""  # units inside are named after it
+    key = call.key, own_name, precision, remat, avals, tuple(call.owners), _compat.trace_context()
     is_shared = _is_hashable(key)
-    found = traces.units.get(key) if is_shared else None
+    found = traces.programs.get(key) if is_shared else None
     consts: list[Any] = []
     if found is None:
-        like = [
-            jax.ShapeDtypeStruct(x.shape, p.gathered_dtype) if p is not None and owner == OWN and is_float(x) else x
-            for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
-        ]
-        program, consts = trace(
-            call,
-            computes_in(call, precision),
-            like,
-            list(map(abstract, call.inputs)),
-            remat=remat,
-        )
-        found = _differentiable(program, tuple(call.owners), settings, call.where), call.result
+        program, consts = trace(call, computes_in(call, precision), like, inputs, remat=remat)
+        found = program, call.result
         if is_shared and not consts:
-            traces.units[key] = found
-    run, result = found
+            traces.programs[key] = found
+    program, result = found
+    run = traces.functions.get((program, settings))
+    if run is None:
+        run = traces.functions[program, settings] = _differentiable(program, tuple(call.owners), settings, call.where)
     return call.finish(run(*call.params, *call.inputs, *consts), result)
 
 
