@@ -14,11 +14,12 @@ from jshard._init import shard_init as shard_init
 from jshard._mesh import mesh as mesh
 from jshard._mesh import shard_batch as shard_batch
 from jshard._optimizer import shard_optimizer as shard_optimizer
-from jshard._plan import LeafPlan as LeafPlan
-from jshard._plan import ShardPlan as ShardPlan
-from jshard._plan import UnitPlan as UnitPlan
 from jshard._plan import plan as plan
 from jshard._policies import MixedPrecision as MixedPrecision
+from jshard._scan_layers import scan_layers as scan_layers
+from jshard._shard_plan import LeafPlan as LeafPlan
+from jshard._shard_plan import ShardPlan as ShardPlan
+from jshard._shard_plan import UnitPlan as UnitPlan
 from jshard._strategies import Strategy as Strategy
 from jshard._strategies import strategies as strategies
 from jshard.cluster.options import compiler_options as compiler_options
@@ -27,7 +28,6 @@ from jshard.engine.context import global_view as global_view
 from jshard.engine.outputs import batch_mean as batch_mean
 from jshard.engine.outputs import per_shard as per_shard
 from jshard.engine.per_example import per_example as per_example
-from jshard.engine.scan import scan_layers as scan_layers
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation

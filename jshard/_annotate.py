@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import flax.linen as nn
@@ -17,11 +17,7 @@ from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotated
 from jshard._mesh import AnyMesh, check_mesh, is_concrete
 from jshard._nnx import (
-    NESTED,
-    OUTER,
-    OWN,
     LogicalOptimizer,
-    Member,
     Path,
     Unit,
     attach,
@@ -30,18 +26,18 @@ from jshard._nnx import (
     nested_units,
     occurrences,
     plain_class,
+    store_plan,
     unit_of,
 )
 from jshard._offload import check_offload, sharding_of
 from jshard._padded import Padding, logical, logical_shape, padding_of, store
-from jshard._placement import Placement, PlacementRule, ShardDim, place
-from jshard._plan import owner_of
+from jshard._placement import Placement, PlacementRule, ShardDim
 from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
-from jshard._replicated import is_named
 from jshard._revise import revise
+from jshard._shard_plan import Leaf, make_plan
 from jshard._strategies import Strategy
 from jshard.engine.linen import call_annotated
-from jshard.engine.route import route
+from jshard.engine.route import is_new, route
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
@@ -73,6 +69,7 @@ def fully_shard(
     outputs: str | None = None,
     sync_batch_norm: bool = True,
     gathered: bool = True,
+    fallback: str = "warn",
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
@@ -141,6 +138,8 @@ def fully_shard(
             model that is so by itself, as what is around it runs in global view, too. What it communicates is the
             model's own; of the settings above it takes those that say where a parameter lies, and
             `offload="optimizer"`.
+        fallback: what an operation is that has no form on one data shard, so that every device computes it for the
+            whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.
@@ -166,6 +165,7 @@ def fully_shard(
     checks.check_choice("outputs", outputs, (None, "mean", "sum"))
     checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
     checks.check_choice("gathered", gathered, (True, False))
+    checks.check_choice("fallback", fallback, ("warn", "error"))
     precision = mixed_precision or MixedPrecision()
     ahead = Prefetch.parse(prefetch)
     policy = UnitPolicy(
@@ -180,6 +180,7 @@ def fully_shard(
         outputs=outputs,
         sync_batch_norm=sync_batch_norm,
         gathered=gathered,
+        fallback=fallback,
     )
     rule = PlacementRule(
         degrees=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
@@ -224,7 +225,7 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module
 
 
 def _annotate(module: nnx.Module, record: Unit) -> None:
-    """Makes one module a unit, renews the records of the units inside, and places the arrays."""
+    """Makes one module a unit, plans it with the units inside, and places the arrays."""
     if unit_of(module) is not None:
         raise AnnotationError(
             "A module is annotated twice.",
@@ -234,90 +235,45 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
         )
     checks.check_same_mesh(module, record)
     checks.check_call(module)
-    checks.check_quantised(module)
+    if not is_new():
+        checks.check_quantised(module)
     checks.check_no_units_inside(module, record)
-    nested_allowed = _nested_allowed(module)
-    attach(module, dataclasses.replace(record, allow_replicated=record.allow_replicated + nested_allowed), route)
-    inner = [(p, m, unit_of(m)) for p, m in nested_units(module)]
+    attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
+    units, leaves = _units(module), _leaves(module)
     try:
-        found = _members(module)
-        padded = any(one.placement.padding for one in found.values())
-        optimizer = LogicalOptimizer(_OPTIMIZER) if padded else None
-        renewed = [(one, _renewed(path, one, old, found, optimizer)) for path, one, old in inner if old is not None]
-        checks.check_not_shared(renewed)
+        plan = make_plan(leaves, units)
     except AnnotationError:
         detach(module)
         raise
-    for nested, new in renewed:
-        attach(nested, new, route)
-    _place_arrays(module)
+    padded = any(leaf.placement.padding for leaf in plan.leaves)
+    optimizer = LogicalOptimizer(_OPTIMIZER) if padded else None
+    store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
+    for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
+        _place(leaf.variable, planned.placement, record.mesh)
 
 
-def _renewed(
-    path: Path, nested: nnx.Module, old: Unit, found: dict[int, "_Found"], optimizer: LogicalOptimizer | None
-) -> Unit:
-    """The record of a unit, as the module around it is annotated."""
-    members = tuple(_seen_from(nested, found))
-    name = "" if old.policy.gathered or not path else dotted(path)
-    is_nested = bool(path) or old.nested
-    return dataclasses.replace(old, members=members, nested=is_nested, name=name, optimizer=optimizer)
+def _units(module: nnx.Module) -> dict[Path, Unit]:
+    """The records of the units in a module by path, as the module around them makes them."""
+    units = {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
+    allowed = [f"{dotted(path)}/{pattern}" for path, one in units.items() if path for pattern in one.allow_replicated]
+    for path, unit in units.items():
+        name = "" if unit.policy.gathered or not path else dotted(path)
+        units[path] = dataclasses.replace(unit, nested=bool(path) or unit.nested, name=name)
+    units[()] = dataclasses.replace(units[()], allow_replicated=(*units[()].allow_replicated, *allowed))
+    return units
 
 
-@dataclasses.dataclass(frozen=True)
-class _Found:
-    owner: nnx.Module
-    placement: Placement
-
-
-def _members(module: nnx.Module) -> dict[int, _Found]:
-    """Owner and placement of every parameter under the module, by id of the variable."""
-    chains: dict[int, list[tuple[nnx.Module, ...]]] = {}
-    variables: dict[int, nnx.Param] = {}
-    paths: dict[int, Path] = {}
-    for variable, path, units in occurrences(module):
-        variables[id(variable)] = variable
-        paths.setdefault(id(variable), path)
-        chains.setdefault(id(variable), []).append(units)
-    relative: dict[int, dict[int, Path]] = {}
-    found, errors = {}, []
-    for key, variable in variables.items():
-        owner = owner_of(chains[key])
-        assert owner is not None, "the module itself encloses all of its parameters"
-        if id(owner) not in relative:
-            relative[id(owner)] = {id(v): p for v, p, _ in reversed(list(occurrences(owner)))}
-        try:
-            found[key] = _Found(owner, _place(variable, owner, module, relative[id(owner)][key], paths[key]))
-        except AnnotationError as error:
-            errors.append(error)
-    if errors:
-        first = errors[0]
-        raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
-    return found
-
-
-def _place(variable: nnx.Param, owner: nnx.Module, module: nnx.Module, path: Path, from_module: Path) -> Placement:
-    """The placement that a parameter's owner gives it; the paths are relative to the owner and to the module."""
-    unit, around = unit_of(owner), unit_of(module)
-    assert unit is not None and around is not None
-    leave_out = nnx.filterlib.to_predicate(unit.ignored)
-    ignored = any(leave_out(p, variable) for p in (path, from_module))
-    whole = is_named(path, unit.allow_replicated) or is_named(from_module, around.allow_replicated)
-    rule = dataclasses.replace(unit.rule, pads=False) if whole else unit.rule
-    shape, dtype = logical_shape(variable), variable.get_raw_value().dtype
-    return place(dotted(path), shape, dtype, _given_spec(variable), rule, ignored=ignored)
-
-
-def _seen_from(unit_module: nnx.Module, found: dict[int, _Found]) -> Iterator[Member]:
-    """The members of a unit: relative paths, and who gathers each."""
-    inside = {id(m) for _, m in nested_units(unit_module)}
-    done = set()
-    for variable, relative, _ in occurrences(unit_module):
-        if id(variable) in done:
-            continue
-        done.add(id(variable))
-        item = found[id(variable)]
-        owner = OWN if item.owner is unit_module else NESTED if id(item.owner) in inside else OUTER
-        yield Member(relative, item.placement, owner)
+def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
+    """The parameters of a module whose units have records, as a plan takes them."""
+    units = {id(one): path for path, one in nested_units(module)}
+    uses: dict[int, list[tuple[nnx.Param, Path, tuple[Path, ...]]]] = {}
+    for variable, path, around in occurrences(module):
+        uses.setdefault(id(variable), []).append((variable, path, tuple(units[id(one)] for one in around)))
+    leaves = {}
+    for (variable, *_), (first, *aliases), around in (zip(*found, strict=True) for found in uses.values()):
+        shape, dtype = logical_shape(variable), variable.get_raw_value().dtype
+        leaves[first] = Leaf(shape, dtype, _given_spec(variable), tuple(aliases), around, variable=variable)
+    return leaves
 
 
 def _given_spec(variable: nnx.Param) -> tuple:
@@ -326,27 +282,19 @@ def _given_spec(variable: nnx.Param) -> tuple:
     return tuple(given) if given else ()
 
 
-def _place_arrays(module: nnx.Module) -> None:
-    unit = unit_of(module)
-    assert unit is not None
-    done: set[int] = set()
-    for variable, path, _ in occurrences(module):
-        if id(variable) in done:
-            continue
-        done.add(id(variable))
-        placement = unit.by_path[path].placement
-        padding = Padding.of(placement)
-        same = padding_of(variable) == padding
-        value = (variable if same else logical(variable)).get_raw_value()
-        value = value if padding is None else padding.pad(value)
-        if _given_spec(variable):  # Flax would place it, and the optimizer's copies of it, by the model's axes alone
-            variable.set_metadata(eager_sharding=False)
-        sharding = sharding_of(unit.mesh, placement.partition_spec, on_host=placement.on_host)
-        if isinstance(value, jax.ShapeDtypeStruct):
-            value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
-        elif is_concrete(unit.mesh) and not _compat.is_tracer(value):
-            value = jax.device_put(value, sharding)
-        store(variable, padding, value)
+def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
+    """Stores a parameter as the plan says."""
+    padding = Padding.of(placement)
+    value = (variable if padding_of(variable) == padding else logical(variable)).get_raw_value()
+    value = value if padding is None else padding.pad(value)
+    if _given_spec(variable):  # Flax would place it, and the optimizer's copies of it, by the model's axes alone
+        variable.set_metadata(eager_sharding=False)
+    sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    elif is_concrete(mesh) and not _compat.is_tracer(value):
+        value = jax.device_put(value, sharding)
+    store(variable, padding, value)
 
 
 def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
@@ -379,9 +327,3 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
             do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
         )
     return found
-
-
-def _nested_allowed(module: nnx.Module) -> tuple[str, ...]:
-    """What inner units allow to be replicated, seen from the module around them."""
-    units = [(dotted(p), unit_of(m)) for p, m in nested_units(module)]
-    return tuple(f"{path}/{pattern}" for path, unit in units if unit is not None for pattern in unit.allow_replicated)

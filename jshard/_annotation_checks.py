@@ -9,7 +9,7 @@ from flax import nnx
 from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, AnyMesh, degree
-from jshard._nnx import OUTER, Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
+from jshard._nnx import Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
 from jshard._nnx import modules as modules_of
 from jshard._offload import PARAMS
 from jshard._policies import MixedPrecision, UnitPolicy
@@ -114,24 +114,6 @@ def check_no_units_inside(module: nnx.Module, record: Unit) -> None:
             why="its whole call runs as written, and so would they.",
             do="annotate only what is not to be gathered: js.fully_shard(model.tables, mesh=mesh, gathered=False);"
             "\nthen the root: js.fully_shard(model, mesh=mesh)",
-        )
-
-
-def check_not_shared(units: list[tuple[nnx.Module, Unit]]) -> None:
-    """Raises if a parameter of a unit that is never gathered is tied to one elsewhere, whose unit would gather it."""
-    ungathered = [(module, unit) for module, unit in units if not unit.policy.gathered]
-    shared = [
-        f"{plain_class(module).__name__}: {dotted(member.path)}"
-        for module, unit in ungathered
-        for member in unit.members
-        if member.owner == OUTER
-    ]
-    if shared:
-        raise AnnotationError(
-            "A parameter of a unit that is never gathered is used elsewhere, too.",
-            where=shared,
-            why="it belongs to the unit around all of its uses, which would gather it.",
-            do="use it by a method of its own module: model.table.attend(x), outside the root's call.",
         )
 
 

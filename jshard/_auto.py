@@ -12,10 +12,11 @@ from jax.sharding import Mesh
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, REPLICA, AnyMesh, degree
-from jshard._plan import ShardPlan, plan
+from jshard._plan import plan
 from jshard._processes import gather_texts
 from jshard._remembered import key_of, recall
 from jshard._revise import has_inner_units
+from jshard._shard_plan import ShardPlan
 from jshard._strategies import Strategy, strategies
 
 AUTO = "auto"

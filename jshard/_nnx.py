@@ -9,8 +9,8 @@ import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -22,6 +22,9 @@ from jshard._mesh import AnyMesh
 from jshard._placement import Placement, PlacementRule
 from jshard._policies import UnitPolicy
 
+if TYPE_CHECKING:
+    from jshard._shard_plan import ShardPlan
+
 Path = tuple[Any, ...]
 """Keys from a module to something in it: attribute names and indices."""
 
@@ -30,7 +33,7 @@ OWN, NESTED, OUTER = "own", "nested", "outer"
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-    """A parameter seen from a unit.
+    """A parameter of a plan, seen from a unit.
 
     Args:
         path: path from the unit's module.
@@ -69,7 +72,9 @@ class Unit:
         rule: what decides the placement of its parameters.
         ignored: filter for parameters that the annotation leaves out.
         allow_replicated: path patterns that may be large and replicated.
-        members: every parameter under the module.
+        kind: class of the module.
+        plan: where the parameters under the module lie; None before they are known.
+        members: the same by key paths, as the engine looks them up.
         nested: whether an enclosing unit is known.
         name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
             knows the others' paths.
@@ -81,10 +86,16 @@ class Unit:
     rule: PlacementRule
     ignored: Any = False
     allow_replicated: tuple[str, ...] = ()
+    kind: str = ""
+    plan: "ShardPlan | None" = None
     members: tuple[Member, ...] = ()
     nested: bool = False
     name: str = ""
     optimizer: LogicalOptimizer | None = None
+
+    def with_plan(self, plan: "ShardPlan") -> "Unit":
+        """The record of a unit that sees its parameters as the plan has them."""
+        return dataclasses.replace(self, plan=plan, members=plan.members)
 
     @functools.cached_property
     def by_path(self) -> dict[Path, Member]:
@@ -120,6 +131,19 @@ def plain_class(module: nnx.Module) -> type[nnx.Module]:
 def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
     """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
     object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
+
+
+def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]) -> None:
+    """Gives the units in a module new records, each with its view of the plan. Their calls go where they went before.
+
+    Args:
+        module: what the plan was made of.
+        plan: the plan.
+        units: the new records, by path from the module.
+    """
+    for path, one in nested_units(module):
+        unit = units[path].with_plan(plan.seen_from(path, units))
+        attach(one, unit, type(one)._jshard_route)  # type: ignore[attr-defined]
 
 
 def detach(module: nnx.Module) -> None:
@@ -236,6 +260,11 @@ def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
 def dotted(path: Path) -> str:
     """A path as text: `blocks/0/kernel`; `(root)` for the module itself."""
     return "/".join(map(str, path)) or "(root)"
+
+
+def inside(outer: Path, path: Path | None) -> Path | None:
+    """A path from a module in it; None if it does not lie inside."""
+    return path[len(outer) :] if path is not None and path[: len(outer)] == outer else None
 
 
 def numberless(path: str) -> str:

@@ -7,13 +7,14 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard._nnx import Unit, detach, dotted, nested_units, plain_class, unit_of
+from jshard._nnx import Unit, detach, dotted, nested_units, numberless, plain_class, unit_of
+from jshard._padded import padding_of, store
 from jshard._replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
-from jshard.engine.call import Before, is_array, raw
+from jshard.engine.call import Before, is_array, raw, refuse_written
 from jshard.engine.call import Call as Parts
 from jshard.engine.padded_gradients import guarded
 
-_names: contextvars.ContextVar[Mapping[int, str]] = contextvars.ContextVar("names")
+_names: contextvars.ContextVar[Mapping[Any, str]] = contextvars.ContextVar("names")
 
 
 class NnxCall:
@@ -21,7 +22,8 @@ class NnxCall:
 
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self._parts = parts = Parts(module, method, args, kwargs)
-        self.where, self.name = parts.where, _names.get({}).get(id(module), plain_class(module).__name__)
+        self.where, self._path = parts.where, _path_of(module)
+        self.name = self._path or plain_class(module).__name__
         members = [_member(parts, path) for path, _ in parts.params]
         planned = [i for i, member in enumerate(members) if member is not None]
         self._planned = planned
@@ -35,6 +37,7 @@ class NnxCall:
         self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
         self.key = parts.key(), self._state_tree
         self.result: Any = None
+        self.written: Sequence[str] = ()
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
@@ -60,19 +63,30 @@ class NnxCall:
         values = [planned[i] if i in planned else next(rest) for i in range(len(self._parts.params))]
         live = self._parts.put_together(values, state, inputs[self.num_state :])
         detach(live.module)
+        for _, one in live.variables(nnx.Param):
+            if padding_of(one) is not None:
+                store(one, None, one.get_raw_value())  # inside, arrays are logical
         before = Before.of(live)
-        token = _names.set(_names_inside(live.module, self.name))
+        token = _names.set(_names_inside(live.module, self._path))
         try:
             out = self._parts.method(live.module, *live.args, **live.kwargs)
         finally:
             _names.reset(token)
-        changes = before.changes(live, self.where)
+        changed = before.changed(live, self.where)
+        changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
+        passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
         leaves, tree = jax.tree.flatten(out)
         dynamic = [is_array(x) for x in leaves]
         state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
         static = [None if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)]
-        self.result = tree, dynamic, static, [(path, v) for path, v in changes], state_tree
-        return [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic], state
+        self.result = tree, dynamic, static, changes, state_tree
+        old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
+        new = jax.tree.leaves([raw(v) for _, v in passed])
+        places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]
+        if len(old) != len(new):
+            refuse_written(places)
+        self.written = places
+        return [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic], [*state, *old, *new]
 
     def finish(self, outs: Sequence[Any], result: Any) -> Any:
         tree, dynamic, static, changes, state_tree = result
@@ -83,10 +97,20 @@ class NnxCall:
         return jax.tree.unflatten(tree, leaves)
 
 
-def _names_inside(module: nnx.Module, name: str) -> dict[int, str]:
-    """Paths from the root of the units inside, by id of their modules."""
-    prefix = f"{name}/" if name else ""
-    return {id(unit): prefix + dotted(path) for path, unit in nested_units(module) if path}
+def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
+    """Paths from the root of the units inside, by id of their modules; by class, for the copies that a loop makes."""
+    prefix, found = f"{name}/" if name else "", {}
+    for path, unit in nested_units(module):
+        if path:
+            kind, found[id(unit)] = type(unit), prefix + dotted(path)
+            found[kind] = numberless(found[id(unit)]) if kind in found else found[id(unit)]
+    return found
+
+
+def _path_of(module: nnx.Module) -> str:
+    """Path of a unit from the root; of one of equal layers, with `*` for its number. Empty for the root."""
+    names = _names.get({})
+    return names.get(id(module)) or names.get(type(module), "")
 
 
 def _member(parts: Parts, path: tuple) -> Any:

@@ -164,9 +164,8 @@ class OffloadedOptimizer(nnx.Optimizer):
 
 def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:
     unit = unit_of(model)
-    assert unit is not None
-    by_path = {tuple(map(str, m.path)): m.placement for m in unit.members}
-    return StatePlaces(by_path, unit.rule.degrees, over_replica=over_replica)
+    assert unit is not None and unit.plan is not None
+    return StatePlaces(unit.plan, over_replica=over_replica)
 
 
 def _padded(optimizer: nnx.Optimizer, places: StatePlaces) -> nnx.Optimizer:

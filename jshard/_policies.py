@@ -137,6 +137,7 @@ class UnitPolicy:
     outputs: str | None = None
     sync_batch_norm: bool = True
     gathered: bool = True
+    fallback: str = "warn"
 
 
 def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:

@@ -5,7 +5,7 @@ import fnmatch
 import functools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from flax import nnx
 
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, degree
-from jshard._nnx import Member, Path, Unit, dotted, numberless, walk
-from jshard._placement import INDIVISIBLE, PADDED_FROM_BYTES
+from jshard._nnx import Path, Unit, dotted, numberless, walk
+from jshard._placement import INDIVISIBLE, PADDED_FROM_BYTES, Placement
+from jshard._policies import MixedPrecision
 
 _LARGE_SHARE = 0.01
 _LISTED = 10
@@ -70,8 +71,8 @@ def warn_of_others(root: Unit, name: str, others: tuple[Other, ...]) -> None:
 
     Constants may be that large. They are in `allow_replicated`, or it is a warning only.
     """
-    others = tuple(other for other in others if not is_named(other.path, root.allow_replicated))
-    held, total = sum(other.bytes for other in others), sum(m.placement.logical_bytes for m in root.members)
+    others = tuple(other for other in others if not is_named(dotted(other.path), root.allow_replicated))
+    held, total = sum(other.bytes for other in others), sum(placement.logical_bytes for _, placement in _placed(root))
     if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
         _warn_of_others(name, others, held, total)
 
@@ -84,7 +85,7 @@ def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int)
         f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {held} bytes,"
         f" beside {total} bytes of parameters:{listed}\n"
         "  If they are trained, make them parameters: nnx.Param(...), in Linen self.param(...). If not, accept it:"
-        f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(others)!r})",
+        f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(dotted(other.path) for other in others)!r})",
         stacklevel=4,
     )
 
@@ -98,28 +99,35 @@ def check_replicated(root: Unit, name: str) -> None:
         AnnotationError: one of them has 64 KiB or more, is over one percent of the model, and not in
             `allow_replicated`; or a pattern of the root's `MixedPrecision(keep=...)` matches nothing.
     """
-    _check_once(dataclasses.replace(root, optimizer=None), name)
+    _check_once(name, _placed(root), root.allow_replicated, root.policy.mixed_precision, degree(root.mesh, FSDP))
+
+
+_Placed = tuple[tuple[str, Placement], ...]
+
+
+def _placed(root: Unit) -> _Placed:
+    """The parameters of the plan, by path."""
+    return tuple((dotted(member.path), member.placement) for member in root.members)
 
 
 @functools.cache
-def _check_once(root: Unit, name: str) -> None:
-    _check_kept(root, name)
-    odd = [m for m in root.members if m.placement.because.startswith(INDIVISIBLE)]
-    odd = [m for m in odd if not is_named(m.path, root.allow_replicated)]
-    held, total = (sum(m.placement.logical_bytes for m in members) for members in (odd, root.members))
-    large = [m for m in odd if m.placement.logical_bytes >= max(PADDED_FROM_BYTES, _LARGE_SHARE * total)]
-    axis = f"{FSDP}={degree(root.mesh, FSDP)}"
+def _check_once(name: str, placed: _Placed, allowed: tuple[str, ...], precision: MixedPrecision, degree: int) -> None:
+    _check_kept(name, placed, precision)
+    odd = {path: p for path, p in placed if p.because.startswith(INDIVISIBLE) and not is_named(path, allowed)}
+    held, total = (sum(p.logical_bytes for p in some) for some in (odd.values(), dict(placed).values()))
+    large = {path: p for path, p in odd.items() if p.logical_bytes >= max(PADDED_FROM_BYTES, _LARGE_SHARE * total)}
+    axis = f"{FSDP}={degree}"
     if large:
         raise AnnotationError(
             f"{len(large)} large parameter(s) of {name} would be replicated.",
-            where=[_describe(m) for m in large],
+            where=[_describe(*one) for one in large.items()],
             why=f"no dim divides by {axis}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
             f" model's {total} bytes.",
             do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(large)!r}),\n"
             "or have it padded: shard_dim=0.",
         )
     if odd:
-        listed = [f"\n  {_describe(m)}" for m in odd[:_LISTED]]
+        listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
         listed += [f"\n  ... and {len(odd) - _LISTED} more"] * (len(odd) > _LISTED)
         warnings.warn(
             f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axis}. Each device holds all"
@@ -129,15 +137,14 @@ def _check_once(root: Unit, name: str) -> None:
         )
 
 
-def _patterns(members: Sequence[Member | Other]) -> list[str]:
-    """What names them in `allow_replicated`: their paths; of many with `*` for the numbers of layers."""
-    paths = [dotted(m.path) for m in members]
+def _patterns(named: Iterable[str]) -> list[str]:
+    """What names paths in `allow_replicated`: themselves; of many with `*` for the numbers of layers."""
+    paths = list(named)
     return paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
 
 
-def _check_kept(root: Unit, name: str) -> None:
-    precision = root.policy.mixed_precision
-    paths = [dotted(m.path) for m in root.members]
+def _check_kept(name: str, placed: _Placed, precision: MixedPrecision) -> None:
+    paths = [path for path, _ in placed]
     unused = [p for p in precision.keep if not any(map(dataclasses.replace(precision, keep=(p,)).keeps, paths))]
     if unused:
         raise AnnotationError(
@@ -159,11 +166,10 @@ def warn_of_unplanned(paths: list[str], where: str) -> None:
         )
 
 
-def is_named(path: Path, patterns: tuple[str, ...]) -> bool:
+def is_named(path: str, patterns: tuple[str, ...]) -> bool:
     """Whether one of the patterns matches a path."""
-    return any(fnmatch.fnmatch(dotted(path), pattern) for pattern in patterns)
+    return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 
 
-def _describe(member: Member) -> str:
-    placement = member.placement
-    return f"{dotted(member.path)}  {placement.dtype}{list(placement.shape)}  {placement.logical_bytes} bytes"
+def _describe(path: str, placement: Placement) -> str:
+    return f"{path}  {placement.dtype}{list(placement.shape)}  {placement.logical_bytes} bytes"

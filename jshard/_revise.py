@@ -9,10 +9,9 @@ from flax import nnx
 
 from jshard import _annotation_checks as checks
 from jshard._errors import AnnotationError
-from jshard._nnx import Unit, attach, nested_units, occurrences, plain_class, unit_of
+from jshard._nnx import Path, Unit, nested_units, occurrences, plain_class, store_plan, unit_of
 from jshard._plan import root_forgotten
-from jshard._policies import Prefetch, UnitPolicy, check_remat
-from jshard.engine.route import route
+from jshard._policies import Prefetch, check_remat
 
 SETTINGS = ("reshard_after_forward", "remat", "prefetch")
 """What `revise` changes; each as in `js.fully_shard`."""
@@ -43,7 +42,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
             do='revise(model, {"remat": "full"})',
         )
     root = unit_of(model)
-    if root is None:
+    if root is None or root.plan is None:
         raise root_forgotten(model)
     if "remat" in settings:
         check_remat(settings["remat"])
@@ -60,14 +59,15 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
     if "prefetch" in values:
         values["prefetch"] = Prefetch.parse(values["prefetch"])
     layers = set(map(id, repeated_layers(model)))
+    units: dict[Path, Unit] = {}
     for path, module in nested_units(model):
         unit = unit_of(module)
         assert unit is not None
-        if not path and strategy:
-            attach(module, _with(unit, {"strategy": strategy}), route)
+        mine = {} if path or not strategy else {"strategy": strategy}
         if path and unit.policy.gathered:
             mine = {k: v for k, v in values.items() if id(module) in layers or _is_for_all(k, v)}
-            attach(module, _with(unit, mine), route)
+        units[path] = dataclasses.replace(unit, policy=dataclasses.replace(unit.policy, **mine))
+    store_plan(model, root.plan, units)
 
 
 def has_inner_units(model: nnx.Module) -> bool:
@@ -77,11 +77,6 @@ def has_inner_units(model: nnx.Module) -> bool:
 
 def _is_for_all(name: str, value: Any) -> bool:
     return name == "prefetch" or (name == "reshard_after_forward" and value is False)
-
-
-def _with(unit: Unit, values: Mapping[str, Any]) -> Unit:
-    policy: UnitPolicy = dataclasses.replace(unit.policy, **values)
-    return dataclasses.replace(unit, policy=policy)
 
 
 def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:

@@ -1,6 +1,6 @@
 """Where each array of an optimizer's state lies: from the plan of the parameters, its path and its shape."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container
 
 from jax.sharding import PartitionSpec
 
@@ -8,6 +8,7 @@ from jshard._mesh import REPLICA
 from jshard._padded import Padding
 from jshard._placement import Placement, PlacementRule, place
 from jshard._policies import MixedPrecision
+from jshard._shard_plan import ShardPlan
 
 Keys = tuple[str, ...]
 """The keys of a path as text."""
@@ -17,21 +18,14 @@ class StatePlaces:
     """Where each array of an optimizer's state lies; from shapes and paths alone.
 
     Args:
-        parameters: placement of every parameter, by the keys of its path as text.
-        degrees: size of every mesh axis.
+        plan: where the parameters lie.
         over_replica: whether the state of replicated parameters is sharded over `replica`.
     """
 
-    def __init__(
-        self,
-        parameters: Mapping[Keys, Placement],
-        degrees: tuple[tuple[str, int], ...],
-        *,
-        over_replica: bool = False,
-    ) -> None:
-        self._parameters, self._over_replica = parameters, over_replica
-        self._rule = PlacementRule(degrees, MixedPrecision(), pads=False)
-        self._replicas = dict(degrees).get(REPLICA, 1)
+    def __init__(self, plan: ShardPlan, *, over_replica: bool = False) -> None:
+        self._parameters = {tuple(map(str, leaf.keys[0])): leaf.placement for leaf in plan.leaves}
+        self._over_replica, self._replicas = over_replica, dict(plan.mesh).get(REPLICA, 1)
+        self._rule = PlacementRule(plan.mesh, MixedPrecision(), pads=False)
 
     def tail(self, path: Keys) -> Keys | None:
         """The path of the parameter that a path in the state ends in; None if it ends in none."""

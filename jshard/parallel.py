@@ -13,12 +13,14 @@ from collections.abc import Mapping, Sequence
 import jax
 from flax import nnx
 from jax import lax
+from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._errors import AnnotationError, CallError
 from jshard._mesh import AXES, DATA_AXES, EXPERT
 from jshard._nnx import dotted, plain_class, walk
 from jshard._placement import Entry, axes_of, spec_over
+from jshard.engine.per_example import region_mesh
 
 
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
@@ -90,8 +92,9 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
             why=f"{', '.join(map(repr, wrong))}: the data axes split the batch, and 'tensor' is the model's own.",
             do='js.parallel.hold(x, None, "tensor")',
         )
-    degrees = _compat.automatic_axes()
-    if not _compat.manual_axes() or not degrees:
+    mesh = region_mesh()
+    degrees = _compat.automatic_axes() if mesh is None else {a: n for a, n in mesh.shape.items() if a not in DATA_AXES}
+    if not any(n > 1 for n in degrees.values()) or (mesh is None and not _compat.manual_axes()):
         return x
     uneven = [d for d, entry in enumerate(entries) for n in axes_of(entry) if x.shape[d] % degrees.get(n, 1)]
     if uneven:
@@ -101,7 +104,8 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
             why=f"dim{'s'[: len(uneven) > 1]} {', '.join(map(str, uneven))} does not divide by its degree: {degrees}.",
             do="choose a length that divides, or leave the axis out.",
         )
-    return lax.with_sharding_constraint(x, spec_over(tuple(degrees), entries))
+    spec = spec_over(tuple(degrees), entries)
+    return lax.with_sharding_constraint(x, spec if mesh is None else NamedSharding(mesh, spec))
 
 
 def to_experts(x: jax.Array) -> jax.Array:

@@ -112,7 +112,7 @@ def test_what_is_frozen_is_not_reduced(case):
     assert found["psum"] <= times * CONFIG.layers * CONFIG.hidden + 8  # their biases, and the loss
     everything = sent(grad(nnx.Param), build())
     assert everything["reduce_scatter"] == times * (2 * CONFIG.layers * KERNEL + TABLE)
-    assert everything["all_gather"] == found["all_gather"] > 0  # backward needs a frozen weight all the same
+    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
 
 
 def test_stop_gradient_freezes_too():
@@ -166,7 +166,7 @@ def test_a_tower_that_nothing_trained_goes_through_has_no_backward(filtered):
     wrt = (lambda path, v: isinstance(v, nnx.Param) and path[0] != "still") if filtered else nnx.Param
     run = grad_of(wrt, lambda model, x: (model(x) ** 2).mean())
     found = sent(run, js.abstract_init(build, annotate), (np.ones((16, 64), np.float32),))
-    assert found["all_gather"] == (3 + 2) * 64 * 64 // 8
+    assert found["all_gather"] == (3 + 1) * 64 * 64 // 8  # of the trained tower there is no gradient of its input
     assert found["reduce_scatter"] == 2 * 64 * 64
 
 

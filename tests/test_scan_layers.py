@@ -24,19 +24,8 @@ class Scanning(Decoder):
     """The decoder, with `scan_layers` in the place of its loop."""
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        x = js.scan_layers(self.blocks, self.embed(ids), **OPTIONS)
+        x = js.scan_layers(self.blocks, self.embed(ids))
         return self.embed.attend(self.norm(x))
-
-
-OPTIONS: dict[str, Any] = {}
-
-
-@pytest.fixture
-def options():
-    """Sets what `Scanning` passes to `scan_layers`."""
-    OPTIONS.clear()
-    yield OPTIONS
-    OPTIONS.clear()
 
 
 def build(config: Config = DEEP) -> Scanning:
@@ -83,31 +72,30 @@ LIST, STACKED = False, True
 
 
 @pytest.mark.parametrize(
-    ("scanned", "scan", "settings", "axes"),
+    ("scanned", "settings", "axes"),
     [
-        (LIST, {}, {}, {}),
-        (LIST, {"prefetch": 0}, {"remat": "full"}, {}),
-        wide(LIST, {"prefetch": 0, "delay_reduce": True}, {}, {"replica": 2}),
-        (LIST, {"prefetch": 1, "delay_reduce": False}, {"reshard_after_forward": 2}, {}),
-        wide(LIST, {"prefetch": 40}, {}, {"replica": 2}),
-        (LIST, {"prefetch": "600KiB"}, {"remat": "full"}, {}),
-        wide(LIST, {"prefetch": 2, "delay_reduce": False}, {"remat": "dots"}, {"replica": 2}),
-        wide(LIST, {"prefetch": 2}, {"reshard_after_forward": False}, {}),
-        (LIST, {}, {"prefetch": None}, {}),
-        (STACKED, {}, {"remat": "full"}, {"replica": 2}),
-        (STACKED, {"prefetch": 2}, {"reshard_after_forward": 2}, {}),
-        wide(STACKED, {"prefetch": 0}, {"reshard_after_forward": False, "remat": "full"}, {}),
+        (LIST, {}, {}),
+        (LIST, {"prefetch": 0, "remat": "full"}, {}),
+        wide(LIST, {"prefetch": 0}, {"replica": 2}),
+        (LIST, {"reshard_after_forward": 2}, {}),
+        wide(LIST, {"prefetch": 40}, {"replica": 2}),
+        (LIST, {"prefetch": "600KiB", "remat": "full"}, {}),
+        wide(LIST, {"prefetch": 2, "remat": "dots"}, {"replica": 2}),
+        wide(LIST, {"prefetch": 2, "reshard_after_forward": False}, {}),
+        (LIST, {"prefetch": None}, {}),
+        (STACKED, {"remat": "full"}, {"replica": 2}),
+        (STACKED, {"prefetch": 2, "reshard_after_forward": 2}, {}),
+        wide(STACKED, {"prefetch": 0, "reshard_after_forward": False, "remat": "full"}, {}),
     ],
     ids=str,
 )
-def test_gradients_are_those_of_the_loop_on_one_device(options, scanned, scan, settings, axes):
-    options.update(scan)
+def test_gradients_are_those_of_the_loop_on_one_device(scanned, settings, axes):
     mesh = js.mesh(**({"fsdp": -1} | axes))
     model = annotated(mesh, dataclasses.replace(DEEP, scanned=scanned), **settings)
     assert_equal(gradients(model), wanted(scanned))
 
 
-def test_a_tensor_axis_of_the_models_own(options):
+def test_a_tensor_axis_of_the_models_own():
     mesh = js.mesh(fsdp=4, tensor=2)
 
     model = build()
@@ -119,7 +107,7 @@ def test_a_tensor_axis_of_the_models_own(options):
     assert_equal(gradients(model), wanted(False))
 
 
-def test_plain_and_in_global_view_it_is_the_loop(options):
+def test_plain_and_in_global_view_it_is_the_loop():
     assert_equal(gradients(build()), wanted(False))
     model = annotated(js.mesh(fsdp=-1))
     with js.global_view():
@@ -128,7 +116,7 @@ def test_plain_and_in_global_view_it_is_the_loop(options):
     assert_equal(gradients(build(stacked)), wanted(True))
 
 
-def test_microbatches_with_one_reduction(options):
+def test_microbatches_with_one_reduction():
     model = annotated(js.mesh(fsdp=4, devices=jax.devices()[:4]))
     grad = js.value_and_grad(loss_fn, accumulate=4, sync="last")
     _, grads = nnx.jit(lambda model, *batch: grad(model, *batch))(model, *BATCH)
@@ -151,16 +139,15 @@ def compiled(layers: int, **settings: Any) -> tuple[js.ShardPlan, Any]:
 
 
 @pytest.mark.parametrize(
-    ("prefetch", "delayed", "settings", "gathers"),
+    ("settings", "gathers"),
     [
-        wide(0, False, {}, 2.0),
-        (1, True, {}, 2.0),
-        wide(2, False, {}, 2.0),
-        (2, True, {"reshard_after_forward": False}, 1.0),
+        wide({"prefetch": 0}, 2.0),
+        ({}, 2.0),
+        wide({"prefetch": 2}, 2.0),
+        ({"prefetch": 2, "reshard_after_forward": False}, 1.0),
     ],
 )
-def test_nothing_is_gathered_or_reduced_in_vain(options, prefetch, delayed, settings, gathers):
-    options.update(prefetch=prefetch, delay_reduce=delayed)
+def test_nothing_is_gathered_or_reduced_in_vain(settings, gathers):
     plan, program = compiled(6, remat="full", **settings)
     found = collectives(program)
     assert full_bytes(found, "all-gather", over=1) / plan.logical_bytes == pytest.approx(gathers, abs=0.01)
@@ -168,7 +155,7 @@ def test_nothing_is_gathered_or_reduced_in_vain(options, prefetch, delayed, sett
     assert full_bytes(found, "all-reduce", over=1) / plan.logical_bytes < 0.01
 
 
-def test_the_program_does_not_grow_with_depth(options):
+def test_the_program_does_not_grow_with_depth():
     products = [lowered(layers, remat="full")[1].as_text().count("stablehlo.dot") for layers in (4, 8)]
     assert products[0] == products[1]
 
@@ -243,13 +230,21 @@ def test_dropout_statistics_caches_and_auxiliary_losses(remat):
     assert scan_state[f"layers/{NOISY - 1}/calls"] == 2
 
 
-def test_low_precision_in_the_carry(options):
+def test_low_precision_in_the_carry():
     policy = js.MixedPrecision(param="bfloat16", reduce="float32")
     model = annotated(js.mesh(fsdp=-1), mixed_precision=policy)
     program = nnx.jit(nnx.grad(loss_fn)).lower(model, *BATCH).compile()
     found, expected = flat(program(model, *BATCH)), wanted(False)
     assert 1e-3 < max(worst(found[k], expected[k]) for k in expected) < 0.05
     assert collectives(program.compiled)
+
+
+@pytest.mark.parametrize("settings", [{"prefetch": 2}, {"delay_reduce": False}], ids=str)
+def test_settings_that_have_no_effect_any_more_are_named(settings):
+    layers = [linear(), linear(seed=1)]
+    with pytest.warns(DeprecationWarning, match="has no effect any more: .* do: js"):
+        found = js.scan_layers(layers, jnp.ones((16, 32)), **settings)
+    np.testing.assert_array_equal(found, layers[1](layers[0](jnp.ones((16, 32)))))
 
 
 class Widening(nnx.Module):

@@ -157,6 +157,7 @@ def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[n
 
     body: dict[str, Any] = {
         "_jshard_linen": annotation,
+        "_jshard_plan": staticmethod(lambda wrt: annotation.layout.plan_for(wrt)),
         LINEN_CALL: routed,
         "__init__": base.__init__,
         "__reduce__": nn.nowrap(lambda self: (_annotated_again, (annotation.plain(self), annotation, call))),

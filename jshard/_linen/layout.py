@@ -10,25 +10,12 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import jax
-from flax import nnx
-
 from jshard._errors import AnnotationError
 from jshard._linen.trained import Trained
-from jshard._linen.ungathered import check_ungathered, modules_around
-from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, dotted
-from jshard._placement import Placement, place
-from jshard._plan import LeafPlan, ShardPlan, made_unit_plan
-from jshard._replicated import is_named
-
-
-@dataclasses.dataclass(frozen=True)
-class Leaf:
-    """A parameter before it is placed; `spec` holds the mesh axes that its `nn.Partitioned` names."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    spec: tuple[Any, ...] = ()
+from jshard._linen.ungathered import check_alone, check_beside, modules_around
+from jshard._nnx import Member, Path, Unit, dotted, inside
+from jshard._policies import UnitPolicy
+from jshard._shard_plan import Leaf, LeafPlan, ShardPlan, make_plan, role
 
 
 @dataclasses.dataclass
@@ -63,76 +50,76 @@ class Seen:
     called: set[Path] = dataclasses.field(default_factory=set)
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacedLeaf:
-    """A parameter and its place; `owner` is the path of the unit that gathers it.
-
-    `stack` is the path of the layers that it is one of, where that unit is around their loop; else it is empty.
-    """
-
-    path: Path
-    owner: Path
-    placement: Placement
-    stack: Path = ()
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
     """The units and parameters of a Linen model.
 
     Args:
-        kind: class of the model.
-        root: the record of its root, with all parameters.
+        root: the record of its root, with the plan.
         units: what was seen of the units inside, by path.
-        leaves: the parameters by path as text.
         layers: leading dims of layers in the parameters of each unit that a scan runs over.
     """
 
-    kind: str
     root: Unit
     units: dict[Path, SeenUnit]
-    leaves: dict[str, PlacedLeaf]
     layers: dict[Path, int]
 
     @classmethod
     def make(cls, kind: str, root: Unit, seen: Seen, leaves: Mapping[Path, Leaf]) -> "Layout":
-        """Places every parameter.
+        """Plans for parameters, with the units that a trace showed.
 
         Raises:
             AnnotationError: a parameter cannot be placed as asked; all bad ones in one message.
         """
         found = _twins(seen, leaves) | seen.units
         units = {path: found[path] for path in sorted(found, key=_in_order)}
+        check_alone(kind, units)
         layers = {path: _layers(path, unit, leaves) for path, unit in units.items()}
-        placed, errors = {}, []
-        for path, leaf in sorted(leaves.items(), key=lambda item: _in_order(item[0])):
-            owner = _owner(path, units)
-            settings = units[owner].settings if owner else root
-            stacked = layers.get(owner, 0)
-            stack = () if stacked else _stack(path, leaf, seen)
-            try:
-                placed[dotted(path)] = PlacedLeaf(path, owner, _placed(path, owner, leaf, settings, stacked), stack)
-            except AnnotationError as error:
-                errors.append(error)
-        if errors:
-            first = errors[0]
-            raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
-        check_ungathered(kind, units, placed.values())
-        made = cls(kind, root, units, placed, layers)
-        return dataclasses.replace(made, root=made.record((), placed))
+        for path, unit in units.items():
+            rule = dataclasses.replace(unit.settings.rule, stacked=layers[path])
+            record = dataclasses.replace(unit.settings, kind=unit.kind, rule=rule)
+            units[path] = dataclasses.replace(unit, settings=record)
+        made = cls(dataclasses.replace(root, kind=kind), units, layers)
+        used = {path: made._used(path, leaves[path], seen) for path in sorted(leaves, key=_in_order)}
+        plan = make_plan(used, made.records)
+        check_beside(kind, units, plan.leaves)
+        return made._with(plan)
+
+    def with_policies(self, policies: Mapping[Path, UnitPolicy]) -> "Layout":
+        """The same with other settings of the units, by path."""
+        changed = lambda path, unit: dataclasses.replace(unit, policy=policies[path])
+        units = {p: dataclasses.replace(unit, settings=changed(p, unit.settings)) for p, unit in self.units.items()}
+        made = dataclasses.replace(self, root=changed((), self.root), units=units)
+        return made._with(self.plan.seen_from((), made.records))
+
+    @property
+    def kind(self) -> str:
+        """Class of the model."""
+        return self.root.kind
+
+    @property
+    def plan(self) -> ShardPlan:
+        """Where its parameters lie."""
+        assert self.root.plan is not None, "a layout is made with it"
+        return self.root.plan
+
+    @property
+    def records(self) -> dict[Path, Unit]:
+        """The records of the units by path, that of the root first."""
+        return {(): self.root} | {path: unit.settings for path, unit in self.units.items()}
+
+    @functools.cached_property
+    def leaves(self) -> dict[str, LeafPlan]:
+        """The parameters by path as text."""
+        return {leaf.path: leaf for leaf in self.plan.leaves}
 
     def record(self, path: Path, names: Iterable[str]) -> Unit:
         """The record of the unit at a path, for a call that sees these parameters."""
-        settings = self.units[path].settings if path else self.root
-        members = []
-        for name in names:
-            leaf = self.leaves.get(name)
-            if leaf is not None:
-                inside = leaf.owner[: len(path)] == path
-                owner = OWN if leaf.owner == path else NESTED if inside else OUTER
-                members.append(Member((name,), leaf.placement, owner))
+        settings = self.records[path]
+        found = (leaf for name in names if (leaf := self.leaves.get(name)) is not None)
+        members = tuple(Member((leaf.path,), leaf.placement, role(inside(path, leaf.owner))) for leaf in found)
         name = "" if settings.policy.gathered else dotted(path)
-        return dataclasses.replace(settings, members=tuple(members), nested=bool(path), name=name)
+        return dataclasses.replace(settings, plan=None, members=members, nested=bool(path), name=name)
 
     @functools.cached_property
     def around(self) -> frozenset[Path]:
@@ -140,23 +127,20 @@ class Layout:
         return modules_around(self.units)
 
     def plan_for(self, wrt: Any) -> ShardPlan:
-        """The same for a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
+        """The plan of a training in which not all parameters are trained; `wrt` as in `js.value_and_grad`."""
         names = Trained(self, wrt).names
         leaves = tuple(dataclasses.replace(leaf, trained=leaf.path in names) for leaf in self.plan.leaves)
         return dataclasses.replace(self.plan, leaves=leaves)
 
-    @functools.cached_property
-    def plan(self) -> ShardPlan:
-        """The layout as everything else reads it."""
-        units = [((), self.kind, self.root), *((p, u.kind, u.settings) for p, u in self.units.items())]
-        return ShardPlan(
-            mesh=tuple(zip(self.root.mesh.axis_names, self.root.mesh.axis_sizes, strict=True)),
-            units=tuple(made_unit_plan(dotted(p), kind, unit, is_root=not p) for p, kind, unit in units),
-            leaves=tuple(
-                LeafPlan(name, dotted(leaf.owner), leaf.placement, stack=dotted(leaf.stack) if leaf.stack else "")
-                for name, leaf in self.leaves.items()
-            ),
-        )
+    def _with(self, plan: ShardPlan) -> "Layout":
+        return dataclasses.replace(self, root=self.root.with_plan(plan))
+
+    def _used(self, path: Path, leaf: Leaf, seen: Seen) -> Leaf:
+        """A parameter with the units around its uses: where it is, and in units that borrow its module."""
+        within = lambda place: tuple(sorted((p for p in self.units if place[: len(p)] == p), key=len))
+        borrowers = [p for p, unit in self.units.items() if any(path[: len(b)] == b for b in unit.borrowed)]
+        around = tuple(map(within, (path, *borrowers)))
+        return dataclasses.replace(leaf, around=around, stack=_stack(path, leaf, seen))
 
 
 def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
@@ -178,30 +162,6 @@ def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
 def _in_order(path: Path) -> list[list[Any]]:
     """A key to sort paths by, with `block_2` before `block_10`."""
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)] for key in path]
-
-
-def _placed(path: Path, owner: Path, leaf: Leaf, settings: Unit, layers: int) -> Placement:
-    """The placement of a parameter; patterns are held against its path from the model and from its unit."""
-    from_unit = path[len(owner) :]
-    leave_out = nnx.filterlib.to_predicate(settings.ignored)
-    variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
-    ignored = any(leave_out(p, variable) for p in (path, from_unit))
-    whole = any(is_named(p, settings.allow_replicated) for p in (path, from_unit))
-    rule = dataclasses.replace(settings.rule, stacked=layers, pads=not whole)
-    return place(dotted(from_unit), leaf.shape, leaf.dtype, leaf.spec, rule, ignored=ignored)
-
-
-def _owner(path: Path, units: Mapping[Path, SeenUnit]) -> Path:
-    """The innermost unit that encloses every use of a parameter; `()` is the root."""
-    around = lambda place: sorted((p for p in units if place[: len(p)] == p), key=len)
-    chains = [around(path)]
-    chains += [around(p) for p, unit in units.items() if any(path[: len(b)] == b for b in unit.borrowed)]
-    owner: Path = ()
-    for level in zip(*chains, strict=False):
-        if any(p != level[0] for p in level):
-            break
-        owner = level[0]
-    return owner
 
 
 def _stack(path: Path, leaf: Leaf, seen: Seen) -> Path:

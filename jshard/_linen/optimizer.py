@@ -59,7 +59,7 @@ def linen_optimizer(
 
 def places_of(layout: Layout) -> StatePlaces:
     """Where what lies at the path of a parameter lies, too."""
-    return StatePlaces({leaf.path: leaf.placement for leaf in layout.leaves.values()}, layout.root.rule.degrees)
+    return StatePlaces(layout.plan)
 
 
 class _Update:

@@ -3,7 +3,7 @@
 import functools
 import warnings
 
-from jshard._plan import ShardPlan
+from jshard._shard_plan import ShardPlan
 
 _LARGE_BYTES = 64 * 2**20  # of the gathered copy; below that nobody would miss the memory
 

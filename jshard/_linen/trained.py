@@ -29,7 +29,7 @@ class Trained:
 
     def __init__(self, layout: "Layout", wrt: Any) -> None:
         self._predicate = nnx.filterlib.to_predicate(as_filter(wrt))
-        placed = {leaf.path: leaf.placement for leaf in layout.leaves.values()}
+        placed = {leaf.keys[0]: leaf.placement for leaf in layout.plan.leaves}
         self._parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
         if wrt is not nnx.Param:
             _check(layout, wrt, self.names)

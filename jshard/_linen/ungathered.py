@@ -11,7 +11,8 @@ from jshard._errors import AnnotationError
 from jshard._nnx import Path, dotted
 
 if TYPE_CHECKING:
-    from jshard._linen.layout import PlacedLeaf, SeenUnit
+    from jshard._linen.layout import SeenUnit
+    from jshard._shard_plan import LeafPlan
 
 
 def modules_around(units: Mapping[Path, "SeenUnit"]) -> frozenset[Path]:
@@ -19,41 +20,16 @@ def modules_around(units: Mapping[Path, "SeenUnit"]) -> frozenset[Path]:
     return frozenset(path[:i] for path in _ungathered(units) for i in range(len(path)))
 
 
-def check_ungathered(kind: str, units: Mapping[Path, "SeenUnit"], leaves: Iterable["PlacedLeaf"]) -> None:
-    """Raises for units and parameters that a unit which is never gathered does not go with.
+def check_alone(kind: str, units: Mapping[Path, "SeenUnit"]) -> None:
+    """Raises for a unit around one that is never gathered, or inside.
 
     Args:
         kind: class of the model.
         units: what was seen of the units.
-        leaves: the parameters.
     """
-    never, around = _ungathered(units), modules_around(units)
-    if not never:
-        return
-    _check_alone(kind, units, never, around)
-    shared = [leaf for leaf in leaves if leaf.owner not in never and any(_in(leaf.path, path) for path in never)]
-    if shared:
-        raise AnnotationError(
-            "A parameter of a unit that is never gathered is used elsewhere, too.",
-            where=[f"{kind}: {dotted(leaf.path)}" for leaf in shared],
-            why="it belongs to the unit around all of its uses, which would gather it.",
-            do="use it by a method of its own module, outside of other units: self.table.attend(x).",
-        )
-    beside = [leaf for leaf in leaves if leaf.placement.dim is not None and leaf.path[:-1] in around]
-    if beside:
-        raise AnnotationError(
-            "A module around a unit that is never gathered has parameters of its own.",
-            where=[f"{kind}: {dotted(leaf.path)}  {list(leaf.placement.shape)}" for leaf in beside],
-            why="its call runs as written, in global view, and the compiler would gather them as it likes.",
-            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., ignored="
-            f"{dotted(beside[0].path)!r}).",
-        )
-
-
-def _check_alone(kind: str, units: Iterable[Path], never: set[Path], around: frozenset[Path]) -> None:
-    """Raises for a unit around one that is never gathered, or inside."""
-    inside = [path for path in units if any(path != outer and _in(path, outer) for outer in never)]
-    wrong = sorted(inside) + sorted(path for path in around if path in set(units))
+    never = _ungathered(units)
+    wrong = [path for path in units if any(path != outer and path[: len(outer)] == outer for outer in never)]
+    wrong = sorted(wrong) + sorted(modules_around(units) & units.keys())
     if wrong:
         raise AnnotationError(
             "A unit lies around one that is never gathered, or inside.",
@@ -64,9 +40,19 @@ def _check_alone(kind: str, units: Iterable[Path], never: set[Path], around: fro
         )
 
 
+def check_beside(kind: str, units: Mapping[Path, "SeenUnit"], leaves: Iterable["LeafPlan"]) -> None:
+    """Raises for sharded parameters of a module around a unit that is never gathered."""
+    around = modules_around(units)
+    beside = [leaf for leaf in leaves if leaf.placement.dim is not None and leaf.keys[0][:-1] in around]
+    if beside:
+        raise AnnotationError(
+            "A module around a unit that is never gathered has parameters of its own.",
+            where=[f"{kind}: {leaf.path}  {list(leaf.placement.shape)}" for leaf in beside],
+            why="its call runs as written, in global view, and the compiler would gather them as it likes.",
+            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., ignored="
+            f"{beside[0].path!r}).",
+        )
+
+
 def _ungathered(units: Mapping[Path, "SeenUnit"]) -> set[Path]:
     return {path for path, unit in units.items() if not unit.settings.policy.gathered}
-
-
-def _in(path: Path, outer: Path) -> bool:
-    return path[: len(outer)] == outer

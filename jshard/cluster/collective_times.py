@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
 
-from jshard._plan import ShardPlan, UnitPlan
+from jshard._shard_plan import ShardPlan, UnitPlan
 from jshard.cluster.assumptions import Assumptions
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.explain import folded_units

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from jshard._errors import FourPartError, RunError, ShardingError
-from jshard._plan import ShardPlan
+from jshard._shard_plan import ShardPlan
 from jshard.cluster.latencies import latency_flag
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory

@@ -19,8 +19,8 @@ from flax import nnx
 import jshard as js
 from jshard._mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard._nnx import modules
-from jshard._plan import ShardPlan
 from jshard._revise import has_inner_units, repeated_layers, revise
+from jshard._shard_plan import ShardPlan
 from jshard.cluster.collective_times import Collectives, exposed_s, own_s, planned
 from jshard.cluster.host_copies import host_copies
 from jshard.cluster.machine import Machine

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from jshard._plan import ShardPlan
+from jshard._shard_plan import ShardPlan
 from jshard.inspect.memory import Memory
 
 

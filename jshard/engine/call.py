@@ -169,18 +169,20 @@ class Before:
         Raises:
             CallError: it wrote a parameter, or a plain attribute: neither could leave the call.
         """
+        changed = self.changed(live, where)
+        refuse_written([f"{where}: {dotted(p[1:])}" for p, v in changed if isinstance(v, nnx.Param)])
+        return changed
+
+    def changed(self, live: Live, where: str) -> Kept:
+        """Variables that the method changed or made, parameters among them.
+
+        Raises:
+            CallError: it wrote a plain attribute, which could not leave the call.
+        """
         variables, attributes = live.contents()
         changed = [(p, v) for p, v in variables if not _same(v.get_raw_value(), self.values.get(p))]
-        written = [dotted(p[1:]) for p, v in changed if isinstance(v, nnx.Param)]
-        if written:
-            raise CallError(
-                "A parameter was written inside the call.",
-                where=[f"{where}: {path}" for path in written],
-                why="inside, only a shard or a gathered copy of it is there; the write would be lost.",
-                do="update parameters outside the model, as nnx.Optimizer does.",
-            )
         before = self.attributes
-        lost = [dotted(p[1:]) for p, x in attributes.items() if p not in before or before[p] is not x]
+        lost = [dotted(p[1:]) for p, x in attributes.items() if p not in before or not _same_setting(before[p], x)]
         if lost:
             raise CallError(
                 "A plain attribute was written inside the call.",
@@ -191,8 +193,24 @@ class Before:
         return changed
 
 
+def refuse_written(places: Sequence[str]) -> None:
+    """Raises if parameters were written inside a call, at these places."""
+    if places:
+        raise CallError(
+            "A parameter was written inside the call.",
+            where=places,
+            why="inside, only a shard or a gathered copy of it is there; the write would be lost.",
+            do="update parameters outside the model, as nnx.Optimizer does.",
+        )
+
+
 def _kind(x: Any) -> str:
     return f"{x.dtype}{list(x.shape)}"
+
+
+def _same_setting(a: Any, b: Any) -> bool:
+    """Whether a plain attribute holds what it held; a text or a number may be made anew."""
+    return a is b or (type(a) is type(b) and isinstance(a, (str, bytes, int, float, complex)) and a == b)
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -16,10 +17,13 @@ import jax
 
 from jshard._annotation_checks import nothing_to_shard
 from jshard._errors import CallError
+from jshard._linen import route as new
 from jshard._linen.annotation import Annotation, annotation_of, check_found
 from jshard._linen.layout import Layout, Seen
 from jshard._linen.padded import padding_in
 from jshard._linen.stacks import warn_of_stacks
+from jshard._linen.survey import Survey
+from jshard._linen.values import described, flat, raw_of
 from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import Path, Unit, attach, dotted
 from jshard._offload import fetched
@@ -32,8 +36,7 @@ from jshard.engine.inputs import BatchSplit, trace_globally
 from jshard.engine.island import open_region
 from jshard.engine.linen_call import Lifted, View, kind_of, lifted_call
 from jshard.engine.linen_fields import Fields
-from jshard.engine.linen_survey import Survey
-from jshard.engine.linen_values import described, flat, raw_of, rules_without
+from jshard.engine.linen_values import rules_without
 from jshard.engine.outputs import batch_mean
 from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.route import refuse_manual, route
@@ -74,12 +77,16 @@ _tracing = jax.make_user_context(default_value=None)
 
 def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
     """Runs a method call of an annotated module with the interceptor in place."""
+    if os.environ.get("JSHARD_ENGINE") == "partition":
+        return new.call_annotated(module, plain)
     with _interception():
         return plain()
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
+    if os.environ.get("JSHARD_ENGINE") == "partition":
+        return new.initialise(module, run)
     annotation = annotation_of(module)
     assert annotation is not None, "it is annotated"
     with _interception():

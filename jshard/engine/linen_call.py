@@ -20,9 +20,10 @@ from flax.linen import transforms
 
 from jshard._linen.layout import Leaf
 from jshard._linen.padded import padding_in
+from jshard._linen.values import described, flat, raw_of
 from jshard._nnx import Path, dotted
 from jshard._padded import store
-from jshard.engine.linen_values import Shard, as_arrays, described, flat, held_in, raw_of
+from jshard.engine.linen_values import Shard, as_arrays, held_in
 from jshard.engine.overwritten import COLLECTION, Overwritten
 from jshard.engine.reads import hold_shard
 

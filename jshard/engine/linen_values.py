@@ -1,6 +1,6 @@
 """The values of Linen variables: arrays, boxed by Flax or, inside the region, by jshard."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import flax.linen as nn
@@ -8,12 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, struct
 from flax.core import meta
-from flax.linen.spmd import logical_to_mesh_axes
 
-from jshard._errors import AnnotationError
-from jshard._linen.layout import Leaf
-from jshard._linen.padded import padding_in
-from jshard._nnx import Path, dotted
 from jshard._padded import logical
 from jshard.engine.reads import Stored, gathered_read, stored_in
 
@@ -42,33 +37,6 @@ class Shard(meta.AxisMetadata[Any]):
         return self
 
 
-def flat(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The variables in a collection, by path."""
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for key, child in tree.items():
-        yield from flat(child, (*path, key))
-
-
-def described(leaf: Any, path: Path) -> Leaf:
-    """What a layout needs to know of a parameter."""
-    raw, padding, spec = raw_of(leaf), padding_in(leaf), ()
-    if not hasattr(raw, "shape"):
-        raise AnnotationError(
-            "A parameter of a Linen module is not an array.",
-            where=f"{dotted(path)}: a {type(raw).__name__}",
-            why="each parameter is sharded as one array.",
-            do='make several: self.param("scale", ...), self.param("bias", ...)',
-        )
-    shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
-    if isinstance(leaf, nn.LogicallyPartitioned):
-        spec = tuple(logical_to_mesh_axes(leaf.names, leaf.rules) or ())
-    elif isinstance(leaf, nn.Partitioned):
-        spec = tuple(leaf.get_partition_spec())
-    return Leaf(shape, jnp.dtype(raw.dtype).name, spec)
-
-
 def rules_without(axes: Collection[str]) -> list[tuple[str, Any]]:
     """The rules for logical axes without these mesh axes: inside the region an array is one shard along them."""
     found = []
@@ -76,14 +44,6 @@ def rules_without(axes: Collection[str]) -> list[tuple[str, Any]]:
         kept = tuple(a for a in (entry if isinstance(entry, (tuple, list)) else (entry,)) if a not in (None, *axes))
         found.append((name, kept if len(kept) > 1 else kept[0] if kept else None))
     return found
-
-
-def raw_of(leaf: Any) -> Any:
-    """The array in a box; a leaf without one is its own value."""
-    if not isinstance(leaf, meta.AxisMetadata):
-        return leaf
-    (raw,) = jax.tree.leaves(leaf)
-    return raw
 
 
 def as_arrays(raw: Any) -> Any:

@@ -8,7 +8,7 @@ comes about makes no difference: `jax.grad`, `nnx.grad`, `js.value_and_grad`, in
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,10 +50,22 @@ def guarded(call: Call, values: Sequence[Any]) -> list[Any]:
         optimizer = _optimizer(call, path)
         if padding_of(variable) is not None and optimizer is not None and _refuses(optimizer):
             guards[i] = path, variable, optimizer
+    name = call.where.split(".")[0]
+    return _all_guarded(
+        values, {i: (_text(name, path[1:], one), optimizer) for i, (path, one, optimizer) in guards.items()}
+    )
+
+
+def guard(values: Sequence[Any], padded: Mapping[int, str], optimizer: LogicalOptimizer | None) -> list[Any]:
+    """The same of stored arrays, given the positions of the padded ones, each with its name for messages."""
+    refuses = optimizer is not None and _refuses(optimizer)
+    return _all_guarded(values, {i: (text, optimizer) for i, text in padded.items()} if refuses else {})
+
+
+def _all_guarded(values: Sequence[Any], guards: Mapping[int, tuple[str, Any]]) -> list[Any]:
     if not guards:
         return list(values)
-    name = call.where.split(".")[0]
-    refuse = _refusal([(_text(name, path[1:], one), optimizer) for path, one, optimizer in guards.values()])
+    refuse = _refusal(list(guards.values()))
     after = dict(zip(guards, _guarded(refuse, [values[i] for i in guards]), strict=True))
     return [after.get(i, x) for i, x in enumerate(values)]
 

@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -22,14 +22,15 @@ from jshard._mesh import data_axes, data_degree, manual_axes
 from jshard._nnx import NESTED, Unit
 from jshard._offload import fetched, placed_like
 from jshard._placement import spec_over
+from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
+from jshard.engine import moved, stored
+from jshard.engine.ahead import tied
 from jshard.engine.context import gathered_copies
-from jshard.engine.per_example import traced_for
-from jshard.engine.schedule import ShardedPartitioner, tied
-from jshard.engine.stored import placed
+from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import computes_in, region_trace
-from jshard.engine.values import PARTIAL, Moved, Shard, State, Value
+from jshard.engine.values import PARTIAL, Shard, State, Value
 
 
 def open_region(call: Call, unit: Unit) -> Any:
@@ -53,11 +54,17 @@ def open_region(call: Call, unit: Unit) -> Any:
         x if p is None else jax.ShapeDtypeStruct(p.shape, x.dtype)
         for x, p in zip(map(abstract, params), call.placements, strict=True)
     ]
-    mesh = cast(Mesh, unit.mesh)
-    with region_trace(), traced_for(mesh):
-        program, consts = trace(cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
+    with region_trace(cast(Mesh, unit.mesh)):
+        program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
     operands = [*params, *call.inputs, *consts]
-    region = Region(mesh, call, program, consts, [copy is not None for copy in copies])
+    region = Region(
+        unit,
+        call,
+        program,
+        consts,
+        copied=[copy is not None for copy in copies],
+        reshard=resharded(unit, is_root=True),
+    )
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)
@@ -96,16 +103,28 @@ class Crossing:
     Args:
         state: its state.
         counted: what is known of indices: see `Value.counted`.
+        parameter: path of the parameter that it is.
     """
 
     state: State | Own
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
+    parameter: str = ""
+
+    @classmethod
+    def of(cls, value: Value, wanted: State | Own = None) -> "Crossing":
+        """How a value leaves."""
+        is_own = isinstance(wanted, Own) or (isinstance(value.state, Shard) and value.state.pieces > 0)
+        return cls(Own(value.state) if is_own else value.state, value.counted, value.parameter)
+
+    def leave(self, value: Value) -> Any:
+        """The array as which a value leaves."""
+        return value.x[None] if isinstance(self.state, Own) else value.x
 
     def enter(self, x: Any) -> Value:
         """The value of an array that has entered."""
-        if isinstance(self.state, Own):
-            return Value(x[0], self.state.state, counted=self.counted)
-        return Value(x, self.state, counted=self.counted)
+        is_own = isinstance(self.state, Own)
+        state = self.state.state if isinstance(self.state, Own) else self.state
+        return Value(x[0] if is_own else x, state, counted=self.counted, parameter=self.parameter)
 
 
 def remat_of(unit: Unit) -> Any:
@@ -132,24 +151,36 @@ class Region:
     """One call's region.
 
     Args:
-        mesh: the mesh of the model.
+        unit: record of the root.
         call: the call.
         program: its program; the operands are parameters, inputs and constants.
         consts: the constants.
         copied: of each parameter, whether it enters as a copy that each device gathered beforehand.
+        reshard: whether what is gathered outside of units is gathered again in backward; a number: kept in pieces.
     """
 
-    def __init__(self, mesh: Mesh, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
-        self.mesh, self.program = mesh, program
+    def __init__(
+        self,
+        unit: Unit,
+        call: Call,
+        program: Program,
+        consts: Sequence[Any],
+        *,
+        copied: Sequence[bool],
+        reshard: bool | int,
+    ) -> None:
+        self.unit, self.name, self.program = unit, call.where.split(".")[0], program
+        mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree = data_axes(mesh), data_degree(mesh)
         arguments = call.inputs[call.num_state :] or call.inputs
         self.batch = batch_size(arguments, self.degree)
         self.operands: list[Crossing] = [
-            Crossing(Own(None) if is_copy else None if p is None else Shard(p, name=name))
+            Crossing(Own(None) if is_copy else None if p is None else Shard(p), parameter=name)
             for p, name, is_copy in zip(call.placements, call.names, copied, strict=True)
         ]
         self.operands += [Crossing(self._split(x)) for x in (*call.inputs, *consts)]
-        self.moved: list[Moved] = []
+        self.sharded = {one.parameter: one for one in self.operands if isinstance(one.state, Shard)}
+        self.reshard = reshard
 
     def _split(self, x: Any) -> State:
         return 0 if self.batch and x.ndim and x.shape[0] == self.batch else None
@@ -161,43 +192,67 @@ class Region:
         wanted: Sequence[State | Own] = (),
         *,
         is_backward: bool = False,
-    ) -> tuple[Callable[..., list[Any]], list[Crossing]]:
-        """A program as a function of global arrays, and a list that says how its results leave, once it has run.
+        kept: Mapping[Any, Crossing] | None = None,
+    ) -> tuple[Callable[..., list[Any]], list[Crossing], dict[Any, Crossing]]:
+        """A program as a function of global arrays; how its results leave, and what it keeps, once it has run.
 
         Args:
             jaxpr: the program, closed.
             operands: how its operands enter.
             wanted: of its first results; the others leave as they come.
             is_backward: nothing is gathered before the other operands are there.
+            kept: parameters that forward gathered outside of units and kept: the last operands.
         """
         if self.degree == 1:
-            return functools.partial(_run_alone, jaxpr), [Crossing(None)] * len(jaxpr.out_avals)
+            return functools.partial(_run_alone, jaxpr), [Crossing(None)] * len(jaxpr.out_avals), {}
         found: list[Crossing] = []
+        keeps: dict[Any, Crossing] = {}
         out_specs: list[PartitionSpec] = []
+        given, num_operands = kept or {}, len(operands)
 
         def on_shard(*xs: Any) -> list[Any]:
-            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [])
-            values = [one.enter(x) for x, one in zip(xs, operands, strict=True)]
+            values = [one.enter(x) for x, one in zip(xs[:num_operands], operands, strict=True)]
+            whole = {key: one.enter(x) for x, (key, one) in zip(xs[num_operands:], given.items(), strict=True)}
+            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole)
             if is_backward:
                 _hold_back([v for v in values if v.is_stored], [v for v in values if not v.is_stored])
-            stored_at = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
-            outs = p.run_body(jaxpr.jaxpr, jaxpr.consts, values, gradients=stored_at)
+            gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
+            outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
             outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
-            self.moved += p.moved
-            leave = [Own(v.state) if _is_own(v, s) else v.state for v, s in itertools.zip_longest(outs, wanted)]
-            found[:] = [Crossing(s, v.counted) for s, v in zip(leave, outs, strict=True)]
-            out_specs[:] = [self._spec(s, v.x.ndim) for v, s in zip(outs, leave, strict=True)]
-            return [v.x[None] if isinstance(s, Own) else v.x for v, s in zip(outs, leave, strict=True)]
+            moved.note(self.unit, self.name, p.moved, self.unit.policy.fallback)
+            found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
+            more = {} if is_backward else self._kept(p)
+            keeps.update({key: Crossing.of(v) for key, v in more.items()})
+            leaving, outs = [*found, *keeps.values()], [*outs, *more.values()]
+            out_specs[:] = [self._spec(one.state, v.x.ndim) for one, v in zip(leaving, outs, strict=True)]
+            return [one.leave(v) for one, v in zip(leaving, outs, strict=True)]
 
+        ndims = [*(a.ndim for a in jaxpr.in_avals), *(len(key[-1]) for key in given)]
+        entering = [*operands, *given.values()]
         run = jax.shard_map(
             on_shard,
             mesh=self.mesh,
-            in_specs=tuple(self._spec(one.state, x.ndim) for one, x in zip(operands, jaxpr.in_avals, strict=True)),
+            in_specs=tuple(self._spec(one.state, ndim) for one, ndim in zip(entering, ndims, strict=True)),
             out_specs=out_specs,  # read after the body is traced, which fills the list
             axis_names=manual_axes(self.mesh),
             check_vma=False,
         )
-        return run, found
+        return run, found, keeps
+
+    def _kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
+        """What forward keeps of the parameters that it gathered outside of units, whole or in pieces, for backward."""
+        if self.reshard is True:
+            return {}
+        found = {key: v for key, v in p.kept_whole.items() if isinstance(key, tuple)}
+        if self.reshard is False:
+            return found
+        placements = {name: one.state.placement for name, one in self.sharded.items()}
+        return {
+            key: Value(
+                stored.keep_piece(v.x, placements[key[0]], self.reshard), Shard(placements[key[0]], self.reshard)
+            )
+            for key, v in found.items()
+        }
 
     def _spec(self, state: State | Own, ndim: int) -> PartitionSpec:
         """Where an array with a state lies over the data axes."""
@@ -215,10 +270,6 @@ def _run_alone(jaxpr: Any, *operands: Any) -> list[Any]:
     return evaluate_jaxpr(jaxpr, [fetched(x) for x in operands])
 
 
-def _is_own(value: Value, wanted: State | Own) -> bool:
-    return isinstance(wanted, Own) or (isinstance(value.state, Shard) and value.state.pieces > 0)
-
-
 def _hold_back(shards: list[Value], others: list[Value]) -> None:
     """Nothing is gathered before the other operands are there."""
     shards = [v for v in shards if not v.shard.pieces and not _compat.on_host(v.x)]
@@ -230,10 +281,10 @@ def _hold_back(shards: list[Value], others: list[Value]) -> None:
 def _in_states(p: ShardedPartitioner, values: Sequence[Value], wanted: Sequence[State | Own]) -> list[Value]:
     """Values in the states asked for; a gradient lies in the memory that its parameter is stored in."""
     at = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
-    stored_values = p.store_unit([values[i] for i in at], [cast(Shard, wanted[i]) for i in at])
-    found = dict(zip(at, stored_values, strict=True))
+    shards = p.store_unit([values[i] for i in at], [cast(Shard, wanted[i]) for i in at])
+    found = dict(zip(at, shards, strict=True))
     for i, v in found.items():
-        found[i] = v.with_array(placed(v.x, v.shard.placement))
+        found[i] = v.with_array(stored.placed(v.x, v.shard.placement))
     for i, (v, s) in enumerate(zip(values, wanted, strict=True)):
         if i not in found:
             found[i] = p.partial(v) if isinstance(s, Own) else p.in_state(v, s)
@@ -247,31 +298,33 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
 
     @jax.custom_vjp
     def run(*operands: Any) -> list[Any]:
-        function, _ = region.partitioned(program.jaxpr, entering)
-        return function(*operands)
+        function, *_ = region.partitioned(program.jaxpr, entering)
+        return function(*operands)[: len(program.jaxpr.out_avals)]
 
     def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
         values = [x.value for x in operands]
         gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
-        function, found = region.partitioned(gradient.forward, entering)
+        function, found, keeps = region.partitioned(gradient.forward, entering)
         outs = function(*values)
         num_outs = len(gradient.is_float)
-        return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, tuple(found))))
+        return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, found, keeps)))
 
     def backward(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        params, kept, (gradient, found) = saved[0], saved[1], saved[2].value
+        params, kept, (gradient, found, keeps) = saved[0], saved[1], saved[2].value
         num_outs = len(gradient.is_float)
         live = tuple(not isinstance(ct, SymbolicZero) and is_float(ct) for ct in cotangents)
         of_operands = [*entering[:n], *found[num_outs:], *picked(live, found[:num_outs])]
         wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in picked(gradient.wrt, entering)]
-        function, _ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True)
-        grads = function(*params, *kept, *picked(live, cotangents))
+        at = len(kept) - len(keeps)
+        function, *_ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True, kept=keeps)
+        grads = function(*params, *kept[:at], *picked(live, cotangents), *kept[at:])
         if region.degree == 1:
-            grads = [placed_like(g, x) for g, x in zip(grads, picked(gradient.wrt[:n], params), strict=False)] + grads[
-                sum(gradient.wrt[:n]) :
+            like = [*params, *[None] * (len(gradient.wrt) - n)]
+            grads = [
+                g if x is None else placed_like(g, x) for g, x in zip(grads, picked(gradient.wrt, like), strict=True)
             ]
-        grads = iter(grads)
-        return tuple(next(grads) if is_wanted else None for is_wanted in gradient.wrt)
+        found = iter(grads)
+        return tuple(next(found) if is_wanted else None for is_wanted in gradient.wrt)
 
     run.defvjp(forward, backward, symbolic_zeros=True)
     return run

@@ -1,89 +1,134 @@
-"""Prefetch in loops: the first unit of trip i + 1 is gathered in trip i, and the carry holds it.
+"""Prefetch in loops: what the next trips gather first is gathered in this one, and the carry holds it.
 
-The first and the last trip stand outside the loop, so that nothing is gathered in vain. What is stacked is written in
-place, row by row. The schedule inside a trip is that of any program; its last entry is the next trip's unit.
+The schedule inside a trip is that of any program; the units of the trips after it stand at its end. The last trips
+stand outside the loop, so that nothing is gathered in vain. What is stacked is written in place, row by row.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard.engine.ahead import Level, Planned, planned, tied
 from jshard.engine.rules.loops import Scan, rows
 from jshard.engine.values import Value
 
+if TYPE_CHECKING:
+    from jshard.engine.schedule import ShardedPartitioner
+
 MIN_TRIPS = 3
+
+Source = tuple[bool, int]
+"""Where a unit's shards come from: whether they are rows, and which of what is scanned over, or of what is shared."""
 
 
 @dataclasses.dataclass(eq=False)
 class Handover:
-    """What a trip is given of the trip before, and gives to the next.
+    """What a trip is given of the trips before, and gives to those after it.
 
     Args:
-        gathered: the parameters of its first unit.
-        next_shards: the shards of the next trip's first unit; none in the last trip.
-        gathered_next: what was gathered of them.
+        gathered: of its first units, and of later trips' if they are few, the parameters.
+        later: the units of later trips that are gathered when it ends.
+        passed_on: the parameters of those.
     """
 
-    gathered: list[Any]
-    next_shards: list[Value]
-    gathered_next: list[Any] | None = None
+    gathered: list[list[Any]]
+    later: list[Planned]
+    passed_on: list[list[Any]] = dataclasses.field(default_factory=list)
 
 
 class Rotation:
-    """A loop whose first unit is gathered a trip ahead.
+    """A loop whose units are gathered in the trips before.
 
     Args:
         scan: the loop.
-        which: of what is scanned over, the parameters of that unit, in the order in which it gathers them.
-        gather: gathers shards of that unit, as it would.
-        run_trip: runs one trip with a handover.
+        plan: the units of one trip that gather.
+        sources: of each, where its shards come from.
+        count: how many units of later trips are gathered when a trip ends.
     """
 
-    def __init__(self, scan: Scan, which: Sequence[int], gather: Any, run_trip: Any) -> None:
-        self.scan, self.which, self._gather, self._run_trip = scan, which, gather, run_trip
+    def __init__(self, scan: Scan, plan: list[Planned], sources: list[list[Source]], count: int) -> None:
+        self.scan, self.count, self._plan, self._sources = scan, count, plan, sources
+        self.last_trips = -(-count // len(plan))
 
-    def _rows(self, trip: Any) -> list[Value]:
-        """The rows of one trip."""
-        at = self.scan.length - 1 - trip if self.scan.reverse else trip
-        return [rows(v, lax.dynamic_index_in_dim(v.x, at, 0, keepdims=False)) for v in self.scan.scanned]
+    @classmethod
+    def of(cls, scan: Scan) -> "Rotation | None":
+        """A loop in this form; None for one without units to gather ahead, or with few trips."""
+        probe = [rows(v, None) for v in scan.scanned]
+        carried = [Value(None, state) for state in scan.states]
+        plan = list(planned(scan.jaxpr, [*scan.shared, *carried, *probe]))
+        at = {id(v): (False, i) for i, v in enumerate(scan.shared)} | {id(v): (True, i) for i, v in enumerate(probe)}
+        sources = [[at.get(id(v)) for v in one.gathers] for one in plan]
+        if scan.length < MIN_TRIPS or any(source is None for found in sources for source in found):
+            return None
+        count = min(gathered_ahead(plan, scan.length), len(plan) * (scan.length - 1))
+        known = [[source for source in found if source is not None] for found in sources]
+        return cls(scan, plan, known, count) if count else None
 
-    def _trip(self, trip: Any, carry: list[Any], gathered: list[Any], *, last: bool = False, trips: int = 1) -> tuple:
-        """One trip: the carry, what it gathered for the next, and the rows to stack."""
-        scan = self.scan
-        soon = [] if last else self._rows(trip + 1)
-        handover = Handover(gathered, [soon[i] for i in self.which] if soon else [])
-        values = [Value(x, state) for x, state in zip(carry, scan.states, strict=True)]
-        outs = self._run_trip(handover, lambda: scan.trip(values, self._rows(trip), trips=trips))
-        kept = [scan.p.in_state(v, state).x for v, state in zip(outs, scan.states, strict=False)]
-        stacked = outs[scan.n_carry :]
+    def _row(self, i: int, trip: Any) -> Value:
+        """One trip's row of what is scanned over."""
+        v, at = self.scan.scanned[i], self.scan.length - 1 - trip if self.scan.reverse else trip
+        return rows(v, lax.dynamic_index_in_dim(v.x, at, 0, keepdims=False))
+
+    def _unit(self, position: int, trip: Any) -> Planned:
+        """A unit, counted from the first of a trip."""
+        later, i = divmod(position, len(self._plan))
+        find = lambda is_row, k: self._row(k, trip + later) if is_row else self.scan.shared[k]
+        return Planned([find(*source) for source in self._sources[i]], self._plan[i].eqn)
+
+    def _trip(self, p: "ShardedPartitioner", trip: Any, state: tuple, left: int, trips: int = 1) -> tuple:
+        """One trip: the carry, what is gathered for later ones, and what is stacked so far.
+
+        Args:
+            p: the partitioner.
+            trip: its number.
+            state: what the trip before returned.
+            left: how many units it gathers for later trips.
+            trips: how many trips this trace stands for.
+        """
+        scan, (carry, gathered, buffers) = self.scan, state
+        handover = Handover(gathered, [self._unit(len(self._plan) + i, trip) for i in range(left)])
+        values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
+        scanned = [self._row(i, trip) for i in range(len(scan.scanned))]
+        outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
+        kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
+        at = scan.length - 1 - trip if scan.reverse else trip
         found = [
-            scan.p.in_state(v, state).x
-            for v, state, i in zip(stacked, scan.row_states, scan.through, strict=True)
+            p.in_state(v, s).x
+            for v, s, i in zip(outs[scan.n_carry :], scan.row_states, scan.through, strict=True)
             if i is None
         ]
-        return kept, handover.gathered_next, found
+        written = [lax.dynamic_update_index_in_dim(b, x, at, 0) for b, x in zip(buffers, found, strict=True)]
+        return kept, handover.passed_on, written
 
-    def _written(self, buffers: list[Any], found: list[Any], trip: Any) -> list[Any]:
-        at = self.scan.length - 1 - trip if self.scan.reverse else trip
-        return [lax.dynamic_update_index_in_dim(b, x, at, 0) for b, x in zip(buffers, found, strict=True)]
-
-    def run(self) -> list[Value]:
+    def run(self, p: "ShardedPartitioner") -> list[Value]:
         """The loop."""
-        scan, n = self.scan, self.scan.length
-        first = self._rows(0)
-        gathered, start = self._gather([first[i] for i in self.which], scan.start)
-        carry, gathered, found = self._trip(0, start, gathered)
-        buffers = self._written([jnp.zeros((n, *x.shape), x.dtype) for x in found], found, 0)
+        scan, looped = self.scan, self.scan.length - self.last_trips
+        first = [self._unit(i, 0) for i in range(self.count)]
+        shards, start = tied([[v.x for v in one.gathers] for one in first], scan.start)
+        gathered = [p.gather_planned(one, xs) for one, xs in zip(first, shards, strict=True)]
+        buffers = [jnp.zeros((scan.length, *a.shape), a.dtype) for a in scan.traced.out_avals[scan.n_carry :]]
 
-        def step(state: tuple, _: None) -> tuple[tuple, None]:
-            trip, carry, gathered, buffers = state
-            carry, gathered, found = self._trip(trip, carry, gathered, trips=n - 2)
-            return (trip + 1, carry, gathered, self._written(buffers, found, trip)), None
+        def step(state: tuple, trip: jax.Array) -> tuple[tuple, None]:
+            return self._trip(p, trip, state, self.count, looped), None
 
-        state = jnp.int32(1), carry, gathered, buffers
-        (_, carry, gathered, buffers), _ = lax.scan(step, state, None, length=n - 2)
-        carry, _, found = self._trip(n - 1, carry, gathered, last=True)
-        return scan.results(carry, self._written(buffers, found, n - 1))
+        state, _ = lax.scan(step, (start, gathered, buffers), jnp.arange(looped))
+        for trip in range(looped, scan.length):
+            state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan)))
+        return scan.results(state[0], state[2])
+
+
+def gathered_ahead(plan: Sequence[Planned], trips: int) -> int:
+    """How far into later trips units are gathered when a trip ends, once it is equally far for each."""
+    level, found = Level([*plan] * (2 * trips)), -1
+    for at in range(trips * len(plan)):
+        level.gathered.pop(at, None)
+        level.gathered |= {i: [] for i in level.ahead(at)}
+        if (at + 1) % len(plan) == 0:
+            before, found = found, max(level.gathered, default=at) - at
+            if found == before:
+                break
+    return max(found, 0)

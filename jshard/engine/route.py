@@ -18,6 +18,7 @@ from jshard.engine.island import open_region as open_island
 from jshard.engine.island import refuse_absent
 from jshard.engine.padded_gradients import guarded_inside
 from jshard.engine.region import open_region, remat_of
+from jshard.engine.trace import Call
 from jshard.engine.ungathered import called_inside, run_ungathered
 from jshard.engine.unit import refuse_late, run_as_flax, run_unit
 from jshard.engine.units import UnitSettings, call_unit, in_region_trace
@@ -61,13 +62,19 @@ def is_new() -> bool:
 
 def _by_partition(module: nnx.Module, unit: Unit, method: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     call = NnxCall(module, method, args, kwargs)
+    if not in_region_trace():
+        refuse_late(module, call.where)
+        call.warn(unit)
+    return run_call(call, call.name, unit)
+
+
+def run_call(call: Call, name: str, unit: Unit) -> Any:
+    """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
     if in_region_trace():
         if not unit.policy.gathered:
             raise called_inside(call.where, "the model")
-        settings = UnitSettings(call.name, resharded(unit, is_root=False), unit.policy.prefetch)
+        settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
         return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
     refuse_manual(unit.mesh, call.where)
     refuse_absent(unit, call.where)
-    refuse_late(module, call.where)
-    call.warn(unit)
     return open_region(call, unit) if unit.policy.gathered else run_ungathered(call, unit)

@@ -13,8 +13,8 @@ from jax import lax
 
 from jshard._errors import CallError
 from jshard._nnx import Member, Unit, dotted, plain_class, unit_of
-from jshard._plan import resharded
 from jshard._policies import Prefetch
+from jshard._shard_plan import resharded
 from jshard.engine.body import Body
 from jshard.engine.call import Before, Call, Kept, is_float, raw
 from jshard.engine.chain import Chain

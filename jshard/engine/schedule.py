@@ -7,87 +7,23 @@ the reduction of unit i waits for that of the unit before.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.extend import core as jex
 from jax.sharding import Mesh
 
 from jshard._mesh import data_axes, data_degree
 from jshard._nnx import OUTER, OWN
+from jshard._offload import fetched
 from jshard.engine import stored
+from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, tied
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.rotation import MIN_TRIPS, Handover, Rotation
-from jshard.engine.rules import calls
-from jshard.engine.rules.loops import Scan, rows
+from jshard.engine.rotation import Handover, Rotation
+from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Moved, Shard, Value
-
-
-@dataclasses.dataclass(eq=False)
-class Planned:
-    """A unit's equation in a program, before it is run.
-
-    Args:
-        gathers: what it gathers; nothing, where forward kept it.
-        eqn: the equation.
-    """
-
-    gathers: list[Value]
-    eqn: Eqn
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Bytes on one device of what it gathers."""
-        placements = [v.shard.placement for v in self.gathers]
-        return sum(p.gathered_bytes // p.layers for p in placements if p.dim is not None)
-
-
-class Level:
-    """The units of one program in order, and how far the schedule has come.
-
-    Args:
-        plan: the units, in order.
-
-    Attributes:
-        at: position of the next unit.
-        gathered: parameters gathered ahead, by position.
-        reduced: results of the reduction before.
-        whole: values gathered by whoever read them, by id, with the value itself, whose id stays taken so.
-        recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
-    """
-
-    def __init__(self, plan: list[Planned]) -> None:
-        self.plan = plan
-        self.at = 0
-        self.gathered: dict[int, list[Any]] = {}
-        self.reduced: list[Value] = []
-        self.whole: dict[int, tuple[Value, Value]] = {}
-        self.recent: dict[int, tuple[Value, Any]] | None = None
-
-    def ahead(self, at: int) -> list[int]:
-        """Positions of the units to gather while unit `at` computes."""
-        found: list[int] = []
-        waiting = sum(self.plan[i].gathered_bytes for i in self.gathered if i != at)
-        for i in range(at + 1, len(self.plan)):
-            if i in self.gathered:
-                continue
-            one = self.plan[i]
-            prefetch = one.eqn.params["settings"].prefetch
-            if prefetch is None:
-                break
-            waiting += one.gathered_bytes
-            if prefetch.budget_bytes is None and i - (prefetch.units or 0) > at:
-                break
-            if prefetch.budget_bytes is not None and waiting > prefetch.budget_bytes:
-                break
-            if one.gathers:
-                found.append(i)
-        return found
 
 
 class ShardedPartitioner(Partitioner):
@@ -96,24 +32,31 @@ class ShardedPartitioner(Partitioner):
     Args:
         mesh: the mesh of the model.
         batch_sizes: sizes of the batch.
+        whole: parameters gathered before, or pieces of them; see `Level.whole`.
     """
 
-    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = ()) -> None:
+    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = (), whole: Mapping[Any, Value] | None = None) -> None:
         super().__init__(data_axes(mesh), data_degree(mesh), batch_sizes=batch_sizes)
         self.mesh = mesh
         self.level = Level([])
+        self.kept_whole = dict(whole or {})
         self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
-        self._handover: tuple[Eqn, Handover] | None = None  # for the trip that is run next
+        self._read: list[Value] = []
+        self._outermost = False
+        self._handover: Handover | None = None  # for the trip that is run next
 
     # ---- stored shards
     def read(self, value: Value) -> Value:
         """A stored value gathered where a unit does not gather it: once in this program."""
         if not value.is_stored:
             return value
-        if id(value) not in self.level.whole:
-            with jax.named_scope(f"jshard[{value.shard.name}]"):
-                self.level.whole[id(value)] = value, Value(stored.gather(value, self.mesh))
-        return self.level.whole[id(value)][1]
+        key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
+        found = self.level.whole.get(key, value)
+        if found.is_stored:
+            with jax.named_scope(f"jshard[{value.parameter}]"):
+                found = self.level.whole[key] = Value(stored.gather(found, self.mesh))
+            self._read.append(value)  # its id stays taken
+        return found
 
     def store(self, value: Value, state: Shard) -> Value:
         """A value as stored shards; a partial one by its reduce-scatter."""
@@ -125,60 +68,59 @@ class ShardedPartitioner(Partitioner):
         return Value(stored.cut(self.whole(value).x, placement), state)
 
     # ---- programs
+    def run_root(
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Collection[int]
+    ) -> list[Value]:
+        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards."""
+        self._outermost = True
+        return self.run_body(jaxpr, consts, args, gradients=gradients)
+
     def run_body(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs a program with a schedule of its own."""
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
+        if self._outermost:
+            self.level.whole, self._outermost = self.kept_whole, False
         bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
         handover, self._handover = self._handover, None
         try:
             if handover is None:
                 return self.run(jaxpr, consts, args, gradients=gradients)
-            return self._run_trip(*handover, jaxpr, consts, args)
+            return self._run_trip(handover, jaxpr, consts, args)
         finally:
             self.level, self._bodies = outer, bodies
 
-    def _run_trip(self, eqn: Eqn, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
-        """Runs one trip of a loop whose first unit was gathered in the trip before."""
+    def _run_trip(self, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
+        """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
         level, end = self.level, len(self.level.plan)
-        level.gathered[0] = handover.gathered
-        if handover.next_shards:
-            level.plan.append(Planned(handover.next_shards, eqn))
+        level.gathered = dict(enumerate(handover.gathered))
+        level.plan += handover.later
         outs = self.run(jaxpr, consts, args)
-        handover.gathered_next = level.gathered.get(end)
+        found = [level.gathered.get(end + i) for i in range(len(handover.later))]
+        handover.passed_on = [
+            self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
+        ]
         return outs
 
     def run_scan(self, scan: Scan) -> list[Value]:
-        """Runs a loop; where its first unit can be, it is gathered a trip ahead."""
-        probe = [rows(v, None) for v in scan.scanned]
-        carried = [Value(None, state) for state in scan.states]
-        plan = list(planned(scan.jaxpr, [*scan.shared, *carried, *probe]))
-        if not plan or not plan[0].gathers or scan.length < MIN_TRIPS:
+        """Runs a loop; where units can be, they are gathered a trip ahead."""
+        rotation = Rotation.of(scan)
+        if rotation is None:
             return scan.run()
-        first, settings = plan[0], plan[0].eqn.params["settings"]
-        at = {id(v): i for i, v in enumerate(probe)}
-        which = [at.get(id(v)) for v in first.gathers]
-        if settings.prefetch is None or settings.prefetch.units == 0 or None in which:
-            return scan.run()
-        dtypes = gathered_dtypes(first.eqn)
-        scope = f"jshard[{settings.name}]"
-
-        def gather(shards: list[Value], start: list[Any]) -> tuple[list[Any], list[Any]]:
-            xs, start = tied([v.x for v in shards], start)
-            with jax.named_scope(scope):
-                moved = [v.with_array(x) for v, x in zip(shards, xs, strict=True)]
-                return stored.gather_unit(moved, self.mesh, dtypes), start
-
-        def run_trip(handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
-            self._handover = first.eqn, handover
-            outs = run()
-            if handover.next_shards and handover.gathered_next is None:
-                handover.gathered_next = stored.gather_unit(handover.next_shards, self.mesh, dtypes)
-            return outs
-
         del self.moved[scan.mark :]  # the loop is traced again
-        return Rotation(scan, [i for i in which if i is not None], gather, run_trip).run()
+        return rotation.run(self)
+
+    def run_trip(self, handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
+        """Runs a function that runs one trip."""
+        self._handover = handover
+        return run()
+
+    def gather_planned(self, one: Planned, xs: Sequence[Any] | None = None) -> list[Any]:
+        """Gathers what a unit gathers, from other arrays if given."""
+        shards = one.gathers if xs is None else [v.with_array(x) for v, x in zip(one.gathers, xs, strict=True)]
+        with jax.named_scope(f"jshard[{one.eqn.params['settings'].name}]"):
+            return stored.gather_unit(shards, self.mesh, gathered_dtypes(one.eqn)) if shards else []
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""
@@ -196,8 +138,15 @@ class ShardedPartitioner(Partitioner):
     def _of_stored(self, eqn: Eqn, values: list[Value]) -> list[Value] | None:
         """Elementwise equations on shards that are stored alike; those of gradients are linear, or of one shard."""
         name = eqn.primitive.name
+        if name == "stack" and eqn.params["axis"] == 0 and all(v.state == values[0].state for v in values):
+            return [values[0].with_array(self.bind(eqn, [v.x for v in values])[0])]
+        if name == "unstack" and eqn.params["axis"] == 0:
+            return [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
-            return [values[0].with_array(self.bind(eqn, [values[0].x])[0])]
+            one, dtype = values[0], eqn.outvars[0].aval.dtype
+            if one.parameter and (name == "neg" or dtype.itemsize > one.x.dtype.itemsize):
+                return None  # gathered in the smaller dtype, then cast
+            return [one.with_array(self.bind(eqn, [fetched(one.x)])[0])]
         if name in ("add", "add_any", "sub"):
             state = next(v.state for v in values if v.is_stored)
             assert isinstance(state, Shard)
@@ -280,10 +229,7 @@ class ShardedPartitioner(Partitioner):
         )
         self._replace(values, inputs, moved)
         for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
-            name = one.eqn.params["settings"].name
-            with jax.named_scope(f"jshard[{name}]"):
-                later = [v.with_array(x) for v, x in zip(one.gathers, xs, strict=True)]
-                level.gathered[i] = stored.gather_unit(later, self.mesh, gathered_dtypes(one.eqn))
+            level.gathered[i] = self.gather_planned(one, xs)
         if eqn.params["phase"] == FORWARD:
             level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
         return full
@@ -374,54 +320,3 @@ class ShardedPartitioner(Partitioner):
                 xs = stored.all_reduce_joined([values[i].x for i in at], states[at[0]].placement, self.mesh)
                 found |= {i: Value(x, states[i]) for i, x in zip(at, xs, strict=True)}
         return [found[i] if i in found else self.store(v, states[i]) for i, v in enumerate(values)]
-
-
-def tied(*groups: Any) -> Any:
-    """Trees of arrays, each there only once all are."""
-    flat, tree = jax.tree.flatten(groups)
-    at = [i for i, x in enumerate(flat) if not jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended)]
-    if len(at) > 1:
-        for i, x in zip(at, lax.optimization_barrier([flat[i] for i in at]), strict=True):
-            flat[i] = x
-    return jax.tree.unflatten(tree, flat)
-
-
-def gathered_operands(eqn: Eqn) -> list[int]:
-    """Positions of the operands that a unit's equation gathers, if they are stored: those that its program reads."""
-    q = eqn.params
-    own = [i for i, owner in enumerate(q["owners"]) if owner == OWN]
-    if q["phase"] == BACKWARD and q["num_kept"]:
-        own = list(range(len(eqn.invars) - q["num_kept"], len(eqn.invars)))
-    read = _read_by(q["jaxpr"].jaxpr)
-    return [i for i in own if i in read]
-
-
-@functools.lru_cache(maxsize=4096)
-def _read_by(jaxpr: Any) -> frozenset[int]:
-    """Positions of the operands that a program reads: backward needs no bias."""
-    read = {id(a) for e in jaxpr.eqns for a in e.invars} | {id(a) for a in jaxpr.outvars}
-    return frozenset(i for i, v in enumerate(jaxpr.invars) if id(v) in read)
-
-
-def gathered_dtypes(eqn: Eqn) -> list[Any]:
-    """The dtypes of what it gathers."""
-    return [eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(eqn)]
-
-
-def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
-    """The units that a program calls, in order, and what each gathers."""
-    env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
-    before: list[Value] | None = None
-    for e in jaxpr.eqns:
-        operands = [None if isinstance(a, jex.Literal) else env.get(a) for a in e.invars]
-        if e.primitive.name == "unit":
-            mine = [v for i in gathered_operands(e) if (v := operands[i]) is not None]
-            is_forward = e.params["phase"] == FORWARD
-            again = not is_forward and bool(before) and {*map(id, before or ())} <= {*map(id, mine)}
-            before = mine if is_forward else None if again else before
-            if not again:
-                yield Planned(mine, e)
-        elif e.primitive.name in calls.CALLS:
-            inner, _ = calls.program(e)
-            given = [Value(None) if v is None else v for v in operands]
-            yield from planned(inner, calls.operands(e, given))

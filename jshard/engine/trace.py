@@ -17,6 +17,8 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._placement import Placement
+from jshard.engine.call import refuse_written
+from jshard.engine.rules import calls
 
 
 class Call(Protocol):
@@ -32,6 +34,8 @@ class Call(Protocol):
         num_state: how many of the inputs are state.
         key: equal for calls that run the same program on arrays of the same types.
         result: what `finish` needs besides arrays; set by `body`.
+        written: places of parameters that the method wrote, set by `body`. Their values before, then after, are the
+            last of the state: they must be the same, as `nnx.remat` writes back whatever it was given.
     """
 
     where: str
@@ -41,8 +45,13 @@ class Call(Protocol):
     names: list[str]
     inputs: list[Any]
     num_state: int
-    key: Hashable
     result: Any
+    written: Sequence[str]
+
+    @property
+    def key(self) -> Hashable:
+        """See above."""
+        ...
 
     def guarded(self, values: Sequence[Any]) -> list[Any]:
         """The parameters, or copies of them, on their way into the region; raises if they may not be differentiated."""
@@ -95,15 +104,50 @@ class Program:
 
 
 def trace(
-    body: Callable[[list[Any], list[Any]], list[Any]], params: Sequence[Any], inputs: Sequence[Any], **settings: Any
+    call: Call,
+    body: Callable[[list[Any], list[Any]], list[Any]],
+    params: Sequence[Any],
+    inputs: Sequence[Any],
+    **settings: Any,
 ) -> tuple[Program, list[Any]]:
-    """Traces a function of parameters and inputs; its program, and the constants to append to its operands."""
+    """Traces a call's body as a function of parameters and inputs.
+
+    Returns:
+        The program, and the constants to append to its operands.
+    """
     closed = jax.make_jaxpr(body)(params, inputs)
+    closed = _without_written(closed, call.written)
     consts = list(closed.consts)
     if consts:
         run = lambda *xs: evaluate_jaxpr(jex.ClosedJaxpr(closed.jaxpr, xs[len(xs) - len(consts) :]), xs[: -len(consts)])
         closed = jax.make_jaxpr(run)(*params, *inputs, *map(abstract, consts))
     return Program(closed, len(params), **settings), consts
+
+
+def _without_written(closed: Any, places: Sequence[str]) -> Any:
+    """The program without parameters that the method wrote, which must have been passed through."""
+    jaxpr, n = closed.jaxpr, len(places)
+    if not n:
+        return closed
+    outs = jaxpr.outvars
+    pairs = zip(places, outs[-2 * n : -n], outs[-n:], strict=True)
+    refuse_written([place for place, old, new in pairs if not _is_passed(jaxpr, old, new)])
+    return jex.ClosedJaxpr(_compat.with_results(jaxpr, outs[: -2 * n]), closed.consts)
+
+
+def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
+    """Whether a variable is another one, handed through calls."""
+    while new is not old:
+        e = next((e for e in jaxpr.eqns if new in e.outvars), None)
+        if e is None or e.primitive.name not in calls.CALLS:
+            return False
+        inner, _ = calls.program(e)
+        result = inner.outvars[e.outvars.index(new)]
+        at = next((i for i, v in enumerate(inner.invars) if _is_passed(inner, v, result)), None)
+        if at is None:
+            return False
+        new = calls.operands(e, e.invars)[at]
+    return True
 
 
 class Gradient:

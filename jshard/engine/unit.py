@@ -15,8 +15,8 @@ from jshard._mesh import data_axes, data_degree
 from jshard._nnx import OUTER, OWN, Member, Unit, dotted, nested_units, plain_class, unit_of
 from jshard._offload import fetched
 from jshard._placement import Placement
-from jshard._plan import resharded
 from jshard._policies import checkpoint_policy, offloads
+from jshard._shard_plan import resharded
 from jshard.engine.body import Body
 from jshard.engine.call import Call, is_array, is_nnx, raw
 from jshard.engine.chain import Place

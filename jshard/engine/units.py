@@ -17,9 +17,11 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 from jshard._nnx import OWN
 from jshard._policies import MixedPrecision, Prefetch
+from jshard.engine.per_example import traced_for
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -75,9 +77,9 @@ def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> list[Any]:
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[int]]:
     """Under the user's vmap the unit's program is one over all rows; it stays a unit."""
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not batching.not_mapped)
-    axes = [None if d is batching.not_mapped else 0 for d in dims]
-    operands = [x if d is batching.not_mapped else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    axes = [None if d is None else 0 for d in dims]
+    operands = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
     rows = [
         jax.ShapeDtypeStruct(v.shape if axis is None else (size, *v.shape), v.dtype)
         for v, axis in zip(jaxpr.in_avals, axes, strict=True)
@@ -107,11 +109,12 @@ def in_region_trace() -> bool:
 
 
 @contextlib.contextmanager
-def region_trace() -> Iterator[None]:
-    """Inside, a region's global program is traced."""
+def region_trace(mesh: Mesh) -> Iterator[None]:
+    """Inside, the global program of a region over a mesh is traced."""
     token = _traces.set(Traces())
     try:
-        yield
+        with traced_for(mesh):
+            yield
     finally:
         _traces.reset(token)
 
@@ -133,6 +136,7 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
             for x, p, owner in zip(map(abstract, call.params), call.placements, call.owners, strict=True)
         ]
         program, consts = trace(
+            call,
             computes_in(call, precision),
             like,
             list(map(abstract, call.inputs)),

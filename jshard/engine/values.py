@@ -20,12 +20,10 @@ class Shard:
     Args:
         placement: of the parameter.
         pieces: 0: a stored shard. Else one of so many pieces of a gathered parameter, shared by a group of neighbours.
-        name: path of the parameter.
     """
 
     placement: Placement
     pieces: int = 0
-    name: str = dataclasses.field(default="", compare=False)
 
 
 State = int | str | Shard | None
@@ -53,6 +51,7 @@ class Value:
         source: how a shard of a whole value is made from its equation, instead of cut from the whole.
         done: the same value in other states, as far as it was converted.
         counted: of indices: `{column: dim}`, where `[..., column]` is the index along that dim, in global view.
+        parameter: path of the parameter that it is, perhaps cast; empty for anything else, as a gradient.
     """
 
     x: Any
@@ -60,6 +59,7 @@ class Value:
     source: Source | None = None
     done: dict[State, "Value"] = dataclasses.field(default_factory=dict)
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
+    parameter: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.state, np.integer):
@@ -114,7 +114,7 @@ class Value:
 
     def with_array(self, x: Any) -> "Value":
         """The same state of another array, without conversions and source."""
-        return Value(x, self.state, counted=self.counted)
+        return Value(x, self.state, counted=self.counted, parameter=self.parameter)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from jshard._mesh import FSDP
 from jshard._placement import Placement, axes_of
-from jshard._plan import ShardPlan
+from jshard._shard_plan import ShardPlan
 from jshard.inspect.communication import copied_over
 from jshard.inspect.module import item_bytes
 from jshard.inspect.steps import Window

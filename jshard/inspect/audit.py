@@ -15,8 +15,8 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import ShardingError
-from jshard._plan import ShardPlan
 from jshard._plan import plan as make_plan
+from jshard._shard_plan import ShardPlan
 from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo import KINDS

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jshard._mesh import DATA_AXES, FSDP
 from jshard._placement import Placement, axes_of
-from jshard._plan import LeafPlan, ShardPlan
+from jshard._shard_plan import LeafPlan, ShardPlan
 from jshard.inspect.hlo import KINDS, ring_bytes
 
 

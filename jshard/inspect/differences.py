@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._mesh import DATA_AXES, EXPERT, FSDP
-from jshard._plan import ShardPlan
+from jshard._shard_plan import ShardPlan
 from jshard.inspect.apart import (
     Array,
     comparable,

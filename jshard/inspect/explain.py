@@ -14,9 +14,9 @@ from rich.text import Text
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotation_of
 from jshard._nnx import dotted
-from jshard._plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._plan import plan as make_plan
 from jshard._replicated import Other, others_of
+from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes

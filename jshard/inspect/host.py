@@ -3,7 +3,7 @@
 import math
 import re
 
-from jshard._plan import ShardPlan
+from jshard._shard_plan import ShardPlan
 from jshard.inspect.differences import Difference
 from jshard.inspect.module import item_bytes
 from jshard.inspect.tables import human_bytes

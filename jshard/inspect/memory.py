@@ -11,7 +11,7 @@ from flax import nnx
 
 from jshard._offload import HOST_KIND
 from jshard._placement import Placement
-from jshard._plan import LeafPlan, ShardPlan, UnitPlan
+from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._state_places import StatePlaces, key_texts
 from jshard.inspect.activations import Activations
 
@@ -208,8 +208,7 @@ def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, s
         state = {"opt_state": jax.eval_shape(tx.init, _abstract_parameters(plan)), "step": _STEP}
         found = jax.tree_util.tree_leaves_with_path(state)
         name = "AdamW assumed" if optimizer is None else "given"
-    by_path = {tuple(leaf.path.split("/")): leaf.placement for leaf in plan.leaves}
-    places = StatePlaces(by_path, plan.mesh)
+    places = StatePlaces(plan)
     sizes = [(_state_bytes(path, x, places, dict(plan.mesh)), _state_on_host(path, x, places)) for path, x in found]
     return sum(n for n, away in sizes if not away), sum(n for n, away in sizes if away), name
 
@@ -218,9 +217,8 @@ def _abstract_parameters(plan: ShardPlan) -> nnx.State:
     """The trained parameters as `nnx.state(model, nnx.Param)` would give them: masks over paths and types work."""
     flat = []
     for leaf in filter(lambda leaf: leaf.trained, plan.leaves):
-        path = tuple(int(k) if k.isdigit() else k for k in leaf.path.split("/"))
         shape = jax.ShapeDtypeStruct(leaf.placement.shape, jnp.dtype(leaf.placement.dtype))
-        flat.append((path, nnx.Param(shape)))
+        flat.append((leaf.keys[0], nnx.Param(shape)))
     return nnx.from_flat_state(flat)
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from jshard._nnx import dotted, numberless
-from jshard._plan import ShardPlan
 from jshard._replicated import Other
+from jshard._shard_plan import ShardPlan
 from jshard.inspect.tables import folded_names, human_bytes
 
 

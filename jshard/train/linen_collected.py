@@ -7,7 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 
-from jshard.engine.linen_values import flat
+from jshard._linen.values import flat
 
 _STATE = "batch_stats", "cache"  # a run updates them, asked for or not
 

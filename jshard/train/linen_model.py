@@ -20,14 +20,14 @@ from flax import nnx
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotation_of, relaid
 from jshard._linen.layout import Layout
-from jshard._nnx import NESTED, OUTER, OWN, Member, Path, Unit, attach, dotted, unit_of
+from jshard._linen.values import flat, raw_of
+from jshard._nnx import Path, attach, dotted, unit_of
 from jshard._offload import to_device
 from jshard._padded import Padding, store
-from jshard._plan import ShardPlan
 from jshard._policies import UnitPolicy
 from jshard.engine.context import in_plain_flax
 from jshard.engine.linen import call_annotated
-from jshard.engine.linen_values import as_arrays, flat, raw_of
+from jshard.engine.linen_values import as_arrays
 from jshard.engine.overwritten import COLLECTION as OVERWRITTEN
 from jshard.train.linen_collected import is_method, names_of
 from jshard.train.linen_inference import inference
@@ -70,8 +70,10 @@ class LinenModel(nnx.Module):
         _check(module, collections)
         places = _hold(self, collections, {path: unit.kind for path, unit in annotation.layout.units.items()})
         self._linen = _Linen(module, annotation.layout, places)
-        for path in ((), *annotation.layout.units):
-            attach(_part(self, path), _record(annotation.layout, path), _as_it_is)
+        layout = annotation.layout
+        records = {path: dataclasses.replace(unit, nested=bool(path)) for path, unit in layout.records.items()}
+        for path, unit in records.items():
+            attach(_part(self, path), unit.with_plan(layout.plan.seen_from(path, records)), _as_it_is)
         for place in places:
             _store_padded(self._variable(place), annotation.layout, place)
 
@@ -138,15 +140,6 @@ class LinenModel(nnx.Module):
         records = ((path, unit_of(_part(self, path))) for path in ((), *self._linen.layout.units))
         return {path: record.policy for path, record in records if record is not None}
 
-    def _jshard_plan(self, wrt: Any) -> ShardPlan:
-        """See `jshard._plan.plan`."""
-        plan, is_trained = self._linen.layout_for(self._policies()).plan, nnx.filterlib.to_predicate(wrt)
-        held = {
-            dotted(p.path): is_trained(p.path, self._variable(p)) for p in self._linen.places if p.collection == _PARAMS
-        }
-        leaves = tuple(dataclasses.replace(leaf, trained=held[leaf.path]) for leaf in plan.leaves)
-        return dataclasses.replace(plan, leaves=leaves)
-
 
 @dataclasses.dataclass(eq=False)
 class _Linen:
@@ -170,27 +163,14 @@ class _Linen:
         """The collections that a call in training may change."""
         return sorted({place.collection for place in self.places} - {_PARAMS})
 
-    def layout_for(self, policies: Mapping[Path, UnitPolicy]) -> Layout:
-        """The layout with these settings of its units."""
-        return _with_policies(self.layout, policies)
-
     def module_for(self, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
         """The module whose units have these settings."""
         if in_plain_flax():
             return _plain_flax(self.module, policies)
         key = tuple(policies.items())
         if key not in self._modules:
-            changed = lambda layout: _with_policies(layout, policies)
-            self._modules[key] = relaid(self.module, changed, call_annotated)
+            self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies), call_annotated)
         return self._modules[key]
-
-
-def _with_policies(layout: Layout, policies: Mapping[Path, UnitPolicy]) -> Layout:
-    units = {
-        path: dataclasses.replace(unit, settings=dataclasses.replace(unit.settings, policy=policies[path]))
-        for path, unit in layout.units.items()
-    }
-    return dataclasses.replace(layout, root=dataclasses.replace(layout.root, policy=policies[()]), units=units)
 
 
 def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
@@ -212,17 +192,6 @@ def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Mo
 def _as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """The route of a `LinenModel`: the Linen module has its own."""
     return method(module, *args, **kwargs)
-
-
-def _record(layout: Layout, path: Path) -> Unit:
-    """The record of a unit, its parameters by their paths in the nnx module."""
-    members = []
-    for leaf in layout.leaves.values():
-        if leaf.path[: len(path)] == path:
-            owner = OWN if leaf.owner == path else NESTED if leaf.owner[: len(path)] == path else OUTER
-            members.append(Member(leaf.path[len(path) :], leaf.placement, owner))
-    settings = layout.units[path].settings if path else layout.root
-    return dataclasses.replace(settings, members=tuple(members), nested=bool(path))
 
 
 def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path, str]) -> tuple[_Place, ...]:

@@ -85,7 +85,9 @@ def _times(p: "Partitioner", trips: int) -> Iterator[None]:
 
 def rows(value: Value, x: Any) -> Value:
     """The value of one trip of what is scanned over."""
-    return Value(x, value.dim - 1 if value.is_split else value.state)
+    row = value.with_array(x)
+    row.state = value.dim - 1 if value.is_split else value.state
+    return row
 
 
 class Scan:

@@ -12,8 +12,8 @@ import flax.linen as nn
 from flax import nnx
 
 from jshard._errors import RunError
-from jshard._plan import ShardPlan
 from jshard._plan import plan as plan_of
+from jshard._shard_plan import ShardPlan
 from jshard.cluster.options import compiler_options
 from jshard.kernels.occupancy import COPY_ENGINE, FOOTPRINTS, CommFootprint, OccupancyError, footprint
 from jshard.kernels.shaping.device import Device, device_named

@@ -20,7 +20,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jshard._plan import ShardPlan, UnitPlan
+from jshard._shard_plan import ShardPlan, UnitPlan
 from jshard.cluster.assumptions import Assumptions
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.tables import joined_name, name_pattern

@@ -12,8 +12,8 @@ from flax import nnx
 
 from jshard import _compat
 from jshard._errors import ShardingError
-from jshard._plan import ShardPlan
 from jshard._plan import plan as plan_of
+from jshard._shard_plan import ShardPlan
 from jshard.cluster.assumptions import Assumptions
 from jshard.kernels.occupancy import CommFootprint
 from jshard.kernels.shaping.device import Device

@@ -9,8 +9,8 @@ from flax.linen.transforms import get_module_scopes
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import Annotation
 from jshard._linen.layout import Seen, SeenUnit
+from jshard._linen.values import described, flat
 from jshard._nnx import Path, dotted
-from jshard.engine.linen_values import described, flat
 
 
 @dataclasses.dataclass(eq=False)

@@ -1,0 +1,265 @@
+"""A loop over layers, whoever wrote it, gathers a trip's weights in the trip before, and gives the same gradients."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+from jax.extend import core as jex
+
+import jshard as js
+from jshard.inspect import collectives, full_bytes
+from tests.helpers import compile_to_read, fresh, placed
+from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.wide import wide
+
+WIDTH, LAYERS = 32, 5
+X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+        self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x + jnp.tanh(self.down(jax.nn.gelu(self.up(x))))
+
+
+class Tied(Block):
+    """A block with a parameter that all layers share."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.shared = nnx.Param(jax.random.normal(rngs.params(), (WIDTH, WIDTH)) / 8)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return super().__call__(x @ self.shared[...])
+
+
+def stack(kind: type, *lengths: int) -> Any:
+    build = lambda rngs: kind(rngs)
+    for n in reversed(lengths):
+        build = nnx.split_rngs(splits=n)(nnx.vmap(build, in_axes=0, out_axes=0))
+    return build(nnx.Rngs(0))
+
+
+def by_nnx(x: jax.Array, *stacks: nnx.Module, **settings: Any) -> jax.Array:
+    """The user's own `nnx.scan`."""
+
+    @nnx.scan(in_axes=(nnx.Carry, *[0] * len(stacks)), out_axes=nnx.Carry, **settings)
+    def run(x: jax.Array, *blocks: Block) -> jax.Array:
+        return functools.reduce(lambda x, block: block(x), blocks, x)
+
+    return run(x, *stacks)
+
+
+def by_lax(x: jax.Array, blocks: nnx.Module, wrap: Callable = lambda f: f, **settings: Any) -> jax.Array:
+    """The user's own `jax.lax.scan`."""
+    graphdef, state = nnx.split(blocks)
+    step = wrap(lambda x, state: (nnx.merge(graphdef, state)(x), None))
+    return lax.scan(step, x, state, **settings)[0]
+
+
+def with_remat(x: jax.Array, blocks: nnx.Module) -> jax.Array:
+    run = nnx.scan(nnx.remat(lambda x, block: block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return run(x, blocks)
+
+
+def nested(x: jax.Array, stacks: nnx.Module) -> jax.Array:
+    run = nnx.scan(lambda x, inner: by_nnx(x, inner), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return run(x, stacks)
+
+
+def with_one_shared(x: jax.Array, stacks: nnx.Module, one: nnx.Module) -> jax.Array:
+    run = nnx.scan(lambda x, block, one: one(block(x)), in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
+    return run(x, stacks, one)
+
+
+def twice(x: jax.Array, stacks: nnx.Module) -> jax.Array:
+    run = nnx.scan(lambda x, block: block(block(x)), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    return run(x, stacks)
+
+
+def with_shared_parameter(x: jax.Array, stacks: nnx.Module) -> jax.Array:
+    axes = nnx.StateAxes({nnx.PathContains("shared"): None, ...: 0})
+    run = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+    return run(x, stacks)
+
+
+def with_outputs(x: jax.Array, stacks: nnx.Module) -> jax.Array:
+    """A carried number, and a result of each trip."""
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    def run(carry: tuple, block: Block) -> tuple:
+        x, i = carry
+        y = block(x)
+        return (y, i + 1), y.mean(-1) * i
+
+    (x, _), found = run((x, jnp.int32(0)), stacks)
+    return x + found.sum(0)[:, None]
+
+
+def shared_stack() -> Tied:
+    model = stack(Tied, LAYERS)
+    model.shared.set_value(model.shared[0])
+    return model
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A loop.
+
+    Args:
+        build: makes the modules in it.
+        run: the loop.
+        stacked: leading dims of each module.
+        calls: how often each is called; with one trip, what a loop gathers.
+        loops: how many loops gather.
+    """
+
+    build: Callable[[], tuple]
+    run: Callable[..., jax.Array]
+    stacked: tuple[int, ...] = (1,)
+    gathers: float = 2.0
+
+
+ONE = lambda: (stack(Block, LAYERS),)
+
+FORMS = {
+    "nnx.scan": Form(ONE, by_nnx),
+    "lax.scan": Form(ONE, by_lax),
+    "reverse": Form(ONE, functools.partial(by_lax, reverse=True)),
+    "jax.checkpoint": Form(ONE, functools.partial(by_lax, wrap=jax.checkpoint)),
+    "nnx.remat": Form(ONE, with_remat),
+    "a parameter for all layers": Form(lambda: (shared_stack(),), with_shared_parameter),
+    "two units": Form(lambda: (stack(Block, LAYERS), stack(Block, LAYERS)), by_nnx, (1, 1)),
+    "nested": Form(lambda: (stack(Block, 3, 4),), nested, (2,)),
+    "a unit called twice": Form(ONE, twice, gathers=4.0),
+    "a unit for all trips": Form(lambda: (stack(Block, LAYERS), stack(Block)), with_one_shared, (1, 0), 2.0 * 10 / 6),
+    "outputs": Form(ONE, with_outputs),
+    "two trips": Form(lambda: (stack(Block, 2),), by_nnx),
+}
+
+
+class Model(nnx.Module):
+    def __init__(self, name: str):
+        self.name, self.parts = name, nnx.List(FORMS[name].build())
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return FORMS[self.name].run(x, *self.parts)
+
+
+@functools.cache
+def builder(name: str) -> Callable[[], Model]:
+    return lambda: Model(name)
+
+
+def annotate(mesh: jax.sharding.Mesh, model: Model, **settings: Any) -> None:
+    for part, stacked in zip(model.parts, FORMS[model.name].stacked, strict=True):
+        js.fully_shard(part, mesh=mesh, stacked=stacked, min_size=WIDTH, **settings)
+    js.fully_shard(model, mesh=mesh)
+
+
+def loss(model: Model, x: jax.Array) -> jax.Array:
+    return (model(x) ** 2).mean()
+
+
+@functools.cache
+def wanted(name: str) -> dict[str, np.ndarray]:
+    """Gradients on one device."""
+    return flat(nnx.jit(nnx.grad(loss))(fresh(builder(name)), X))
+
+
+def check(name: str, axes: dict[str, int], **settings: Any) -> None:
+    mesh = js.mesh(**axes)
+    model = placed(builder(name), lambda model: annotate(mesh, model, **settings))
+    found = flat(nnx.jit(nnx.grad(loss))(model, X))
+    apart = {k: worst(found[k], x) for k, x in wanted(name).items()}
+    assert max(apart.values()) <= GRADIENT_TOLERANCE, max(apart.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_gradients_are_those_of_one_device(name):
+    check(name, {"fsdp": -1})
+
+
+@pytest.mark.parametrize("name", ["nnx.scan", wide("two units"), wide("nested"), wide("a unit for all trips")])
+@pytest.mark.parametrize(
+    ("axes", "settings"),
+    [
+        ({"fsdp": -1}, {"prefetch": 2, "remat": "full"}),
+        ({"replica": 2, "fsdp": 4}, {"prefetch": 3}),
+        ({"fsdp": -1}, {"prefetch": "48KiB", "remat": "dots"}),
+        ({"fsdp": -1}, {"prefetch": 0, "reshard_after_forward": 2}),
+        ({"fsdp": -1}, {"prefetch": 40, "reshard_after_forward": False}),
+    ],
+    ids=str,
+)
+def test_and_in_every_schedule(name, axes, settings):
+    check(name, axes, **settings)
+
+
+def traced(name: str, **settings: Any) -> Any:
+    """The program of the gradients, and the model."""
+    mesh = js.mesh()
+    model = js.abstract_init(builder(name), lambda model: annotate(mesh, model, **settings))
+    graphdef, state = nnx.split(model)
+    return jax.jit(lambda state, x: nnx.grad(loss)(nnx.merge(graphdef, state), x)).trace(state, X), model
+
+
+def subprograms(eqn: Any) -> Iterator[Any]:
+    return iter(jex.jaxprs_in_params(eqn.params))
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in subprograms(eqn):
+            yield from equations(inner)
+
+
+def uses(name: str, eqn: Any) -> bool:
+    return eqn.primitive.name == name or any(uses(name, e) for inner in subprograms(eqn) for e in equations(inner))
+
+
+def gathering_loops(jaxpr: Any) -> list[Any]:
+    """Bodies of the innermost loops that gather."""
+    loops = [e.params["jaxpr"].jaxpr for e in equations(jaxpr) if e.primitive.name == "scan"]
+    own = lambda body: [e for e in body.eqns if e.primitive.name != "scan"]
+    return [body for body in loops if any(uses("all_gather", e) for e in own(body))]
+
+
+def waits_for_a_gather(body: Any) -> bool:
+    """Whether a product of a trip needs what the same trip gathers."""
+    late: set[Any] = set()
+    for eqn in body.eqns:
+        needs = any(not hasattr(a, "val") and a in late for a in eqn.invars)
+        if needs and uses("dot_general", eqn):
+            return True
+        if needs or uses("all_gather", eqn):
+            late.update(eqn.outvars)
+    return False
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name != "two trips"])
+def test_a_trip_computes_with_what_the_trip_before_gathered(name):
+    loops = gathering_loops(traced(name)[0].jaxpr.jaxpr)
+    assert len(loops) == 2  # forward and backward
+    assert not any(map(waits_for_a_gather, loops))
+    late = gathering_loops(traced(name, prefetch=0)[0].jaxpr.jaxpr)
+    assert all(map(waits_for_a_gather, late))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_nothing_is_gathered_or_reduced_in_vain(name):
+    program, model = traced(name)
+    found, total = collectives(compile_to_read(program.lower())), js.plan(model).logical_bytes
+    assert full_bytes(found, "all-gather", over=1) / total == pytest.approx(FORMS[name].gathers, rel=0.01)
+    assert full_bytes(found, "reduce-scatter", over=1) / total == pytest.approx(FORMS[name].gathers / 2, rel=0.01)

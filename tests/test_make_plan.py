@@ -1,0 +1,140 @@
+"""The plan is the source: one pure function makes it, for nnx and Linen alike, and everyone reads it."""
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import _placement, _shard_plan, _state_places
+from jshard._nnx import NESTED, OUTER, OWN, Unit, nested_units, unit_of
+from jshard._placement import PlacementRule
+from jshard._policies import MixedPrecision, UnitPolicy
+from jshard._revise import revise
+from jshard._shard_plan import Leaf, make_plan
+from tests.helpers import Config, abstract, sharded
+
+WIDTH = 128
+
+
+def record(mesh, **rule) -> Unit:
+    degrees = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return Unit(mesh, UnitPolicy(), PlacementRule(degrees, MixedPrecision(), **rule), kind="Layer")
+
+
+def test_a_plan_is_made_without_a_model():
+    unit = record(js.mesh(fsdp=8, devices=8))
+    root, a, b = (), ("blocks", 0), ("blocks", 1)
+    leaves = {
+        (*a, "kernel"): Leaf((64, 128), "float32", around=((root, a),)),
+        (*b, "kernel"): Leaf((64, 128), "bfloat16", (None, "tensor"), around=((root, b),)),
+        (*a, "table"): Leaf((512, 8), "float32", aliases=((*b, "table"),), around=((root, a), (root, b))),
+        ("scale",): Leaf((8,), "float32", around=((root,),)),
+    }
+    plan = make_plan(leaves, {root: unit, a: unit, b: unit})
+    assert [(leaf.path, leaf.unit, leaf.placement.spec) for leaf in plan.leaves] == [
+        ("blocks/0/kernel", "blocks/0", (None, "fsdp")),
+        ("blocks/1/kernel", "blocks/1", (None, "fsdp")),
+        ("blocks/0/table", "(root)", ("fsdp", None)),
+        ("scale", "(root)", (None,)),
+    ]
+    assert plan.leaf("blocks/1/table") is plan.leaf("blocks/0/table")
+    assert [unit.name for unit in plan.units] == ["(root)", "blocks/0", "blocks/1"]
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    seen = plan.seen_from(b, {root: unit, a: unit, b: unit})
+    assert [(leaf.path, leaf.keys, leaf.owner) for leaf in seen.leaves] == [
+        ("kernel", (("kernel",),), ()),
+        ("table", (("table",),), None),  # a unit around it gathers that
+    ]
+
+
+def test_all_parameters_that_cannot_be_placed_are_in_one_error():
+    unit = record(js.mesh(fsdp=4, tensor=2, devices=8))
+    leaves = {(name,): Leaf((63, 64), "float32", ("tensor",), around=(((),),)) for name in "ab"}
+    with pytest.raises(js.AnnotationError, match=r"a  shape \(63, 64\)(.|\n)*b  shape \(63, 64\)"):
+        make_plan(leaves, {(): unit})
+
+
+def test_nnx_and_linen_have_one_plan():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(2 * WIDTH, 1009, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.up(x))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer, self.head = Layer(rngs), nnx.Linear(1009, 33, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.layer(x))
+
+    class LinenLayer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1009, name="down")(nn.Dense(2 * WIDTH, name="up")(x))
+
+    class LinenModel(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(33, name="head")(LinenLayer(name="layer")(x))
+
+    mesh = js.mesh()
+    settings = {"mesh": mesh, "ignored": "layer/up/bias", "mixed_precision": js.MixedPrecision(param="bfloat16")}
+    one = js.plan(js.abstract_init(lambda: Model(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Layer, **settings)))
+    linen = js.fully_shard(LinenModel(), units=LinenLayer, **settings)
+    jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((8, WIDTH)))
+    other = js.plan(linen)
+    assert {leaf.path: leaf for leaf in one.leaves} == {leaf.path: leaf for leaf in other.leaves}
+    assert one.leaf("head/kernel").placement.stored_shape == (1016, 33)
+    assert one.leaf("layer/up/bias").placement.because == "ignored by the annotation"
+    unnamed = lambda plan: [dataclasses.replace(unit, kind="") for unit in plan.units]
+    assert unnamed(one) == unnamed(other) and one.mesh == other.mesh
+
+
+def test_a_unit_sees_its_part_of_the_plan():
+    model = abstract(Config(layers=3, tied=True), js.mesh())
+    plan = js.plan(model)
+    for path, module in nested_units(model):
+        for member in unit_of(module).members:
+            leaf = plan.leaf("/".join(map(str, (*path, *member.path))))
+            here = leaf.unit == ("/".join(map(str, path)) or "(root)")
+            assert member.placement == leaf.placement
+            assert (member.owner == OWN) == here and member.owner in (OWN, NESTED, OUTER)
+            assert unit_of(module).by_path[member.path] == member
+    assert type(model.blocks[0]) is type(model.blocks[2])  # equal layers have equal records
+    assert js.plan(model.blocks[1]).leaves == js.plan(model.blocks[2]).leaves
+
+
+def test_other_settings_are_in_every_plan():
+    model = abstract(Config(layers=3), js.mesh())
+    before = js.plan(model)
+    revise(model, {"remat": "full"})
+    after = js.plan(model)
+    assert after.leaves == before.leaves
+    assert [unit.remat for unit in after.units if unit.name.startswith("blocks")] == ["full"] * 3
+    assert [unit.remat for unit in js.plan(model.blocks[0]).units] == ["full"]
+
+
+def test_nobody_else_places_a_parameter(monkeypatch):
+    model = sharded(Config(), js.mesh())
+
+    def placed(*args, **kwargs):
+        raise AssertionError(f"{args[0]} is placed again")
+
+    for module in (_placement, _shard_plan, _state_places):
+        monkeypatch.setattr(module, "place", placed)
+    optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
+    plan = js.plan(model)
+    for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)["opt_state"][0]["mu"]):
+        for path, variable in nnx.to_flat_state(state):
+            placement = plan.leaf("/".join(map(str, path))).placement
+            assert variable.get_raw_value().sharding.spec == placement.partition_spec
+    assert str(js.explain(model, optimizer=optimizer))
+    revise(model, {"remat": "full"})

@@ -1,0 +1,136 @@
+"""Flax's own transformations inside an annotated model: those that write back what they were given are no writes."""
+
+import collections
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard._errors import CallError
+
+X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+
+
+@pytest.fixture(autouse=True)
+def new_engine(monkeypatch):
+    monkeypatch.setenv("JSHARD_ENGINE", "partition")
+
+
+class Block(nnx.Module):
+    def __init__(self, rngs):
+        self.norm = nnx.LayerNorm(64, rngs=rngs)
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.down = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(self.norm(x))))
+
+
+class Rematted(Block):
+    __call__ = nnx.remat(Block.__call__)
+
+
+def run(block, x):
+    return block(x)
+
+
+def loop(block, x):
+    return nnx.fori_loop(0, 2, lambda i, carry: (carry[0], carry[0](carry[1])), (block, x))[1]
+
+
+def scan(block, x):
+    step = lambda carry, _: ((carry[0], carry[0](carry[1])), None)
+    (_, x), _ = nnx.scan(step, in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))((block, x), jnp.arange(2))
+    return x
+
+
+FORMS = {
+    "a decorated method": (Rematted, run),
+    "remat of a method": (Block, lambda block, x: nnx.remat(Block.__call__)(block, x)),
+    "remat of a function": (Block, lambda block, x: nnx.remat(run)(block, x)),
+    "jit": (Block, lambda block, x: nnx.jit(run)(block, x)),
+    "jit of remat": (Block, lambda block, x: nnx.jit(nnx.remat(run))(block, x)),
+    "cond": (Block, lambda block, x: nnx.cond(x.sum() > 0, run, lambda block, x: 2 * block(x), block, x)),
+    "vmap": (Block, lambda block, x: nnx.vmap(run, in_axes=(None, 0))(block, x)),
+    "fori_loop": (Block, loop),
+    "scan": (Block, scan),
+}
+
+
+def model_of(block, call):
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.blocks = nnx.List([block(rngs) for _ in range(2)])
+            self.head = nnx.Linear(64, 8, rngs=rngs)
+
+        def __call__(self, x):
+            for block in self.blocks:
+                x = call(block, x)
+            return self.head(x)
+
+    return Model(nnx.Rngs(0))
+
+
+def step():
+    return nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
+
+
+@pytest.mark.parametrize("units", [True, False], ids=["units", "root"])
+@pytest.mark.parametrize("form", FORMS)
+def test_equal_to_one_device(form, units):
+    block, call = FORMS[form]
+    model = js.fully_shard(model_of(block, call), mesh=js.mesh(), **({"units": block} if units else {}))
+    found, wanted = step()(model, X), step()(model_of(block, call), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if "remat" in form or "jit" in form or "method" in form])
+def test_nothing_more_is_sent(form):
+    def collectives(block, call):
+        model = js.fully_shard(model_of(block, call), mesh=js.mesh())
+        text = step().lower(model, X).as_text()
+        return collections.Counter(re.findall(r"stablehlo\.(all_gather|all_reduce|reduce_scatter)", text))
+
+    assert collectives(*FORMS[form]) == collectives(Block, run)
+
+
+def intercepted(model):
+    """What qwix does: operations are others while the root's call is traced, and modules keep notes of them."""
+    kind, gelu = type(model), nnx.gelu
+
+    def call(self, x):
+        nnx.gelu = nnx.relu
+        try:
+            for block in self.blocks:
+                block.note = "".join(["x,y", "->z"])
+            return kind.__call__(self, x)
+        finally:
+            nnx.gelu = gelu
+
+    for block in model.blocks:
+        block.note = "x,y->z"
+    object.__setattr__(model, "__class__", type(kind.__name__, (kind,), {"_unquantized_type": kind, "__call__": call}))
+    return model
+
+
+def test_operations_that_are_replaced_while_the_call_runs_are_replaced_in_units():
+    build = lambda: intercepted(model_of(Block, run))
+    model = js.fully_shard(build(), units=Block, mesh=js.mesh())
+    found, wanted, plain = step()(model, X), step()(build(), X), step()(model_of(Block, run), X)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
+    assert abs(plain[0] - wanted[0]) > 1e-3 * wanted[0]
+
+
+def test_a_write_of_a_parameter_is_an_error():
+    def write(block, x):
+        block.up.bias[...] = 2 * block.up.bias[...]
+        return nnx.remat(run)(block, x)
+
+    model = js.fully_shard(model_of(Block, write), mesh=js.mesh())
+    with pytest.raises(CallError, match="A parameter was written") as error:
+        step()(model, X)
+    assert "blocks/0/up/bias" in str(error.value) and "kernel" not in str(error.value)
