@@ -88,6 +88,7 @@ class LinenCall:
         self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.optimizer: LogicalOptimizer | None = None
         self.result: Result | None = None
+        self.written: tuple[str, ...] = ()  # a Linen call has no access to write parameters
         self._outermost = _outermost(self.scopes)
         self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
         self._fields = _array_fields(self.module)
