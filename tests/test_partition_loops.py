@@ -49,9 +49,9 @@ def test_sums_are_taken_once_after_the_loop():
     def total(x, w):
         return lax.scan(lambda a, i: (a + (x @ w).sum(0) * i, None), jnp.zeros(16), jnp.arange(4.0))[0]
 
-    for found in check(total, X, W):
-        assert {m.operation for m in found.moved} <= {"output", "scan"}
-        assert not whole(found)
+    for found in check(total, X, W, gradients=False):
+        assert sum(m.bytes for m in found.moved) == 16 * 4
+    check(total, X, W)
     mean_of_sum = lambda x: lax.scan(lambda a, _: (jnp.tanh(a) + x.sum(0), None), jnp.zeros(16), None, 4)[0]
     check(mean_of_sum, X / 32)
     swapped = lambda x: lax.scan(lambda c, _: ((c[1], c[0] * 0.5), c[0][0]), (x.sum(0), jnp.ones(16)), None, 5)
@@ -60,8 +60,9 @@ def test_sums_are_taken_once_after_the_loop():
 
 def test_carries_that_change_their_state():
     """Seen to fail with the start's states kept: a split carry gathered in each trip."""
-    late = lambda x: lax.fori_loop(0, 5, lambda i, c: (c[1], c[2], x * 0.1 + c[0]), (jnp.zeros_like(x),) * 3)
-    for found in check(late, X):
+    late = lambda x, w: lax.fori_loop(0, 5, lambda i, c: (c[1], c[2], x * 0.1 + c[0]), (jnp.concatenate([w, w]),) * 3)
+    check(late, X, W)
+    for found in check(late, X, W, gradients=False):
         assert not whole(found)
     turning = lambda x: lax.scan(lambda c, _: (jnp.tanh(c.T @ c), None), x.T @ x, None, 3)[0]
     check(turning, X / 16)
@@ -81,28 +82,25 @@ def test_scan_of_stacked_layers():
         assert not whole(found)
 
 
-def nested(depth):
-    def inner(h, w):
-        return jnp.sin(h @ w) if depth == 1 else lax.scan(lambda h, _: (nested(depth - 1)(h, w), None), h, None, 2)[0]
-
-    return inner
+def nested(depth, x, start):
+    """Loops in loops, each of whose carries is whole at first, and split after two trips."""
+    if depth == 0:
+        return jnp.sin(x) * start
+    step = lambda c, _: ((c[1], nested(depth - 1, x, c[0])), None)
+    return lax.scan(step, (start, start), None, 3)[0][1]
 
 
 def test_a_loop_in_loops_is_traced_a_few_times(monkeypatch):
-    """The states of each loop are found once. Seen to fail without `settled`: 27 traces."""
+    """The states of each loop are found once. Seen to fail without `settled`: 31 traces and not 9."""
     traces = []
     rule = RULES["sin"]
     monkeypatch.setitem(RULES, "sin", lambda *args: traces.append(1) or rule(*args))
-    counts = {}
-    for depth in (2, 4):
-        traces.clear()
-        fn = lambda x, w, depth=depth: lax.scan(
-            lambda c, _: ((nested(depth)(c[1], w), c[0] + x), None), (jnp.zeros_like(x), jnp.zeros_like(x)), None, 3
-        )[0]
-        on_shards(fn, (X, W), mesh_of(*ONE_BY_8), gradients=False)
-        counts[depth] = len(traces) / 2  # it is compiled, and lowered for its text
-    assert counts[4] <= counts[2] + 6, counts
-    check(lambda x, w: nested(4)(x, w), X, W)
+    found = on_shards(
+        lambda x, w: nested(4, x, jnp.concatenate([w, w])), (X, W), mesh_of(*ONE_BY_8), gradients=False, run=False
+    )
+    assert not whole(found)
+    assert len(traces) <= 16, len(traces)
+    check(lambda x, w: nested(3, x, jnp.concatenate([w, w])), X, W)
 
 
 def test_while_loops():
@@ -139,6 +137,10 @@ def test_branches():
     check(partial, -np.abs(X))
     masks = lambda x: lax.cond(x.sum() > 0, lambda x: jnp.ones((32, 16)), lambda x: x * 2, x)
     for found in check(masks, X):
+        assert not whole(found)
+    either = lambda x, w: lax.cond(w.sum() > 0, lambda x: x * 2, lambda x: jnp.concatenate([w, w]), x)
+    check(either, X, W)
+    for found in check(either, X, W, gradients=False):
         assert not whole(found)
     chosen = lambda x, i: lax.switch(i, [jnp.sin, lambda x: x.T.T, lambda x: jnp.roll(x, 1, 0), jnp.zeros_like], x)
     for i in range(4):

@@ -1,6 +1,7 @@
 """Loops and branches. The states of what a loop carries are found by repeating an abstract run until they stay."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
@@ -72,6 +73,16 @@ def _inside(p: "Partitioner", values: Sequence[Value], xs: Sequence[Any]) -> lis
     return [p.enter(v, memo) if v.is_known else v.with_array(x) for v, x in zip(values, xs, strict=True)]
 
 
+@contextlib.contextmanager
+def _times(p: "Partitioner", trips: int) -> Iterator[None]:
+    """Inside, a collective is noted as many times as it runs."""
+    before, p.trips = p.trips, p.trips * trips
+    try:
+        yield
+    finally:
+        p.trips = before
+
+
 def rows(value: Value, x: Any) -> Value:
     """The value of one trip of what is scanned over."""
     row = value.with_array(x)
@@ -129,7 +140,8 @@ class Scan:
             self.row_states = [v.state for v in stacked]
             at = {id(v): i for i, v in enumerate(scanned) if v.is_stored}
             self.through = [at.get(id(v)) for v in stacked]
-            kept = [self.p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
+            with _times(self.p, self.length):
+                kept = [self.p.in_state(v, state).x for v, state in zip(outs, states, strict=False)]
             return kept, [v.x for v, i in zip(stacked, self.through, strict=True) if i is None]
 
         traced = jax.make_jaxpr(step)([_array(v) for v in self.shared], start, row)
@@ -148,11 +160,8 @@ class Scan:
         """
         p = self.p
         shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
-        before, p.trips = p.trips, p.trips * trips
-        try:
+        with _times(p, trips):
             return [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
-        finally:
-            p.trips = before
 
     def run(self) -> list[Value]:
         """The loop, as it was traced."""

@@ -167,8 +167,10 @@ def moving_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[V
     dims = [params[name] for name in names if name in params]
     if eqn.primitive.name == "all_gather" and not params["tiled"]:
         return same(p, eqn, values, value.dim + (dims[0] <= value.dim))
-    if value.dim in dims or not params["tiled"]:
+    if value.dim in dims:
         return None
+    if not params["tiled"]:  # the dim goes; of all_to_all another one comes
+        return None if len(dims) > 1 else same(p, eqn, values, value.dim - (dims[0] < value.dim))
     return same(p, eqn, values, value.dim)
 
 
