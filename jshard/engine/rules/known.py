@@ -27,9 +27,9 @@ MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"
 
 FOLLOW = ELEMENTWISE | frozenset(
     """
-    reshape transpose squeeze expand_dims concatenate slice rev pad tile reduce_sum reduce_max reduce_min reduce_or
+    reshape transpose squeeze concatenate slice rev pad tile reduce_sum reduce_max reduce_min reduce_or
     reduce_and cumsum cumprod cummax cummin split stack unstack gather dot_general dynamic_slice dynamic_update_slice
-    scatter scatter-add argmax argmin sort
+    scatter scatter-add argmax argmin sort random_wrap random_unwrap
     """.split()
 )
 """Their result is known if an operand is."""
@@ -175,15 +175,14 @@ def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list
         case "squeeze":
             gone = {d % one.ndim for d in params["dimensions"]}
             return [[i for i in range(one.ndim) if i not in gone][dim]]
-        case "expand_dims":
-            new = params["dimensions"]
-            return None if dim in new else [dim - sum(d < dim for d in new)]
         case "concatenate" | "sort":
             return every(dim) if dim != params["dimension"] else None
         case "rev":
             return [dim] if dim not in params["dimensions"] else None
         case "cumsum" | "cumprod" | "cummax" | "cummin" | "split":
             return [dim] if dim != params["axis"] else None
+        case "random_wrap" | "random_unwrap":
+            return [dim] if dim < min(one.ndim, len(shape)) else None
         case "tile":
             return [dim] if params["reps"][dim] == 1 else None
         case "slice" | "dynamic_slice" | "dynamic_update_slice" | "pad" | "scatter" | "scatter-add":

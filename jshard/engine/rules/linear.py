@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 MOVES = frozenset(
     """
-    broadcast_in_dim copy expand_dims name reshape rev slice split squeeze stop_gradient tile transpose unstack
+    broadcast_in_dim copy name reshape rev slice split squeeze stop_gradient tile transpose unstack
     """.split()
 )
 """Each element of the result is an element of the operand."""
