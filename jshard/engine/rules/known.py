@@ -92,7 +92,12 @@ def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
 def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
     """This shard's part of a known value, made from its equation; None if it cannot be."""
     assert value.source is not None
-    eqn, values, index = value.source
+    with _compat.running(value.source.eqn):
+        return _shard_of(p, value, value.source, dim)
+
+
+def _shard_of(p: "Partitioner", value: Value, source: Source, dim: int) -> Any | None:
+    eqn, values, index = source
     name = eqn.primitive.name
     shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
     if name == "iota":
