@@ -28,7 +28,7 @@ class Case:
     Args:
         function: of arrays; an equation of the primitive is in its program.
         args: whole arrays.
-        sharded: whether some split of an argument is computed on shards, without any gather.
+        sharded: whether some split of an argument gathers nothing.
         tolerance: relative to the largest number of a result.
     """
 
@@ -131,7 +131,7 @@ def _elementwise() -> dict[str, list[Case]]:
         Case(lax.select_n, (ints(8, 16, below=3), floats(8, 16), floats(8, 16), floats(8, 16))),
     ]
     found["convert_element_type"] = [
-        Case(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), (floats(*x),)),
+        Case(lambda a: a.astype(jnp.bfloat16).astype(jnp.float32), (floats(*x),), tolerance=5e-2),
         Case(lambda a: (a * 64).astype(jnp.int32), (floats(*x),)),
         Case(lambda a: a.astype(jnp.int32), (ints(*x, below=200, dtype=np.uint8),)),
         Case(lambda a: a.astype(jnp.int8), (ints(*x, below=200),)),
@@ -169,9 +169,9 @@ def _shapes() -> dict[str, list[Case]]:
             Case(reshape(24, 16), (x,)),
             Case(reshape(8, 48), (x,)),
             Case(reshape(384), (x,)),
-            Case(reshape(2, 4, 48), (x,)),
+            Case(reshape(2, 4, 48), (x,), sharded=False),
             Case(reshape(8, 3, 2, 8), (x,)),
-            Case(reshape(2, 8, 3, 8), (floats(16, 24),)),
+            Case(reshape(2, 8, 3, 8), (floats(16, 24),), sharded=False),
             Case(reshape(1, 16, 24), (floats(16, 24),)),
             Case(reshape(32, 8), (floats(2, 16, 8),)),
             Case(reshape(4, 4, 8), (floats(16, 8),)),
@@ -193,8 +193,8 @@ def _shapes() -> dict[str, list[Case]]:
             Case(lambda a: a[:, 2:10], (floats(8, 16),)),
             Case(lambda a: a[::2, 3:4], (floats(16, 8),)),
             Case(lambda a: lax.slice(a, (3, 0), (4, 16)), (floats(8, 16),)),
-            Case(lambda a: lax.slice(a, (3,), (7,)), (floats(8),)),
-            Case(lambda a: lax.slice(a, (3,), (4,)), (bools(8),)),
+            Case(lambda a: lax.slice(a, (3,), (7,)), (floats(8),), sharded=False),
+            Case(lambda a: lax.slice(a, (3,), (4,)), (bools(8),), sharded=False),
         ],
         "random_wrap": [Case(lambda a: unwrap(wrap(a)), (keys(8, 16),))],
         "random_unwrap": [Case(lambda a: unwrap(wrap(a)), (keys(8, 16),))],

@@ -78,7 +78,7 @@ def failures(cases: dict[str, list[Case]], mesh: str) -> list[str]:
                 except Exception as error:  # a rule may fail in any of its steps
                     found.append(f"{name} {states}: {type(error).__name__}: {str(error)[:300]}")
                     continue
-                alone = any(isinstance(s, int) for s in states) and not p.moved
+                alone = any(isinstance(s, int) for s in states) and "whole" not in {moved.kind for moved in p.moved}
                 sharded[name] = sharded.get(name, False) or (alone and any(v.state is not None for v in outs))
                 tried.append((f"{name} {states} -> {[v.state for v in outs]}", case, number))
                 results.append([p.whole(v).x[None] for v in outs])

@@ -24,9 +24,9 @@ ELEMENTWISE = frozenset(
 @rule(*ELEMENTWISE, converts_partial=True)
 def elementwise(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Split as the largest operand is. Scalars and dims of size 1 stay whole."""
-    if eqn.primitive.name == "bitcast_convert_type" and eqn.invars[0].aval.ndim != eqn.outvars[0].aval.ndim:
-        return None
-    dim = split_dim(values)
+    dim, old, new = split_dim(values), eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
+    if eqn.primitive.name == "bitcast_convert_type" and old != new:  # the last dim comes or goes
+        return same(p, eqn, [p.split(values[0], dim)], dim) if dim < max(old, new) - 1 else None
     if any(v.ndim and p.full_shape(v)[dim] not in (1, eqn.outvars[0].aval.shape[dim]) for v in values):
         return None
     stays = lambda v: v.ndim == 0 or p.full_shape(v)[dim] == 1
