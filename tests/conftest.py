@@ -29,7 +29,7 @@ LONG = """
     test_checkpoint_processes test_composition test_uneven test_scan_layers test_optimizers test_annotation test_parity
     test_experts test_linen_offload test_init test_tensor_parallel test_cli test_vdit test_costs_beyond
     test_linen_uneven test_llama test_linen_frozen test_linen_accumulate test_linen test_offload test_holes test_kernels
-    test_launch test_kernel_launch test_linen_ungathered test_t5 test_benchmark_step
+    test_launch test_partition_rules test_kernel_launch test_linen_ungathered test_t5 test_benchmark_step
 """.split()
 
 jax.config.update("jax_num_cpu_devices", 8)

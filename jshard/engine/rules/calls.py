@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-REMAT = frozenset({"remat2", "checkpoint"})
+REMAT = frozenset({"remat2"})
 CALLS = REMAT | frozenset(
     """
     jit closed_call custom_jvp_call custom_vjp_call custom_vmap_call composite custom_linear_solve linear_call
+    remat_opt
     """.split()
 )
 ANNOTATED = frozenset({"compute_on", "xla_metadata_call"})
@@ -28,7 +29,7 @@ def program(eqn: Eqn) -> tuple[Any, Any]:
     """The program that a call holds, and its constants."""
     if eqn.primitive.name == "custom_linear_solve":
         return opened(eqn.params["jaxprs"].solve)
-    names = ("jaxpr", "call_jaxpr", "call", "callee")
+    names = ("jaxpr", "call_jaxpr", "call", "callee", "fwd_jaxpr")
     return opened(next(eqn.params[name] for name in names if eqn.params.get(name) is not None))
 
 

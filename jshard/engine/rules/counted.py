@@ -61,7 +61,7 @@ def counted_dim(value: Value) -> int | None:
                 return None
             outer = eqn.params["broadcast_dimensions"][inner]
             return outer if values[0].shape[inner] == shape[outer] else None
-        case "reshape" | "squeeze" | "expand_dims":  # of dims of size 1
+        case "reshape" | "squeeze":  # of dims of size 1
             old = values[0].shape
             if inner is None or [n for n in old if n != 1] != [n for n in shape if n != 1] or old[inner] == 1:
                 return None

@@ -38,3 +38,9 @@ def callback(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]
     found = lax.cond(p.shard == 0, lambda *xs: p.bind(eqn, xs), nothing, *xs)
     return [Value(lax.all_gather(x, p.axes)[0]) for x in found]
+
+
+@rule("rng_uniform", takes_partial=True)
+def rng_uniform(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Numbers of the device's own generator: those of the first shard, on every shard."""
+    return [Value(p.gather(x[None], 0)[0]) for x in p.bind(eqn, [p.whole(v).x for v in values])]

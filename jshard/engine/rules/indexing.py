@@ -123,6 +123,8 @@ def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     rows = [k for k in range(updates.ndim) if k not in dims.update_window_dims]
     mine, theirs = dims.operand_batching_dims, dims.scatter_indices_batching_dims
     at = _batched(operand, indices, mine, theirs)
+    if at is None and updates.is_split and updates.dim in rows and rows.index(updates.dim) in theirs:
+        at = theirs.index(rows.index(updates.dim))
     if at is not None:
         all_split = [p.split(operand, mine[at]), p.split(indices, theirs[at]), p.split(updates, rows[theirs[at]])]
         return same(p, eqn, all_split, mine[at])

@@ -27,9 +27,9 @@ MAKERS = frozenset({"iota", "iota_2x32_shape", "random_bits", "broadcast_in_dim"
 
 FOLLOW = ELEMENTWISE | frozenset(
     """
-    reshape transpose squeeze expand_dims concatenate slice rev pad tile reduce_sum reduce_max reduce_min reduce_or
+    reshape transpose squeeze concatenate slice rev pad tile reduce_sum reduce_max reduce_min reduce_or
     reduce_and cumsum cumprod cummax cummin split stack unstack gather dot_general dynamic_slice dynamic_update_slice
-    scatter scatter-add argmax argmin sort
+    scatter scatter-add argmax argmin sort random_wrap random_unwrap
     """.split()
 )
 """Their result is known if an operand is."""
@@ -92,7 +92,12 @@ def land(p: "Partitioner", value: Value, skip: Sequence[int] = ()) -> Value:
 def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
     """This shard's part of a known value, made from its equation; None if it cannot be."""
     assert value.source is not None
-    eqn, values, index = value.source
+    with _compat.running(value.source.eqn):
+        return _shard_of(p, value, value.source, dim)
+
+
+def _shard_of(p: "Partitioner", value: Value, source: Source, dim: int) -> Any | None:
+    eqn, values, index = source
     name = eqn.primitive.name
     shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
     if name == "iota":
@@ -175,15 +180,14 @@ def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list
         case "squeeze":
             gone = {d % one.ndim for d in params["dimensions"]}
             return [[i for i in range(one.ndim) if i not in gone][dim]]
-        case "expand_dims":
-            new = params["dimensions"]
-            return None if dim in new else [dim - sum(d < dim for d in new)]
         case "concatenate" | "sort":
             return every(dim) if dim != params["dimension"] else None
         case "rev":
             return [dim] if dim not in params["dimensions"] else None
         case "cumsum" | "cumprod" | "cummax" | "cummin" | "split":
             return [dim] if dim != params["axis"] else None
+        case "random_wrap" | "random_unwrap":
+            return [dim] if dim < min(one.ndim, len(shape)) else None
         case "tile":
             return [dim] if params["reps"][dim] == 1 else None
         case "slice" | "dynamic_slice" | "dynamic_update_slice" | "pad" | "scatter" | "scatter-add":

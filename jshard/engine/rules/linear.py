@@ -4,6 +4,7 @@ A wrong entry here is silent: the sum over the shards of f(x_i) would be taken f
 proof that f(x + y) = f(x) + f(y) for all x and y, with the other operands whole (the same on every shard):
 
 * Numbers of floating point are taken for real numbers: rounding differs as it does between any two orders of a sum.
+  Where one device has an infinity, the sum may have NaN.
 * Integers are taken modulo 2**bits, as sums of them wrap on one device, too. A conversion to fewer bits keeps that; one
   to more bits, to floating point or to bool does not.
 * A constant term is not linear: a `gather` that fills what is out of bounds is, for a fill of 0 (or of NaN) only.
@@ -20,14 +21,14 @@ from jax.extend import core as jex
 
 from jshard.engine.rules import calls
 from jshard.engine.rules.table import same
-from jshard.engine.values import PARTIAL, Eqn, Value, array_bytes
+from jshard.engine.values import PARTIAL, Eqn, Value
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
 
 MOVES = frozenset(
     """
-    broadcast_in_dim copy expand_dims name reshape rev slice split squeeze stop_gradient tile transpose unstack
+    broadcast_in_dim copy name reshape rev slice split squeeze stop_gradient tile transpose unstack
     all_gather all_to_all reduce_scatter
     """.split()
 )
@@ -60,9 +61,6 @@ TAKES = frozenset("dynamic_slice gather".split())
 
 NAMES = MOVES | SUMS | JOINED.keys() | BILINEAR | TAKES | {"div", "convert_element_type"}
 
-_AS_LARGE = frozenset("add add_any sub mul complex convert_element_type".split())
-"""A result that is larger than the operand, by broadcast of a scalar or by its dtype, is no reason to sum before."""
-
 
 def apply(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The equation on partial values, if it is linear in them; None: they are to be summed before."""
@@ -71,8 +69,7 @@ def apply(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None
     ready = _ready(p, eqn, values)
     if ready is None:
         return None
-    size = sum(array_bytes(v.x) for v in values if v.is_partial)
-    grows = array_bytes(eqn.outvars[0].aval) > size and eqn.primitive.name not in _AS_LARGE
+    grows = math.prod(eqn.outvars[0].aval.shape) > sum(math.prod(v.shape) for v in values if v.is_partial)
     if grows and not p.is_for_gradients(eqn.outvars[0]):
         return None  # sum before it grows
     return same(p, eqn, ready, PARTIAL)

@@ -80,13 +80,6 @@ def squeeze(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     return same(p, eqn, values, values[0].dim - sum(a < values[0].dim for a in eqn.params["dimensions"]))
 
 
-@rule("expand_dims")
-def expand_dims(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
-    """The split dim stays."""
-    kept = [i for i in range(eqn.outvars[0].aval.ndim) if i not in eqn.params["dimensions"]]
-    return same(p, eqn, values, kept[values[0].dim])
-
-
 @rule("stack")
 def stack(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """All operands are split alike."""
@@ -151,15 +144,11 @@ def can_be_partial(value: Value) -> bool:
     return jnp.issubdtype(value.x.dtype, jnp.number)
 
 
-@rule("random_wrap", "random_unwrap", "random_fold_in", "random_seed", "random_split")
+@rule("random_wrap", "random_unwrap", "random_split")
 def keys(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Typed keys: the dims of the keys stand first in every form of them."""
-    value = values[0]
-    if not value.is_split or value.dim >= min(value.ndim, eqn.outvars[0].aval.ndim):
-        return None
-    if len(values) > 1 and values[1].state != value.dim:
-        return None
-    return same(p, eqn, values, value.dim)
+    dim = values[0].dim
+    return same(p, eqn, values, dim) if dim < min(values[0].ndim, eqn.outvars[0].aval.ndim) else None
 
 
 @rule("random_bits")
