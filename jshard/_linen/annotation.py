@@ -20,6 +20,7 @@ from jshard._nnx import Path, Unit, dotted
 from jshard._offload import OPTIMIZER, PARAMS, check_offload
 from jshard._placement import PlacementRule
 from jshard._policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
+from jshard.engine.route import is_new
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -132,7 +133,7 @@ def annotation_of(model: Any) -> Annotation | None:
 def annotated(module: L, root: Unit, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
     """A copy of the module whose calls go through `call(module, plain_call)`."""
     _check(module, record)
-    if units is not None and _compat.is_quantised(module):
+    if units is not None and _compat.is_quantised(module) and not is_new():
         do = "js.fully_shard(model, mesh=mesh), without units; or the fp8 products of Flax: docs/numerics.md."
         raise checks.quantised_whole(f"fully_shard({type(module).__name__}, units=...)", do=do)
     annotation = Annotation(type(module), root, tuple(_choices(units, record)), ignored)
