@@ -241,7 +241,7 @@ class Experts(nnx.Module):
         hot = jax.nn.one_hot(jnp.argmax(gates, 1), 4)
         place = (jnp.cumsum(hot, 0) * hot).sum(1) - 1
         room = len(tokens) // 4
-        slots = hot[..., None] * jax.nn.one_hot(place, room)[:, None] * (place < room)[:, None, None]
+        slots = hot[..., None] * jax.nn.one_hot(place.astype(int), room)[:, None] * (place < room)[:, None, None]
         done = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", slots, tokens), self.up[...])
         out = jnp.einsum("tec,ecf->tf", slots * gates[..., None], jnp.tanh(done))
         return (out**2).mean() + 0.1 * 4 * (hot.mean(0) * gates.mean(0)).sum()
@@ -318,7 +318,7 @@ class GPT(nnx.Module):
         self.how, self.embed = how, nnx.Embed(VOCAB, WIDTH, rngs=rngs)
         self.places = nnx.Embed(TIME, WIDTH, rngs=rngs)
         self.blocks = (
-            nnx.vmap(lambda rngs: Block(rngs, rate))(rngs.fork(split=2))
+            nnx.split_rngs(splits=2)(nnx.vmap(lambda rngs: Block(rngs, rate)))(rngs)
             if how == "scanned"
             else nnx.List([Block(rngs, rate) for _ in range(2)])
         )

@@ -33,7 +33,8 @@ def mesh(name: str) -> Any:
 
 def on_host(tree: Any) -> dict[str, np.ndarray]:
     """The arrays of a tree by path, without padding; keys as their bits."""
-    leaves = jax.tree.leaves_with_path(tree, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    is_array = lambda x: isinstance(x, nnx.Variable) and hasattr(x.get_raw_value(), "shape")
+    leaves = jax.tree.leaves_with_path(tree, is_leaf=is_array)
     return {jax.tree_util.keystr(path): _bits(x) for path, x in leaves}
 
 

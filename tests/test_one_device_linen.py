@@ -12,7 +12,8 @@ from tests.one_device import PARTITIONED, TOLERANCE, assert_equal, linen_results
 from tests.wide import wide
 
 pytestmark = [PARTITIONED, pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
-LOOSER: dict[str, float] = {}
+# A norm over the batch magnifies rounding: the first is 2.2e-6 apart on one device, with its batch turned over.
+LOOSER = dict.fromkeys(("a running normaliser", "norms and dropout in blocks", "recomputed blocks"), 5e-6)
 
 
 @pytest.fixture(autouse=True)

@@ -134,25 +134,25 @@ def _accumulated(loss: _Loss, batch: Any, steps: int, *, once: bool) -> tuple[ja
     of_params, of_frozen = (Once.of(placements if once else (), mesh) for placements in loss.placements)
     copies, frozen_copies = of_params.gather(loss.params), of_frozen.gather(loss.frozen)
 
-    def run(params: Any, copies: list, state: Any, part: Any, look: bool = False) -> tuple[jax.Array, tuple[Any, Any]]:
+    def run(params: Any, copies: list, state: Any, part: Any) -> tuple[jax.Array, tuple[Any, Any]]:
         found = Copies(of_params.pairs(params, copies) + of_frozen.pairs(loss.frozen, frozen_copies))
         with copies_scope(found if once else None):
             out = loss.run(params, loss.frozen, state, part)
-        if look and found.left:
+        if found.left:
             names = of_params.names(params) + of_frozen.names(loss.frozen)
             _tell_of_left([names[i] for i in found.left], len(names), found.missed, loss.name)
         return out
 
+    grad = jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True), inline=True)  # traced once for all uses
+
     def step(carry: tuple, part: Any) -> tuple[tuple, Any]:
         total, sums, state = carry
-        grad = jax.value_and_grad(run, argnums=(0, 1), has_aux=True)
         (value, (aux, state)), grads = grad(loss.params, copies, state, part)
         sums = jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, to_device(grads))
         return (total + value, sums, state), aux
 
     zeros = jax.tree.map(jnp.zeros_like, loss.params), of_params.zeros(copies)
-    look, first = functools.partial(run, look=True), jax.tree.map(lambda x: x[0], parts)
-    dtype = jax.eval_shape(look, loss.params, copies, loss.state, first)[0].dtype
+    dtype = jax.eval_shape(grad, loss.params, copies, loss.state, jax.tree.map(lambda x: x[0], parts))[0][0].dtype
     (total, (grads, of_copies), state), aux = lax.scan(step, (jnp.zeros((), dtype), zeros, loss.state), parts)
     if once:
         grads = of_params.add(grads, to_device(of_params.reduce(loss.params, of_copies)))

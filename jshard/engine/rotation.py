@@ -68,15 +68,15 @@ class Rotation:
         known = [[source for source in found if source is not None] for found in sources]
         return cls(scan, plan, known, count) if count else None
 
-    def _row(self, i: int, trip: Any) -> Value:
-        """One trip's row of what is scanned over."""
-        v, at = self.scan.scanned[i], self.scan.length - 1 - trip if self.scan.reverse else trip
-        return rows(v, lax.dynamic_index_in_dim(v.x, at, 0, keepdims=False))
+    def _at(self, trip: Any) -> Any:
+        """The row of a trip in what is scanned over, and in what is stacked."""
+        return self.scan.length - 1 - trip if self.scan.reverse else trip
 
     def _unit(self, position: int, trip: Any) -> Planned:
         """A unit, counted from the first of a trip."""
         later, i = divmod(position, len(self._plan))
-        find = lambda is_row, k: self._row(k, trip + later) if is_row else self.scan.shared[k]
+        at = self._at(trip + later)
+        find = lambda is_row, k: _row(self.scan.scanned[k], at) if is_row else self.scan.shared[k]
         return Planned([find(*source) for source in self._sources[i]], self._plan[i].eqn)
 
     def _trip(self, p: "ShardedPartitioner", trip: Any, state: tuple, left: int, trips: int = 1) -> tuple:
@@ -89,19 +89,18 @@ class Rotation:
             left: how many units it gathers for later trips.
             trips: how many trips this trace stands for.
         """
-        scan, (carry, gathered, buffers) = self.scan, state
+        scan, at, (carry, gathered, buffers) = self.scan, self._at(trip), state
         handover = Handover(gathered, [self._unit(len(self._plan) + i, trip) for i in range(left)])
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
-        scanned = [self._row(i, trip) for i in range(len(scan.scanned))]
+        scanned = [_row(v, at) for v in scan.scanned]
         outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
-        at = scan.length - 1 - trip if scan.reverse else trip
         found = [
             p.in_state(v, s).x
             for v, s, i in zip(outs[scan.n_carry :], scan.row_states, scan.through, strict=True)
             if i is None
         ]
-        written = [lax.dynamic_update_index_in_dim(b, x, at, 0) for b, x in zip(buffers, found, strict=True)]
+        written = [_written(b, x, at) for b, x in zip(buffers, found, strict=True)]
         return kept, handover.passed_on, written
 
     def run(self, p: "ShardedPartitioner") -> list[Value]:
@@ -132,3 +131,18 @@ def gathered_ahead(plan: Sequence[Planned], trips: int) -> int:
             if found == before:
                 break
     return max(found, 0)
+
+
+def _row(value: Value, at: Any) -> Value:
+    """One trip's row of what is scanned over. It is never negative: leaving that open costs six equations a row."""
+    x = value.x
+    if isinstance(at, int):
+        return rows(value, lax.index_in_dim(x, at, keepdims=False))
+    starts = (at, *[0] * (x.ndim - 1))
+    row = lax.dynamic_slice(x, starts, (1, *x.shape[1:]), allow_negative_indices=False)
+    return rows(value, lax.squeeze(row, (0,)))
+
+
+def _written(x: Any, row: Any, at: Any) -> Any:
+    """An array with a row written."""
+    return lax.dynamic_update_slice(x, row[None], (at, *[0] * row.ndim), allow_negative_indices=False)
