@@ -232,20 +232,20 @@ def uses(name: str, eqn: Any) -> bool:
 def gathering_loops(jaxpr: Any) -> list[Any]:
     """Bodies of the innermost loops that gather."""
     loops = [e.params["jaxpr"].jaxpr for e in equations(jaxpr) if e.primitive.name == "scan"]
-    own = lambda body: [e for e in body.eqns if e.primitive.name != "scan"]
-    return [body for body in loops if any(uses("all_gather", e) for e in own(body))]
+    has = lambda name, body: any(uses(name, e) for e in body.eqns)
+    return [body for body in loops if has("all_gather", body) and not has("scan", body)]
 
 
 def waits_for_a_gather(body: Any) -> bool:
-    """Whether a product of a trip needs what the same trip gathers."""
+    """Whether the first product of a trip needs what the same trip gathers."""
     late: set[Any] = set()
     for eqn in body.eqns:
-        needs = any(not hasattr(a, "val") and a in late for a in eqn.invars)
-        if needs and uses("dot_general", eqn):
-            return True
+        needs = any(isinstance(a, jex.Var) and a in late for a in eqn.invars)
+        if uses("dot_general", eqn):
+            return needs or uses("all_gather", eqn)
         if needs or uses("all_gather", eqn):
             late.update(eqn.outvars)
-    return False
+    raise AssertionError("a trip without a product")
 
 
 @pytest.mark.parametrize("name", [name for name in FORMS if name != "two trips"])
@@ -254,6 +254,7 @@ def test_a_trip_computes_with_what_the_trip_before_gathered(name):
     assert len(loops) == 2  # forward and backward
     assert not any(map(waits_for_a_gather, loops))
     late = gathering_loops(traced(name, prefetch=0)[0].jaxpr.jaxpr)
+    assert len(late) == 2
     assert all(map(waits_for_a_gather, late))
 
 
