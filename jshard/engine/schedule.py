@@ -24,7 +24,7 @@ from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import Eqn, Moved, Shard, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Value
 
 
 class ShardedPartitioner(Partitioner):
@@ -152,7 +152,9 @@ class ShardedPartitioner(Partitioner):
         if name in ("add", "add_any", "sub"):
             state = next(v.state for v in values if v.is_stored)
             assert isinstance(state, Shard)
-            if not state.pieces and all(v.is_partial or v.state == state for v in values):
+            is_gradient = not any(v.parameter for v in values)  # of a whole sum the shard is cut, as of zeros
+            fits = (state, PARTIAL, None) if is_gradient else (state, PARTIAL)
+            if not state.pieces and all(v.state in fits for v in values):
                 xs = [self.store(v, state).x for v in values]
                 return [Value(self.bind(eqn, xs)[0], state)]
         return None
