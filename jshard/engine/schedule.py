@@ -84,14 +84,13 @@ class ShardedPartitioner(Partitioner):
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
         if self._outermost:
             self.level.whole, self._outermost = self.kept_whole, False
-        bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
         handover, self._handover = self._handover, None
         try:
             if handover is None:
                 return self.run(jaxpr, consts, args, gradients=gradients)
             return self._run_trip(handover, jaxpr, consts, args)
         finally:
-            self.level, self._bodies = outer, bodies
+            self.level = outer
 
     def _run_trip(self, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
         """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
@@ -266,11 +265,13 @@ class ShardedPartitioner(Partitioner):
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
             xs = run([v.x for v in args])
-            self._bodies[key] = run, forms, self.moved[mark:], jaxpr
+            moved = [dataclasses.replace(m, bytes=m.bytes // self.trips) for m in self.moved[mark:]]
+            self._bodies[key] = run, forms, moved, jaxpr
         else:
             run, forms, moved, _ = self._bodies[key]
-            self.moved += moved
+            mark = len(self.moved)
             xs = run([v.x for v in args])
+            self.moved[mark:] = [dataclasses.replace(m, bytes=m.bytes * self.trips) for m in moved]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod
