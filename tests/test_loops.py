@@ -257,8 +257,40 @@ def test_a_trip_computes_with_what_the_trip_before_gathered(name):
     assert all(map(waits_for_a_gather, late))
 
 
+def elements_sent(jaxpr: Any, kind: str, times: int = 1) -> int:
+    """Elements that a kind of collective takes in, over all trips."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
+        total += times * sum(a.aval.size for a in eqn.invars) if eqn.primitive.name == kind else 0
+        total += sum(elements_sent(inner, kind, inside) for inner in subprograms(eqn))
+    return total
+
+
+SETTINGS = {
+    "as it is": ({}, 1.0),
+    "two ahead": ({"prefetch": 2, "remat": "full"}, 1.0),
+    "bytes": ({"prefetch": "48KiB", "remat": "dots"}, 1.0),
+    "more than there are": ({"prefetch": 40}, 1.0),
+    "the compiler's order": ({"prefetch": None}, 1.0),
+    "zero2": ({"prefetch": 2, "reshard_after_forward": False}, 0.5),
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("name", FORMS)
-def test_nothing_is_gathered_or_reduced_in_vain(name):
+def test_no_schedule_gathers_or_reduces_in_vain(name, settings):
+    settings, part = SETTINGS[settings]
+    program, model = traced(name, **settings)
+    total = sum(leaf.placement.size for leaf in js.plan(model).leaves)
+    if part < 1 and name in ("nnx.remat", "jax.checkpoint"):
+        part = 1.0  # the user's remat runs forward again
+    assert 8 * elements_sent(program.jaxpr.jaxpr, "all_gather") / total == pytest.approx(part * FORMS[name].gathers)
+    assert elements_sent(program.jaxpr.jaxpr, "reduce_scatter") / total == pytest.approx(FORMS[name].gathers / 2)
+
+
+@pytest.mark.parametrize("name", [name if name == "nnx.scan" else wide(name) for name in FORMS])
+def test_and_the_compiler_finds_no_more(name):
     program, model = traced(name)
     found = collectives(compile_to_read(program.lower()))
     total = js.plan(model).logical_bytes

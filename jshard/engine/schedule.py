@@ -224,15 +224,13 @@ class ShardedPartitioner(Partitioner):
             full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
         full = full or []
         ahead = level.ahead(at) if is_planned and settings.prefetch is not None else []
-        if settings.prefetch is None or not (full or ahead):
-            return full
-        soon = [level.plan[i] for i in ahead]
-        full, moved, shards_ahead = tied(
-            full, [values[i].x for i in inputs], [[v.x for v in one.gathers] for one in soon]
-        )
-        self._replace(values, inputs, moved)
-        for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
-            level.gathered[i] = self.gather_planned(one, xs)
+        if settings.prefetch is not None and (full or ahead):
+            soon = [level.plan[i] for i in ahead]
+            shards_ahead = [[v.x for v in one.gathers] for one in soon]
+            full, moved, shards_ahead = tied(full, [values[i].x for i in inputs], shards_ahead)
+            self._replace(values, inputs, moved)
+            for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
+                level.gathered[i] = self.gather_planned(one, xs)
         if eqn.params["phase"] == FORWARD:
             level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
         return full
