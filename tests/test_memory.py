@@ -78,7 +78,7 @@ def test_temporary_memory_does_not_grow_with_depth(remat: str):
 
 def test_temporary_memory_grows_with_the_unit():
     """Four times the unit, at the same depth, takes about four times the memory, and less than two units."""
-    small, large = temporary(SHALLOW, remat="full"), temporary(WIDE, remat="full")
+    small, large = (temporary(config, remat="full", prefetch=0) for config in (SHALLOW, WIDE))
     units = [gathered_layers(config) / config.layers for config in (SHALLOW, WIDE)]
     assert large / small == pytest.approx(units[1] / units[0], rel=0.15)
     assert units[0] < small < 2 * units[0]
@@ -88,11 +88,11 @@ def test_temporary_memory_grows_with_the_unit():
 @pytest.mark.parametrize("remat", ["none", wide("full")])
 def test_what_is_kept_is_what_reshard_says(remat: str):
     """Not resharding keeps every layer's gathered parameters, hpZ the part that was asked for."""
-    reshard = temporary(SHALLOW, remat=remat)
-    keep = temporary(SHALLOW, remat=remat, reshard_after_forward=False)
+    reshard = temporary(SHALLOW, remat=remat, prefetch=0)
+    keep = temporary(SHALLOW, remat=remat, prefetch=0, reshard_after_forward=False)
     assert keep - reshard == pytest.approx(gathered_layers(SHALLOW), rel=0.05)
     if remat == "none":
-        half = temporary(SHALLOW, reshard_after_forward=2)
+        half = temporary(SHALLOW, prefetch=0, reshard_after_forward=2)
         assert half - reshard == pytest.approx(gathered_layers(SHALLOW) / 2, rel=0.05)
 
 

@@ -109,7 +109,7 @@ def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
         if e.primitive.name == "unit":
             mine = [v for i in gathered_operands(e) if (v := operands[i]) is not None]
             is_forward = e.params["phase"] == FORWARD
-            again = not is_forward and bool(before) and {*map(id, before or ())} <= {*map(id, mine)}
+            again = not is_forward and not {*map(id, before or ())}.isdisjoint(map(id, mine))
             before = mine if is_forward else None if again else before
             if not again:
                 yield Planned(mine, e)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard import _compat
 from jshard.engine.ahead import Level, Planned, planned, tied
 from jshard.engine.rules.loops import Scan, rows
 from jshard.engine.values import Value
@@ -109,7 +110,7 @@ class Rotation:
         first = [self._unit(i, 0) for i in range(self.count)]
         shards, start = tied([[v.x for v in one.gathers] for one in first], scan.start)
         gathered = [p.gather_planned(one, xs) for one, xs in zip(first, shards, strict=True)]
-        buffers = [jnp.zeros((scan.length, *a.shape), a.dtype) for a in scan.traced.out_avals[scan.n_carry :]]
+        buffers = [_rows_of(a, scan.length) for a in scan.traced.out_avals[scan.n_carry :]]
 
         def step(state: tuple, trip: jax.Array) -> tuple[tuple, None]:
             return self._trip(p, trip, state, self.count, looped), None
@@ -118,6 +119,12 @@ class Rotation:
         for trip in range(looped, scan.length):
             state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan)))
         return scan.results(state[0], state[2])
+
+
+def _rows_of(aval: Any, length: int) -> jax.Array:
+    """Rows of a type, to be written; in host memory, if that is where the type lies."""
+    shape = (length, *aval.shape)
+    return _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else jnp.zeros(shape, aval.dtype)
 
 
 def gathered_ahead(plan: Sequence[Planned], trips: int) -> int:

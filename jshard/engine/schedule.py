@@ -24,7 +24,7 @@ from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import Eqn, Moved, Shard, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Value
 
 
 class ShardedPartitioner(Partitioner):
@@ -84,14 +84,13 @@ class ShardedPartitioner(Partitioner):
         outer, self.level = self.level, Level(list(planned(jaxpr, args)))
         if self._outermost:
             self.level.whole, self._outermost = self.kept_whole, False
-        bodies, self._bodies = self._bodies, {}  # jits of another trace are not used in this one
         handover, self._handover = self._handover, None
         try:
             if handover is None:
                 return self.run(jaxpr, consts, args, gradients=gradients)
             return self._run_trip(handover, jaxpr, consts, args)
         finally:
-            self.level, self._bodies = outer, bodies
+            self.level = outer
 
     def _run_trip(self, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
         """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
@@ -152,7 +151,9 @@ class ShardedPartitioner(Partitioner):
         if name in ("add", "add_any", "sub"):
             state = next(v.state for v in values if v.is_stored)
             assert isinstance(state, Shard)
-            if not state.pieces and all(v.is_partial or v.state == state for v in values):
+            is_gradient = not any(v.parameter for v in values)  # of a whole sum the shard is cut, as of zeros
+            fits = (state, PARTIAL, None) if is_gradient else (state, PARTIAL)
+            if not state.pieces and all(v.state in fits for v in values):
                 xs = [self.store(v, state).x for v in values]
                 return [Value(self.bind(eqn, xs)[0], state)]
         return None
@@ -223,15 +224,13 @@ class ShardedPartitioner(Partitioner):
             full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
         full = full or []
         ahead = level.ahead(at) if is_planned and settings.prefetch is not None else []
-        if settings.prefetch is None or not (full or ahead):
-            return full
-        soon = [level.plan[i] for i in ahead]
-        full, moved, shards_ahead = tied(
-            full, [values[i].x for i in inputs], [[v.x for v in one.gathers] for one in soon]
-        )
-        self._replace(values, inputs, moved)
-        for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
-            level.gathered[i] = self.gather_planned(one, xs)
+        if settings.prefetch is not None and (full or ahead):
+            soon = [level.plan[i] for i in ahead]
+            shards_ahead = [[v.x for v in one.gathers] for one in soon]
+            full, moved, shards_ahead = tied(full, [values[i].x for i in inputs], shards_ahead)
+            self._replace(values, inputs, moved)
+            for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
+                level.gathered[i] = self.gather_planned(one, xs)
         if eqn.params["phase"] == FORWARD:
             level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
         return full
@@ -264,11 +263,13 @@ class ShardedPartitioner(Partitioner):
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
             xs = run([v.x for v in args])
-            self._bodies[key] = run, forms, self.moved[mark:], jaxpr
+            moved = [dataclasses.replace(m, bytes=m.bytes // self.trips) for m in self.moved[mark:]]
+            self._bodies[key] = run, forms, moved, jaxpr
         else:
             run, forms, moved, _ = self._bodies[key]
-            self.moved += moved
+            mark = len(self.moved)
             xs = run([v.x for v in args])
+            self.moved[mark:] = [dataclasses.replace(m, bytes=m.bytes * self.trips) for m in moved]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod

@@ -8,7 +8,7 @@ policy.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -136,18 +136,28 @@ def _without_written(closed: Any, places: Sequence[str]) -> Any:
 
 
 def _is_passed(jaxpr: Any, old: Any, new: Any) -> bool:
-    """Whether a variable is another one, handed through calls."""
+    """Whether a variable is another one, handed through calls and loops."""
     while new is not old:
         e = next((e for e in jaxpr.eqns if new in e.outvars), None)
-        if e is None or e.primitive.name not in calls.CALLS:
+        if e is None:
             return False
-        inner, _ = calls.program(e)
-        result = inner.outvars[e.outvars.index(new)]
-        at = next((i for i, v in enumerate(inner.invars) if _is_passed(inner, v, result)), None)
+        at = next((i for i, inner, v, out in _handed(e, e.outvars.index(new)) if _is_passed(inner, v, out)), None)
         if at is None:
             return False
-        new = calls.operands(e, e.invars)[at]
+        new = e.invars[at]
     return True
+
+
+def _handed(e: Any, k: int) -> Iterator[tuple[int, Any, Any, Any]]:
+    """Operands that a result could be: the number of each, the program inside, and what the two are there."""
+    if e.primitive.name == "scan":
+        (inner, _), (n_consts, n_carry) = calls.opened(e.params["jaxpr"]), _compat.scan_arguments(e)
+        at = [n_consts + k] if k < n_carry else range(n_consts + n_carry, len(e.invars))
+        yield from ((i, inner, inner.invars[i], inner.outvars[k]) for i in at)
+    elif e.primitive.name in calls.CALLS:
+        inner, _ = calls.program(e)
+        at = calls.operands(e, range(len(e.invars)))
+        yield from ((i, inner, v, inner.outvars[k]) for i, v in zip(at, inner.invars, strict=True))
 
 
 class Gradient:
