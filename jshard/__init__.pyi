@@ -25,8 +25,8 @@ from jshard._strategies import strategies as strategies
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
-from jshard.engine.outputs import batch_mean as batch_mean
-from jshard.engine.outputs import per_shard as per_shard
+from jshard.engine.gone import batch_mean as batch_mean
+from jshard.engine.gone import per_shard as per_shard
 from jshard.engine.per_example import per_example as per_example
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check

@@ -37,7 +37,7 @@ from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPol
 from jshard._revise import revise
 from jshard._shard_plan import Leaf, make_plan
 from jshard._strategies import Strategy
-from jshard.engine.route import is_new, route
+from jshard.engine.route import route
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 
@@ -235,8 +235,6 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
         )
     checks.check_same_mesh(module, record)
     checks.check_call(module)
-    if not is_new():
-        checks.check_quantised(module)
     checks.check_no_units_inside(module, record)
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units, leaves = _units(module), _leaves(module)

@@ -14,8 +14,6 @@ from jax import lax
 from jshard._errors import CallError
 from jshard._nnx import dotted, plain_class, unit_of
 from jshard.engine.call import Before, Call, Kept, is_float, raw
-from jshard.engine.route import is_new
-from jshard.engine.scan import scan_layers as scan_islands
 from jshard.engine.units import in_region_trace
 
 
@@ -58,9 +56,6 @@ def scan_layers(
     Example:
         >>> x = js.scan_layers(model.blocks, x)
     """
-    if not is_new():
-        settings = {"prefetch": prefetch, "delay_reduce": delay_reduce}
-        return scan_islands(layers, x, *args, xs=xs, collect=collect, method=method, **settings, **kwargs)
     if prefetch is not None:
         _warn(
             f"js.scan_layers(prefetch={prefetch!r}) has no effect any more: layers are gathered ahead as they were"

@@ -1,7 +1,6 @@
 """A model in the three lines of `js.fully_shard` beside the same model on one device: every array that comes out."""
 
 import functools
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from flax import nnx
 
 import jshard as js
@@ -17,9 +15,6 @@ from tests.batch_bodies import BATCH, GROUPS, WIDTH
 
 TOLERANCE = 2e-6  # of the largest element of the array
 MESHES = {"fsdp=8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "tensor": {"fsdp": 4, "tensor": 2}}
-PARTITIONED = pytest.mark.skipif(
-    os.environ.get("JSHARD_ENGINE") != "partition", reason="a promise of the engine of JSHARD_ENGINE=partition"
-)
 X = np.random.default_rng(1).standard_normal((BATCH, WIDTH)).astype(np.float32)
 
 

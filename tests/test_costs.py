@@ -10,7 +10,6 @@ from flax import nnx
 import jshard as js
 from jshard.cluster.costs import Costs
 from jshard.cluster.variants import Variant
-from jshard.engine.context import unchecked
 from jshard.train.settings.units import with_units
 from tests.fake_compiler import GPT, cluster_of, costs_of, mesh_of
 from tests.wide import wide
@@ -50,16 +49,14 @@ def explained(costs: Costs, variant: Variant):
 def test_memory_is_what_explain_tells(costs, replica, accumulate, units):
     """Though only two small batches on two devices are traced: what is saved grows as a straight line."""
     found = cost(costs, replica=replica, fsdp=8 // replica, accumulate=accumulate, **units)
-    with unchecked():
-        told = dataclasses.asdict(explained(costs, found.variant))
+    told = dataclasses.asdict(explained(costs, found.variant))
     for name, value in dataclasses.asdict(found.memory).items():  # but for the loss, a number of the whole batch
         assert value == (pytest.approx(told[name], abs=4) if isinstance(value, int) else told[name]), name
 
 
 def test_a_trace_without_checks_finds_the_same(costs):
     variant = Variant(name="", mesh=mesh_of(HOST))
-    with unchecked():
-        quick = explained(costs, variant)
+    quick = explained(costs, variant)
     assert quick == explained(costs, variant)
 
 
@@ -79,8 +76,7 @@ def test_as_many_sequences_as_layers_are_not_taken_for_layers():
     for rows in (2, 3, 5):
         costs.recipe = dataclasses.replace(costs.recipe, batch_size=8 * rows)
         variant = Variant(name="", mesh=mesh_of(HOST))
-        with unchecked():
-            found.append(explained(costs, variant).outside_bytes)
+        found.append(explained(costs, variant).outside_bytes)
     two, three, five = found
     assert three - two == (five - three) / 2 > 32 * 256 * 4
 

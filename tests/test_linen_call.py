@@ -23,7 +23,6 @@ KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    monkeypatch.setenv("JSHARD_ENGINE", "partition")
     stand_in = StandIn()
     monkeypatch.setattr(route, "run_call", stand_in)
     return stand_in

@@ -8,10 +8,10 @@ import jax
 import pytest
 
 from tests.mixing_linen import LINEN
-from tests.one_device import PARTITIONED, TOLERANCE, assert_equal, linen_results
+from tests.one_device import TOLERANCE, assert_equal, linen_results
 from tests.wide import wide
 
-pytestmark = [PARTITIONED, pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
 # A norm over the batch magnifies rounding: the first is 2.2e-6 apart on one device, with its batch turned over.
 LOOSER = dict.fromkeys(("a running normaliser", "norms and dropout in blocks", "recomputed blocks"), 5e-6)
 

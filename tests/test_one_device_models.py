@@ -10,10 +10,10 @@ import pytest
 from flax import nnx
 
 from tests.mixing_models import IDS, MODELS, VECTORS, WIDTH, Sows
-from tests.one_device import PARTITIONED, TOLERANCE, annotated, apart, assert_equal, nnx_results, on_host
+from tests.one_device import TOLERANCE, annotated, apart, assert_equal, nnx_results, on_host
 from tests.wide import wide
 
-pytestmark = [PARTITIONED, pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
 LOOSER: dict[str, float] = {}
 
 

@@ -10,10 +10,10 @@ import jax
 import pytest
 
 from tests.batch_bodies import GROUPS
-from tests.one_device import PARTITIONED, TOLERANCE, body_results, one_device, worst_of
+from tests.one_device import TOLERANCE, body_results, one_device, worst_of
 from tests.wide import wide
 
-pytestmark = [PARTITIONED, pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
 # Partial sums of the first are rounded to bfloat16; those of the others cancel.
 LOOSER = {
     ("products", "a product in bfloat16"): 8e-3,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 import jshard as js
-from tests.one_device import PARTITIONED, apart
+from tests.one_device import apart
 from tests.trained_states import NAMES, trained
 from tests.wide import wide
 
-pytestmark = [PARTITIONED, pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning")]  # of what the mixing costs
 TOLERANCE = 2e-5  # after three steps
 MESHES = {
     "1": lambda: js.mesh(fsdp=1, devices=jax.devices()[:1]),

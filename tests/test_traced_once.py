@@ -15,9 +15,7 @@ from jax.extend import core as jex
 import jshard as js
 from tests import linen_models
 from tests.helpers import Config, annotator, builder, fresh, loss_fn, placed, token_batch
-from tests.one_device import PARTITIONED
 
-pytestmark = PARTITIONED
 WIDTH, LAYERS = 32, 3
 X = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
 RUNS: collections.Counter[str] = collections.Counter()

@@ -15,11 +15,6 @@ from jshard._errors import CallError
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
 
-@pytest.fixture(autouse=True)
-def new_engine(monkeypatch):
-    monkeypatch.setenv("JSHARD_ENGINE", "partition")
-
-
 class Block(nnx.Module):
     def __init__(self, rngs):
         self.norm = nnx.LayerNorm(64, rngs=rngs)

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar
 import flax.linen as nn
 
 from jshard import _annotation_checks as checks
-from jshard import _compat
 from jshard._choices import UnitChoice, chosen
 from jshard._compat import LINEN_CALL
 from jshard._errors import AnnotationError
@@ -20,7 +19,6 @@ from jshard._nnx import Path, Unit, dotted
 from jshard._offload import OPTIMIZER, PARAMS, check_offload
 from jshard._placement import PlacementRule
 from jshard._policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
-from jshard.engine.route import is_new
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -133,9 +131,6 @@ def annotation_of(model: Any) -> Annotation | None:
 def annotated(module: L, root: Unit, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
     """A copy of the module whose calls go through `call(module, plain_call)`."""
     _check(module, record)
-    if units is not None and _compat.is_quantised(module) and not is_new():
-        do = "js.fully_shard(model, mesh=mesh), without units; or the fp8 products of Flax: docs/numerics.md."
-        raise checks.quantised_whole(f"fully_shard({type(module).__name__}, units=...)", do=do)
     annotation = Annotation(type(module), root, tuple(_choices(units, record)), ignored)
     return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
 

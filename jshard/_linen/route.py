@@ -26,9 +26,8 @@ from jshard._linen.values import PARAMS, described, flat, nested, raw_of
 from jshard._mesh import is_concrete
 from jshard._nnx import Path, Unit, dotted
 from jshard._replicated import check_replicated, others_in
-from jshard.engine import linen
 from jshard.engine.context import in_global_view
-from jshard.engine.route import is_new, run_call
+from jshard.engine.route import run_call
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,16 +65,12 @@ _tracing = jax.make_user_context(default_value=None)
 
 def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
     """Runs a method call of an annotated module with the interceptor in place."""
-    if not is_new():
-        return linen.call_annotated(module, plain)
     with _interception():
         return plain()
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
-    if not is_new():
-        return linen.initialise(module, run)
     annotation = annotation_of(module)
     assert annotation is not None, "it is annotated"
     with _interception():

@@ -25,7 +25,6 @@ from jshard.cluster.collective_times import Collectives, exposed_s, own_s, plann
 from jshard.cluster.host_copies import host_copies
 from jshard.cluster.machine import Machine
 from jshard.cluster.variants import Variant
-from jshard.engine.context import unchecked
 from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
 from jshard.inspect.memory import Memory, kept_bytes, memory_of
 from jshard.inspect.own_traffic import at_rows, own_traffic
@@ -210,8 +209,7 @@ class Costs:
     def _arrays(self, rows: int, remat: str, tensor: int) -> Saved:
         units = {"reshard_after_forward": True} | ({"remat": remat} if remat else {})
         model = self._revised((*_TRACED, (TENSOR, tensor)), units)
-        with unchecked():
-            return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows), wrt=self.model_file.wrt)
+        return saved_arrays(model, self.model_file.loss_fn, self._batch(2 * rows), wrt=self.model_file.wrt)
 
     def _batch(self, rows: int) -> Any:
         return batch_of(self.model_file, self.recipe, rows)
@@ -262,8 +260,7 @@ class Costs:
     @functools.cache  # noqa: B019
     def _sent(self, rows: int, remat: str, expert: int, tensor: int) -> Amounts | None:
         model = self._revised((*_TRACED, (EXPERT, expert), (TENSOR, tensor)), {"remat": remat} if remat else {})
-        with unchecked():
-            return own_traffic(model, self.model_file.loss_fn, self._batch(2 * expert * rows), wrt=self.model_file.wrt)
+        return own_traffic(model, self.model_file.loss_fn, self._batch(2 * expert * rows), wrt=self.model_file.wrt)
 
     def _copies_s(self, plan: ShardPlan, memory: Memory, there_s: Mapping[str, float], parts: int) -> _Waits:
         """What copies from and to the host take in a step, and what of it nothing is computed beside."""

@@ -1,39 +1,14 @@
-"""Where we are: outside, inside a sharded region, or in global view."""
+"""What holds where a model is called: in global view, for shapes only, with copies gathered beforehand."""
 
 import contextlib
 import contextvars
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
-
-from jshard.engine.chain import Chain
 
 V = TypeVar("V")
-
-
-@dataclasses.dataclass(frozen=True)
-class Region:
-    """The sharded region that is being traced.
-
-    Args:
-        mesh: the mesh of the model.
-        axes: the data axes, manual inside the region.
-        chain: the units called so far, for the order of their gathers.
-        gathered: parameters are full copies already, as in accumulation with `sync="last"`.
-        unit: path of the unit that is running.
-        names: path of each unit's module inside it, by id.
-    """
-
-    mesh: Mesh
-    axes: tuple[str, ...]
-    chain: Chain
-    gathered: bool = False
-    unit: str = ""
-    names: Mapping[int, str] = dataclasses.field(default_factory=dict)
 
 
 class Copies:
@@ -68,13 +43,8 @@ class Copies:
         return [i for i, (stored, _) in enumerate(self._pairs) if id(stored) not in self._taken]
 
 
-# The region is told apart from the outside by the trace itself (its axes are manual), so a context variable is
-# enough; the last two are not, and must be part of jit's cache key.
-_region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("region", default=None)
 _copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
-_unchecked: contextvars.ContextVar[bool] = contextvars.ContextVar("unchecked", default=False)
-_noted: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar("noted", default=None)
 _global_view = jax.make_user_context(default_value="")
 _no_update = jax.make_user_context(default_value=False)
 
@@ -86,16 +56,6 @@ def _during(variable: contextvars.ContextVar[V], value: V) -> Iterator[None]:
         yield
     finally:
         variable.reset(token)
-
-
-def current_region() -> Region | None:
-    """The region being traced; None outside."""
-    return _region.get()
-
-
-def region_scope(region: Region | None) -> AbstractContextManager[None]:
-    """Sets the region. Rules of `custom_vjp` are traced later than the call, so they must set it again."""
-    return _during(_region, region)
 
 
 def gathered_copies() -> Copies | None:
@@ -118,16 +78,6 @@ def shapes_only() -> AbstractContextManager[None]:
     return _during(_shapes_only, True)
 
 
-def is_unchecked() -> bool:
-    """Whether calls are traced without a look at what the model does with its shards and its batch."""
-    return _unchecked.get()
-
-
-def unchecked() -> AbstractContextManager[None]:
-    """For one of many traces of the same model: a third of the time goes into checks, which the others make."""
-    return _during(_unchecked, True)
-
-
 def is_without_update() -> bool:
     """Whether gradients are made to be looked at: no optimizer gets them."""
     return bool(_no_update.value)
@@ -136,16 +86,6 @@ def is_without_update() -> bool:
 def without_update() -> AbstractContextManager[None]:
     """Inside, gradients of padded parameters need no optimizer that sees logical arrays: there is no update."""
     return _no_update(True)
-
-
-def noted_mixing() -> list[str] | None:
-    """The list of places where a call mixes examples, to add to; None if that is an error."""
-    return _noted.get()
-
-
-def noting_mixing(places: list[str]) -> AbstractContextManager[None]:
-    """Inside, a call that mixes examples is no error, and its places are added to a list: its results are compared."""
-    return _during(_noted, places)
 
 
 def in_global_view() -> bool:

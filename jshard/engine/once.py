@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard._mesh import AnyMesh, data_axes, data_degree, manual_axes
+from jshard._offload import placed_like
 from jshard._placement import Placement, spec_over
 from jshard._state_places import key_texts
-from jshard.engine.collectives import all_gather, reduce_scatter
+from jshard.engine.stored import gather, reduce_scatter
+from jshard.engine.values import Shard, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Once:
         mesh, specs, layout = self._layout()
 
         def gather_all(values: list) -> list:
-            return [all_gather(x, p, mesh)[None] for x, p in zip(values, self.placements, strict=True)]
+            found = zip(values, self.placements, strict=True)
+            return [gather(Value(x, Shard(p)), mesh, p.gathered_dtype)[None] for x, p in found]
 
         run = jax.shard_map(gather_all, in_specs=(specs,), out_specs=PartitionSpec(data_axes(mesh)), **layout)
         return run(self._values(tree))
@@ -61,7 +64,7 @@ class Once:
 
         def reduce_all(values: list, sums: list) -> list:
             found = zip(values, sums, self.placements, strict=True)
-            return [reduce_scatter(g[0], p, mesh, x) for x, g, p in found]
+            return [placed_like(reduce_scatter(g[0], p, mesh).astype(x.dtype), x) for x, g, p in found]
 
         run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
         return run(self._values(tree), sums)
@@ -91,4 +94,4 @@ class Once:
         mesh = self.mesh
         assert isinstance(mesh, Mesh), "the model has arrays"
         specs = [spec_over(data_axes(mesh), placement.spec) for placement in self.placements]
-        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh)}
+        return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}

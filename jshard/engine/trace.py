@@ -81,7 +81,7 @@ def is_float(x: Any) -> bool:
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of an array, or of a variable of a jaxpr."""
-    aval = x.aval if isinstance(x, (jex.Var, jex.Literal)) else jax.typeof(x)
+    aval: Any = x.aval if isinstance(x, (jex.Var, jex.Literal)) else jax.typeof(x)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
@@ -174,6 +174,8 @@ class Gradient:
 
     def __init__(self, program: Program, wrt: tuple[bool, ...]) -> None:
         self.program, self.wrt = program, wrt
+        self.is_float: list[bool] = []
+        self._tree: Any = None
         self.backward = functools.cache(self._backward)
 
         def forward(*operands: Any) -> tuple[list[Any], list[Any]]:

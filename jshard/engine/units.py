@@ -60,9 +60,9 @@ unit_p.multiple_results = True
 
 
 def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, settings: "UnitSettings", **_: Any) -> list[Any]:
-    operands = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
+    cast = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
     with jax.named_scope(f"jshard[{settings.name}]"):
-        outs = evaluate_jaxpr(jaxpr, operands)
+        outs = evaluate_jaxpr(jaxpr, cast)
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, out_dtypes, strict=True)]
 
 

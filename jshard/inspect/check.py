@@ -15,7 +15,7 @@ from jshard._nnx import dotted, plain_class, unit_of
 from jshard._plan import root_forgotten
 from jshard._state_places import key_texts
 from jshard.engine.call import is_array, is_float
-from jshard.engine.context import global_view, noting_mixing, without_update
+from jshard.engine.context import global_view, without_update
 
 Pairs = dict[str, tuple[Any, Any]]
 """An array of the sharded region and that of global view, by name."""
@@ -177,7 +177,7 @@ def _program(run: Callable[[Any, tuple], tuple[Any, Any]]) -> Callable[..., Any]
 def _sharded(program: Callable[..., Any], params: Any, inputs: tuple) -> tuple[Any, list[str]]:
     """What a program gives in the sharded region, and where that combines examples."""
     places: list[str] = []
-    with noting_mixing(places), without_update():
+    with without_update():
         return program(params, inputs), places
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotation_of, relaid
@@ -27,7 +28,6 @@ from jshard._offload import to_device
 from jshard._padded import Padding, store
 from jshard._policies import UnitPolicy
 from jshard.engine.context import in_plain_flax
-from jshard.engine.overwritten import COLLECTION as OVERWRITTEN
 from jshard.train.linen_collected import is_method, names_of
 from jshard.train.linen_inference import inference
 

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 
 from tests import compiling
-from tests.one_device import PARTITIONED, apart
+from tests.one_device import apart
 from tests.test_same_state import TOLERANCE, one_device
 from tests.trained_states import NAMES
 
-pytestmark = PARTITIONED
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 800
 
