@@ -185,7 +185,7 @@ class Region:
             for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True)
         ]
         self.operands += [self._entering(x) for x in (*call.inputs, *consts)]
-        self.sharded = {one.parameter: one for one in self.operands if isinstance(one.state, Shard)}
+        self.placements = {one.parameter: one.state.placement for one in self.operands if isinstance(one.state, Shard)}
         self.reshard = reshard
 
     def _entering(self, x: Any) -> "Crossing":
@@ -273,13 +273,11 @@ class Region:
         found = {key: v for key, v in p.kept_whole.items() if isinstance(key, tuple)}
         if self.reshard is False:
             return found
-        placements = {name: one.state.placement for name, one in self.sharded.items()}
-        return {
-            key: Value(
-                stored.keep_piece(v.x, placements[key[0]], self.reshard), Shard(placements[key[0]], self.reshard)
-            )
-            for key, v in found.items()
-        }
+        kept = {}
+        for key, v in found.items():
+            placement = self.placements[key[0]]
+            kept[key] = Value(stored.keep_piece(v.x, placement, self.reshard), Shard(placement, self.reshard))
+        return kept
 
     def _spec(self, state: State | Own, ndim: int) -> PartitionSpec:
         """Where an array with a state lies over the data axes."""
