@@ -70,7 +70,15 @@ def test_units_inside_units(engine):
     assert "block_1/Dense_0" in engine.calls
 
 
-@pytest.mark.parametrize("method", ["encode", "tied", SetupDecoder.encode, lambda m, x: m.decode(m.encode(x))], ids=str)
+METHODS = {
+    "encode": "encode",
+    "tied": "tied",
+    "function": SetupDecoder.encode,
+    "lambda": lambda m, x: m.decode(m.encode(x)),
+}
+
+
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_setup_and_other_methods(engine, method):
     call = lambda model, v: model.apply(v, X, method=method)
     assert_is_plain(SetupDecoder(depth=2), engine, call, units=[SetupBlock, "table"])
