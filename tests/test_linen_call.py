@@ -147,7 +147,7 @@ class KeepsTwice(nn.Module):
 MUTABLE = [True, ["intermediates", "losses", "counts", "moments"], nn.DenyList(["params"]), {"counts", "moments"}]
 
 
-@pytest.mark.parametrize("mutable", MUTABLE, ids=str)
+@pytest.mark.parametrize("mutable", MUTABLE, ids=["all", "list", "deny", "set"])
 def test_state_and_new_state(engine, mutable):
     keys = KEYS | {"noise": jax.random.PRNGKey(3)}
     drop = lambda v: {k: x for k, x in v.items() if k in ("params", "counts", "moments", "perturbations")}
