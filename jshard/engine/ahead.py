@@ -48,6 +48,7 @@ class Level:
         unfinished: what is reduced over shards, and left to be summed over the replicas while the next unit computes;
             with its dtype. Whoever reads it first finishes it.
         late: the unit whose gradients are reduced after this program, in the next trip of a loop.
+        handover: of this trip, until what the trip before has left is reduced.
         whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
         recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
     """
@@ -59,6 +60,7 @@ class Level:
         self.reduced: list[Value] = []
         self.unfinished: dict[Value, Any] = {}
         self.late: Eqn | None = None
+        self.handover: Any = None
         self.whole: dict[Any, Value] = {}
         self.recent: dict[int, tuple[Value, Any]] | None = None
 

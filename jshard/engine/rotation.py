@@ -19,7 +19,7 @@ from jshard import _compat
 from jshard.engine.ahead import Level, Planned, planned, tied
 from jshard.engine.rules.loops import Scan, rows
 from jshard.engine.units import BACKWARD
-from jshard.engine.values import PARTIAL, Eqn, Shard, Value
+from jshard.engine.values import Eqn, Shard, Value
 
 if TYPE_CHECKING:
     from jshard.engine.schedule import ShardedPartitioner
@@ -38,14 +38,16 @@ class Handover:
         gathered: of its first units, and of later trips' if they are few, the parameters.
         later: the units of later trips that are gathered when it ends.
         late: its unit whose gradients leave it unreduced.
-        reduced: those of the trip before, which it reduces.
+        left: those that the trip before has left, the dtype to reduce them in, and as what they are stored.
+        reduced: what became of them.
         passed_on: the parameters of those.
     """
 
     gathered: list[list[Any]]
     later: list[Planned]
     late: Eqn | None
-    reduced: list[Value]
+    left: list[tuple[Any, Any, Shard]]
+    reduced: list[Value] = dataclasses.field(default_factory=list)
     passed_on: list[list[Any]] = dataclasses.field(default_factory=list)
 
 
@@ -106,7 +108,7 @@ class Rotation:
         """
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan) + i, trip) for i in range(num_later)]
-        handover = Handover(gathered, later, self._late, self._reduced(p, left))
+        handover = Handover(gathered, later, self._late, self._to_reduce(left))
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
         scanned = [_row(v, at) for v in scan.scanned]
         outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
@@ -121,12 +123,10 @@ class Rotation:
                 found[i] = p.in_state(v, s)
         return kept, handover.passed_on, left, self._stored(buffers, found.items(), trip)
 
-    def _reduced(self, p: "ShardedPartitioner", left: dict[int, Any]) -> list[Value]:
-        """What a trip has left, reduced: in the dtype that is stacked."""
-        values = [Value(x.astype(self._avals[i].dtype), PARTIAL) for i, x in left.items()]
+    def _to_reduce(self, left: dict[int, Any]) -> list[tuple[Any, Any, Shard]]:
+        """What a trip has left, with the dtype and the form in which it is stacked."""
         states = [cast(Shard, self.scan.row_states[self._stacked[i]]) for i in left]
-        with jax.named_scope(f"jshard[{self._plan[-1].eqn.params['settings'].name}]/backward"):
-            return p.store_unit(values, states)
+        return [(x, self._avals[i].dtype, s) for (i, x), s in zip(left.items(), states, strict=True)]
 
     def _stored(self, buffers: list[Any], found: Iterable[tuple[int, Value]], trip: Any) -> list[Any]:
         """The buffers with some of one trip's rows."""
@@ -154,7 +154,7 @@ class Rotation:
         for trip in range(looped, scan.length):
             state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan)))
         carry, _, left, buffers = state
-        reduced = zip(left, self._reduced(p, left), strict=True)
+        reduced = zip(left, p.reduce_left(self._to_reduce(left), self._late), strict=True)
         return scan.results(carry, self._stored(buffers, reduced, scan.length - 1))
 
 

@@ -99,9 +99,10 @@ class ShardedPartitioner(Partitioner):
         """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
         level, end = self.level, len(self.level.plan)
         level.gathered = dict(enumerate(handover.gathered))
-        level.late, level.reduced = handover.late, handover.reduced
+        level.late, level.handover = handover.late, handover
         level.plan += handover.later
         outs = self.run(jaxpr, consts, args)
+        self._reduce_handed_over(())
         found = [level.gathered.get(end + i) for i in range(len(handover.later))]
         handover.passed_on = [
             self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
@@ -236,6 +237,7 @@ class ShardedPartitioner(Partitioner):
             self._replace(values, inputs, moved)
             for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
                 level.gathered[i] = self.gather_planned(one, xs)
+        self._reduce_handed_over(ahead)
         if eqn.params["phase"] == FORWARD:
             level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
         return full
@@ -320,6 +322,34 @@ class ShardedPartitioner(Partitioner):
             outs[i] = v
         level.reduced = [outs[i] for i in at]
         return outs
+
+    def _reduce_handed_over(self, ahead: Sequence[int]) -> None:
+        """Reduces what the trip before has left, once the small ones of what is gathered ahead are there.
+
+        Behind a large reduction a small gather would come late, and the program would wait for it.
+        """
+        level, handover = self.level, self.level.handover
+        level.handover = None
+        if handover is None or not handover.left:
+            return
+        small = [(i, k) for i in ahead for k, x in enumerate(level.gathered[i]) if stored.is_small(x)]
+        first, last = tied([level.gathered[i][k] for i, k in small], [x for x, *_ in handover.left])
+        for (i, k), x in zip(small, first, strict=True):
+            level.gathered[i][k] = x
+        left = [(x, *form) for x, (_, *form) in zip(last, handover.left, strict=True)]
+        level.reduced = handover.reduced = self.reduce_left(left, handover.late)
+
+    def reduce_left(self, left: Sequence[tuple[Any, Any, Shard]], unit: Eqn | None) -> list[Value]:
+        """Reduces what a trip has left.
+
+        Args:
+            left: arrays, the dtypes to reduce them in, and as what they are stored.
+            unit: that whose gradients they are.
+        """
+        name = "" if unit is None else unit.params["settings"].name
+        with jax.named_scope(f"jshard[{name}]/backward"):
+            values = [Value(x.astype(dtype), PARTIAL) for x, dtype, _ in left]
+            return self.store_unit(values, [state for *_, state in left])
 
     def _finish(self, values: Iterable[Value]) -> None:
         """Sums what was reduced over shards over the replicas, too, where that is left to do."""

@@ -59,6 +59,11 @@ def gather_unit(values: Sequence[Value], mesh: Mesh, dtypes: Sequence[Any]) -> l
     return [full[i] for i in range(len(values))]
 
 
+def is_small(x: jax.Array) -> bool:
+    """Whether the wires carry an array in about the time that a collective takes to start."""
+    return x.size * x.dtype.itemsize < _SMALL_BYTES
+
+
 def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
     """Positions of the parameters that are gathered first. On a TPU there are none: it fuses gathers into products."""
     if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu":
