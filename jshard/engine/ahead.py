@@ -45,6 +45,10 @@ class Level:
         at: position of the next unit.
         gathered: parameters gathered ahead, by position.
         reduced: results of the reduction before.
+        unfinished: what is reduced over shards, and left to be summed over the replicas while the next unit computes;
+            with its dtype. Whoever reads it first finishes it.
+        late: the unit whose gradients are reduced after this program, in the next trip of a loop.
+        handover: of this trip, until what the trip before has left is reduced.
         whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
         recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
     """
@@ -54,6 +58,9 @@ class Level:
         self.at = 0
         self.gathered: dict[int, list[Any]] = {}
         self.reduced: list[Value] = []
+        self.unfinished: dict[Value, Any] = {}
+        self.late: Eqn | None = None
+        self.handover: Any = None
         self.whole: dict[Any, Value] = {}
         self.recent: dict[int, tuple[Value, Any]] | None = None
 
@@ -117,6 +124,15 @@ def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
             inner, _ = calls.program(e)
             given = [Value(None) if v is None else v for v in operands]
             yield from planned(inner, calls.operands(e, given))
+
+
+def gathered_in(jaxpr: Any, args: Sequence[Value]) -> list[Value]:
+    """The stored operands of a program that it may gather: those whose types alone a unit takes are none of them."""
+    read = set()
+    for e in jaxpr.eqns:
+        operands = [e.invars[i] for i in gathered_operands(e)] if e.primitive.name == "unit" else e.invars
+        read |= {id(a) for a in operands}
+    return [v for a, v in zip(jaxpr.invars, args, strict=True) if v.is_stored and id(a) in read]
 
 
 def tied(*groups: Any) -> Any:

@@ -25,7 +25,7 @@ from jshard._placement import Placement, spec_over
 from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
 from jshard.engine import experts, moved, stored
-from jshard.engine.ahead import tied
+from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
@@ -224,7 +224,7 @@ class Region:
             whole = {key: one.enter(x) for x, (key, one) in zip(xs[num_operands:], given.items(), strict=True)}
             p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole)
             if is_backward:
-                _hold_back([v for v in values if v.is_stored], [v for v in values if not v.is_stored])
+                _hold_back(gathered_in(jaxpr.jaxpr, values), [v for v in values if not v.is_stored])
             gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
             outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
@@ -303,6 +303,8 @@ def _run_alone(jaxpr: Any, *operands: Any) -> list[Any]:
 def _hold_back(shards: list[Value], others: list[Value]) -> None:
     """Nothing is gathered before the other operands are there."""
     shards = [v for v in shards if not v.shard.pieces and not _compat.on_host(v.x)]
+    if not shards:
+        return
     first, last = tied([v.x for v in shards], [v.x for v in others])
     for v, x in zip([*shards, *others], [*first, *last], strict=True):
         v.x = x

@@ -8,7 +8,7 @@ the reduction of unit i waits for that of the unit before.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -87,8 +87,11 @@ class ShardedPartitioner(Partitioner):
         handover, self._handover = self._handover, None
         try:
             if handover is None:
-                return self.run(jaxpr, consts, args, gradients=gradients)
-            return self._run_trip(handover, jaxpr, consts, args)
+                outs = self.run(jaxpr, consts, args, gradients=gradients)
+            else:
+                outs = self._run_trip(handover, jaxpr, consts, args)
+            self._finish(list(self.level.unfinished))
+            return outs
         finally:
             self.level = outer
 
@@ -96,8 +99,10 @@ class ShardedPartitioner(Partitioner):
         """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
         level, end = self.level, len(self.level.plan)
         level.gathered = dict(enumerate(handover.gathered))
+        level.late, level.handover = handover.late, handover
         level.plan += handover.later
         outs = self.run(jaxpr, consts, args)
+        self._reduce_handed_over(())
         found = [level.gathered.get(end + i) for i in range(len(handover.later))]
         handover.passed_on = [
             self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
@@ -125,6 +130,7 @@ class ShardedPartitioner(Partitioner):
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""
+        self._finish(values)
         name = eqn.primitive.name
         if name == "unit":
             outer, self.eqn = self.eqn, eqn
@@ -231,6 +237,7 @@ class ShardedPartitioner(Partitioner):
             self._replace(values, inputs, moved)
             for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
                 level.gathered[i] = self.gather_planned(one, xs)
+        self._reduce_handed_over(ahead)
         if eqn.params["phase"] == FORWARD:
             level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
         return full
@@ -302,17 +309,64 @@ class ShardedPartitioner(Partitioner):
         )
         self._replace(outs, at, gradients)
         self._replace(outs, rest, others)
-        outs = self._cast(outs, eqn.params["out_dtypes"])
+        is_late = [eqn is level.late and i in at and v.is_partial for i, v in enumerate(outs)]
+        dtypes = [v.x.dtype if late else d for v, late, d in zip(outs, is_late, eqn.params["out_dtypes"], strict=True)]
+        outs = self._cast(outs, dtypes)
         for v, x in zip(level.reduced, before, strict=True):
             v.x = x  # whoever reads the reduction before reads behind this
             v.done.clear()
-        for i, v in zip(at, self.store_unit([outs[i] for i in at], [wrt[i].shard for i in at]), strict=True):
+        self._finish(level.reduced)
+        at = [i for i in at if not is_late[i]]
+        found = self.store_unit([outs[i] for i in at], [wrt[i].shard for i in at], unfinished=level.unfinished)
+        for i, v in zip(at, found, strict=True):
             outs[i] = v
         level.reduced = [outs[i] for i in at]
         return outs
 
-    def store_unit(self, values: list[Value], states: list[Shard]) -> list[Value]:
-        """Values as stored shards; the small ones that are summed whole travel in one array."""
+    def _reduce_handed_over(self, ahead: Sequence[int]) -> None:
+        """Reduces what the trip before has left, once the small ones of what is gathered ahead are there.
+
+        Behind a large reduction a small gather would come late, and the program would wait for it.
+        """
+        level, handover = self.level, self.level.handover
+        level.handover = None
+        if handover is None or not handover.left:
+            return
+        small = [(i, k) for i in ahead for k, x in enumerate(level.gathered[i]) if stored.is_small(x)]
+        first, last = tied([level.gathered[i][k] for i, k in small], [x for x, *_ in handover.left])
+        for (i, k), x in zip(small, first, strict=True):
+            level.gathered[i][k] = x
+        left = [(x, *form) for x, (_, *form) in zip(last, handover.left, strict=True)]
+        level.reduced = handover.reduced = self.reduce_left(left, handover.late)
+
+    def reduce_left(self, left: Sequence[tuple[Any, Any, Shard]], unit: Eqn | None) -> list[Value]:
+        """Reduces what a trip has left.
+
+        Args:
+            left: arrays, the dtypes to reduce them in, and as what they are stored.
+            unit: that whose gradients they are.
+        """
+        name = "" if unit is None else unit.params["settings"].name
+        with jax.named_scope(f"jshard[{name}]/backward"):
+            values = [Value(x.astype(dtype), PARTIAL) for x, dtype, _ in left]
+            return self.store_unit(values, [state for *_, state in left])
+
+    def _finish(self, values: Iterable[Value]) -> None:
+        """Sums what was reduced over shards over the replicas, too, where that is left to do."""
+        for v in values:
+            if (dtype := self.level.unfinished.pop(v, None)) is not None:
+                v.x = stored.sum_replicas(v.x, self.mesh).astype(dtype)
+
+    def store_unit(
+        self, values: list[Value], states: list[Shard], *, unfinished: dict[Value, Any] | None = None
+    ) -> list[Value]:
+        """Values as stored shards; the small ones that are summed whole travel in one array.
+
+        Args:
+            values: to be stored.
+            states: of each.
+            unfinished: takes those that are left to be summed over the replicas, with their dtype; none are by default.
+        """
         together: dict[Any, list[int]] = {}
         for i, (v, state) in enumerate(zip(values, states, strict=True)):
             if v.is_partial and stored.travels_with_others(v.x, state.placement):
@@ -322,4 +376,12 @@ class ShardedPartitioner(Partitioner):
             if len(at) > 1:
                 xs = stored.all_reduce_joined([values[i].x for i in at], states[at[0]].placement, self.mesh)
                 found |= {i: Value(x, states[i]) for i, x in zip(at, xs, strict=True)}
-        return [found[i] if i in found else self.store(v, states[i]) for i, v in enumerate(values)]
+        for i, (v, state) in enumerate(zip(values, states, strict=True)):
+            if i in found:
+                continue
+            if unfinished is None or not v.is_partial or not stored.has_two_steps(v.x, state.placement, self.mesh):
+                found[i] = self.store(v, state)
+            else:
+                found[i] = Value(stored.scatter(v.x, state.placement, self.mesh), state)
+                unfinished[found[i]] = v.x.dtype
+        return [found[i] for i in range(len(values))]

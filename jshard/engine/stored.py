@@ -59,6 +59,11 @@ def gather_unit(values: Sequence[Value], mesh: Mesh, dtypes: Sequence[Any]) -> l
     return [full[i] for i in range(len(values))]
 
 
+def is_small(x: jax.Array) -> bool:
+    """Whether the wires carry an array in about the time that a collective takes to start."""
+    return x.size * x.dtype.itemsize < _SMALL_BYTES
+
+
 def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
     """Positions of the parameters that are gathered first. On a TPU there are none: it fuses gathers into products."""
     if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu":
@@ -72,17 +77,35 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
     It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`.
     """
-    dtype, dim = x.dtype, _dim(x, placement)
-    x = x.astype(placement.reduce_dtype)
-    axes = batch_axes(mesh)
-    if dim is not None:
-        run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
-        if gloo.carries(mesh):
-            run = lambda x: gloo.reduce_scatter(x, dim, placement.degree)
-        x = _with_padding(x, placement)
-        x = _keep_other_axes(run, x, placement)(x)
-        axes = tuple(a for a in axes if a != FSDP)
-    return (lax.psum(x, axes) if axes else x).astype(dtype)
+    if _dim(x, placement) is None:
+        return lax.psum(x.astype(placement.reduce_dtype), batch_axes(mesh)).astype(x.dtype)
+    return sum_replicas(scatter(x, placement, mesh), mesh).astype(x.dtype)
+
+
+def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
+    """Whether a gradient is reduced over shards, then over replicas."""
+    return _dim(x, placement) is not None and _replica_axes(mesh) != ()
+
+
+def scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """The first step: the sum over the shards, each with its part, in the reduce dtype."""
+    dim = _dim(x, placement)
+    assert dim is not None, "who asks has a dim to scatter along"
+    run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
+    if gloo.carries(mesh):
+        run = lambda x: gloo.reduce_scatter(x, dim, placement.degree)
+    x = _with_padding(x.astype(placement.reduce_dtype), placement)
+    return _keep_other_axes(run, x, placement)(x)
+
+
+def sum_replicas(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """The second step: the sum over the replicas."""
+    axes = _replica_axes(mesh)
+    return lax.psum(x, axes) if axes else x
+
+
+def _replica_axes(mesh: Mesh) -> tuple[str, ...]:
+    return tuple(a for a in batch_axes(mesh) if a != FSDP)
 
 
 def travels_with_others(x: jax.Array, placement: Placement) -> bool:
