@@ -17,10 +17,9 @@ class Block(nnx.Module):
     """Names that public models have: `fsdp`, and a tensor axis of their own."""
 
     def __init__(self, names, rngs):
-        for name, axes in names.items():
-            layer = nnx.Linear(64, 64, rngs=rngs)
-            layer.kernel.set_metadata(out_sharding=axes, eager_sharding=False)
-            setattr(self, name, layer)
+        self.up, self.down = (nnx.Linear(64, 64, rngs=rngs) for _ in range(2))
+        self.up.kernel.set_metadata(out_sharding=names["up"], eager_sharding=False)
+        self.down.kernel.set_metadata(out_sharding=names["down"], eager_sharding=False)
 
     def __call__(self, x):
         return x + self.down(nnx.gelu(self.up(x)))

@@ -129,3 +129,19 @@ def test_a_write_of_a_parameter_is_an_error():
     with pytest.raises(CallError, match="A parameter was written") as error:
         step()(model, X)
     assert "blocks/0/up/bias" in str(error.value) and "kernel" not in str(error.value)
+
+
+def test_collectives_over_an_axis_of_a_vmap_around_are_an_error():
+    class Normed(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(64, 64, rngs=rngs)
+            self.norm = nnx.BatchNorm(64, axis_name="batch", rngs=rngs)
+
+        def __call__(self, x):
+            return self.norm(self.linear(x))
+
+    model = js.fully_shard(Normed(nnx.Rngs(0)), mesh=js.mesh())
+    loss = lambda model: nnx.vmap(lambda model, x: model(x), in_axes=(None, 0), axis_name="batch")(model, X[None]).sum()
+    with pytest.raises(CallError, match="over an axis that a vmap or pmap around it names") as error:
+        nnx.grad(loss)(model)
+    assert "Normed.__call__: 'batch'" in str(error.value)

@@ -37,6 +37,7 @@ from jshard._compat.programs import parsed_program as parsed_program
 from jshard._compat.programs import partitioned as partitioned
 from jshard._compat.tracing import abstract_device as abstract_device
 from jshard._compat.tracing import automatic_axes as automatic_axes
+from jshard._compat.tracing import axis_names as axis_names
 from jshard._compat.tracing import bind as bind
 from jshard._compat.tracing import equation_context as equation_context
 from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing

@@ -63,6 +63,11 @@ def with_results(jaxpr: Any, outvars: list[Any]) -> Any:
     return jaxpr.replace(outvars=outvars, debug_info=jaxpr.debug_info._replace(result_paths=None))
 
 
+def axis_names(jaxpr: Any) -> list[str]:
+    """The axes of a vmap or a shard_map around that a program's collectives name."""
+    return sorted(str(name) for e in jaxpr.effects if (name := getattr(e, "name", None)) is not None)
+
+
 @contextlib.contextmanager
 def equation_context(eqn: Any) -> Iterator[None]:
     """Inside, what is traced has the lines, names and settings (compute_on, metadata) of an equation."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jshard import _compat
+from jshard._errors import CallError
 from jshard._placement import Placement
 from jshard.engine.call import refuse_written
 from jshard.engine.rules import calls
@@ -117,11 +118,23 @@ def trace(
     """
     closed = jax.make_jaxpr(body)(params, inputs)
     closed = _without_written(closed, call.written)
+    _refuse_axis_names(call, closed)
     consts = list(closed.consts)
     if consts:
         run = lambda *xs: evaluate_jaxpr(jex.ClosedJaxpr(closed.jaxpr, xs[len(xs) - len(consts) :]), xs[: -len(consts)])
         closed = jax.make_jaxpr(run)(*params, *inputs, *map(abstract, consts))
     return Program(closed, len(params), **settings), consts
+
+
+def _refuse_axis_names(call: Call, closed: Any) -> None:
+    """Raises for collectives over an axis of a vmap around: backward is traced where that axis is no more."""
+    if names := _compat.axis_names(closed.jaxpr):
+        raise CallError(
+            "The model has collectives over an axis that a vmap or pmap around it names.",
+            where=f"{call.where}: {', '.join(map(repr, names))}",
+            why="an annotated model is called on the whole batch: its means are those of the batch already.",
+            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).",
+        )
 
 
 def _without_written(closed: Any, places: Sequence[str]) -> Any:
