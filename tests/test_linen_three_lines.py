@@ -1,7 +1,5 @@
 """A Linen model after mesh and `fully_shard`: its `init` makes sharded parameters, and a plain `TrainState` trains."""
 
-import os
-
 import jax
 import numpy as np
 import optax
@@ -10,8 +8,6 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from tests.linen_models import Block, Decoder, X, Y, assert_same, cross_entropy
-
-pytestmark = pytest.mark.skipif(os.environ.get("JSHARD_ENGINE") != "partition", reason="of the engine to come")
 
 
 def trained(model, params):
