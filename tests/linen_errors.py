@@ -93,12 +93,6 @@ def never(model: nn.Module, **units: Any) -> Any:
     return jax.eval_shape(model.apply, jax.eval_shape(model.init, KEY, X), X)
 
 
-class Normed(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.WeightNorm(nn.Dense(64, name="inside"))(x)
-
-
 def shard(model: nn.Module | None = None, **settings: Any) -> Any:
     return js.fully_shard(model or Model(), **{"mesh": js.mesh(), **settings})
 
@@ -208,7 +202,6 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: never gathered, read inside": lambda: never(Rows(by_hand=True)),
     "linen: never gathered, not known yet": lambda: shard(units={"first": NEVER}).apply(variables(), X),
     "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
-    "linen: inside map_variables": lambda: shard(Normed(), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),
     "linen: in a shard_map": call_in_a_shard_map,
     "linen: explain": explain_with_a_loss,

@@ -431,6 +431,24 @@ def test_an_interceptor_of_the_users_sees_each_call_once(engine):
     assert Counter(found) == Counter(seen)
 
 
+class Intercepts(nn.Module):
+    """Puts interceptors of its own around its units."""
+
+    @nn.compact
+    def __call__(self, ids):
+        def doubled(call, args, kwargs, context):
+            return call(*args, **kwargs) * (2 if context.method_name == "__call__" else 1)
+
+        x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
+        with nn.intercept_methods(doubled):
+            x = Block(name="first")(x)
+        return Block(name="second")(x)
+
+
+def test_interceptors_of_the_models_own_see_units(engine):
+    assert_is_plain(Intercepts(), engine)
+
+
 def test_a_module_that_leaves_its_call_is_refused(engine):
     class Returns(nn.Module):
         def setup(self):

@@ -84,7 +84,7 @@ def test_what_is_frozen_is_not_reduced(case):
     assert found["reduce_scatter"] == times * LAYERS * KERNEL
     assert found["psum"] <= times * LAYERS * 4 * WIDTH + 8  # their biases, and the loss
     assert everything["reduce_scatter"] == times * (2 * LAYERS * KERNEL + TABLE)
-    assert everything["all_gather"] == found["all_gather"] > 0  # backward needs a frozen weight all the same
+    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
 
 
 def test_the_compiled_program_has_no_trace_of_them():

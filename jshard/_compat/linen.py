@@ -1,5 +1,7 @@
 """What Flax's own wrapper does around a method of a Linen module."""
 
+import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -7,15 +9,23 @@ import flax.linen as nn
 from flax.linen import module as _linen
 
 
-def run_method(function: Callable[..., Any], module: nn.Module, args: tuple, kwargs: Mapping[str, Any]) -> Any:
-    """Runs a plain method of a bound copy of a module.
+def run_method(
+    function: Callable[..., Any], module: nn.Module, args: tuple, kwargs: Mapping[str, Any], ours: Callable[..., Any]
+) -> Any:
+    """Runs a plain method of a bound copy of a module, from inside an interceptor of the module's own call.
 
-    Interceptors, captured results and names belong to the call of the module itself: they have seen it already.
+    Captured results, names and interceptors around ours belong to that call. Those that the model itself has put inside
+    see the copy.
     """
+    call: Callable[..., Any] = functools.partial(function, module)
+    context = nn.module.InterceptorContext(module, function.__name__, call)
+    for interceptor in itertools.takewhile(lambda one: one is not ours, _linen._global_interceptor_stack):
+        inner = call
+        call = lambda *args, inner=inner, interceptor=interceptor, **kw: interceptor(inner, args, kw, context)
     module._try_setup()
     _linen._context.module_stack.append(module)
     try:
-        return function(module, *args, **kwargs)
+        return call(*args, **kwargs)
     finally:
         _linen._context.module_stack.pop()
 

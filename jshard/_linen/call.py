@@ -63,6 +63,7 @@ class LinenCall:
         scope_fn: makes scopes of variables and keys; `repack` takes the variables out of them again.
         groups: the variables of each outermost scope, by collection, and `rngs` its keys.
         prefix: path of the annotated module.
+        interceptor: of its calls, in which this call is taken apart.
 
     Attributes:
         path: of the module, from the annotated one.
@@ -81,6 +82,7 @@ class LinenCall:
     groups: Lifted
     rngs: Lifted
     prefix: Path
+    interceptor: Callable[..., Any]
 
     def __post_init__(self) -> None:
         self.path: Path = tuple(self.module.path)[len(self.prefix) :]
@@ -176,7 +178,8 @@ class LinenCall:
         with self.context():
             scopes = self.scope_fn((groups,), rngs)
             module, args, kwargs = set_module_scopes(_with(self.module, fields), args, kwargs, scopes)
-            out = _compat.run_method(self.function, _compat.in_state_of(self.module, module), args, kwargs)
+            copy = _compat.in_state_of(self.module, module)
+            out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
             changed = self.repack(scopes)[0]
         return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))})
 
@@ -218,6 +221,7 @@ def call_lifted(
     kwargs: Mapping[str, Any],
     *,
     prefix: Path,
+    interceptor: Callable[..., Any],
     run: Callable[[LinenCall], tuple[Any, Lifted]],
 ) -> Any:
     """Calls a method of a bound module out of its scopes.
@@ -228,12 +232,15 @@ def call_lifted(
         args: its arguments after self.
         kwargs: its keyword arguments.
         prefix: path of the annotated module.
+        interceptor: of its calls, from which this is called.
         run: runs the call, and returns what its `finish` does.
     """
     scopes, args, kwargs = get_module_scopes(module, args, dict(kwargs))
 
     def inner(scope_fn: Callable, repack: Callable, groups: Lifted, rngs: Lifted) -> tuple[Any, Lifted]:
-        return run(LinenCall(module, function, args, kwargs, scopes, scope_fn, repack, groups, rngs, prefix))
+        return run(
+            LinenCall(module, function, args, kwargs, scopes, scope_fn, repack, groups, rngs, prefix, interceptor)
+        )
 
     return lift.pack(inner, (True,), (True,), (True,))(scopes)
 

@@ -142,7 +142,7 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
         check_replicated(layout.root, layout.kind)
         return _through_engine(call, unit, _Inside(annotation, layout, prefix))
 
-    return call_lifted(module, function, args, kwargs, prefix=prefix, run=run)
+    return call_lifted(module, function, args, kwargs, prefix=prefix, interceptor=_intercept, run=run)
 
 
 def _around(annotation: Annotation, module: nn.Module) -> _Inside:
@@ -166,7 +166,7 @@ def _beside(
         call.store()
         return _through_engine(call, unit, dataclasses.replace(inside, unit=call.path, is_around=False))
 
-    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, run=run)
+    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, interceptor=_intercept, run=run)
 
 
 def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tuple, kwargs: Mapping[str, Any]) -> Any:
@@ -175,7 +175,7 @@ def _call_unit(inside: _Inside, module: nn.Module, function: Callable, args: tup
     def run(call: LinenCall) -> tuple[Any, Lifted]:
         return _through_engine(call, call.place(inside.layout), dataclasses.replace(inside, unit=call.path))
 
-    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, run=run)
+    return call_lifted(module, function, args, kwargs, prefix=inside.prefix, interceptor=_intercept, run=run)
 
 
 def _through_engine(call: LinenCall, unit: Unit, inside: _Inside) -> tuple[Any, Lifted]:

@@ -6,7 +6,6 @@ from typing import Any
 import flax.linen as nn
 from flax.linen.transforms import get_module_scopes
 
-from jshard._errors import AnnotationError
 from jshard._linen.annotation import Annotation
 from jshard._linen.layout import Seen, SeenUnit
 from jshard._linen.values import described, flat
@@ -36,7 +35,6 @@ class Survey:
         choice = self.annotation.match(path, module)
         if choice is None:
             return
-        _refuse_mapped(self.annotation, module, path)
         unit = self.seen.units.get(path)
         if unit is None:
             unit = SeenUnit(type(module).__name__, choice, self.annotation.choices[choice][1])
@@ -53,14 +51,3 @@ class Survey:
             shapes = self.seen.loops.setdefault(path, {})
             for inner, leaf in flat(module.variables.get("params", {})):
                 shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
-
-
-def _refuse_mapped(annotation: Annotation, module: nn.Module, path: Path) -> None:
-    assert module.scope is not None, "a call that runs the model"
-    if any("map_variables(" in part for part in module.scope.debug_path):  # Flax's own note of it
-        raise AnnotationError(
-            "A unit lies inside nn.map_variables.",
-            where=f"{annotation.base.__name__}: {type(module).__name__} {dotted(path)}",
-            why="it maps the unit's parameters before the unit gathers them: shards.",
-            do="make the module around it the unit: js.fully_shard(model, mesh=mesh, units=Around)",
-        )
