@@ -97,7 +97,9 @@ def annotate(model: Any, mesh: Mesh | AbstractMesh) -> Any:
         return js.fully_shard(model, mesh=mesh, units=units, remat=config.remat, mixed_precision=precision)
     if config.form != "nnx.scan":
         return gpt.annotate(model, mesh)
-    js.fully_shard(model.blocks, mesh=mesh, remat=config.remat, mixed_precision=precision, stacked=1)
+    js.fully_shard(
+        model.blocks, mesh=mesh, remat=config.remat, mixed_precision=precision, placement=js.ShardPlacement(stacked=1)
+    )
     js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     return js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 

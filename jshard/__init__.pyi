@@ -14,6 +14,7 @@ from jshard._init import shard_init as shard_init
 from jshard._mesh import mesh as mesh
 from jshard._mesh import shard_batch as shard_batch
 from jshard._optimizer import shard_optimizer as shard_optimizer
+from jshard._placement import ShardPlacement as ShardPlacement
 from jshard._plan import plan as plan
 from jshard._policies import MixedPrecision as MixedPrecision
 from jshard._scan_layers import scan_layers as scan_layers

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Unpack
 
 import flax.linen as nn
 import jax
@@ -32,7 +32,7 @@ from jshard._nnx import (
 )
 from jshard._offload import check_offload, sharding_of
 from jshard._padded import Padding, logical, logical_shape, padding_of, store
-from jshard._placement import Placement, PlacementRule, ShardDim
+from jshard._placement import MovedSettings, Placement, PlacementRule, ShardPlacement
 from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
 from jshard._revise import revise
 from jshard._shard_plan import Leaf, make_plan
@@ -57,19 +57,14 @@ def fully_shard(
     remat: Remat = "none",
     prefetch: int | str | None = 1,
     strategy: str | Strategy | None = None,
-    offload: str | None = None,
-    shard_dim: ShardDim = None,
-    stacked: int = 0,
-    ignored: Any = None,
-    allow_replicated: Sequence[str] = (),
-    min_size: int = 1024,
+    placement: ShardPlacement | None = None,
     batch_dim: int = 0,
     batch_arg: str | Sequence[str] | None = None,
     replicated_args: Sequence[str] = (),
     outputs: str | None = None,
     sync_batch_norm: bool = True,
-    gathered: bool = True,
     fallback: str = "warn",
+    **moved: Unpack[MovedSettings],
 ) -> M:
     """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
 
@@ -111,17 +106,7 @@ def fully_shard(
             --auto` has measured to be the quickest for this model on these devices; where nothing was measured,
             gathered parameters are kept if all that is known before a step takes less than half of a device's
             memory. `js.explain` shows what was chosen, and why.
-        offload: what of the unit lies in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for its
-            parameters. `"params"`: its parameters and their gradients, too: each is brought to the device before
-            it is gathered. Parameters below `min_size` stay on the device.
-        shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
-            that returns a number, or None to choose as usual.
-        stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
-        ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
-            held against the path from the module and from the unit.
-        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
-            whatever their size and without a warning; and of large arrays that are no parameters.
-        min_size: parameters with fewer elements stay replicated.
+        placement: where its parameters lie, if not along the largest dim that divides: `js.ShardPlacement`.
         batch_dim: which dim of array arguments is the batch. This and the settings below hold for calls from outside:
             give them to the root.
         batch_arg: name of the argument whose batch counts; the first array argument by default. Several names: all
@@ -132,14 +117,9 @@ def fully_shard(
             right for unweighted means over the examples only.
         sync_batch_norm: BatchNorm statistics are those of the whole batch. False: those of each data shard; the means
             of its running statistics over the data shards are kept.
-        gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
-            unit's call runs as written, in global view, where each parameter is one logical array: for tables of
-            which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
-            model that is so by itself, as what is around it runs in global view, too. What it communicates is the
-            model's own; of the settings above it takes those that say where a parameter lies, and
-            `offload="optimizer"`.
         fallback: what an operation is that has no form on one data shard, so that every device computes it for the
             whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
+        **moved: the fields of `js.ShardPlacement` by name, as they were given before it; a warning prints the new line.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.
@@ -157,14 +137,15 @@ def fully_shard(
     check_mesh(mesh)
     check_remat(remat)
     check_strategy(strategy)
-    check_offload(offload, mesh, activations=remat == OFFLOADED)
+    where = checks.placement_of(placement, moved)
+    check_offload(where.offload, mesh, activations=remat == OFFLOADED)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
     if not isinstance(module, nn.Module):
         checks.check_modules(modules)
     checks.check_reshard(reshard_after_forward, mesh)
     checks.check_choice("outputs", outputs, (None, "mean", "sum"))
-    checks.check_types(mixed_precision, shard_dim, stacked, batch_dim, min_size)
-    checks.check_choice("gathered", gathered, (True, False))
+    checks.check_types(mixed_precision, where.shard_dim, where.stacked, batch_dim, where.min_size)
+    checks.check_choice("gathered", where.gathered, (True, False))
     checks.check_choice("fallback", fallback, ("warn", "error"))
     precision = mixed_precision or MixedPrecision()
     ahead = Prefetch.parse(prefetch)
@@ -179,29 +160,29 @@ def fully_shard(
         replicated_args=tuple(replicated_args),
         outputs=outputs,
         sync_batch_norm=sync_batch_norm,
-        gathered=gathered,
+        gathered=where.gathered,
         fallback=fallback,
     )
     rule = PlacementRule(
         degrees=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
         mixed_precision=precision,
-        shard_dim=shard_dim,
-        stacked=stacked,
-        min_size=min_size,
-        offload=offload,
-        gathered=gathered,
+        shard_dim=where.shard_dim,
+        stacked=where.stacked,
+        min_size=where.min_size,
+        offload=where.offload,
+        gathered=where.gathered,
     )
-    if not gathered:
-        checks.check_ungathered(policy, strategy, offload)
+    if not where.gathered:
+        checks.check_ungathered(policy, strategy, where.offload)
     optimizer = LogicalOptimizer(_LINEN_OPTIMIZER) if isinstance(module, nn.Module) else None  # nnx: where it is padded
-    record = Unit(mesh, policy, rule, as_filter(ignored), tuple(allow_replicated), optimizer=optimizer)
+    record = Unit(mesh, policy, rule, as_filter(where.ignored), tuple(where.allow_replicated), optimizer=optimizer)
     root = record if units is None else dataclasses.replace(record, policy=dataclasses.replace(policy, remat="none"))
     if isinstance(module, nn.Module):
         checks.check_no_strategy(strategy)
-        checks.check_no_units(units, gathered)
-        return annotated(module, root, units, record, ignored, call_annotated)
+        checks.check_no_units(units, where.gathered)
+        return annotated(module, root, units, record, where.ignored, call_annotated)
     checks.check_has_parameters(modules)
-    _annotate_all(modules, root, _choose_units(modules, units), record, ignored)
+    _annotate_all(modules, root, _choose_units(modules, units), record, where.ignored)
     if strategy is not None:
         for root in modules:
             settings, why = settings_of(strategy, root, mesh)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import fnmatch
+import warnings
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
@@ -12,6 +14,7 @@ from jshard._mesh import FSDP, AnyMesh, degree
 from jshard._nnx import Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
 from jshard._nnx import modules as modules_of
 from jshard._offload import PARAMS
+from jshard._placement import ShardPlacement
 from jshard._policies import MixedPrecision, UnitPolicy
 from jshard._replicated import ARRAY, Other, others_of
 
@@ -100,7 +103,7 @@ def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> 
             why="its call runs as written, in global view: no copy is gathered, kept, cast or reduced, and nothing is"
             " split by jshard. It takes shard_dim, stacked, ignored, allow_replicated, min_size and"
             " offload='optimizer'.",
-            do="js.fully_shard(model.tables, mesh=mesh, gathered=False, shard_dim=0)",
+            do="js.fully_shard(model.tables, mesh=mesh, placement=js.ShardPlacement(gathered=False, shard_dim=0))",
         )
 
 
@@ -112,9 +115,41 @@ def check_no_units_inside(module: nnx.Module, record: Unit) -> None:
             "A unit that is never gathered has units inside.",
             where=[f"{plain_class(module).__name__}: {path}" for path in inner],
             why="its whole call runs as written, and so would they.",
-            do="annotate only what is not to be gathered: js.fully_shard(model.tables, mesh=mesh, gathered=False);"
+            do="annotate only what is not to be gathered: js.fully_shard(model.tables, mesh=mesh,"
+            " placement=js.ShardPlacement(gathered=False));"
             "\nthen the root: js.fully_shard(model, mesh=mesh)",
         )
+
+
+def placement_of(placement: ShardPlacement | None, moved: Mapping[str, Any]) -> ShardPlacement:
+    """The placement that was asked for; what came as arguments of `fully_shard` itself counts, with a warning."""
+    if placement is not None and not isinstance(placement, ShardPlacement):
+        raise AnnotationError(
+            "There is no such placement.",
+            where=f"fully_shard(placement={placement!r})",
+            why="it is a js.ShardPlacement.",
+            do="js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))",
+        )
+    found = placement or ShardPlacement()
+    if not moved:
+        return found
+    known = [field.name for field in dataclasses.fields(ShardPlacement)]
+    if unknown := [name for name in moved if name not in known]:
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
+    found = dataclasses.replace(found, **moved)
+    text = lambda value: (
+        getattr(value, "__name__", "...").replace("<lambda>", "...") if callable(value) else repr(value)
+    )
+    given = [(name, getattr(found, name)) for name in known]
+    plain = ShardPlacement()
+    settings = ", ".join(f"{name}={text(value)}" for name, value in given if value != getattr(plain, name))
+    warnings.warn(
+        f"{', '.join(moved)}: these settings of fully_shard have moved, and go with the next release. The new line:\n"
+        f"  js.fully_shard(..., placement=js.ShardPlacement({settings}))",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return found
 
 
 def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: Any, min_size: Any) -> None:
@@ -132,14 +167,14 @@ def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: A
             shard_dim,
             shard_dim is None or callable(shard_dim) or type(shard_dim) is int,
             "a number or a function of (path, shape)",
-            "js.fully_shard(block, mesh=mesh, shard_dim=0)",
+            "js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))",
         ),
         (
             "stacked",
             stacked,
             type(stacked) is int and stacked >= 0,
             "a number of leading dims, 0 or more",
-            "js.fully_shard(layers, mesh=mesh, stacked=1)",
+            "js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
         ),
         (
             "batch_dim",
@@ -153,7 +188,7 @@ def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: A
             min_size,
             type(min_size) is int and min_size >= 0,
             "a number of elements",
-            "js.fully_shard(model, mesh=mesh, min_size=1024)",
+            "js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(min_size=1024))",
         ),
     )
     for name, value, good, wanted, line in checks:

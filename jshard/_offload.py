@@ -33,7 +33,7 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
             where=f"fully_shard(offload={offload!r})",
             why='it is "optimizer" (optimizer state lies in host memory), "params" (parameters and their gradients do,'
             " too) or None.",
-            do='js.fully_shard(block, mesh=mesh, offload="optimizer")',
+            do='js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(offload="optimizer"))',
         )
     if (offload or activations) and isinstance(mesh, Mesh):
         _check_devices(mesh, f"offload={offload!r}" if offload else 'remat="offload"')

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -103,6 +103,54 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
     """A spec that says only what lies on some axes, for a region that is manual over them."""
     return PartitionSpec(*[tuple(n for n in axes_of(entry) if n in axes) or None for entry in entries])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlacement:
+    """Where the parameters of a unit lie: what `js.fully_shard` takes as `placement`.
+
+    Args:
+        shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
+            that returns a number, or None to choose as usual.
+        stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
+        ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
+            held against the path from the module and from the unit.
+        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
+            whatever their size and without a warning; and of large arrays that are no parameters.
+        min_size: parameters with fewer elements stay replicated.
+        offload: what lies in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
+            `"params"`: the parameters and their gradients, too: each is brought to the device before it is gathered.
+            Parameters below `min_size` stay on the device.
+        gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
+            unit's call runs as written, in global view, where each parameter is one logical array: for tables of
+            which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
+            model that is so by itself, as what is around it runs in global view, too. What it communicates is the
+            model's own; of the settings of `js.fully_shard` it takes this one, with `offload` at most `"optimizer"`.
+
+    Example:
+        >>> placement = js.ShardPlacement(shard_dim=0, offload="optimizer")
+        >>> model = js.fully_shard(model, mesh=mesh, placement=placement)
+    """
+
+    shard_dim: ShardDim = None
+    stacked: int = 0
+    ignored: Any = None
+    allow_replicated: Sequence[str] = ()
+    min_size: int = 1024
+    offload: str | None = None
+    gathered: bool = True
+
+
+class MovedSettings(TypedDict, total=False):
+    """The same settings as arguments of `js.fully_shard` itself, for one more release."""
+
+    shard_dim: ShardDim
+    stacked: int
+    ignored: Any
+    allow_replicated: Sequence[str]
+    min_size: int
+    offload: str | None
+    gathered: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +309,7 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], r
             "shard_dim gave something that is not a dim.",
             where=f"{path}  shape {tuple(shape)}",
             why=f"it gave {asked!r}; a dim is a number, or None to choose as usual.",
-            do="js.fully_shard(m, mesh=mesh, shard_dim=lambda path, shape: None)",
+            do="js.fully_shard(m, mesh=mesh, placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
         )
     dim = asked + len(shape) if asked < 0 else asked
     possible = [d for d in free if shape[d] % rule.degree == 0 or rule.pads]
@@ -273,5 +321,5 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], r
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
         why="a dim must be free of other axes and of layers" + ("." if rule.pads else even),
         do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
-        " shard_dim=lambda path, shape: None)",
+        " placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
     )

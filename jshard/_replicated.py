@@ -85,7 +85,7 @@ def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int)
         f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {held} bytes,"
         f" beside {total} bytes of parameters:{listed}\n"
         "  If they are trained, make them parameters: nnx.Param(...), in Linen self.param(...). If not, accept it:"
-        f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(dotted(other.path) for other in others)!r})",
+        f" {_accepted(dotted(other.path) for other in others)}",
         stacklevel=4,
     )
 
@@ -123,8 +123,7 @@ def _check_once(name: str, placed: _Placed, allowed: tuple[str, ...], precision:
             where=[_describe(*one) for one in large.items()],
             why=f"no dim divides by {axis}, every dim is smaller, and each parameter is over {_LARGE_SHARE:.0%} of the"
             f" model's {total} bytes.",
-            do=f"accept it: js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(large)!r}),\n"
-            "or have it padded: shard_dim=0.",
+            do=f"accept it: {_accepted(large)},\nor have it padded: placement=js.ShardPlacement(shard_dim=0).",
         )
     if odd:
         listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
@@ -132,15 +131,16 @@ def _check_once(name: str, placed: _Placed, allowed: tuple[str, ...], precision:
         warnings.warn(
             f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axis}. Each device holds all"
             f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
-            f" js.fully_shard(model, mesh=mesh, allow_replicated={_patterns(odd)!r}). To pad them: shard_dim=0.",
+            f" {_accepted(odd)}. To pad them: placement=js.ShardPlacement(shard_dim=0).",
             stacklevel=4,
         )
 
 
-def _patterns(named: Iterable[str]) -> list[str]:
-    """What names paths in `allow_replicated`: themselves; of many with `*` for the numbers of layers."""
+def _accepted(named: Iterable[str]) -> str:
+    """The line that accepts replicated arrays: by their paths, or with `*` for the numbers of many layers."""
     paths = list(named)
-    return paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
+    paths = paths if len(paths) <= _LISTED else list(dict.fromkeys(numberless(path) for path in paths))
+    return f"js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(allow_replicated={paths!r}))"
 
 
 def _check_kept(name: str, placed: _Placed, precision: MixedPrecision) -> None:

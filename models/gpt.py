@@ -243,7 +243,7 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
     settings = {"mesh": mesh, "mixed_precision": precision, "offload": config.offload}
     if config.scan:
-        js.fully_shard(model.blocks, remat=config.remat, stacked=1, **settings)
+        js.fully_shard(model.blocks, remat=config.remat, placement=js.ShardPlacement(stacked=1), **settings)
     else:
         for block in model.blocks:
             js.fully_shard(block, remat=config.remat, **settings)

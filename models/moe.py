@@ -219,7 +219,9 @@ def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
     precision = None
     if config.compute_dtype != "float32":
         precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
-    js.fully_shard(model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=1)
+    js.fully_shard(
+        model.blocks, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.ShardPlacement(stacked=1)
+    )
     js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     js.fully_shard(model, mesh=mesh, mixed_precision=precision)
 

@@ -235,11 +235,13 @@ def annotate(model: T5, mesh: Mesh | AbstractMesh) -> None:
     units = [model.encoder, model.decoder] if config.scan else [*model.encoder, *model.decoder]
     for unit in units:
         stacked = 1 if config.scan else 0
-        js.fully_shard(unit, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=stacked)
+        js.fully_shard(
+            unit, mesh=mesh, mixed_precision=precision, remat=config.remat, placement=js.ShardPlacement(stacked=stacked)
+        )
     if not config.tied:  # backward begins with the head: what forward gathered of it stays
         js.fully_shard(model.head, mesh=mesh, mixed_precision=precision, reshard_after_forward=False)
     small = ["encoder_bias/*", "decoder_bias/*"]  # a row for each bucket: on many devices they cannot be cut
-    js.fully_shard(model, mesh=mesh, mixed_precision=precision, allow_replicated=small)
+    js.fully_shard(model, mesh=mesh, mixed_precision=precision, placement=js.ShardPlacement(allow_replicated=small))
 
 
 def loss_fn(model: T5, batch: Batch) -> jax.Array:

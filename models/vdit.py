@@ -290,7 +290,13 @@ def annotate(model: VDiT, mesh: Mesh | AbstractMesh) -> None:
         outer = dataclasses.replace(precision, cast_inputs=False)  # a time in bfloat16 would be a coarse one
     blocks, stacked = ([model.blocks], 1) if config.scan else (model.blocks, 0)
     for block in blocks:
-        js.fully_shard(block, mesh=mesh, mixed_precision=precision, remat=config.remat, stacked=stacked)
+        js.fully_shard(
+            block,
+            mesh=mesh,
+            mixed_precision=precision,
+            remat=config.remat,
+            placement=js.ShardPlacement(stacked=stacked),
+        )
     js.fully_shard(model, mesh=mesh, mixed_precision=outer)
 
 

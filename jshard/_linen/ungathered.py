@@ -49,8 +49,8 @@ def check_beside(kind: str, units: Mapping[Path, "SeenUnit"], leaves: Iterable["
             "A module around a unit that is never gathered has parameters of its own.",
             where=[f"{kind}: {leaf.path}  {list(leaf.placement.shape)}" for leaf in beside],
             why="its call runs as written, in global view, and the compiler would gather them as it likes.",
-            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., ignored="
-            f"{beside[0].path!r}).",
+            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., placement="
+            f"js.ShardPlacement(ignored={beside[0].path!r})).",
         )
 
 
