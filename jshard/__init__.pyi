@@ -13,6 +13,8 @@ from jshard._init import abstract_init as abstract_init
 from jshard._init import shard_init as shard_init
 from jshard._mesh import mesh as mesh
 from jshard._mesh import shard_batch as shard_batch
+from jshard._moved import batch_mean as batch_mean
+from jshard._moved import per_shard as per_shard
 from jshard._optimizer import shard_optimizer as shard_optimizer
 from jshard._placement import ShardPlacement as ShardPlacement
 from jshard._plan import plan as plan
@@ -26,8 +28,6 @@ from jshard._strategies import strategies as strategies
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
-from jshard.engine.gone import batch_mean as batch_mean
-from jshard.engine.gone import per_shard as per_shard
 from jshard.engine.per_example import per_example as per_example
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check

@@ -17,6 +17,7 @@ from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotated
 from jshard._linen.route import call_annotated
 from jshard._mesh import AnyMesh, check_mesh, is_concrete
+from jshard._moved import MovedSettings, placement_of, units_of
 from jshard._nnx import (
     LogicalOptimizer,
     Path,
@@ -32,7 +33,7 @@ from jshard._nnx import (
 )
 from jshard._offload import check_offload, sharding_of
 from jshard._padded import Padding, logical, logical_shape, padding_of, store
-from jshard._placement import MovedSettings, Placement, PlacementRule, ShardPlacement
+from jshard._placement import Placement, PlacementRule, ShardPlacement
 from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
 from jshard._revise import revise
 from jshard._shard_plan import Leaf, make_plan
@@ -58,11 +59,6 @@ def fully_shard(
     prefetch: int | str | None = 1,
     strategy: str | Strategy | None = None,
     placement: ShardPlacement | None = None,
-    batch_dim: int = 0,
-    batch_arg: str | Sequence[str] | None = None,
-    replicated_args: Sequence[str] = (),
-    outputs: str | None = None,
-    sync_batch_norm: bool = True,
     fallback: str = "warn",
     **moved: Unpack[MovedSettings],
 ) -> M:
@@ -72,10 +68,11 @@ def fully_shard(
     sharded along its largest dim that divides by the degree of the `fsdp` axis; if none does, along one that is
     stored with some rows of padding, which reads of the parameter do not show (such a model needs the
     optimizer of `js.shard_optimizer`); a small parameter is then replicated. When the root is called,
-    the call runs as one `jax.shard_map` region over the data axes; inside, each unit all-gathers its own
-    parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
-    which come out sharded like the parameters. The module keeps its class, names, variables and tree; the
-    training step stays plain Flax, in global view.
+    the call is traced once, in global view, and its program runs on data shards: each unit all-gathers its
+    own parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
+    which come out sharded like the parameters. The numbers are those of one device, also where the model
+    combines examples of the batch. The module keeps its class, names, variables and tree; the training step
+    stays plain Flax, in global view.
 
     A unit should be a layer or a block: large enough for efficient collectives, small enough that one
     gathered unit fits beside the shards. Parameters outside the inner units belong to the root.
@@ -107,19 +104,9 @@ def fully_shard(
             gathered parameters are kept if all that is known before a step takes less than half of a device's
             memory. `js.explain` shows what was chosen, and why.
         placement: where its parameters lie, if not along the largest dim that divides: `js.ShardPlacement`.
-        batch_dim: which dim of array arguments is the batch. This and the settings below hold for calls from outside:
-            give them to the root.
-        batch_arg: name of the argument whose batch counts; the first array argument by default. Several names: all
-            of them carry it.
-        replicated_args: names of arguments that every data shard gets whole.
-        outputs: `"mean"` or `"sum"`: how outputs without a batch dim, computed from a part of the batch
-            each, are combined. Without it they raise; `js.batch_mean` in the model says it one by one. `"mean"` is
-            right for unweighted means over the examples only.
-        sync_batch_norm: BatchNorm statistics are those of the whole batch. False: those of each data shard; the means
-            of its running statistics over the data shards are kept.
         fallback: what an operation is that has no form on one data shard, so that every device computes it for the
             whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
-        **moved: the fields of `js.ShardPlacement` by name, as they were given before it; a warning prints the new line.
+        **moved: settings from before, for one more release; a warning says what to write instead.
 
     Returns:
         The same object, annotated in place; of a Linen model an annotated copy.
@@ -137,14 +124,14 @@ def fully_shard(
     check_mesh(mesh)
     check_remat(remat)
     check_strategy(strategy)
-    where = checks.placement_of(placement, moved)
+    where = placement_of(placement, moved)
+    units = units_of(units, where)
     check_offload(where.offload, mesh, activations=remat == OFFLOADED)
     modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
     if not isinstance(module, nn.Module):
         checks.check_modules(modules)
     checks.check_reshard(reshard_after_forward, mesh)
-    checks.check_choice("outputs", outputs, (None, "mean", "sum"))
-    checks.check_types(mixed_precision, where.shard_dim, where.stacked, batch_dim, where.min_size)
+    checks.check_types(mixed_precision, where.shard_dim, where.stacked, where.min_size)
     checks.check_choice("gathered", where.gathered, (True, False))
     checks.check_choice("fallback", fallback, ("warn", "error"))
     precision = mixed_precision or MixedPrecision()
@@ -155,11 +142,6 @@ def fully_shard(
         remat=remat,
         prefetch=ahead,
         group=next(_groups) if len(modules) > 1 else None,
-        batch_dim=batch_dim,
-        batch_args=(batch_arg,) if isinstance(batch_arg, str) else tuple(batch_arg or ()),
-        replicated_args=tuple(replicated_args),
-        outputs=outputs,
-        sync_batch_norm=sync_batch_norm,
         gathered=where.gathered,
         fallback=fallback,
     )

@@ -2,8 +2,6 @@
 
 import dataclasses
 import fnmatch
-import warnings
-from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
@@ -14,7 +12,6 @@ from jshard._mesh import FSDP, AnyMesh, degree
 from jshard._nnx import Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
 from jshard._nnx import modules as modules_of
 from jshard._offload import PARAMS
-from jshard._placement import ShardPlacement
 from jshard._policies import MixedPrecision, UnitPolicy
 from jshard._replicated import ARRAY, Other, others_of
 
@@ -85,7 +82,8 @@ def check_no_units(units: Any, gathered: bool) -> None:
             "A unit that is never gathered has units inside.",
             where=f"fully_shard(units={units!r}, gathered=False)",
             why="its whole call runs as written, and so would they.",
-            do='js.fully_shard(model, mesh=mesh, units={"tables": {"gathered": False}, Block: {}})  # only the tables',
+            do='js.fully_shard(model, mesh=mesh, units={"tables": {"placement": js.ShardPlacement(gathered=False)},'
+            " Block: {}})  # only the tables",
         )
 
 
@@ -93,7 +91,7 @@ def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> 
     """Raises for settings that mean nothing for a unit that is never gathered."""
     plain = UnitPolicy(gathered=False, group=policy.group)
     names = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) != getattr(plain, f.name)]
-    told = [f"{name.replace('batch_args', 'batch_arg')}=..." for name in names]
+    told = [f"{name}=..." for name in names]
     told += ["strategy=..."] if strategy is not None else []
     told += [f"offload={offload!r}"] if offload == PARAMS else []
     if told:
@@ -121,38 +119,7 @@ def check_no_units_inside(module: nnx.Module, record: Unit) -> None:
         )
 
 
-def placement_of(placement: ShardPlacement | None, moved: Mapping[str, Any]) -> ShardPlacement:
-    """The placement that was asked for; what came as arguments of `fully_shard` itself counts, with a warning."""
-    if placement is not None and not isinstance(placement, ShardPlacement):
-        raise AnnotationError(
-            "There is no such placement.",
-            where=f"fully_shard(placement={placement!r})",
-            why="it is a js.ShardPlacement.",
-            do="js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))",
-        )
-    found = placement or ShardPlacement()
-    if not moved:
-        return found
-    known = [field.name for field in dataclasses.fields(ShardPlacement)]
-    if unknown := [name for name in moved if name not in known]:
-        raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
-    found = dataclasses.replace(found, **moved)
-    text = lambda value: (
-        getattr(value, "__name__", "...").replace("<lambda>", "...") if callable(value) else repr(value)
-    )
-    given = [(name, getattr(found, name)) for name in known]
-    plain = ShardPlacement()
-    settings = ", ".join(f"{name}={text(value)}" for name, value in given if value != getattr(plain, name))
-    warnings.warn(
-        f"{', '.join(moved)}: these settings of fully_shard have moved, and go with the next release. The new line:\n"
-        f"  js.fully_shard(..., placement=js.ShardPlacement({settings}))",
-        FutureWarning,
-        stacklevel=3,
-    )
-    return found
-
-
-def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: Any, min_size: Any) -> None:
+def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, min_size: Any) -> None:
     """Raises for settings of another type than the annotation takes."""
     checks = (
         (
@@ -175,13 +142,6 @@ def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, batch_dim: A
             type(stacked) is int and stacked >= 0,
             "a number of leading dims, 0 or more",
             "js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
-        ),
-        (
-            "batch_dim",
-            batch_dim,
-            type(batch_dim) is int and batch_dim >= 0,
-            "a dim counted from the front, 0 or more",
-            "js.fully_shard(model, mesh=mesh, batch_dim=1)",
         ),
         (
             "min_size",

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
@@ -139,18 +139,6 @@ class ShardPlacement:
     min_size: int = 1024
     offload: str | None = None
     gathered: bool = True
-
-
-class MovedSettings(TypedDict, total=False):
-    """The same settings as arguments of `js.fully_shard` itself, for one more release."""
-
-    shard_dim: ShardDim
-    stacked: int
-    ignored: Any
-    allow_replicated: Sequence[str]
-    min_size: int
-    offload: str | None
-    gathered: bool
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ import jshard as js
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
-NEVER = {"gathered": False}
+NEVER = {"placement": js.ShardPlacement(gathered=False)}
 
 
 class Model(nn.Module):
@@ -194,7 +194,9 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: value_and_grad, wrt without use": lambda: planned(wrt=["second/*", "*/lora_*"]),
     "linen: value_and_grad, other parameters": gathered_for_nothing,
     "linen: never gathered, with units": lambda: shard(units=nn.Dense, gathered=False),
-    "linen: never gathered, settings": lambda: shard(units={nn.Dense: {"gathered": False, "remat": "full"}}),
+    "linen: never gathered, settings": lambda: shard(
+        units={nn.Dense: {"placement": js.ShardPlacement(gathered=False), "remat": "full"}}
+    ),
     "linen: never gathered, unit around": lambda: never(Rows(), **{"reader": {}, "reader/Dense_0": NEVER}),
     "linen: never gathered, parameters around": lambda: never(Rows(scaled=True)),
     "linen: never gathered, used by a unit": lambda: never(Rows(), reader={}),

@@ -71,7 +71,10 @@ def test_gradients_in_setup_style(units):
 
 
 def test_units_may_differ_in_their_settings():
-    units = {"block_0": {"remat": "full", "prefetch": 0}, Block: {"reshard_after_forward": False, "min_size": 4096}}
+    units = {
+        "block_0": {"remat": "full", "prefetch": 0},
+        Block: {"reshard_after_forward": False, "placement": js.ShardPlacement(min_size=4096)},
+    }
     plan = js.plan(assert_equal(Decoder(depth=3), units=units))
     assert [(u.remat, u.prefetch, u.reshard_after_forward) for u in plan.units[1:3]] == [
         ("full", "0", True),

@@ -253,24 +253,33 @@ def test_state_that_optax_alone_made_is_refused(offload: str):
 
 def test_devices_without_host_memory_are_refused(monkeypatch):
     monkeypatch.setattr(_compat, "memory_kinds", lambda device: ["device"])
-    for settings in ({"offload": "optimizer"}, {"offload": "params"}, {"units": {Block: {"offload": "params"}}}):
+    for settings in (
+        {"offload": "optimizer"},
+        {"offload": "params"},
+        {"units": {Block: {"placement": js.ShardPlacement(offload="params")}}},
+    ):
         with pytest.raises(js.MeshError, match="8 of 8 devices lack it"):
             annotated(**settings)
 
 
 def test_units_may_differ_in_what_is_offloaded():
-    model = annotated(units={"block_0": {"offload": "optimizer"}, Block: {"offload": "params"}})
+    model = annotated(
+        units={
+            "block_0": {"placement": js.ShardPlacement(offload="optimizer")},
+            Block: {"placement": js.ShardPlacement(offload="params")},
+        }
+    )
     state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
     hosted = [path for path, (kind, _) in kinds(state).items() if kind == "pinned_host"]
     of_state = [path for path in hosted if "opt_state" in path]
     assert len(of_state) == 2 * 2 * 2 and not any("table" in path for path in hosted)
     assert len(hosted) == len(of_state) + 2 and sum("params['block_1']" in path for path in hosted) == 2
     with pytest.raises(js.AnnotationError, match="There is no such offload"):
-        annotated(units={Block: {"offload": "cpu"}})
+        annotated(units={Block: {"placement": js.ShardPlacement(offload="cpu")}})
 
 
 def test_of_a_table_that_is_never_gathered_the_state_alone_is_there():
-    units = {"table": {"gathered": False}, Block: {}}
+    units = {"table": {"placement": js.ShardPlacement(gathered=False, offload="optimizer")}, Block: {}}
     model = js.fully_shard(Tabled(), mesh=js.mesh(), units=units, offload="params")
     state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
     memory = lambda tree: tree["table"]["embedding"].sharding.memory_kind

@@ -20,7 +20,7 @@ from tests.linen_models import WIDTH, Block, assert_same
 from tests.wide import wide
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
-NEVER = {"gathered": False, "shard_dim": 0}
+NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
 UNITS = {"table": NEVER, Block: {}}
 
 

@@ -10,7 +10,8 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._placement import MovedSettings, ShardPlacement
+from jshard._moved import GONE, MovedSettings
+from jshard._placement import ShardPlacement
 
 SETTINGS = {"shard_dim": 1, "ignored": "bias", "min_size": 16, "offload": "optimizer"}
 
@@ -69,13 +70,24 @@ def test_what_is_no_setting_is_an_error():
 
 
 def test_the_old_arguments_are_the_fields():
-    assert list(MovedSettings.__annotations__) == list(inspect.signature(ShardPlacement).parameters)
-    parameters = [p for p in inspect.signature(js.fully_shard).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    going = {
-        "batch_dim",
-        "batch_arg",
-        "replicated_args",
-        "outputs",
-        "sync_batch_norm",
-    }  # with the engine that needs them
-    assert len([p for p in parameters if p.name not in going]) <= 10
+    assert list(MovedSettings.__annotations__) == [*inspect.signature(ShardPlacement).parameters, *GONE]
+
+
+def test_a_unit_of_a_linen_model_takes_it():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(64, name="out")(nn.Dense(128, name="inner")(x))
+
+    def plan_of(settings):
+        model = js.fully_shard(Model(), mesh=js.mesh(), units={"inner": settings})
+        jax.eval_shape(model.init, jax.random.key(0), jnp.ones((8, 128)))
+        return js.plan(model)
+
+    new = plan_of({"placement": js.ShardPlacement(shard_dim=1, min_size=16)})
+    with pytest.warns(FutureWarning, match=r'"placement": js.ShardPlacement\(shard_dim=1, min_size=16\)') as caught:
+        assert plan_of({"shard_dim": 1, "min_size": 16}) == new
+    assert caught[0].filename == __file__
+    assert (new.leaf("inner/kernel").placement.dim, new.leaf("out/kernel").placement.dim) == (1, 0)
+    with pytest.raises(js.AnnotationError, match="'stacked'; a unit sets"):
+        plan_of({"placement": js.ShardPlacement(stacked=1)})

@@ -15,15 +15,15 @@ from jshard._choices import UnitChoice, chosen
 from jshard._compat import LINEN_CALL
 from jshard._errors import AnnotationError
 from jshard._linen.layout import Layout, Leaf, Seen
+from jshard._moved import OF_A_UNIT, check_placement
 from jshard._nnx import Path, Unit, dotted
-from jshard._offload import OPTIMIZER, PARAMS, check_offload
-from jshard._placement import PlacementRule
+from jshard._offload import PARAMS, check_offload
+from jshard._placement import PlacementRule, ShardPlacement
 from jshard._policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
 
 L = TypeVar("L", bound=nn.Module)
 
-_PLACING = ("shard_dim", "min_size", "offload")
-_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", *_PLACING, "gathered")
+_OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch", "placement")
 
 
 @dataclasses.dataclass(eq=False)
@@ -223,35 +223,38 @@ def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
 
 def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
     """The record with what one choice sets otherwise."""
+    where, plain = check_placement(settings.get("placement")), ShardPlacement()
+    of_all = [field.name for field in dataclasses.fields(where) if field.name not in OF_A_UNIT]
     unknown = [name for name in settings if name not in _OWN_SETTINGS]
+    unknown += [name for name in of_all if getattr(where, name) != getattr(plain, name)]
     if unknown:
+        own = [*_OWN_SETTINGS[:-1], f"placement with {', '.join(OF_A_UNIT)}"]
         raise AnnotationError(
             "A unit has no such setting of its own.",
             where=f"fully_shard(units={{{_text(choice)}: {dict(settings)!r}}})",
-            why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(_OWN_SETTINGS)}.",
+            why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(own)}.",
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
-    policy = _checked(settings, record)
-    placing = {name: policy.pop(name) for name in _PLACING if name in policy}
+    policy = _checked(settings, where, record)
+    placing = {name: getattr(where, name) for name in OF_A_UNIT} if "placement" in settings else {}
     if "mixed_precision" in policy:
         placing["mixed_precision"] = policy["mixed_precision"]
     common = record.policy
-    if not policy.get("gathered", True):  # what is said for all units is not for this one
+    if not where.gathered:  # what is said for all units is not for this one
         common = UnitPolicy()
-        checks.check_ungathered(UnitPolicy(**policy), None, placing.get("offload"))
-        placing = {"offload": record.rule.offload and OPTIMIZER, **placing}  # its parameters are used where they lie
-        placing |= {"gathered": False, "mixed_precision": MixedPrecision()}
+        policy["gathered"] = False
+        checks.check_ungathered(UnitPolicy(**policy), None, where.offload)
+        placing["mixed_precision"] = MixedPrecision()
     made: PlacementRule = dataclasses.replace(record.rule, **placing)
     return dataclasses.replace(record, policy=dataclasses.replace(common, **policy), rule=made)
 
 
-def _checked(settings: Mapping[str, Any], record: Unit) -> dict[str, Any]:
-    """The settings of a choice, as a unit's record takes them."""
-    found = dict(settings)
-    checks.check_types(found.get("mixed_precision"), found.get("shard_dim"), 0, 0, found.get("min_size", 0))
-    checks.check_choice("gathered", found.get("gathered", True), (True, False))
-    if "offload" in found:
-        check_offload(found["offload"], record.mesh)
+def _checked(settings: Mapping[str, Any], where: ShardPlacement, record: Unit) -> dict[str, Any]:
+    """The settings of a choice, as the policy of a unit's record takes them."""
+    found = {name: value for name, value in settings.items() if name != "placement"}
+    checks.check_types(found.get("mixed_precision"), where.shard_dim, where.stacked, where.min_size)
+    checks.check_choice("gathered", where.gathered, (True, False))
+    check_offload(where.offload, record.mesh)
     if "remat" in found:
         check_remat(found["remat"])
     if "reshard_after_forward" in found:

@@ -36,7 +36,8 @@ def check_alone(kind: str, units: Mapping[Path, "SeenUnit"]) -> None:
             where=[f"{kind}: {dotted(path)}" for path in wrong],
             why=f"the call of {', '.join(map(dotted, sorted(never)))} runs as written, in global view, and so does what"
             " is around it.",
-            do='units beside it: js.fully_shard(model, mesh=mesh, units={"tables": {"gathered": False}, Block: {}})',
+            do='units beside it: js.fully_shard(model, mesh=mesh, units={"tables": {"placement":'
+            " js.ShardPlacement(gathered=False)}, Block: {}})",
         )
 
 

@@ -23,18 +23,18 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
         steps: number of microbatches.
         name: of the model, for messages.
     """
-    shards, dim = data_degree(unit.mesh), unit.policy.batch_dim
+    shards = data_degree(unit.mesh)
     flat, _ = jax.tree_util.tree_flatten_with_path(batch)
     arrays = [(jax.tree_util.keystr(p), jnp.shape(x)) for p, x in flat if jnp.ndim(x)]
-    bad = [(p, shape) for p, shape in arrays if len(shape) <= dim or shape[dim] % (steps * shards)]
+    bad = [(p, shape) for p, shape in arrays if shape[0] % (steps * shards)]
     if bad:
         raise CallError(
             "The batch cannot be cut into microbatches.",
             where=[f"{name}: batch{p}  shape {tuple(s)}" for p, s in bad],
-            why=f"{steps} microbatches over {shards} data shards need a batch dim that divides by {steps * shards}.",
+            why=f"{steps} microbatches over {shards} data shards need a leading dim that divides by {steps * shards}.",
             do=f"use a batch that is a multiple of {steps * shards}, or js.value_and_grad(loss_fn, accumulate=1).",
         )
-    sharding = NamedSharding(unit.mesh, PartitionSpec(*[None] * (dim + 1), data_axes(unit.mesh)))
+    sharding = NamedSharding(unit.mesh, PartitionSpec(None, data_axes(unit.mesh)))
 
     def cut(x: Any) -> jax.Array:
         x = jnp.asarray(x)
@@ -42,7 +42,7 @@ def microbatches(batch: Any, unit: Unit, steps: int, name: str) -> Any:
             return jax.random.split(x, steps)
         if not x.ndim:
             return jnp.broadcast_to(x, (steps,))
-        rows = x.reshape(*x.shape[:dim], x.shape[dim] // steps, steps, *x.shape[dim + 1 :])
-        return lax.with_sharding_constraint(jnp.moveaxis(rows, dim + 1, 0), sharding)
+        rows = x.reshape(x.shape[0] // steps, steps, *x.shape[1:])
+        return lax.with_sharding_constraint(jnp.moveaxis(rows, 1, 0), sharding)
 
     return jax.tree.map(cut, batch)
