@@ -190,8 +190,7 @@ class Model(nnx.Module):
     def __call__(self, tokens_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The scores; and E x the sum of share x score over the experts of a layer, which is 1 for an even load."""
         x_BTD, load = js.scan_layers(self.blocks, self.tokens(tokens_BT), collect=True)
-        # Means over the whole batch before their product: each data shard has seen its part only.
-        share_LE, score_LE = js.batch_mean(load)
+        share_LE, score_LE = load
         uneven = self.config.n_expert * (share_LE * score_LE).sum(-1).mean()
         return self.head(self.norm(x_BTD)), uneven
 
