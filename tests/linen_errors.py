@@ -208,5 +208,4 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: in a shard_map": call_in_a_shard_map,
     "linen: explain": explain_with_a_loss,
     "linen: check without variables": lambda: js.check(shard(), X),
-    "linen: check with dropout": lambda: js.check(shard(), variables(), X, rngs={"dropout": KEY}),
 }

@@ -103,7 +103,7 @@ class Unit(nnx.Module):
 
 def outputs(**settings) -> dict[str, str]:
     precision = js.MixedPrecision(**settings)
-    model = js.fully_shard(Unit(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=precision, batch_arg=("x", "ids"))
+    model = js.fully_shard(Unit(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=precision)
     x, ids = np.ones((16, 64), np.float32), np.ones((16,), np.int32)
     return {k: v.dtype.name for k, v in nnx.jit(lambda m, x, ids: m(x, ids))(model, x, ids).items()}
 

@@ -99,7 +99,7 @@ def check(
         state, args, arrays = inputs
         live = nnx.merge(graphdef, params, state, copy=True)
         out = call(live, *args, **arrays, **static)
-        return out, nnx.state(live, nnx.Not(nnx.Param))
+        return out, nnx.state(live, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 
     program, inputs = _program(run), (state, args, arrays)
     with without_update():
@@ -230,9 +230,9 @@ def _raise_if_apart(report: CheckReport, where: str) -> None:
         raise CallError(
             "The sharded region and global view do not agree.",
             where=[f"{where}: {k}  {every[k]:.1e}" for k in bad],
-            why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. In bfloat16, or next to a"
-            " norm of few values, rounding may be that large; so may it be where a function declared with js.per_example"
-            " combines examples.",
+            why=f"differences relative to the largest element; {report.tolerance:.0e} is allowed. In bfloat16, or near"
+            " a norm of few values, rounding may be that large. So may it be where a function declared with"
+            " js.per_example combines examples.",
             do="js.check(model, x, tolerance=1e-2)  # for bfloat16\n"
             "with js.global_view(): step(model, batch)  # gives the numbers of one device",
         )
