@@ -102,9 +102,8 @@ def in_plain_flax() -> bool:
 def global_view() -> Iterator[None]:
     """Inside, annotated modules run as plain Flax modules on sharded arrays; the compiler places communication.
 
-    For what cannot be split over the data shards: a model that combines examples, a batch that does not divide, a
-    sample of one text, a Hessian-vector product by forward mode. Results are right; memory and communication are the
-    compiler's choice. It may be around a jitted step.
+    For a sample of one text, or a Hessian-vector product by forward mode. The numbers are those of one device, as they
+    are outside; memory and communication are the compiler's choice. It may be around a jitted step.
 
     Example:
         >>> with js.global_view():
