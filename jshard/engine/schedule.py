@@ -128,10 +128,12 @@ class ShardedPartitioner(Partitioner):
         name = eqn.primitive.name
         if name == "unit":
             outer, self.eqn = self.eqn, eqn
+            self._around.append(eqn)
             try:
                 return self._unit(eqn, values)
             finally:
                 self.eqn = outer
+                self._around.pop()
         if any(v.is_stored for v in values) and (found := self._of_stored(eqn, values)) is not None:
             return found
         return super().equation(eqn, values)
