@@ -223,12 +223,15 @@ class Region:
         def on_shard(*xs: Any) -> list[Any]:
             values = [one.enter(x) for x, one in zip(xs[:num_operands], operands, strict=True)]
             whole = {key: one.enter(x) for x, (key, one) in zip(xs[num_operands:], given.items(), strict=True)}
-            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole)
+            name = self.unit.name or "(root)"
+            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole, name)
             if is_backward:
                 _hold_back([v for v in values if v.is_stored], [v for v in values if not v.is_stored])
             gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
-            outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
+            with jax.named_scope(f"jshard[{name}]/{BACKWARD}"):
+                stored_gradients = _in_states(p, outs[: len(wanted)], wanted)
+            outs = [*stored_gradients, *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
             moved.note(self.unit, self.name, phase, p.moved)
             found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
             more = {} if is_backward else self._kept(p)
