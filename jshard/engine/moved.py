@@ -145,7 +145,7 @@ def _refused(bad: Sequence[Mixing]) -> CallError:
     return CallError(
         "The model has operations that every device computes for the whole batch.",
         where=_listed(bad),
-        why='they cannot be computed on one data shard, and the annotation says fallback="error".',
+        why='each needs more of the batch than a data shard has, and the annotation says fallback="error".',
         do="f = js.per_example(f)  # if f treats each example on its own; else\n"
         'js.fully_shard(model, mesh=mesh, fallback="warn")',
     )
