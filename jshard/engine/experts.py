@@ -58,9 +58,16 @@ def over_experts(
     p = Partitioner((EXPERT,), degree, batch_sizes=[batch] if batch else [])
     values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
-    ended = [p.in_state(v, dim) for v, dim in zip(outs, wanted, strict=False)]
+    ended = [_reduced(p, v, dim) for v, dim in zip(outs, wanted, strict=False)]
     ended += [p.land(p.settle(v)) for v in outs[len(wanted) :]]
     return [v.x for v in ended], [v.dim if v.is_split else None for v in ended], p.moved
+
+
+def _reduced(p: Partitioner, value: Value, dim: int | None) -> Value:
+    """A gradient as it is stored. Its sum is planned, and no mixing of the model's own."""
+    if not value.is_partial:
+        return p.in_state(value, dim)
+    return Value(p.sum(value.x)) if dim is None else Value(p.reduce_scatter(value.x, dim), dim)
 
 
 def _whole(x: Any, dim: int | None, degree: int) -> jax.ShapeDtypeStruct:

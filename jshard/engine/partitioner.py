@@ -5,7 +5,8 @@ table in `jshard.engine.rules` says for each primitive how states flow. What has
 computed whole from gathered operands: slower, never wrong, and noted with its bytes and the user's line.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import contextlib
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -16,9 +17,10 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._errors import CallError, FourPartError
+from jshard.engine.moved import scope_of
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value, array_bytes
+from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
@@ -62,8 +64,15 @@ class Partitioner:
         """Runs the program of a loop's body or of a branch, in a trace of its own."""
         return self.run(jaxpr, consts, args, gradients=gradients)
 
+    @contextlib.contextmanager
+    def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
+        """Inside, a collective is traced for the equation: it is recorded, and has a name in the compiled program."""
+        self.note(kind, eqn, size)
+        with jax.named_scope(scope_of(self.moved[-1], size)):
+            yield
+
     def note(self, kind: Any, eqn: Eqn | None, size: int) -> None:
-        """Records a collective of the equation; None: for what the program returns."""
+        """Records what the equation needs of other shards; None: what the program returns needs it."""
         places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
         where = next(filter(None, places), "")  # what the library traced once has the line of its call
         shapes = " ".join(a.aval.str_short() for a in eqn.invars[:3]) if eqn is not None else ""
@@ -107,8 +116,9 @@ class Partitioner:
         if value.state is None:
             return value
         if None not in value.done:
-            x = self.sum(value.x) if value.is_partial else self.gather(value.x, value.dim)
-            self.note("sum" if value.is_partial else "whole", self.eqn, array_bytes(x))
+            kind, times = ("sum", 1) if value.is_partial else ("whole", self.degree)
+            with self.sends(kind, self.eqn, value.bytes * times):
+                x = self.sum(value.x) if value.is_partial else self.gather(value.x, value.dim)
             value.done[None] = Value(x)
         return value.done[None]
 
@@ -127,16 +137,15 @@ class Partitioner:
 
     def _split(self, value: Value, dim: int) -> Any:
         if value.is_partial and None not in value.done:
-            x = self.reduce_scatter(value.x, dim)
-            self.note("sum", self.eqn, array_bytes(x))
-            return x
+            with self.sends("sum", self.eqn, value.bytes // self.degree):
+                return self.reduce_scatter(value.x, dim)
         if value.is_split and None not in value.done:
-            self.note("move", self.eqn, array_bytes(value.x))
-            return self.all_to_all(value.x, value.dim, dim)
+            with self.sends("move", self.eqn, value.bytes):
+                return self.all_to_all(value.x, value.dim, dim)
         if value.is_known:
             if (x := known.shard_of(self, value, dim)) is not None:
                 return x
-            self.note("made whole", self.eqn, array_bytes(value.x))
+            self.note("made whole", self.eqn, value.bytes)
         return self.cut(self.whole(value).x, dim)
 
     def partial(self, value: Value) -> Value:

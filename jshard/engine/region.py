@@ -29,7 +29,7 @@ from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
-from jshard.engine.units import computes_in, region_trace
+from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
 
 
@@ -171,7 +171,7 @@ class Region:
         copied: Sequence[bool],
         reshard: bool | int,
     ) -> None:
-        self.unit, self.name, self.program = unit, call.where.split(".")[0], program
+        self.unit, self.name, self.program = unit, call.where, program
         mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
         arguments = call.inputs[call.num_state :] or call.inputs
@@ -217,18 +217,22 @@ class Region:
         keeps: dict[Any, Crossing] = {}
         out_specs: list[PartitionSpec] = []
         given, num_operands = kept or {}, len(operands)
+        phase = BACKWARD if is_backward else FORWARD
         wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in gradients_of]
 
         def on_shard(*xs: Any) -> list[Any]:
             values = [one.enter(x) for x, one in zip(xs[:num_operands], operands, strict=True)]
             whole = {key: one.enter(x) for x, (key, one) in zip(xs[num_operands:], given.items(), strict=True)}
-            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole)
+            name = self.unit.name or "(root)"
+            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole, name)
             if is_backward:
                 _hold_back(gathered_in(jaxpr.jaxpr, values), [v for v in values if not v.is_stored])
             gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
-            outs = [*_in_states(p, outs[: len(wanted)], wanted), *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
-            moved.note(self.unit, self.name, p.moved, self.unit.policy.fallback)
+            with jax.named_scope(f"jshard[{name}]/{BACKWARD}"):
+                stored_gradients = _in_states(p, outs[: len(wanted)], wanted)
+            outs = [*stored_gradients, *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
+            moved.note(self.unit, self.name, phase, p.moved)
             found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
             more = {} if is_backward else self._kept(p)
             keeps.update({key: Crossing.of(v) for key, v in more.items()})
@@ -244,7 +248,7 @@ class Region:
             batch = self.batch * self.experts // self.degree
             dims = [one.expert_dim for one in entering]
             outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts, batch)
-            moved.note(self.unit, self.name, more, self.unit.policy.fallback)
+            moved.note(self.unit, self.name, f"{phase} over {EXPERT}", more)
             for i, dim in enumerate(dims):
                 out_specs[i] = experts.with_experts(out_specs[i], dim)
             num_outs = len(found)

@@ -34,12 +34,19 @@ class ShardedPartitioner(Partitioner):
         mesh: the mesh of the model.
         batch_sizes: sizes of the batch.
         whole: parameters gathered before, or pieces of them; see `Level.whole`.
+        name: of the unit whose region it is.
     """
 
-    def __init__(self, mesh: Mesh, batch_sizes: Sequence[int] = (), whole: Mapping[Any, Value] | None = None) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        batch_sizes: Sequence[int] = (),
+        whole: Mapping[Any, Value] | None = None,
+        name: str = "(root)",
+    ) -> None:
         axes = batch_axes(mesh)
         super().__init__(axes, math.prod(degree(mesh, a) for a in axes), batch_sizes=batch_sizes)
-        self.mesh = mesh
+        self.mesh, self.name = mesh, name
         self.level = Level([])
         self.kept_whole = dict(whole or {})
         self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
@@ -55,7 +62,7 @@ class ShardedPartitioner(Partitioner):
         key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
         found = self.level.whole.get(key, value)
         if found.is_stored:
-            with jax.named_scope(f"jshard[{value.parameter}]"):
+            with jax.named_scope(f"jshard[{self.name}]"):
                 found = self.level.whole[key] = Value(stored.gather(found, self.mesh))
             self._read.append(value)  # its id stays taken
         return found
@@ -134,10 +141,12 @@ class ShardedPartitioner(Partitioner):
         name = eqn.primitive.name
         if name == "unit":
             outer, self.eqn = self.eqn, eqn
+            self._around.append(eqn)
             try:
                 return self._unit(eqn, values)
             finally:
                 self.eqn = outer
+                self._around.pop()
         if any(v.is_stored for v in values) and (found := self._of_stored(eqn, values)) is not None:
             return found
         return super().equation(eqn, values)

@@ -38,8 +38,8 @@ def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window]
         is_ours = lambda dims, is_told=is_told: dims in known or (is_told and dims not in theirs)
         ours = [array for array in window.arrays if is_ours(comparable(array[1]))]
         rest = [array for array in window.arrays if array not in ours]
-        planned += [_with(window, ours) if rest else window] if ours or not rest else []
-        own += [_with(window, rest)] if rest else []
+        planned += [with_arrays(window, ours) if rest else window] if ours or not rest else []
+        own += [with_arrays(window, rest)] if rest else []
     return planned, own
 
 
@@ -90,15 +90,16 @@ def shapes_on_device(placement: Placement, plan: ShardPlan) -> tuple[tuple[int, 
     return whole, tuple(n // cut(axes) for n, axes in dims)
 
 
-def _with(window: Window, arrays: Sequence[Array]) -> Window:
+def with_arrays(window: Window, arrays: Sequence[Array]) -> Window:
     """A collective with some of its arrays; one that scatters has parts of them in its result."""
-    parts = window.full_bytes // sum(map(_bytes, window.arrays))
+    parts = window.full_bytes // sum(map(array_bytes, window.arrays))
     sizes: dict[str, int] = collections.defaultdict(int)
     for array in arrays:
-        sizes[array[0]] += _bytes(array) * parts
+        sizes[array[0]] += array_bytes(array) * parts
     return dataclasses.replace(window, arrays=tuple(arrays), sizes=tuple(sizes.items()))
 
 
-def _bytes(array: Array) -> int:
+def array_bytes(array: Array) -> int:
+    """Bytes of an array of a collective's result."""
     dtype, dims = array
     return math.prod(dims) * math.ceil(item_bytes(dtype))

@@ -4,6 +4,7 @@ Facts of the compiler. Nothing is run and nothing is estimated.
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -21,6 +22,7 @@ from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo import KINDS
 from jshard.inspect.host import host_differences
+from jshard.inspect.mixing import MixingRow, mixing_rows, mixing_table, without_mixing
 from jshard.inspect.schedule import Schedule, read_schedule
 from jshard.inspect.steps import Window
 from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
@@ -119,22 +121,31 @@ class Audit:
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The collectives, alike ones together, the largest first."""
-        return rows_of(self.schedule.windows)
+        """The collectives but those of the model's own mixing, alike ones together, the largest first."""
+        return rows_of(self._others)
+
+    @property
+    def mixing(self) -> tuple[MixingRow, ...]:
+        """The collectives of lines of the model that mix examples, the largest first."""
+        return mixing_rows(without_mixing(self.schedule.windows)[1])
+
+    @functools.cached_property
+    def _others(self) -> list[Window]:
+        return without_mixing(self.schedule.windows)[0]
 
     @property
     def totals(self) -> tuple[Total, ...]:
-        """By kind."""
-        return tuple(total_of(kind, self.schedule.windows) for kind in KINDS if kind in self._kinds)
+        """By kind, without the model's own mixing."""
+        return tuple(total_of(kind, self._others) for kind in KINDS if kind in self._kinds)
 
     @property
     def _kinds(self) -> set[str]:
-        return {w.kind for w in self.schedule.windows}
+        return {w.kind for w in self._others}
 
     def amount(self, kind: str) -> float:
         """Elements sent by collectives of one kind, by the number of parameters: 2.0 is every parameter twice.
 
-        Parameters that are never gathered are not among that number.
+        Parameters that are never gathered are not among that number, nor is the model's own mixing among the elements.
 
         Args:
             kind: such as `all-gather`.
@@ -146,7 +157,7 @@ class Audit:
                 why="amounts are by the number of parameters, which a program does not tell.",
                 do="js.audit(program, model=model)",
             )
-        return total_of(kind, self.schedule.windows).elements / self.plan.gathered_part.num_parameters
+        return total_of(kind, self._others).elements / self.plan.gathered_part.num_parameters
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
         """The collectives that block, or during which nothing is multiplied.
@@ -164,6 +175,8 @@ class Audit:
 
     def __rich__(self) -> Group:
         parts: list[Any] = [Text(_headline(self)), Text(), _collectives_table(self)]
+        if self.mixing:
+            parts += [Text(), mixing_table(self.mixing)]
         if self.memory is not None:
             parts += [Text(), _memory_table(self.memory)]
         return Group(*parts, Text(), *map(Text, _closing_lines(self)))
@@ -177,6 +190,7 @@ class Audit:
             "parameter_bytes": None if self.plan is None else self.plan.logical_bytes,
             "num_parameters": None if self.plan is None else self.plan.num_parameters,
             "collectives": [row.to_dict() for row in self.rows],
+            "mixing": [row.to_dict() for row in self.mixing],
             "totals": [dataclasses.asdict(total) for total in self.totals],
             "not_overlapped_in_loops": [w.name for w in self.not_overlapped()],
             "memory_per_device": memory,

@@ -17,9 +17,10 @@ from jshard.inspect.apart import (
 )
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo import KINDS, ring_bytes
+from jshard.inspect.mixing import resized, without_mixing
 from jshard.inspect.module import item_bytes
 from jshard.inspect.steps import Window
-from jshard.inspect.tables import folded_names
+from jshard.inspect.tables import folded_names, human_bytes
 
 # Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
 # scalars fall below.
@@ -73,8 +74,9 @@ def differences(
 ) -> tuple[Difference, ...]:
     """Compares the collectives of a program with those that its plan asks for.
 
-    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`
-    and the exchange with experts are the model's own, and not compared; nor are those of units that are never gathered,
+    Counted in elements, as a compiler may widen a dtype; that is a difference of its own. Collectives over `tensor`,
+    the exchange with experts, and those of lines that mix examples are the model's own, and not compared, but for the
+    bytes that such a line asks for; nor are those of units that are never gathered,
     unless arrays in them are whole parameters of such a unit, or gradients.
 
     Args:
@@ -84,6 +86,7 @@ def differences(
         sync: likewise.
         on_cpu: the program was compiled by XLA:CPU; what that alone does says so.
     """
+    windows, mixing = without_mixing(windows)
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
     ours, apart = told_apart([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
     compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
@@ -100,7 +103,8 @@ def differences(
     found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
     found += [dataclasses.replace(d, by_cpu=_JOINED) for d in _amounts(joined, {}, planned, compiled, plan, ours)]
     found += [*_dtypes(kept, compiled, planned, ours, least, on_cpu), *_named_whole(strange, "no parameter", least)]
-    return (*found, *_named_whole(gathered_anyway(apart, plan), "what is never gathered", least))
+    found += _named_whole(gathered_anyway(apart, plan), "what is never gathered", least)
+    return (*found, *_resized(mixing, on_cpu))
 
 
 _Elements = dict[Place, dict[str, float]]  # by place and dtype
@@ -242,6 +246,17 @@ def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, lea
             words = f"{place.kind} of {what}: {_named(units)}, {_axes(place.axes)}, {' '.join(shapes)}"
             differences.append(Difference(words, None, place.kind, place.axes, units))
     return differences
+
+
+def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
+    """Collectives of lines that mix examples, larger than those lines ask for."""
+    found = []
+    for window, compiled, asked in resized(windows):
+        place, lines = _place(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
+        words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which asks for {human_bytes(asked)}"
+        by_cpu = _WIDENED if on_cpu and set(dict(window.sizes)) == {"f32"} and compiled <= 2 * asked else ""
+        found.append(Difference(words, place.kind, place.kind, place.axes, window.units, by_cpu))
+    return found
 
 
 def _gathers(plan: ShardPlan) -> Place:

@@ -17,9 +17,11 @@ from jshard._nnx import dotted
 from jshard._plan import plan as make_plan
 from jshard._replicated import Other, others_of
 from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.engine.moved import Mixing, mixing_of
 from jshard.inspect.activations import activations
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, memory_of, unit_bytes
+from jshard.inspect.mixing import traced_table
 from jshard.inspect.notes import notes_of, notes_of_others
 from jshard.inspect.tables import (
     FittedTable,
@@ -45,7 +47,8 @@ def explain(
     """Says where every parameter of an annotated model lies and what training it costs.
 
     Nothing is compiled, and no array is needed: an abstract model of any size will do. What follows from the
-    plan is told apart from what is estimated.
+    plan is told apart from what is estimated. Once the model was called, what it sends as it mixes the examples of its
+    batch is listed by line.
 
     Args:
         model_or_plan: an annotated model, concrete or abstract, or its plan.
@@ -76,7 +79,7 @@ def explain(
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
     others = others_of(model_or_plan) if isinstance(model_or_plan, nnx.Module) else ()
-    return Explanation(plan, held, traffic_of(plan), leaves, others)
+    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing_of(plan))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -89,6 +92,7 @@ class Explanation:
         traffic: the collectives of one step.
         leaves: whether every parameter is listed.
         others: float arrays of an nnx model that are no parameters, and in no other figure.
+        mixing: what the calls that were traced last send as the model mixes the examples of its batch.
     """
 
     plan: ShardPlan
@@ -96,6 +100,7 @@ class Explanation:
     traffic: tuple[Traffic, ...]
     leaves: bool = False
     others: tuple[Other, ...] = ()
+    mixing: tuple[Mixing, ...] = ()
 
     def __str__(self) -> str:
         return printed(self)
@@ -107,6 +112,7 @@ class Explanation:
         if self.leaves:
             tables.append(_leaves_table(self.plan))
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
+        tables += [traced_table(self.mixing)] if self.mixing else []
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
         notes = [*chosen, *notes_of(self.plan), *notes_of_others(self.others)]
         spaced = [part for table in tables for part in (Text(), table)]
@@ -128,6 +134,7 @@ class Explanation:
             "units": units,
             "memory_per_device": bytes_,
             "communication_per_step": traffic,
+            "mixing": [dataclasses.asdict(one) for one in self.mixing],
             "replicated": {leaf.path: leaf.placement.because for leaf in self.plan.replicated},
             "other_arrays": [dataclasses.asdict(other) | {"path": dotted(other.path)} for other in self.others],
         }

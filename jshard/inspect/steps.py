@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jshard.engine.moved import Mixing
 from jshard.inspect.tables import folded_names
 from jshard.inspect.work import Work
 
@@ -28,6 +29,8 @@ class Window:
         flops: floating-point operations of these.
         conditional: it lies in a branch, and may not run at all.
         arrays: of its result: dtype and dims of each.
+        mixing: the lines of the model that mix examples by it; several if the compiler joined theirs.
+        is_mixing: it is for those alone.
     """
 
     name: str
@@ -46,6 +49,8 @@ class Window:
     flops: float = 0.0
     conditional: bool = False
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    mixing: tuple[Mixing, ...] = ()
+    is_mixing: bool = False
 
     @property
     def full_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 import re
 
+from jshard.engine.moved import Mixing, named_in
+
 _UNIT = re.compile(r"jshard\[([^\]]*)\](/backward)?")
 
 
@@ -10,8 +12,15 @@ def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
     found = [(name, _UNIT.findall(name)) for name in _joined_names(op_name)]
     told = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit
     units = dict.fromkeys(unit for _, (unit, _) in told)
-    phases = {"backward" if marked or "transpose(" in name else "forward" for name, (_, marked) in told}
+    marked = [(name, bool(tags and tags[-1][1])) for name, tags in found if tags or named_in(name)]
+    phases = {"backward" if is_marked or "transpose(" in name else "forward" for name, is_marked in marked}
     return tuple(units), "both" if len(phases) > 1 else next(iter(phases), None)
+
+
+def mixing_in(op_name: str) -> tuple[tuple[Mixing, ...], bool]:
+    """The lines of the model that mix examples by an operation, and whether all of its names say so."""
+    found = [named_in(name) for name in _joined_names(op_name)]
+    return tuple(dict.fromkeys(one for ones in found for one in ones)), all(found)
 
 
 def _joined_names(op_name: str) -> list[str]:

@@ -10,7 +10,7 @@ from jshard.inspect.loops import trip_count
 from jshard.inspect.module import Computation, Instruction, Module, tuple_index
 from jshard.inspect.readers import Readers
 from jshard.inspect.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
-from jshard.inspect.traced_names import unit_and_phase
+from jshard.inspect.traced_names import mixing_in, unit_and_phase
 from jshard.inspect.work import Work, Worker, added
 
 _ARRIVING = " state"
@@ -168,7 +168,8 @@ class Walk:
         collective = role.collective
         assert collective is not None
         sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
-        units, phase = unit_and_phase(instruction.op_name or collective.op_name)
+        traced = instruction.op_name or collective.op_name
+        (units, phase), (mixing, is_mixing) = unit_and_phase(traced), mixing_in(traced)
         return Window(
             name=instruction.name,
             kind=role.kind,
@@ -183,6 +184,8 @@ class Walk:
             is_async=role.stage == "start",
             conditional=self._in_branch,
             arrays=results_of(collective, base_opcode(collective.opcode)),
+            mixing=mixing,
+            is_mixing=is_mixing,
         )
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:

@@ -1,6 +1,6 @@
 """What a program does besides computing: callbacks, barriers, references."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -8,7 +8,7 @@ from jax import lax
 from jshard import _compat
 from jshard._errors import CallError
 from jshard.engine.rules.table import rule
-from jshard.engine.values import Eqn, Value
+from jshard.engine.values import Eqn, Value, array_bytes
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -37,10 +37,15 @@ def callback(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     xs = [p.whole(v).x for v in values]
     nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]
     found = lax.cond(p.shard == 0, lambda *xs: p.bind(eqn, xs), nothing, *xs)
-    return [Value(lax.all_gather(x, p.axes)[0]) for x in found]
+    return [_of_first_shard(p, eqn, x) for x in found]
 
 
 @rule("rng_uniform", takes_partial=True)
 def rng_uniform(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """Numbers of the device's own generator: those of the first shard, on every shard."""
-    return [Value(p.gather(x[None], 0)[0]) for x in p.bind(eqn, [p.whole(v).x for v in values])]
+    return [_of_first_shard(p, eqn, x) for x in p.bind(eqn, [p.whole(v).x for v in values])]
+
+
+def _of_first_shard(p: "Partitioner", eqn: Eqn, x: Any) -> Value:
+    with p.sends("move", eqn, array_bytes(x) * p.degree):
+        return Value(p.gather(x[None], 0)[0])

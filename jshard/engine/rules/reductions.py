@@ -8,7 +8,7 @@ from jax import lax
 
 from jshard.engine.rules.counted import counted_columns
 from jshard.engine.rules.table import beside, rule, same, split_dim
-from jshard.engine.values import PARTIAL, Eqn, Value
+from jshard.engine.values import PARTIAL, Eqn, Value, array_bytes
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -26,10 +26,10 @@ def reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     if name == "reduce_sum":
         return found
     if name in _ACROSS:
-        p.note("max", eqn, found[0].bytes)
-        return [Value(_ACROSS[name](found[0].x, p.axes))]
-    every = p.gather(found[0].x[None], 0)
-    p.note("whole", eqn, Value(every).bytes)
+        with p.sends("max", eqn, found[0].bytes):
+            return [Value(_ACROSS[name](found[0].x, p.axes))]
+    with p.sends("whole", eqn, found[0].bytes * p.degree):
+        every = p.gather(found[0].x[None], 0)
     return [Value(x) for x in p.bind(eqn, [every], axes=(0,))]
 
 
@@ -42,8 +42,11 @@ def arg_reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] |
     (index,) = p.bind(eqn, [value.x])
     best = jnp.take_along_axis(value.x, jnp.expand_dims(index, axis), axis)
     index = index + (p.shard * value.shape[axis]).astype(index.dtype)
-    bests, indices = p.gather(best, axis), p.gather(jnp.expand_dims(index, axis), axis)
-    p.note("whole", eqn, Value(bests).bytes + Value(indices).bytes)
+    index = jnp.expand_dims(index, axis)
+    with p.sends("whole", eqn, array_bytes(best) * p.degree):
+        bests = p.gather(best, axis)
+    with p.sends("whole", eqn, array_bytes(index) * p.degree):
+        indices = p.gather(index, axis)
     (shard,) = p.bind(eqn, [bests])
     return [Value(jnp.take_along_axis(indices, jnp.expand_dims(shard, axis), axis).squeeze(axis))]
 

@@ -122,8 +122,8 @@ def _result(p: "Partitioner", eqn: Eqn, axes: _Axes, x: Any, dims: Dims) -> Valu
     if (dim := _only(own, axes.data)) is not None:
         return Value(x, dim)
     for dim, over in _split_dims(own):
-        x = lax.all_gather(x, over, axis=dim, tiled=True)
-        p.note("whole", eqn, array_bytes(x))
+        with p.sends("whole", eqn, array_bytes(x) * _degree(axes, over)):
+            x = lax.all_gather(x, over, axis=dim, tiled=True)
     return Value(x)
 
 

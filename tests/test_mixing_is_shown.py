@@ -1,0 +1,174 @@
+"""What a model sends as it mixes the examples of its batch: warned of, listed by line, told apart, or refused."""
+
+import json
+import linecache
+import re
+import warnings
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.engine.moved import Mixing
+from jshard.inspect.audit import audit
+from jshard.inspect.differences import differences
+from jshard.inspect.mixing import without_mixing
+from jshard.inspect.steps import Window
+from jshard.inspect.traced_names import mixing_in, unit_and_phase
+from tests.helpers import Config, abstract, program
+from tests.one_device import PARTITIONED
+
+pytestmark = PARTITIONED
+
+BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB
+BATCH_BYTES = BATCH * WIDTH * 4
+
+
+class Contrast(nnx.Module):
+    """In-batch negatives of ranked features: two lines that need the whole batch, and one that needs a small sum."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(INPUTS, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.linear(x)
+        h = h - h.mean(0)
+        ranked = jnp.sort(h, axis=0)
+        return h @ ranked.T
+
+
+class LinenContrast(nn.Module):
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = nn.Dense(WIDTH)(x)
+        return h @ h.T
+
+
+def annotated(name: str, **settings: Any) -> nnx.Module:
+    """The model; under a name of its own, as what was warned of is not said again."""
+    kind = type(name, (Contrast,), {})
+    return js.abstract_init(lambda: kind(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=js.mesh(), **settings))
+
+
+def traced(model: nnx.Module, batch: int = BATCH) -> Any:
+    step = nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
+    return step.lower(model, jax.ShapeDtypeStruct((batch, INPUTS), jnp.float32)).lowered
+
+
+def quietly(model: nnx.Module) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return traced(model)
+
+
+def source(where: str) -> str:
+    """The text of the line at `file:line (function)`."""
+    found = re.search(r"test_mixing_is_shown.py:(\d+) \(", where)
+    return linecache.getline(__file__, int(found[1])).strip() if found else where
+
+
+def test_a_line_that_sends_much_is_warned_of_once_with_its_bytes():
+    model = annotated("Warned")
+    with pytest.warns(UserWarning, match="mixes the examples of its batch") as caught:
+        traced(model)
+    listed = [line for one in caught for line in str(one.message).splitlines()[1:]]
+    texts = [source(line) for line in listed]
+    assert sorted(texts) == ["h = self.linear(x)", "ranked = jnp.sort(h, axis=0)", "return h @ ranked.T"]
+    assert all(f"{BATCH_BYTES:,} bytes" in line for line in listed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        traced(model, batch=2 * BATCH)  # another trace of the same lines
+
+
+def lines_of(found: tuple[Mixing, ...]) -> dict[str, int]:
+    """Bytes by the text of the line."""
+    sums: dict[str, int] = {}
+    for one in found:
+        sums[source(one.where)] = sums.get(source(one.where), 0) + one.bytes
+    return sums
+
+
+def test_explain_lists_the_lines_of_an_nnx_model_once_it_was_called():
+    model = annotated("Explained")
+    assert js.explain(model).mixing == () and "own mixing" not in str(js.explain(model))
+    quietly(model)
+    found = js.explain(model)
+    sums = lines_of(found.mixing)
+    assert sums["ranked = jnp.sort(h, axis=0)"] >= BATCH_BYTES and sums["return h @ ranked.T"] >= BATCH_BYTES
+    assert sums["h = h - h.mean(0)"] < BATCH_BYTES / 100
+    assert "Communication of the model's own mixing of examples" in str(found)
+    assert [Mixing(**one) for one in json.loads(found.to_json())["mixing"]] == [*found.mixing]
+    quietly(model)
+    assert js.explain(model).mixing == found.mixing  # of the last trace, not of all
+
+
+def test_explain_lists_the_lines_of_a_linen_model():
+    model = js.fully_shard(LinenContrast(), mesh=js.mesh())
+    x = jax.ShapeDtypeStruct((BATCH, INPUTS), jnp.float32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), x)
+    assert js.explain(model).mixing == ()
+    with pytest.warns(UserWarning, match="LinenContrast mixes the examples"):
+        jax.eval_shape(model.apply, variables, x)
+    assert lines_of(js.explain(model).mixing) == {"return h @ h.T": BATCH_BYTES}
+
+
+def test_audit_tells_the_lines_apart_from_parameters():
+    model = annotated("Audited")
+    found = audit(quietly(model), model=model)
+    assert found.ok, found.differences
+    gathered = [row for row in found.mixing if row.windows[0].kind == "all-gather"]
+    assert {source(m.where) for row in gathered for m in row.mixing} >= {"return h @ ranked.T"}
+    assert sum(row.total_bytes for row in gathered) >= BATCH_BYTES
+    assert found.amount("all-gather") == pytest.approx(1, abs=0.1)  # the kernel: backward of the root needs no other
+    assert not any(w.mixing for row in found.rows for w in row.windows)
+    assert "Collectives of the model's own mixing of examples (compiled)" in str(found)
+    (first, *_) = json.loads(found.to_json())["mixing"]
+    assert first["total_bytes"] == found.mixing[0].total_bytes and first["lines"][0]["where"]
+
+
+def test_a_right_transformer_mixes_nothing():
+    config = Config(attends=True)
+    model = abstract(config, js.mesh())
+    made = program(config)
+    assert audit(made.compiled, plan=made.plan).mixing == ()
+    assert js.explain(model).mixing == () and not json.loads(js.explain(model).to_json())["mixing"]
+
+
+def test_what_is_computed_whole_is_refused_if_asked():
+    with pytest.raises(js.CallError) as caught:
+        quietly(annotated("Refused", fallback="error"))
+    text = str(caught.value)
+    assert "every device computes for the whole batch" in text
+    assert "return h @ ranked.T" in {source(line) for line in text.splitlines()} and f"{BATCH_BYTES:,} bytes" in text
+    assert "  why:   each needs more of the batch than a data shard has" in text
+    assert "js.per_example(f)" in text and 'js.fully_shard(model, mesh=mesh, fallback="warn")' in text
+
+
+NAME = "jit(step)/(jvp(mixing[sum|square|vae.py|35|VAE.__call__|256])/psum:transpose(jvp(jshard[up]/backward))/psum)"
+VAE = Mixing("sum", "square", "vae.py:35 (VAE.__call__)", 1, 256)
+
+
+def window(kind: str, *dims: tuple[int, ...], mixing: tuple[Mixing, ...] = (VAE,), alone: bool = True) -> Window:
+    size = sum(4 * jnp.zeros(d).size for d in dims)
+    arrays = tuple(("f32", d) for d in dims)
+    axes = ("fsdp",)
+    return Window("x", kind, (("f32", size),), (*range(8),), axes, arrays=arrays, mixing=mixing, is_mixing=alone)
+
+
+def test_what_a_compiler_joins_is_taken_apart():
+    assert mixing_in(NAME) == ((VAE,), False) and unit_and_phase(NAME) == (("up",), "both")
+    assert mixing_in(NAME.partition(":")[0] + ")") == ((VAE,), True)
+    others, own = without_mixing([window("all-reduce", (64,), (16, 64), alone=False)])
+    assert [w.arrays for w in own] == [(("f32", (64,)),)] and [w.full_bytes for w in others] == [4096]
+
+
+def test_a_line_that_sends_more_than_it_asked_for_is_a_difference():
+    plan = program(Config()).plan
+    right, larger = window("all-gather", (64,)), window("all-gather", (8, 64))
+    few = [d for d in differences([right], plan) if "vae.py" in str(d)]
+    (more,) = [d for d in differences([right, larger], plan) if "vae.py" in str(d)]
+    assert not few and "2.00 KiB compiled for vae.py:35 (VAE.__call__), which asks for 256 B" in str(more)
