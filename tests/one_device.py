@@ -144,8 +144,8 @@ class LinenBodies(nn.Module):
 
 def mixed_loss(out: Any) -> jax.Array:
     """Every float that comes out has a say, each its own."""
-    floats = [x for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
-    return sum((jnp.sin(3 * x.astype(jnp.float32)).mean() for x in floats), jnp.zeros(()))
+    floats = [x.astype(jnp.float32) for x in jax.tree.leaves(out) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return sum((jnp.sin(3 * x).mean() if x.ndim else x for x in floats), jnp.zeros(()))
 
 
 def body_results(group: str, names: tuple[str, ...], on: str | None, linen: bool = False) -> dict[str, Any]:
