@@ -228,11 +228,15 @@ def uses(name: str, eqn: Any) -> bool:
     return eqn.primitive.name == name or any(uses(name, e) for inner in subprograms(eqn) for e in equations(inner))
 
 
-def gathering_loops(jaxpr: Any) -> list[Any]:
-    """Bodies of the innermost loops that gather."""
+def loops_with(name: str, jaxpr: Any) -> list[Any]:
+    """Bodies of the innermost loops in which a primitive is found."""
     loops = [e.params["jaxpr"].jaxpr for e in equations(jaxpr) if e.primitive.name == "scan"]
     has = lambda name, body: any(uses(name, e) for e in body.eqns)
-    return [body for body in loops if has("all_gather", body) and not has("scan", body)]
+    return [body for body in loops if has(name, body) and not has("scan", body)]
+
+
+gathering_loops = functools.partial(loops_with, "all_gather")
+reducing_loops = functools.partial(loops_with, "reduce_scatter")
 
 
 def waits_for_a_gather(body: Any) -> bool:
@@ -255,6 +259,27 @@ def test_a_trip_computes_with_what_the_trip_before_gathered(name):
     late = gathering_loops(traced(name, prefetch=0)[0].jaxpr.jaxpr)
     assert len(late) == 2
     assert all(map(waits_for_a_gather, late))
+
+
+def reduces_its_own(body: Any) -> bool:
+    """Whether a trip reduces gradients that it computes itself."""
+    computed: set[Any] = set()
+    for eqn in body.eqns:
+        needs = any(isinstance(a, jex.Var) and a in computed for a in eqn.invars)
+        if needs and uses("reduce_scatter", eqn):
+            return True
+        if needs or uses("dot_general", eqn):
+            computed.update(eqn.outvars)
+    return False
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefetch": 2}, {"reshard_after_forward": False}], ids=str)
+@pytest.mark.parametrize("name", ["nnx.scan", "lax.scan", "reverse"])
+def test_gradients_are_reduced_in_the_trip_after_theirs(name, settings):
+    loops = reducing_loops(traced(name, **settings)[0].jaxpr.jaxpr)
+    assert len(loops) == 1  # backward
+    assert not any(map(reduces_its_own, loops))
+    assert any(map(reduces_its_own, reducing_loops(traced(name, prefetch=0)[0].jaxpr.jaxpr)))
 
 
 def elements_sent(jaxpr: Any, kind: str, times: int = 1) -> int:
