@@ -22,8 +22,8 @@ from jshard._shard_plan import ShardPlan as ShardPlan
 from jshard._shard_plan import UnitPlan as UnitPlan
 from jshard._strategies import Strategy as Strategy
 from jshard._strategies import strategies as strategies
+from jshard._value_and_grad import value_and_grad as value_and_grad
 from jshard.cluster.options import compiler_options as compiler_options
-from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
 from jshard.engine.gone import batch_mean as batch_mean
 from jshard.engine.gone import per_shard as per_shard
