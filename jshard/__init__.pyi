@@ -25,8 +25,8 @@ from jshard._shard_plan import ShardPlan as ShardPlan
 from jshard._shard_plan import UnitPlan as UnitPlan
 from jshard._strategies import Strategy as Strategy
 from jshard._strategies import strategies as strategies
+from jshard._value_and_grad import value_and_grad as value_and_grad
 from jshard.cluster.options import compiler_options as compiler_options
-from jshard.engine.accumulate import value_and_grad as value_and_grad
 from jshard.engine.context import global_view as global_view
 from jshard.engine.per_example import per_example as per_example
 from jshard.inspect.audit import audit as audit

@@ -17,7 +17,7 @@ from jshard._errors import AnnotationError
 from jshard._linen.layout import Layout, Leaf, Seen
 from jshard._moved import OF_A_UNIT, check_placement
 from jshard._nnx import Path, Unit, dotted
-from jshard._offload import PARAMS, check_offload
+from jshard._offload import check_offload
 from jshard._placement import PlacementRule, ShardPlacement
 from jshard._policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
 
@@ -52,11 +52,6 @@ class Annotation:
     def gathers_all(self) -> bool:
         """Whether every unit is gathered."""
         return all(record.policy.gathered for record in (self.root, *(record for _, record in self.choices)))
-
-    @property
-    def offloads_params(self) -> bool:
-        """Whether parameters lie in host memory."""
-        return any(record.rule.offload == PARAMS for record in (self.root, *(record for _, record in self.choices)))
 
     @property
     def chosen(self) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from jshard.engine.rules import calls
 
 
 class Call(Protocol):
-    """A call into an annotated module, taken apart into arrays by an adapter: nnx's or Linen's.
+    """A call into an annotated module, taken apart into arrays by the adapter of its kind of module.
 
     Attributes:
         where: class and method, for messages.
