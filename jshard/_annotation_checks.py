@@ -6,7 +6,6 @@ from typing import Any
 
 from flax import nnx
 
-from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, AnyMesh, degree
 from jshard._nnx import Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
@@ -181,31 +180,6 @@ def check_call(module: nnx.Module) -> None:
             why=f"it is a {wrapper}, not a plain method.",
             do="take the decorator off, and put @nnx.jit on the training step.",
         )
-
-
-def check_quantised(module: nnx.Module) -> None:
-    """Raises for units inside a module that qwix has quantised whole."""
-    whole = [p for p, m in modules_of(module) if _compat.is_quantised(m)]
-    if not whole:
-        return
-    units = [p for p, m in nested_units(module) if not _compat.is_quantised(m)]
-    inside = sorted({dotted(u) for u in units for p in whole if len(p) < len(u) and u[: len(p)] == p})
-    if inside:
-        raise quantised_whole(
-            f"{plain_class(module).__name__}: {', '.join(inside[:4])}{' ...' if inside[4:] else ''}",
-            do="quantise each unit, then annotate it: model.block = qwix.quantize_model(model.block, provider, x)",
-        )
-
-
-def quantised_whole(where: str, *, do: str) -> AnnotationError:
-    """The error for units inside a model that qwix has quantised."""
-    return AnnotationError(
-        "A model that qwix has quantised whole has units inside.",
-        where=where,
-        why="qwix replaces products while the call that it knows is traced; a unit is traced again for backward,"
-        " outside of that call, and would not be quantised.",
-        do=do,
-    )
 
 
 def check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:

@@ -144,13 +144,6 @@ def write_attribute(model, x):
     return model.out(x)
 
 
-def quantised(module: nnx.Module) -> nnx.Module:
-    """With a class as qwix makes it."""
-    kind = type(module)
-    module.__class__ = type(kind.__name__, (kind,), {"_unquantized_type": kind})
-    return module
-
-
 def annotate_twice():
     shard(shard(linear()))
 
@@ -325,7 +318,6 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: shard_dim of several": lambda: shard(linear(), shard_dim=lambda path, shape: 2),
     "fully_shard: shard_dim that is no dim": lambda: shard(linear(), shard_dim=lambda path, shape: "kernel"),
     "MixedPrecision: fp8": lambda: js.MixedPrecision(param="float8_e4m3fn"),
-    "fully_shard: quantised whole": lambda: shard(quantised(Model(loss, nnx.Rngs(0))), units="inner"),
     "call: keep matches nothing": lambda: call(shard(linear(), mixed_precision=js.MixedPrecision(keep="norm/*"))),
     "fully_shard: mixed_precision as text": lambda: shard(linear(), mixed_precision="bfloat16"),
     "fully_shard: stacked": lambda: shard(linear(), stacked=-1),

@@ -13,7 +13,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jshard as js
-from tests.helpers import Block, Config, annotator, builder, compile_to_read
+from tests.helpers import Block, Config, builder, compile_to_read
 from tests.parity import worst
 
 # The largest value lies on another shard for each layer and step, far above what the others see.
@@ -92,18 +92,10 @@ def quantised(module: Any) -> Any:
     return module
 
 
-def test_units_inside_a_model_that_qwix_quantised_are_refused():
-    model = quantised(builder(Config(attends=False))())
-    with pytest.raises(js.AnnotationError, match="quantised whole") as error:
-        annotator(js.mesh())(model)
-    assert "Decoder: blocks/0, blocks/1" in str(error.value)
-    with pytest.raises(js.AnnotationError, match="quantised whole"):
-        js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)
-
-
-def test_quantised_units_and_a_quantised_root_alone_are_fine():
+def test_what_qwix_changed_is_annotated_with_units_and_without():
     model = builder(Config(attends=False))()
     model.blocks = nnx.List([quantised(block) for block in model.blocks])
     assert len(js.plan(js.fully_shard(model, units=Block, mesh=js.mesh())).units) == 3
-    assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh())
-    assert js.fully_shard(quantised(Mlp()), mesh=js.mesh())
+    for settings in ({}, {"units": Block}):
+        assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh(), **settings)
+    assert js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)

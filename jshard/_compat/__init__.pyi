@@ -11,7 +11,6 @@ from jshard._compat.graphs import LINEN_CALL as LINEN_CALL
 from jshard._compat.graphs import SETTINGS as SETTINGS
 from jshard._compat.graphs import children as children
 from jshard._compat.graphs import is_node as is_node
-from jshard._compat.graphs import is_quantised as is_quantised
 from jshard._compat.installed import jax_version as jax_version
 from jshard._compat.installed import versions as versions
 from jshard._compat.linen import exported_state as exported_state

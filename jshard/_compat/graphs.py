@@ -28,8 +28,3 @@ def children(node: Any) -> dict[Any, Any]:
     impl = graphlib.GRAPH_REGISTRY.get(type(node)) or (graphlib.get_node_impl(node) if is_node(node) else None)
     found = {} if impl is None else impl.node_dict(node)
     return {key: child for key, child in found.items() if not str(key).startswith("_pytree__")}
-
-
-def is_quantised(module: Any) -> bool:
-    """Whether a module's calls go through qwix, which replaces products while they are traced."""
-    return hasattr(type(module), "_unquantized_type")
