@@ -96,6 +96,6 @@ def test_what_qwix_changed_is_annotated_with_units_and_without():
     model = builder(Config(attends=False))()
     model.blocks = nnx.List([quantised(block) for block in model.blocks])
     assert len(js.plan(js.fully_shard(model, units=Block, mesh=js.mesh())).units) == 3
-    for settings in ({}, {"units": Block}):
-        assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh(), **settings)
+    for units in (None, Block):
+        assert js.fully_shard(quantised(builder(Config(attends=False))()), mesh=js.mesh(), units=units)
     assert js.fully_shard(quantised(Mlp()), mesh=js.mesh(), units=nn.Dense)
