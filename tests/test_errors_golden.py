@@ -144,6 +144,10 @@ def write_attribute(model, x):
     return model.out(x)
 
 
+def mean_over_a_name(model, x):
+    return jax.lax.pmean(model.out(x), "batch")
+
+
 def annotate_twice():
     shard(shard(linear()))
 
@@ -363,6 +367,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: large replicated": lambda: call(shard(Cube()), X),
     "call: inside another shard_map": call_in_a_shard_map,
     "call: computed whole": lambda: call(annotated(sorted_examples, fallback="error"), X),
+    "call: axis of a vmap around": lambda: jax.vmap(annotated(mean_over_a_name), axis_name="batch")(X[None]),
     "call: parameter written": lambda: call(annotated(write_parameter), X),
     "call: attribute written": lambda: call(annotated(write_attribute), X),
     "call: scan over the sharded dim": scan_over_the_sharded_dim,
