@@ -118,7 +118,7 @@ _BYTES = {"B": 1} | {
 
 @dataclasses.dataclass(frozen=True)
 class UnitPolicy:
-    """What `fully_shard` was told about one unit.
+    """The settings of one unit.
 
     `gathered` is False for a unit whose call runs as written, in global view, on shards that stay where they are: of
     the rest only `group` is set then. `strategy` is of the root: what was chosen for its layers, and why. `group` is
@@ -131,11 +131,6 @@ class UnitPolicy:
     prefetch: Prefetch | None = Prefetch(units=1)
     strategy: str = ""
     group: int | None = None
-    batch_dim: int = 0
-    batch_args: tuple[str, ...] = ()
-    replicated_args: tuple[str, ...] = ()
-    outputs: str | None = None
-    sync_batch_norm: bool = True
     gathered: bool = True
     fallback: str = "warn"
 

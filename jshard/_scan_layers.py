@@ -36,7 +36,7 @@ def scan_layers(
 
     Args:
         layers: equal layers: a list of modules; or one module whose variables have a leading dim of layers, made by
-            `nnx.vmap` and annotated with `stacked=1`.
+            `nnx.vmap` and annotated with `js.ShardPlacement(stacked=1)`.
         x: what goes from layer to layer: an array, or a pytree of arrays. Its shapes and dtypes stay the same.
         *args: further arguments, the same for every layer.
         xs: arguments of each layer's own, such as caches: a pytree of arrays with a leading dim of layers. A layer

@@ -242,8 +242,8 @@ def less_the_mean(model, x):
     return js.per_example(lambda h: h - h.mean(0, keepdims=True))(model.out(x))
 
 
-def sorted_examples(model, x):
-    return jnp.sort(model.out(x), axis=0)
+def orthogonal_examples(model, x):
+    return jnp.linalg.qr(model.out(x))[0]
 
 
 def with_a_new_parameter() -> Model:
@@ -366,7 +366,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: abstract mesh": lambda: call(shard(linear(), mesh=js.mesh(devices=64)), X),
     "call: large replicated": lambda: call(shard(Cube()), X),
     "call: inside another shard_map": call_in_a_shard_map,
-    "call: computed whole": lambda: call(annotated(sorted_examples, fallback="error"), X),
+    "call: computed whole": lambda: call(annotated(orthogonal_examples, fallback="error"), X),
     "call: axis of a vmap around": lambda: jax.vmap(annotated(mean_over_a_name), axis_name="batch")(X[None]),
     "call: parameter written": lambda: call(annotated(write_parameter), X),
     "call: attribute written": lambda: call(annotated(write_attribute), X),
@@ -393,7 +393,9 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: settings of a unit that moved": lambda: shard(nn.Dense(64), units={nn.Dense: {"min_size": 1}}),
     "warning: settings that are gone": lambda: shard(linear(), outputs="mean", batch_dim=1),
     "warning: a function that is gone": lambda: js.batch_mean(X),
-    "warning: computed whole": lambda: call(annotated(sorted_examples), np.resize(X, (4096, 64))),
+    "warning: computed whole": lambda: call(
+        annotated(orthogonal_examples), np.random.default_rng(0).random((4096, 64), np.float32)
+    ),
     "warning: replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
     "warning: no parameters, and large": lambda: js.shard_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
