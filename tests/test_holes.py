@@ -39,6 +39,20 @@ def test_check_compares_random_calls():
     assert int(model.drop.rngs.count[...]) == count  # the model is not changed
 
 
+class Normed(nnx.Module):
+    def __init__(self, rngs):
+        self.linear, self.norm = nnx.Linear(64, 64, rngs=rngs), nnx.BatchNorm(64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+def test_check_compares_state_that_the_call_changed():
+    report = js.check(js.fully_shard(Normed(nnx.Rngs(0)), mesh=js.mesh()), X)
+    assert report.state.keys() == {"norm/mean", "norm/var"}
+    assert "1 outputs, 4 gradients and 2 changed states agree" in str(report)
+
+
 class Outer(nnx.Module):
     """Has an inner unit whose parameters it uses by `use`."""
 
