@@ -34,7 +34,7 @@ class Contrast(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.linear(x)
-        h = h - h.mean(0)
+        h = h - h.mean(0, keepdims=True)
         ranked = jnp.sort(h, axis=0)
         return h @ ranked.T
 
@@ -115,7 +115,7 @@ def test_explain_lists_the_lines_of_an_nnx_model_once_it_was_called():
     found = js.explain(model)
     sums = lines_of(found.mixing)
     assert sums["ranked = jnp.sort(h, axis=0)"] >= BATCH_BYTES and sums["return h @ ranked.T"] >= BATCH_BYTES
-    assert sums["h = h - h.mean(0)"] < BATCH_BYTES / 100
+    assert sums["h = h - h.mean(0, keepdims=True)"] < BATCH_BYTES / 100
     assert "Communication of the model's own mixing of examples" in str(found)
     assert [Mixing(**one) for one in json.loads(found.to_json())["mixing"]] == [*found.mixing]
     quietly(model)
