@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax.experimental import pallas as pl
 
 import jshard as js
 from jshard.engine.moved import Mixing
@@ -20,9 +21,6 @@ from jshard.inspect.mixing import without_mixing
 from jshard.inspect.steps import Window
 from jshard.inspect.traced_names import mixing_in, unit_and_phase
 from tests.helpers import Config, abstract, program
-from tests.one_device import PARTITIONED
-
-pytestmark = PARTITIONED
 
 BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB
 BATCH_BYTES = BATCH * WIDTH * 4
@@ -36,7 +34,7 @@ class Contrast(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         h = self.linear(x)
-        h = h - h.mean(0)
+        h = h - h.mean(0, keepdims=True)
         ranked = jnp.sort(h, axis=0)
         return h @ ranked.T
 
@@ -84,6 +82,24 @@ def test_a_line_that_sends_much_is_warned_of_once_with_its_bytes():
         traced(model, batch=2 * BATCH)  # another trace of the same lines
 
 
+class Kernel(nnx.Module):
+    """The engine cannot look into a kernel."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(INPUTS, WIDTH, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        h = self.linear(x)
+        return pl.pallas_call(lambda x, y: y.__setitem__(..., x[...]), out_shape=h, interpret=True)(h)
+
+
+def test_of_a_kernel_the_warning_names_per_example():
+    """Seen to fail with `pallas_call` left out of the opaque ones."""
+    model = js.abstract_init(lambda: Kernel(nnx.Rngs(0)), lambda m: js.fully_shard(m, mesh=js.mesh()))
+    with pytest.warns(UserWarning, match=r"pallas_call, gathered(.|\n)*js.per_example\(f\) around a function f"):
+        nnx.jit(lambda model, x: model(x)).lower(model, jax.ShapeDtypeStruct((BATCH, INPUTS), jnp.float32))
+
+
 def lines_of(found: tuple[Mixing, ...]) -> dict[str, int]:
     """Bytes by the text of the line."""
     sums: dict[str, int] = {}
@@ -99,7 +115,7 @@ def test_explain_lists_the_lines_of_an_nnx_model_once_it_was_called():
     found = js.explain(model)
     sums = lines_of(found.mixing)
     assert sums["ranked = jnp.sort(h, axis=0)"] >= BATCH_BYTES and sums["return h @ ranked.T"] >= BATCH_BYTES
-    assert sums["h = h - h.mean(0)"] < BATCH_BYTES / 100
+    assert sums["h = h - h.mean(0, keepdims=True)"] < BATCH_BYTES / 100
     assert "Communication of the model's own mixing of examples" in str(found)
     assert [Mixing(**one) for one in json.loads(found.to_json())["mixing"]] == [*found.mixing]
     quietly(model)

@@ -63,8 +63,8 @@ def without_mixing(windows: Iterable[Window]) -> tuple[list[Window], list[Window
         sizes = {m.bytes for m in window.mixing}
         mine = [array for array in window.arrays if array_bytes(array) in sizes]
         rest = [array for array in window.arrays if array_bytes(array) not in sizes]
-        own += [with_arrays(window, mine)] if mine else []
-        others += [with_arrays(window, rest)] if rest else []
+        own += [dataclasses.replace(with_arrays(window, mine), is_mixing=True)] if mine else []
+        others += [dataclasses.replace(with_arrays(window, rest), mixing=())] if rest else []
     return others, own
 
 
