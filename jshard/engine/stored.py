@@ -13,11 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._mesh import FSDP, batch_axes
+from jshard._mesh import EXPERT, FSDP, batch_axes, degree
 from jshard._offload import fetched, to_host
 from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
-from jshard.engine import gloo
+from jshard.engine import experts, gloo
 from jshard.engine.values import Value
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
@@ -70,7 +70,7 @@ def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
-    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`.
+    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
     """
     dtype, dim = x.dtype, _dim(x, placement)
     x = x.astype(placement.reduce_dtype)
@@ -82,7 +82,8 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
         x = _with_padding(x, placement)
         x = _keep_other_axes(run, x, placement)(x)
         axes = tuple(a for a in axes if a != FSDP)
-    return (lax.psum(x, axes) if axes else x).astype(dtype)
+    x = lax.psum(x, axes) if axes else x
+    return (experts.summed_over_expert(x) if degree(mesh, EXPERT) > 1 else x).astype(dtype)
 
 
 def travels_with_others(x: jax.Array, placement: Placement) -> bool:
