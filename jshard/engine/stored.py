@@ -74,7 +74,7 @@ def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """
     dtype, dim = x.dtype, _dim(x, placement)
     x = x.astype(placement.reduce_dtype)
-    axes = batch_axes(mesh)
+    axes = tuple(a for a in batch_axes(mesh) if degree(mesh, a) > 1)
     if dim is not None:
         run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
         if gloo.carries(mesh):
