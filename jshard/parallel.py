@@ -17,9 +17,10 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._errors import AnnotationError, CallError
-from jshard._mesh import AXES, DATA_AXES, EXPERT
+from jshard._mesh import AXES, DATA_AXES, EXPERT, degree
 from jshard._nnx import dotted, plain_class, walk
 from jshard._placement import Entry, axes_of, spec_over
+from jshard.engine.experts import exchanged
 from jshard.engine.per_example import region_mesh
 
 
@@ -109,32 +110,36 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
 
 
 def to_experts(x: jax.Array) -> jax.Array:
-    """Sends what each data shard has for each expert to where the expert lies: one all-to-all over `expert`.
+    """Says that inputs of experts lie where their expert does: one all-to-all over `expert`, and one in backward.
 
     Args:
-        x: (experts, batch, ...): for every expert, the inputs that this data shard's part of the batch has for it.
+        x: (experts, batch, ...): for every expert, the inputs that the batch has for it.
 
     Returns:
-        (experts here, batch of all shards along the axis, ...); without an `expert` axis, x.
+        x. It is split along the experts from here on, no longer along the batch.
 
     Example:
         >>> h_EBCD = self.experts(js.parallel.to_experts(x_EBCD))
     """
+    if (mesh := region_mesh()) is not None:
+        return exchanged(x, 1, 0) if degree(mesh, EXPERT) > 1 else x
     return lax.all_to_all(x, EXPERT, split_axis=0, concat_axis=1, tiled=True) if _has_experts() else x
 
 
 def from_experts(x: jax.Array) -> jax.Array:
-    """The way back of `to_experts`: brings what the experts made of each data shard's inputs back to it.
+    """The way back of `to_experts`: brings what the experts made of the inputs back to their data shards.
 
     Args:
-        x: (experts here, batch of all shards along the axis, ...).
+        x: (experts, batch, ...), split along the experts.
 
     Returns:
-        (experts, batch, ...).
+        x. It is split along the batch from here on.
 
     Example:
         >>> y_EBCD = js.parallel.from_experts(h_EBCD)
     """
+    if (mesh := region_mesh()) is not None:
+        return exchanged(x, 0, 1) if degree(mesh, EXPERT) > 1 else x
     return lax.all_to_all(x, EXPERT, split_axis=1, concat_axis=0, tiled=True) if _has_experts() else x
 
 

@@ -5,16 +5,93 @@ interpreted again over `expert` alone, by the same table: the batch and the expe
 meet in moves by an all-to-all, and gradients of everything else are partial until they are stored shards.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core as jex
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from jshard._mesh import EXPERT
 from jshard._placement import Placement, axes_of
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import Moved, Value
+from jshard.engine.rules.table import rule, same
+from jshard.engine.values import Eqn, Moved, Value
+
+# ---- where a value changes its state over `expert`
+
+over_expert_p = jex.Primitive("over_expert")
+"""Its operand. Over `expert` the result is split along `dim`; None: a sum over the axis is taken, if one is open."""
+over_expert_p.def_impl(lambda x, dim: x)
+over_expert_p.def_abstract_eval(lambda x, dim: x)
+mlir.register_lowering(over_expert_p, lambda ctx, x, dim: [x])
+
+
+def _batched(xs: Sequence[Any], dims: Sequence[int], *, dim: int | None) -> tuple[Any, int]:
+    (x,), (at,) = xs, dims
+    return over_expert_p.bind(x, dim=None if dim is None else dim + (at <= dim)), at
+
+
+batching.primitive_batchers[over_expert_p] = _batched
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
+    """The array, which lies split along `new` over `expert` from here on; its gradient along `old` before."""
+    return over_expert_p.bind(x, dim=new)
+
+
+exchanged.defvjp(
+    lambda x, old, new: (over_expert_p.bind(x, dim=new), None),
+    lambda old, new, _, ct: (over_expert_p.bind(ct, dim=old),),
+)
+
+
+def summed_over_expert(x: jax.Array) -> jax.Array:
+    """A gradient whose sum over `expert` is taken here, in this dtype."""
+    return over_expert_p.bind(x, dim=None)
+
+
+@rule("over_expert")
+def _on_data_shard(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]:
+    """A data shard is all of the axis."""
+    return same(p, eqn, values, values[0].state)
+
+
+class ExpertPartitioner(Partitioner):
+    """The partitioner over `expert` of a data shard's program."""
+
+    def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
+        """Runs one equation; those that say what happens over the axis are not the table's."""
+        name = eqn.primitive.name
+        if name == "over_expert":
+            return [self._placed(values[0], eqn.params["dim"])]
+        if name == "psum" and any(v.is_partial for v in values):
+            return [Value(self._summed(eqn, v)) if v.is_partial else v.with_array(self._alone(eqn, v)) for v in values]
+        return super().equation(eqn, values)
+
+    def _placed(self, value: Value, dim: int | None) -> Value:
+        """A value where the program says; what the user or a gradient's sum asks for is not noted."""
+        if dim is None:
+            return Value(self.sum(value.x)) if value.is_partial else value
+        if not self.divides(self.full_shape(value)[dim]):
+            return value
+        mark = len(self.moved)
+        value = self.split(value, dim)
+        del self.moved[mark:]
+        return value
+
+    def _summed(self, eqn: Eqn, value: Value) -> Any:
+        """A sum over the batch's axes, over `expert`, too: one all-reduce."""
+        return self.bind(eqn, [value.x], axes=(*eqn.params["axes"], *self.axes))[0]
+
+    def _alone(self, eqn: Eqn, value: Value) -> Any:
+        return self.bind(eqn, [value.x])[0]
+
+
+# ---- the program
 
 
 def expert_dim(placement: Placement) -> int | None:
@@ -55,7 +132,7 @@ def over_experts(
     """
     whole = [_whole(x, dim, degree) for x, dim in zip(arrays, dims, strict=True)]
     closed = jax.make_jaxpr(program)(*whole)
-    p = Partitioner((EXPERT,), degree, batch_sizes=[batch] if batch else [])
+    p = ExpertPartitioner((EXPERT,), degree, batch_sizes=[batch] if batch else [])
     values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
     ended = [_reduced(p, v, dim) for v, dim in zip(outs, wanted, strict=False)]

@@ -13,11 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._mesh import FSDP, batch_axes
+from jshard._mesh import EXPERT, FSDP, batch_axes, degree
 from jshard._offload import fetched, to_host
 from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
-from jshard.engine import gloo
+from jshard.engine import experts, gloo
 from jshard.engine.values import Value
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
@@ -75,16 +75,16 @@ def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
 def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
-    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`.
+    It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
     """
     if _dim(x, placement) is None:
-        return lax.psum(x.astype(placement.reduce_dtype), batch_axes(mesh)).astype(x.dtype)
+        return _summed(x.astype(placement.reduce_dtype), batch_axes(mesh), mesh).astype(x.dtype)
     return sum_replicas(scatter(x, placement, mesh), mesh).astype(x.dtype)
 
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     """Whether a gradient is reduced over shards, then over replicas."""
-    return _dim(x, placement) is not None and _replica_axes(mesh) != ()
+    return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in (*_replica_axes(mesh), EXPERT))
 
 
 def scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
@@ -99,9 +99,14 @@ def scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
 
 
 def sum_replicas(x: jax.Array, mesh: Mesh) -> jax.Array:
-    """The second step: the sum over the replicas."""
-    axes = _replica_axes(mesh)
-    return lax.psum(x, axes) if axes else x
+    """The second step: the sum over the replicas, and over `expert` with it."""
+    return _summed(x, _replica_axes(mesh), mesh)
+
+
+def _summed(x: jax.Array, axes: tuple[str, ...], mesh: Mesh) -> jax.Array:
+    axes = tuple(a for a in axes if degree(mesh, a) > 1)
+    x = lax.psum(x, axes) if axes else x
+    return experts.summed_over_expert(x) if degree(mesh, EXPERT) > 1 else x
 
 
 def _replica_axes(mesh: Mesh) -> tuple[str, ...]:

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 MOVES = frozenset(
     """
-    broadcast_in_dim copy name reshape rev slice split squeeze stop_gradient tile transpose unstack
-    all_gather all_to_all reduce_scatter
+    broadcast_in_dim copy name over_expert reshape rev slice split squeeze stop_gradient tile transpose unstack
+    all_gather all_to_all psum reduce_scatter
     """.split()
 )
 """Each element of the result is an element of the operand; of collectives over other axes, or a sum of elements."""

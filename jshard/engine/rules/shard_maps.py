@@ -68,7 +68,7 @@ def _partitioned(
     p: "Partitioner", axes: _Axes, values: list[Value], ins: Sequence[Dims], outs: Sequence[Dims], body: Callable
 ) -> list[Value]:
     """The body split over the data axes as any program, inside of a `shard_map` over the others."""
-    values = [p.land(p.settle(v)) for v in values]
+    values = [v if v.is_partial else p.land(v) for v in values]  # a sum may stay open: the body settles what it must
     values = [_apart(p, v, dims) for v, dims in zip(values, ins, strict=True)]
     states: list[State] = []
 
@@ -76,7 +76,7 @@ def _partitioned(
         like = [_full(p, v, x) for v, x in zip(values, xs, strict=True)]
         program = jax.make_jaxpr(body)(*like)
         found = p.run(program.jaxpr, program.consts, [v.with_array(x) for v, x in zip(values, xs, strict=True)])
-        found = [p.land(p.settle(v)) for v in found]
+        found = [v if v.is_partial else p.land(v) for v in found]
         found = [_apart(p, v, dims) for v, dims in zip(found, outs, strict=True)]
         states[:] = [v.state for v in found]
         return [v.x for v in found]
