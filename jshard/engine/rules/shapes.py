@@ -155,3 +155,10 @@ def keys(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
 def random_bits(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """A key for each row. `shape` is that of one key's bits."""
     return same(p, eqn, values, values[0].dim)
+
+
+@rule("random_gamma")
+def random_gamma(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """Each key is split by the number of the samples that it draws: only the dims of the keys can be split."""
+    key, dim = values[0], split_dim(values)
+    return same(p, eqn, [p.split(v, dim) for v in values], dim) if dim < key.ndim else None
