@@ -63,7 +63,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         program,
         consts,
         copied=[copy is not None for copy in copies],
-        reshard=resharded(unit, is_root=True),
+        reshard=resharded(unit, is_root=not unit.nested),
     )
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
