@@ -124,5 +124,6 @@ def test_the_program_does_as_told(units, loop, whole):
     assert gathered[WIDTH, 4 * WIDTH] == loop * LAYERS
     assert gathered[LAYERS, WIDTH, 4 * WIDTH] in ((1, 2) if whole else (0,))  # XLA:CPU may join those of both passes
     assert found.ok, found.differences
-    memory = memory_of(js.plan(model))  # two kernels of four bytes an element
-    assert (memory.kept_bytes, memory.largest_unit_bytes) == (0, 2 * KERNEL * 4 * (LAYERS if whole else 1))
+    memory = memory_of(js.plan(model))  # two kernels of four bytes an element; the head may be the root's, and kept
+    assert memory.largest_unit_bytes == 2 * KERNEL * 4 * (LAYERS if whole else 1)
+    assert memory.kept_bytes == (4 * WIDTH * WIDTH if whole else 0)
