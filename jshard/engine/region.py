@@ -63,7 +63,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         program,
         consts,
         copied=[copy is not None for copy in copies],
-        reshard=resharded(unit, is_root=True),
+        reshard=resharded(unit, is_root=not unit.nested),
     )
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
@@ -245,9 +245,8 @@ class Region:
 
         def with_experts(*xs: Any) -> list[Any]:
             asked = [one.expert_dim for one in gradients_of] if is_backward else []
-            batch = self.batch * self.experts // self.degree
             dims = [one.expert_dim for one in entering]
-            outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts, batch)
+            outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts)
             moved.note(self.unit, self.name, f"{phase} over {EXPERT}", more)
             for i, dim in enumerate(dims):
                 out_specs[i] = experts.with_experts(out_specs[i], dim)
