@@ -142,14 +142,18 @@ def planned(
         with_loops: also those of the first trips of loops that are gathered a trip ahead.
     """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
-    before, pieces = [] if before is None else before, set()
+    before, pieces, stacks = [] if before is None else before, set(), {}
     for e in jaxpr.eqns:
         operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]
         if e.primitive.name in calls.CALLS:
             inner, given = calls.program(e)[0], calls.operands(e, operands)
             yield from planned(inner, given, before, with_loops=with_loops)
+        if e.primitive.name == "stack" and e.params["axis"] == 0 and operands[0].is_stored:
+            stacks[e.outvars[0]] = operands if all(v.state == operands[0].state for v in operands) else ()
         if e.primitive.name == "scan" and with_loops:
-            yield from _first_in_loop(e, operands)
+            yield from _first_in_loop(
+                e, operands, [() if isinstance(a, jex.Literal) else stacks.get(a, ()) for a in e.invars]
+            )
         if e.primitive.name != "unit":
             continue
         gathers, owners = {i: operands[i] for i in gathered_operands(e) if operands[i].is_stored}, e.params["owners"]
@@ -228,20 +232,25 @@ def row(value: Value, at: Any) -> Value:
     return loops.rows(value, lax.squeeze(found, (0,)))
 
 
-def _first_in_loop(eqn: Eqn, operands: Sequence[Value]) -> Iterator[Planned]:
-    """The units of a loop's first trips that are gathered before it."""
+def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:
+    """The units of a loop's first trips that are gathered before it.
+
+    Args:
+        eqn: the loop.
+        operands: of the loop.
+        rows: of each, what it was stacked from in this program; empty if it came as it is.
+    """
     n_consts, n_carry = _compat.scan_arguments(eqn)
     end, length = n_consts + n_carry, eqn.params["length"]
-    shared, scanned = (
-        operands[:n_consts],
-        [Value(None) if loops.is_stored_along_trips(v) else v for v in operands[end:]],
-    )
+    shared, stacks = operands[:n_consts], rows[end:]
+    scanned = [Value(None) if loops.is_stored_along_trips(v) else v for v in operands[end:]]
+    scanned = [stack[0] if stack else v for v, stack in zip(scanned, stacks, strict=True)]
     plan = LoopPlan.of(calls.opened(eqn.params["jaxpr"])[0], shared, operands[n_consts:end], scanned, length)
-    stored = [v for v in operands if v.is_stored]
-    if any(v.x is None or _compat.on_host(v.x) for v in stored):
+    if any(v.x is None or _compat.on_host(v.x) for v in (*shared, *scanned) if v.is_stored):
         return  # their rows are cut when the loop begins
     at = lambda trip: length - 1 - trip if eqn.params["reverse"] else trip
-    find = lambda is_row, k, trip: row(scanned[k], at(trip)) if is_row else shared[k]
+    cut = lambda k, trip: stacks[k][at(trip)] if stacks[k] else row(scanned[k], at(trip))
+    find = lambda is_row, k, trip: cut(k, trip) if is_row else shared[k]
     for i in range(plan.count):
         yield dataclasses.replace(plan.unit(i, 0, find), loop=eqn)
 
