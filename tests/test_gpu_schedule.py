@@ -83,6 +83,9 @@ def test_in_a_scan_every_large_collective_has_a_matrix_product_beside_it(form):
     # Four gathers in forward and four in backward, a reduction, each twice as loops are double-buffered, some merged.
     assert len([w for w in found.schedule.in_loops if w.full_bytes > LARGE_BYTES]) >= 2 * (4 + 4 + 1) - 4
     assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
+    # So have those beside the loop; in forward nothing computes before the first layer.
+    last = [w for w in found.schedule.windows if w.kind == "all-gather" and w.phase == "backward"]
+    assert all(w.is_overlapped for w in last if w.full_bytes > LARGE_BYTES)
     gathers, reduces, all_reduces = amounts(found)
     assert gathers == pytest.approx(2.0, abs=0.02)
     assert reduces == pytest.approx(1.0, abs=0.01)

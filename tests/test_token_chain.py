@@ -237,6 +237,43 @@ def test_units_inside_of_units_are_gathered_in_the_order_of_calls():
                 assert waits == (k < n - 1), (unit, k)
 
 
+class Looped(nnx.Module):
+    """A loop between two units."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.last = nnx.Linear(32, 32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(5)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(js.scan_layers(self.layers, jax.numpy.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
+    """Its first layers are gathered beside the unit before it, and the unit after it beside its last layers."""
+    mesh = js.mesh(replica=2, fsdp=4)
+
+    def annotate(model: Looped) -> None:
+        js.fully_shard(model, units=nnx.Linear, mesh=mesh, placement=js.ShardPlacement(min_size=64), prefetch=ahead)
+
+    model = js.abstract_init(lambda: Looped(nnx.Rngs(0)), annotate)
+    graphdef, params = nnx.split(model)
+    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+    found = regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)
+    for region, before, after, is_backward in (
+        (Region(found[0]), "first", "last", False),
+        (Region(found[1]), "last", "first", True),
+    ):
+        gathers = region.find("all_gather", "layers/*", is_backward)
+        for k, gather in enumerate(gathers[: ahead + 1]):
+            assert region.waits_for(gather, region.find("dot_general", before, is_backward)) == (k == ahead), k
+        (loop,) = (node for node in region.live if node.kind == "scan")
+        last_trips = region.find("dot_general", "layers/*", is_backward)
+        for gather in region.find("all_gather", after, is_backward):  # backward of the first needs no kernel
+            assert region.waits_for(gather, [loop]) and not region.waits_for(gather, last_trips)
+
+
 class Mixed(nnx.Module):
     """Units of several sizes, two branches, one unit twice, units in units."""
 

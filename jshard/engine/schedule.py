@@ -88,7 +88,7 @@ class ShardedPartitioner(Partitioner):
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs a program with a schedule of its own."""
-        outer, self.level = self.level, Level(list(planned(jaxpr, args)))
+        outer, self.level = self.level, Level(list(planned(jaxpr, args, with_loops=self._outermost)))
         if self._outermost:
             self.level.whole, self._outermost = self.kept_whole, False
         handover, self._handover = self._handover, None
@@ -96,25 +96,37 @@ class ShardedPartitioner(Partitioner):
             if handover is None:
                 outs = self.run(jaxpr, consts, args, gradients=gradients)
             else:
-                outs = self._run_trip(handover, jaxpr, consts, args)
+                outs = self._run_trip(handover, outer, jaxpr, consts, args)
             self._finish(list(self.level.unfinished))
             return outs
         finally:
             self.level = outer
 
-    def _run_trip(self, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
-        """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
+    def _run_trip(
+        self, handover: Handover, outer: Level, jaxpr: Any, consts: Any, args: Sequence[Value]
+    ) -> list[Value]:
+        """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones.
+
+        After the last trips come the units after the loop: those that it gathers go to the schedule around.
+        """
         level, end = self.level, len(self.level.plan)
         level.gathered = dict(enumerate(handover.gathered))
         level.late, level.handover = handover.late, handover
-        level.plan += handover.later
+        after = dict(enumerate(handover.beyond, end + len(handover.later)))
+        level.plan += [*handover.later, *handover.beyond.values()]
+        level.gathered |= {i: outer.gathered[at] for i, at in after.items() if at in outer.gathered}
         outs = self.run(jaxpr, consts, args)
         self._reduce_handed_over(())
         found = [level.gathered.get(end + i) for i in range(len(handover.later))]
         handover.passed_on = [
             self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
         ]
+        outer.gathered |= {at: level.gathered[i] for i, at in after.items() if i in level.gathered}
         return outs
+
+    def units_after(self) -> dict[int, Planned]:
+        """The units that come next in this schedule, by position."""
+        return dict(enumerate(self.level.plan[self.level.at :], self.level.at))
 
     def run_scan(self, scan: Scan) -> list[Value]:
         """Runs a loop; where units can be, they are gathered a trip ahead."""
