@@ -320,5 +320,6 @@ def test_and_the_compiler_finds_no_more(name):
     found = collectives(compile_to_read(program.lower()))
     total = js.plan(model).logical_bytes
     gathered = full_bytes(found, "all-gather", over=1) / total
-    assert 0.96 * FORMS[name].gathers < gathered < 1.01 * FORMS[name].gathers  # backward needs no biases
+    # Fewer where backward needs no biases, and where it begins with what forward gathered last.
+    assert 0.8 * FORMS[name].gathers < gathered < 1.01 * FORMS[name].gathers
     assert full_bytes(found, "reduce-scatter", over=1) / total == pytest.approx(FORMS[name].gathers / 2, rel=0.01)

@@ -8,7 +8,7 @@ meet in moves by an all-to-all, and gradients of everything else are partial unt
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 from jax.extend import core as jex
@@ -19,7 +19,7 @@ from jshard._mesh import EXPERT
 from jshard._placement import Placement, axes_of
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules.table import rule, same
-from jshard.engine.values import Eqn, Moved, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, State, Value
 
 # ---- where a value changes its state over `expert`
 
@@ -126,7 +126,7 @@ def over_experts(
     program: Callable[..., list[Any]],
     arrays: Sequence[Any],
     dims: Sequence[int | None],
-    wanted: Sequence[int | None],
+    wanted: Sequence[State],
     degree: int,
 ) -> tuple[list[Any], list[int | None], list[Moved]]:
     """Runs a data shard's program on the part of one place along `expert`.
@@ -135,7 +135,7 @@ def over_experts(
         program: the function of the data shard's arrays, each whole along `expert`.
         arrays: this place's parts of them.
         dims: the dim that each is split along over `expert`; None: it is whole.
-        wanted: likewise of its first results, the others leave as they come.
+        wanted: the states in which its first results leave; the others leave as they come, summed.
         degree: of the axis.
 
     Returns:
@@ -151,10 +151,11 @@ def over_experts(
     return [v.x for v in ended], [v.dim if v.is_split else None for v in ended], p.moved
 
 
-def _reduced(p: Partitioner, value: Value, dim: int | None) -> Value:
+def _reduced(p: Partitioner, value: Value, wanted: State) -> Value:
     """A gradient as it is stored. Its sum is planned, and no mixing of the model's own."""
-    if not value.is_partial:
-        return p.in_state(value, dim)
+    if not value.is_partial or wanted == PARTIAL:
+        return p.in_state(value, wanted)
+    dim = cast(int | None, wanted)
     return Value(p.sum(value.x)) if dim is None else Value(p.reduce_scatter(value.x, dim), dim)
 
 
