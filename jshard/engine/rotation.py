@@ -162,24 +162,29 @@ class Rotation:
 def late_unit(scan: Scan) -> Eqn | None:
     """The last unit of a loop, if it is one of backward whose gradients are stacked and read by nothing else."""
     carried, stacked = scan.jaxpr.outvars[: scan.n_carry], scan.jaxpr.outvars[scan.n_carry :]
-    return _late_in(scan.jaxpr, {v for v in stacked if not isinstance(v, jex.Literal)}.difference(carried))
+    return _late_in(scan.jaxpr, _variables(stacked) - _variables(carried))
 
 
 def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
     """The same in a program, perhaps of a user's checkpoint in the loop, of whose results these are stacked."""
-    read = {a for e in jaxpr.eqns for a in e.invars if not isinstance(a, jex.Literal)}
-    free = {v for v in stacked if v not in read and list(jaxpr.outvars).count(v) == 1}
+    read = _variables(a for e in jaxpr.eqns for a in e.invars)
+    free = {v for v in stacked if v not in read and sum(v is a for a in jaxpr.outvars) == 1}
     last = next((e for e in reversed(jaxpr.eqns) if _has_units(e)), None)
     if last is None:
         return None
     if last.primitive.name != "unit":
         inner, _ = calls.program(last)
-        return _late_in(inner, {v for v, a in zip(inner.outvars, last.outvars, strict=True) if a in free})
+        results = zip(inner.outvars, last.outvars, strict=True)
+        return _late_in(inner, _variables(v for v, a in results if a in free))
     prefetch = last.params["settings"].prefetch
     if prefetch is None or prefetch.units == 0 or last.params["phase"] != BACKWARD:
         return None
     gradients = [v for v in last.outvars[: sum(last.params["wrt"])] if not isinstance(v, jex.DropVar)]
     return last if gradients and all(v in free for v in gradients) else None
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {a for a in atoms if not isinstance(a, jex.Literal)}
 
 
 def _has_units(eqn: Eqn) -> bool:
