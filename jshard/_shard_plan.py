@@ -71,7 +71,7 @@ class LeafPlan:
     @property
     def by_layer(self) -> bool:
         """Whether the root gathers it in a loop, each layer when it is due: forward, and backward again."""
-        return bool(self.stack) and self.owner == ()
+        return bool(self.stack) and self.owner == () and self.placement.layers > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +161,10 @@ class ShardPlan:
                 found[key] = found.get(key, 0) + leaf.placement.gathered_bytes
         return found
 
-    def how_stacked(self, unit: str) -> str:
+    def how_stacked(self, path: str, unit: str) -> str:
         """How a unit gathers layers of a loop that has no unit inside, in words."""
-        return f"by {unit}, " + ("each layer when it is due" if unit == self.units[0].name else "all layers at once")
+        by_layer = all(leaf.by_layer for leaf in self.leaves if (leaf.stack, leaf.unit) == (path, unit))
+        return f"by {unit}, " + ("each layer when it is due" if by_layer else "all layers at once")
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
@@ -282,7 +283,7 @@ def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path
     ignored = any(leave_out(p, variable) for p in (from_unit, path))
     whole = is_named(dotted(from_unit), unit.allow_replicated) or is_named(dotted(path), root.allow_replicated)
     rule = dataclasses.replace(unit.rule, pads=False) if whole else unit.rule
-    if leaf.stack and not owner and not rule.stacked:  # the root gathers a layer of it at a time
+    if leaf.stack and not owner and not rule.stacked and rule.shard_dim is None:  # gathered a layer at a time
         rule = dataclasses.replace(rule, stacked=leaf.num_stacked)
     return place(dotted(from_unit), leaf.shape, leaf.dtype, leaf.spec, rule, ignored=ignored)
 

@@ -4,11 +4,13 @@ What forward ran again for a checkpoint has gathered serves the backward that fo
 """
 
 import collections
+import functools
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.extend import core as jex
 
@@ -69,3 +71,15 @@ def test_what_is_kept_is_gathered_once(scan):
     grad = jax.grad(lambda params: (model.apply({"params": params}, X) ** 2).mean())
     found = gathered(jax.make_jaxpr(grad)(params).jaxpr, 1, collections.Counter())
     assert found == {(WIDTH, 4 * WIDTH): LAYERS, (4 * WIDTH, WIDTH): LAYERS}
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefetch": 2}, {"reshard_after_forward": 4}], ids=str)
+def test_gradients_through_a_checkpoint_in_a_loop_are_those_of_one_device(settings):
+    """The last gradients of a trip are reduced in the next one, out of the checkpoint, too."""
+    plain = Tower(remat=True, scan=True)
+    model = js.fully_shard(plain, mesh=js.mesh(replica=2), units=Layer, **settings)
+    params = jax.jit(plain.init)(jax.random.key(0), X)["params"]
+    x = jax.random.normal(jax.random.key(1), X.shape)
+    loss = lambda model, params: (model.apply({"params": params}, x) ** 2).mean()
+    found, wanted = (jax.jit(jax.grad(functools.partial(loss, m)))(params) for m in (model, plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -91,6 +92,33 @@ def test_in_a_scan_every_large_collective_has_a_matrix_product_beside_it(form):
     assert reduces == pytest.approx(1.0, abs=0.01)
     assert all_reduces < 0.001
     assert found.ok, found.differences
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(2048)(nn.gelu(nn.Dense(8192)(nn.LayerNorm()(x)))), None
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint of the user's in a loop of Flax's."""
+
+    @nn.compact
+    def __call__(self, x):
+        stacked: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(nn.remat(Layer), length=LARGE.layers, **stacked)(name="layers")(x, None)[0]
+
+
+def test_a_checkpoint_in_a_loop_has_the_same_schedule():
+    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
+    model = js.fully_shard(Checkpointed(), mesh=mesh, units=Layer)
+    x = jax.ShapeDtypeStruct((64 * 1024, 2048), jnp.float32, sharding=batch_sharding(mesh))
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype)), model)
+    lowered = jax.jit(jax.grad(lambda params, x: (model.apply(params, x) ** 2).mean())).lower(params, x)
+    found = audit(lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu")), model=model)
+    assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
+    gathers, reduces, _ = amounts(found)
+    assert (gathers, reduces) == (pytest.approx(2.0, abs=0.02), pytest.approx(1.0, abs=0.01))
 
 
 def test_the_check_notices_collectives_that_lose_their_overlap():

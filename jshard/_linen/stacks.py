@@ -18,7 +18,7 @@ def warn_of_stacks(kind: str, plan: ShardPlan, units: tuple[str, ...]) -> None:
     """
     stacks = {key: size for key, size in plan.unscheduled_stacks.items() if size >= _LARGE_BYTES}
     if stacks:
-        rows = tuple((path, f"{size} bytes, {plan.how_stacked(unit)}") for (path, unit), size in stacks.items())
+        rows = tuple((path, f"{size} bytes, {plan.how_stacked(path, unit)}") for (path, unit), size in stacks.items())
         _warn(kind, rows, units)
 
 

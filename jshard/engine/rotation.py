@@ -7,7 +7,7 @@ nothing is gathered or reduced in vain. What is stacked is written in place, row
 """
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -17,6 +17,7 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, row, tied
+from jshard.engine.rules import calls
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Shard, Value
@@ -160,16 +161,37 @@ class Rotation:
 
 def late_unit(scan: Scan) -> Eqn | None:
     """The last unit of a loop, if it is one of backward whose gradients are stacked and read by nothing else."""
-    units = [e for e in scan.jaxpr.eqns if e.primitive.name == "unit"]
-    prefetch = units[-1].params["settings"].prefetch if units else None
-    if prefetch is None or prefetch.units == 0 or units[-1].params["phase"] != BACKWARD:
+    carried, stacked = scan.jaxpr.outvars[: scan.n_carry], scan.jaxpr.outvars[scan.n_carry :]
+    return _late_in(scan.jaxpr, _variables(stacked) - _variables(carried))
+
+
+def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
+    """The same in a program, perhaps of a user's checkpoint in the loop, of whose results these are stacked."""
+    read = _variables(a for e in jaxpr.eqns for a in e.invars)
+    free = {v for v in stacked if v not in read and sum(v is a for a in jaxpr.outvars) == 1}
+    last = next((e for e in reversed(jaxpr.eqns) if _has_units(e)), None)
+    if last is None:
         return None
-    last, results = units[-1], scan.jaxpr.outvars
-    used = {id(a) for e in scan.jaxpr.eqns for a in e.invars} | {id(a) for a in results[: scan.n_carry]}
-    stacked = [id(a) for a in results[scan.n_carry :]]
+    if last.primitive.name != "unit":
+        inner, _ = calls.program(last)
+        results = zip(inner.outvars, last.outvars, strict=True)
+        return _late_in(inner, _variables(v for v, a in results if a in free))
+    prefetch = last.params["settings"].prefetch
+    if prefetch is None or prefetch.units == 0 or last.params["phase"] != BACKWARD:
+        return None
     gradients = [v for v in last.outvars[: sum(last.params["wrt"])] if not isinstance(v, jex.DropVar)]
-    is_late = gradients and all(id(v) not in used and stacked.count(id(v)) == 1 for v in gradients)
-    return last if is_late else None
+    return last if gradients and all(v in free for v in gradients) else None
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {a for a in atoms if not isinstance(a, jex.Literal)}
+
+
+def _has_units(eqn: Eqn) -> bool:
+    """Whether an equation is a unit, or a call of a program with some."""
+    if eqn.primitive.name not in calls.CALLS:
+        return eqn.primitive.name == "unit"
+    return any(map(_has_units, calls.program(eqn)[0].eqns))
 
 
 def _rows_of(aval: Any, length: int) -> jax.Array:

@@ -58,7 +58,7 @@ def _stack_notes(plan: ShardPlan) -> list[str]:
     """A line for each stack of layers that no unit gathers ahead."""
     why = "no unit is inside their loop"
     return [
-        f"Stacked layers: {path}, {human_bytes(size)}, gathered {plan.how_stacked(unit)}: {why}"
+        f"Stacked layers: {path}, {human_bytes(size)}, gathered {plan.how_stacked(path, unit)}: {why}"
         for (path, unit), size in plan.unscheduled_stacks.items()
     ]
 
