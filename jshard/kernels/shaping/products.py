@@ -67,6 +67,7 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
     units = plan_of(model).units
     # A loop over stacked layers makes modules of its own, which are named after their class.
     names = {unit.kind: unit.name for unit in units} | {unit.name: unit.name for unit in units}
+    names[""] = units[0].name  # outside of units a region is the root's
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
