@@ -129,8 +129,8 @@ def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[Product]:
     matrices = [v.aval for v in eqn.invars if len(v.aval.shape) == 2]
     if kernel not in ("matmul", "mlp") or not matrices:
         return
-    x = matrices.pop(0 if kernel == "matmul" else -1)  # of an MLP arrays go by their names, and x is the last
-    for w in matrices:
+    x, *weights = matrices
+    for w in weights:
         k, n = w.shape
         sizes = {"m": x.shape[0], "n": n, "k": k}
         yield Product(kernel=kernel, **sizes, dtype=str(x.dtype), unit=_unit(place), count=count)
