@@ -262,6 +262,7 @@ class Gradient:
         return {live: closed}
 
     def _traced(self, live: tuple[bool, ...]) -> Any:
+        """The backward program that takes all that is kept."""
 
         def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
