@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec as P
@@ -122,6 +123,25 @@ def test_second_derivatives():
 def test_a_call_that_nothing_uses_is_left_out():
     found = on_shards(lambda x: (js.per_example(jnp.cosh)(x), x)[1], (X,), MESHES[0], gradients=False)
     assert "cosh" not in found.text
+
+
+def test_a_policy_knows_what_a_declared_function_names():
+    """As kernels name what they keep. Seen to fail where names stayed inside: forward ran twice under both policies."""
+
+    def forward(x, w):
+        y = checkpoint_name(jnp.exp(x @ w), "kept")
+        return y, (x, w, y)
+
+    fn = jax.custom_vjp(lambda x, w: forward(x, w)[0])
+    fn.defvjp(forward, lambda kept, dy: (dy * kept[2] @ kept[1].T, kept[0].T @ (dy * kept[2])))
+    declared = js.per_example(fn, in_axes=(0, None))
+
+    def num_calls(name):
+        kept = jax.checkpoint(declared, policy=jax.checkpoint_policies.save_only_these_names(name))
+        program = jax.make_jaxpr(jax.grad(lambda x, w: jnp.sin(kept(x, w)).sum(), (0, 1)))(X, W)
+        return str(program).count(" = per_example[")
+
+    assert (num_calls("another"), num_calls("kept")) == (3, 2)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments
 from jshard._compat.tracing import threefry_bits as threefry_bits
 from jshard._compat.tracing import trace_context as trace_context
-from jshard._compat.tracing import used_inputs as used_inputs
 from jshard._compat.tracing import varying_axes as varying_axes
 from jshard._compat.tracing import with_results as with_results
+from jshard._compat.tracing import without_dead_code as without_dead_code
 from jshard._compat.varying import without_varying as without_varying

@@ -1,11 +1,12 @@
 """What a trace says of itself: axes that are manual or split by the compiler, tracers, equations."""
 
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
 from jax import core
+from jax.extend import core as jex
 from jax.interpreters import partial_eval
 
 
@@ -140,6 +141,13 @@ def threefry_bits(key: Any, bit_width: int, shape: tuple[int, ...]) -> Any:
     return threefry_random_bits(key, bit_width, shape)
 
 
-def used_inputs(closed: Any) -> list[bool]:
-    """Which inputs of a program its results depend on."""
-    return list(partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars))[1])
+def without_dead_code(closed: Any, keep: Sequence[bool] = ()) -> tuple[Any, list[bool]]:
+    """A program without what its results do not need, and which of its inputs it then takes.
+
+    Args:
+        closed: the program.
+        keep: for each input, whether it is taken in any case; by default none is.
+    """
+    keep = keep or [False] * len(closed.jaxpr.invars)
+    jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), list(keep))
+    return jex.ClosedJaxpr(jaxpr, closed.consts), list(used)

@@ -43,7 +43,6 @@ _UPDATE_PASSES = 7.0  # over the shard of the parameters: AdamW reads four array
 
 
 _TRACED = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
-_SENT = 2, 3  # sequences on a device that are traced for what they send
 KNOWN_RATE = "--assume host_bytes_per_s=50e9 tells it"
 
 _Waits = tuple[float, float]
@@ -254,13 +253,24 @@ class Costs:
         if max(degrees) == 1:
             return {}
         remat = str(variant.units.get("remat", ""))
-        few, more = (self._sent(n, "" if remat == self.remat else remat, *degrees) for n in _SENT)
-        return None if few is None or more is None else at_rows(few, more, (*_SENT, rows))
+        low = self._sequences(degrees[0])
+        few, more = (self._sent(n, "" if remat == self.remat else remat, *degrees) for n in (low, low + 1))
+        return None if few is None or more is None else at_rows(few, more, (low, low + 1, rows))
+
+    def _sequences(self, expert: int) -> int:
+        """Sequences on a device that are traced for what they send: such that no dim of a parameter looks like a batch.
+
+        A number for each of 8 experts would be split as 8 sequences are.
+        """
+        sizes = {n for leaf in self._way(_TRACED, ()).plan.leaves for n in leaf.placement.shape}
+        is_free = lambda n: not sizes & {_batch_size(n, expert), _batch_size(n + 1, expert)}
+        return next(n for n in itertools.count(2) if is_free(n))
 
     @functools.cache  # noqa: B019
     def _sent(self, rows: int, remat: str, expert: int, tensor: int) -> Amounts | None:
         model = self._revised((*_TRACED, (EXPERT, expert), (TENSOR, tensor)), {"remat": remat} if remat else {})
-        return own_traffic(model, self.model_file.loss_fn, self._batch(2 * expert * rows), wrt=self.model_file.wrt)
+        batch = self._batch(_batch_size(rows, expert))
+        return own_traffic(model, self.model_file.loss_fn, batch, wrt=self.model_file.wrt)
 
     def _copies_s(self, plan: ShardPlan, memory: Memory, there_s: Mapping[str, float], parts: int) -> _Waits:
         """What copies from and to the host take in a step, and what of it nothing is computed beside."""
@@ -283,6 +293,11 @@ class Costs:
         if memory.host_bytes and not self.machine.assumptions.host_bytes_per_s:
             found.append(f"copies to and from the host, whose rate is not known: {KNOWN_RATE}")
         return tuple(found)
+
+
+def _batch_size(rows: int, expert: int) -> int:
+    """The traced batch that has so many sequences on each device."""
+    return dict(_TRACED)[FSDP] * expert * rows
 
 
 def _remat_of(plan: ShardPlan, layers: frozenset[str]) -> str:

@@ -3,6 +3,7 @@
 The equation keeps the function and not its program: a kernel's grid is made for the number of examples, so the function
 is traced again for those of a shard. Forward and backward are an equation each. Backward traces forward again for its
 structure; the residuals that forward kept stand for those that it would compute, and what is left of forward is dead.
+A policy of `jax.checkpoint` sees one equation, and the names that the function gave to its results and residuals.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
@@ -197,13 +199,15 @@ class _Derivative:
         residuals = program.jaxpr.outvars[self.num_outs :]
         self.num_residuals = len(residuals)
         self.from_outs, self.own = self._kept(program.jaxpr, residuals)
+        kept = [*program.jaxpr.outvars[: self.num_outs], *(residuals[i] for i in self.own)]
+        self.names = [_name_of(program.jaxpr, v) for v in kept]
         grads = list(_pick(self.floats_in, body.ins))
         self.grad_states = tuple(PARTIAL if d is None else d for d in grads)
         own_avals = [residuals[i].aval for i in self.own]
         float_outs = _pick(self.floats_out, out_avals)
         out_residuals = [out_avals[k] for k in self.from_outs.values()]
         back = jax.make_jaxpr(self._back)(self.avals, out_residuals, own_avals, float_outs)
-        used = _compat.used_inputs(back)
+        _, used = _compat.without_dead_code(back)
         self.used = [u or not _is_plain(a) for u, a in zip(used, avals, strict=False)]
 
     def forward(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -211,6 +215,7 @@ class _Derivative:
         run = lambda *xs: [*(found := self._flat(*xs))[: self.num_outs], *(found[self.num_outs + i] for i in self.own)]
         states = (*self.body.outs, *self.own.values())
         found = _differentiable(dataclasses.replace(self.body, run=run, outs=states))(*arrays)
+        found = [x if name is None else checkpoint_name(x, name) for x, name in zip(found, self.names, strict=True)]
         outs, own = found[: self.num_outs], found[self.num_outs :]
         return outs, [*_pick(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *own]
 
@@ -228,7 +233,9 @@ class _Derivative:
         def run(*operands: jax.Array) -> Sequence[jax.Array]:
             args = self._all_args(operands[:num_args], operands[place].shape[along], whole)
             from_outs, own = operands[num_args:start], operands[start : len(kept)]
-            return self._back(args, from_outs, own, operands[len(kept) :])
+            arrays = args, list(from_outs), list(own), list(operands[len(kept) :])
+            program, used = _compat.without_dead_code(jax.make_jaxpr(self._back)(*arrays))
+            return jex.jaxpr_as_fun(program)(*_pick(used, jax.tree.leaves(arrays)))
 
         cts = _pick(self.floats_out, cotangents)
         place, along = next((i, d) for i, d in enumerate(ins) if d is not None)
@@ -334,6 +341,16 @@ def _scaled_dim(shape: Sequence[int], fewer: Sequence[int], factor: int) -> int 
     """The one dim that is smaller by the factor; None if there is none, or another one differs."""
     differ = [i for i, (a, b) in enumerate(zip(shape, fewer, strict=True)) if a != b]
     return differ[0] if len(differ) == 1 and fewer[differ[0]] * factor == shape[differ[0]] else None
+
+
+def _name_of(jaxpr: Any, atom: Any) -> str | None:
+    """The name that `checkpoint_name` gave to a result of a program, in it or in a program that it holds."""
+    eqn = None if _is_literal(atom) else next((e for e in jaxpr.eqns if atom in e.outvars), None)
+    if eqn is None or eqn.primitive.name == "name":
+        return eqn and eqn.params["name"]
+    inside = (i for i in jex.jaxprs_in_params(eqn.params) if len(i.outvars) == len(eqn.outvars))
+    names = (_name_of(inner, inner.outvars[eqn.outvars.index(atom)]) for inner in inside)
+    return next(filter(None, names), None)
 
 
 def _is_plain(x: Any) -> bool:

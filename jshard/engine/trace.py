@@ -189,7 +189,6 @@ class Gradient:
         self.program, self.wrt = program, wrt
         self.is_float: list[bool] = []
         self._tree: Any = None
-        self.backward = functools.cache(self._backward)
 
         def forward(*operands: Any) -> tuple[list[Any], list[Any]]:
             fixed = others(wrt, operands)
@@ -213,6 +212,8 @@ class Gradient:
         again = {a for a in self._residuals if isinstance(a, jex.Var) and a in known}
         self.kept = list(dict.fromkeys(a for a in self._residuals if isinstance(a, jex.Var) and a not in known))
         self._again, self._outs = _slice(jaxpr.eqns, again), jaxpr.outvars[:num_outs]
+        self._unused: list[Any] = []
+        self._backwards = self._needed_alone()
         self.forward = jex.ClosedJaxpr(_compat.with_results(jaxpr, [*self._outs, *self.kept]), closed.consts)
 
     def _known(self, jaxpr: Any) -> set[Any]:
@@ -241,11 +242,31 @@ class Gradient:
 
         return jax.make_jaxpr(backward)(*map(abstract, [*jaxpr.jaxpr.invars, *picked(which, self._params)]))
 
-    def _backward(self, live: tuple[bool, ...]) -> Any:
+    def backward(self, live: tuple[bool, ...]) -> Any:
         """The backward program, given for which results there is a cotangent."""
+        if live not in self._backwards:
+            self._backwards[live] = self._traced(live)
+        return self._backwards[live]
+
+    def _needed_alone(self) -> dict[tuple[bool, ...], Any]:
+        """Of what autodiff keeps, keeps what a gradient needs; the backward program that has a cotangent of each float.
+
+        Autodiff also keeps what a stopped gradient would need, such as the scores whose maximum a softmax subtracts.
+        """
+        live, num_params, end = tuple(self.is_float), self.program.num_params, self.program.num_params + len(self.kept)
+        closed = self._traced(live)
+        may_go = lambda i, v: num_params <= i < end and not jnp.issubdtype(v.dtype, jax.dtypes.extended)
+        closed, used = _compat.without_dead_code(closed, [not may_go(i, v) for i, v in enumerate(closed.in_avals)])
+        self._unused = others(used[num_params:end], self.kept)
+        self.kept = picked(used[num_params:end], self.kept)
+        return {live: closed}
+
+    def _traced(self, live: tuple[bool, ...]) -> Any:
+        """The backward program that takes all that is kept."""
 
         def backward(params: Sequence[Any], kept: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
             env = self._consts | dict(zip(self._params, params, strict=True)) | dict(zip(self.kept, kept, strict=True))
+            env |= {v: _zeros(v) for v in self._unused}  # nothing of a gradient reads them
             leaves, given = evaluate(self._again, env, self._residuals), iter(cotangents)
             cts = [next(given) if is_live else _zeros(a) for a, is_live in zip(self._outs, live, strict=True)]
             (grads,) = jax.tree.unflatten(self._tree, leaves)(picked(self.is_float, cts))

@@ -71,12 +71,13 @@ def _impl(*operands: Any, **params: Any) -> list[Any]:
     return jax.jit(lambda *xs: _run(*xs, **params))(*operands)
 
 
-@unit_p.def_abstract_eval
-def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> list[Any]:
-    return [
+@unit_p.def_effectful_abstract_eval
+def _types(*_: Any, jaxpr: Any, out_dtypes: tuple, **__: Any) -> tuple[list[Any], Any]:
+    avals = [
         a.update(dtype=dtype, weak_type=a.weak_type and a.dtype == dtype)
         for a, dtype in zip(jaxpr.out_avals, out_dtypes, strict=True)
     ]
+    return avals, jaxpr.effects
 
 
 def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **params: Any) -> tuple[list[Any], list[int]]:

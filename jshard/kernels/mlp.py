@@ -72,7 +72,7 @@ def mlp(
         names = [name for name in named if name in given]
         x_MD, *weights = vary_alike(as_matrix(x), *(given[name] for name in names[1:]))
         rows = per_example(
-            lambda x, ws: _mlp(call, activation, dict(zip(names, (x, *ws), strict=True))), in_axes=(0, None)
+            lambda x, ws: _mlp(call, activation, x, dict(zip(names[1:], ws, strict=True))), in_axes=(0, None)
         )
         return cast(jax.Array, rows(x_MD, weights)).reshape(x.shape)
 
@@ -93,17 +93,21 @@ def _bend(activation: Activation, first: jax.Array, *second: jax.Array) -> jax.A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mlp(call: Call, activation: Activation, arrays: dict[str, jax.Array]) -> jax.Array:
+def _mlp(call: Call, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+    arrays = {"x": x_MD, **weights}
     (h_MF,) = _products(call, activation, arrays, keep=False)
     return product(call, h_MF, arrays["w_down"], arrays.get("b_down"))
 
 
-def _forward(call: Call, activation: Activation, arrays: dict[str, jax.Array]) -> tuple[jax.Array, tuple]:
+def _forward(
+    call: Call, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]
+) -> tuple[jax.Array, tuple]:
+    arrays = {"x": x_MD, **weights}
     h_MF, *before = _products(call, activation, arrays, keep=True)
     return product(call, h_MF, arrays["w_down"], arrays.get("b_down")), (arrays, before)
 
 
-def _backward(call: Call, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[dict[str, jax.Array]]:
+def _backward(call: Call, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[jax.Array, dict]:
     arrays, before = kept
     with call.named():
         wide = [each.astype(jnp.float32) for each in before]
@@ -113,9 +117,9 @@ def _backward(call: Call, activation: Activation, kept: tuple, dy_MD: jax.Array)
         firsts = _firsts(arrays)
         pairs = [gradients(call, arrays["x"], arrays[name], d) for name, d in zip(firsts, d_before, strict=True)]
         dx_MD = sum((dx for dx, _ in pairs[1:]), start=pairs[0][0])
-        found = {"x": dx_MD, "w_down": d_down} | {name: dw for name, (_, dw) in zip(firsts, pairs, strict=True)}
+        found = {"w_down": d_down} | {name: dw for name, (_, dw) in zip(firsts, pairs, strict=True)}
         biases = {"b_up": d_before[0], "b_down": dy_MD}
-        return (found | {name: sum_of_rows(d) for name, d in biases.items() if name in arrays},)
+        return dx_MD, found | {name: sum_of_rows(d) for name, d in biases.items() if name in arrays}
 
 
 _mlp.defvjp(_forward, _backward)

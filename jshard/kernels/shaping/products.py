@@ -67,6 +67,7 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
     units = plan_of(model).units
     # A loop over stacked layers makes modules of its own, which are named after their class.
     names = {unit.kind: unit.name for unit in units} | {unit.name: unit.name for unit in units}
+    names[""] = units[0].name  # outside of units a region is the root's
     arguments = batch if isinstance(batch, tuple) else (batch,)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -128,8 +129,8 @@ def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[Product]:
     matrices = [v.aval for v in eqn.invars if len(v.aval.shape) == 2]
     if kernel not in ("matmul", "mlp") or not matrices:
         return
-    x = matrices.pop(0 if kernel == "matmul" else -1)  # of an MLP arrays go by their names, and x is the last
-    for w in matrices:
+    x, *weights = matrices
+    for w in weights:
         k, n = w.shape
         sizes = {"m": x.shape[0], "n": n, "k": k}
         yield Product(kernel=kernel, **sizes, dtype=str(x.dtype), unit=_unit(place), count=count)
