@@ -310,9 +310,10 @@ class _Derivative:
             tuple(n // self._factor if i == d else n for i, n in enumerate(a.shape)), a.dtype
         )
         try:
-            avals = jax.make_jaxpr(self._flat)(*map(part, self.avals, self.body.ins)).out_avals[self.num_outs :]
+            program = jax.make_jaxpr(self._flat)(*map(part, self.avals, self.body.ins))
         except Exception:  # what does not run on fewer examples says so where it must
             return None
+        avals = program.out_avals[self.num_outs :]
         alike = len(avals) == len(residuals) and all(a.ndim == b.ndim for a, b in zip(avals, residuals, strict=True))
         return avals if alike else None
 
