@@ -191,6 +191,14 @@ def tensor_before_fsdp():
     call(shard(Model(inside, nnx.Rngs(0)), mesh=mesh), X)
 
 
+def unreduced(model, x):
+    """Sums left open in types, which axes of explicit types have."""
+    mesh = jax.make_mesh((1, 8, 1), ("replica", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    sums = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("fsdp"), out_specs=P(unreduced={"fsdp"}))
+    total = sums(jax.reshard(model.out(x), jax.NamedSharding(mesh, P("fsdp"))))
+    return jax.reshard(total, jax.NamedSharding(mesh, P()))
+
+
 def ordered_callback(model, x):
     jax.debug.callback(print, x.sum(), ordered=True)
     return model.out(x)
@@ -199,6 +207,14 @@ def ordered_callback(model, x):
 def each_example(fn: Callable, *args, in_axes=0):
     """The gradient of a model with a function declared with js.per_example."""
     return nnx.jit(nnx.grad(loss))(annotated(lambda model, x: js.per_example(fn, in_axes)(model.out(x), *args)), X)
+
+
+def product(x, w):
+    return x @ w
+
+
+def noisy(x, key):
+    return x + jax.random.normal(key, x.shape)
 
 
 def tiles_of_16(x):
@@ -406,11 +422,12 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: ordered callback": lambda: call(annotated(ordered_callback), X),
     "call: shard_map over another mesh": lambda: call(annotated(over_another_mesh), X),
     "call: shard_map, tensor before fsdp": tensor_before_fsdp,
-    "per_example: in_axes": lambda: js.per_example(jnp.matmul, in_axes=(0,))(X, X.T),
-    "per_example: numbers of examples": lambda: js.per_example(jnp.matmul)(X, X.T),
-    "per_example: one key": lambda: js.per_example(jax.random.permutation, in_axes=(None, 0))(jax.random.key(0), X),
+    "call: shard_map with an unreduced result": lambda: call(annotated(unreduced), X),
+    "per_example: in_axes": lambda: js.per_example(product, in_axes=(0,))(X, X.T),
+    "per_example: numbers of examples": lambda: js.per_example(product)(X, X.T),
+    "per_example: one key": lambda: js.per_example(noisy, in_axes=(0, None))(X, jax.random.key(0)),
     "per_example: closes over": lambda: jax.jit(lambda w: js.per_example(lambda x: x @ w)(X))(X.T),
-    "per_example: no row for each example": lambda: js.per_example(jnp.sum)(X),
+    "per_example: no row for each example": lambda: js.per_example(lambda x: x.sum())(X),
     "per_example: for the whole batch": lambda: each_example(tiles_of_16),
     "per_example: rows of the whole batch": lambda: each_example(lambda x: jnp.resize(x, (16, 64))),
     "per_example: other residuals": lambda: each_example(another_program_for_few),

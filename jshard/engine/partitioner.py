@@ -236,8 +236,8 @@ class Partitioner:
                 f"The engine cannot run {eqn.primitive.name} on a data shard.",
                 where=self.place(eqn) or "in the model",
                 why=f"{type(error).__name__}: {error}\noperands: {operands or 'none'}, on {self.degree} data shards.",
-                do="with js.global_view(): around the step runs the model as one program. Please report this, with the "
-                "lines above.",
+                do="with js.global_view(): loss, grads = step(...)  # the model as one program\n"
+                "Please report this, with the lines above.",
             ) from error
         return found
 
