@@ -68,8 +68,10 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
         CallError: when it is called, and the arrays are not as declared.
 
     Example:
-        >>> attend = js.per_example(my_flash_attention)
-        >>> project = js.per_example(my_matmul_kernel, in_axes=(0, None))
+        >>> normalize = js.per_example(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))  # a kernel of yours
+        >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # one that takes weights, too
+        >>> project(normalize(x), jnp.ones((64, 8))).shape
+        (32, 8)
     """
     name = _place(fn)
 
