@@ -165,8 +165,8 @@ def logical_shape(value: Value) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def without_padding(x: jax.Array, placement: Placement) -> jax.Array:
-    """A stored array without its rows of padding."""
+def without_padding(x: Any, placement: Placement) -> Any:
+    """A stored array, or the type of one, without its rows of padding."""
     padding = Padding.of(placement)
     return x if padding is None else padding.cut(x)
 
