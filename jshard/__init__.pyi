@@ -13,8 +13,6 @@ from jshard._init import abstract_init as abstract_init
 from jshard._init import shard_init as shard_init
 from jshard._mesh import mesh as mesh
 from jshard._mesh import shard_batch as shard_batch
-from jshard._moved import batch_mean as batch_mean
-from jshard._moved import per_shard as per_shard
 from jshard._optimizer import shard_optimizer as shard_optimizer
 from jshard._placement import ShardPlacement as ShardPlacement
 from jshard._plan import plan as plan

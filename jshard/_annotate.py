@@ -132,7 +132,7 @@ def fully_shard(
         checks.check_modules(modules)
     checks.check_reshard(reshard_after_forward, mesh)
     checks.check_types(mixed_precision, where.shard_dim, where.stacked, where.min_size)
-    checks.check_choice("gathered", where.gathered, (True, False))
+    checks.check_choice("gathered", where.gathered, (True, False), checks.OF_PLACEMENT)
     checks.check_choice("fallback", fallback, ("warn", "error"))
     precision = mixed_precision or MixedPrecision()
     ahead = Prefetch.parse(prefetch)

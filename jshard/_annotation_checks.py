@@ -79,7 +79,7 @@ def check_no_units(units: Any, gathered: bool) -> None:
     if units is not None and not gathered:
         raise AnnotationError(
             "A unit that is never gathered has units inside.",
-            where=f"fully_shard(units={units!r}, gathered=False)",
+            where=f"fully_shard(units={units!r}, placement=js.ShardPlacement(gathered=False))",
             why="its whole call runs as written, and so would they.",
             do='js.fully_shard(model, mesh=mesh, units={"tables": {"placement": js.ShardPlacement(gathered=False)},'
             " Block: {}})  # only the tables",
@@ -96,7 +96,7 @@ def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> 
     if told:
         raise AnnotationError(
             "A unit that is never gathered takes no such settings.",
-            where=f"fully_shard(gathered=False, {', '.join(told)})",
+            where=f"gathered=False with {', '.join(told)}",
             why="its call runs as written, in global view: no copy is gathered, kept, cast or reduced, and nothing is"
             " split by jshard. It takes shard_dim, stacked, ignored, allow_replicated, min_size and"
             " offload='optimizer'.",
@@ -217,11 +217,22 @@ def check_reshard(value: Any, mesh: AnyMesh) -> None:
     )
 
 
-def check_choice(name: str, value: Any, allowed: tuple) -> None:
+OF_PLACEMENT = "placement=js.ShardPlacement({})"
+
+
+def check_choice(name: str, value: Any, allowed: tuple, within: str = "{}") -> None:
+    """Raises for a value that is none of those allowed.
+
+    Args:
+        name: of the setting.
+        value: as given.
+        allowed: what it may be, the usual one last.
+        within: how it is written as an argument of `fully_shard`.
+    """
     if value not in allowed:
         raise AnnotationError(
             f"There is no such choice for {name}.",
-            where=f"fully_shard({name}={value!r})",
+            where=f"fully_shard({within.format(f'{name}={value!r}')})",
             why=f"it is one of {', '.join(map(repr, allowed))}.",
-            do=f"js.fully_shard(model, mesh=mesh, {name}={allowed[-1]!r})",
+            do=f"js.fully_shard(model, mesh=mesh, {within.format(f'{name}={allowed[-1]!r}')})",
         )

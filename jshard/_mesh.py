@@ -183,7 +183,7 @@ def check_mesh(value: Any) -> AnyMesh:
         raise MeshError(
             "The mesh has axes that are not Auto.",
             where=f"mesh axes {shape}",
-            why=f"{', '.join(map(repr, wrong))}: jax.make_mesh makes Explicit axes unless told otherwise, and with"
+            why=f"{', '.join(map(repr, wrong))}: jax.make_mesh makes Explicit axes by default, and with"
             " them the model's own code must carry shardings.",
             do="mesh = js.mesh(...), or jax.sharding.Mesh(mesh.devices, mesh.axis_names).",
         )

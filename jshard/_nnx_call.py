@@ -7,7 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard._nnx import Unit, detach, dotted, nested_units, numberless, plain_class, unit_of
+from jshard._nnx import NESTED, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of
 from jshard._padded import padding_of, store
 from jshard._replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.engine.call import Before, is_array, raw, refuse_written
@@ -29,7 +29,7 @@ class NnxCall:
         self._planned = planned
         self.params = [raw(parts.params[i][1]) for i in planned]
         self.placements = [members[i].placement for i in planned]
-        self.owners = [members[i].owner for i in planned]
+        self.owners = [members[i].owner if members[i].placement.gathered else NESTED for i in planned]
         self.names = [dotted(parts.params[i][0][1:]) for i in planned]
         params, state, arrays = parts.values()
         unplanned = [x for i, x in enumerate(params) if members[i] is None]

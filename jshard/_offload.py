@@ -30,7 +30,7 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
     if offload not in (None, OPTIMIZER, PARAMS):
         raise AnnotationError(
             "There is no such offload.",
-            where=f"fully_shard(offload={offload!r})",
+            where=f"placement=js.ShardPlacement(offload={offload!r})",
             why='it is "optimizer" (optimizer state lies in host memory), "params" (parameters and their gradients do,'
             " too) or None.",
             do='js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(offload="optimizer"))',

@@ -129,7 +129,7 @@ class ShardPlacement:
 
     Example:
         >>> placement = js.ShardPlacement(shard_dim=0, offload="optimizer")
-        >>> model = js.fully_shard(model, mesh=mesh, placement=placement)
+        >>> model = js.fully_shard(MLP(nnx.Rngs(0)), mesh=mesh, placement=placement)
     """
 
     shard_dim: ShardDim = None

@@ -253,8 +253,8 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "categories": lambda h, w: (random.categorical(KEY(), still(h)), h),
     "mixup": lambda h, w: _mixup(h),
     "gammas of activations": lambda h, w: random.gamma(KEY(), 1 + jnp.abs(h[:, :2])),
-    "a gamma for each key": lambda h, w: (
-        jax.vmap(lambda key, h: random.gamma(key, 1 + jnp.abs(h[:2])))(random.split(KEY(), len(h)), h)
+    "a gamma for each key": lambda h, w: jax.vmap(lambda key, h: random.gamma(key, 1 + jnp.abs(h[:2])))(
+        random.split(KEY(), len(h)), h
     ),
     "a mask in a loop": lambda h, w: scanned(
         h, lambda i, c: jnp.where(keep(c, random.fold_in(KEY(), i)), jnp.tanh(c), 0)

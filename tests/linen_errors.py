@@ -63,6 +63,16 @@ class LastDim(nn.Module):
         return scanned(name="layers")(x, None)[0]
 
 
+class Returns(nn.Module):
+    """Its result is a module."""
+
+    @nn.compact
+    def __call__(self, x):
+        dense = nn.Dense(64)
+        dense(x)
+        return dense
+
+
 class Reader(nn.Module):
     """Uses a table that it is given, by a method or by hand."""
 
@@ -203,6 +213,7 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: never gathered, called inside": lambda: never(Rows()),
     "linen: never gathered, read inside": lambda: never(Rows(by_hand=True)),
     "linen: never gathered, not known yet": lambda: shard(units={"first": NEVER}).apply(variables(), X),
+    "linen: returns a module": lambda: shard(Returns()).apply(Returns().init(KEY, X), X),
     "linen: layers along the last dim": lambda: shard(LastDim(), units=nn.Dense).init(KEY, X),
     "linen: a pair as parameter": lambda: shard(Pair()).init(KEY, X),
     "linen: in a shard_map": call_in_a_shard_map,

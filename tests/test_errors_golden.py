@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard._revise import revise
+from jshard.engine.rules import RULES
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers
 
@@ -163,23 +164,67 @@ def call_in_a_shard_map():
     jax.shard_map(model, mesh=js.mesh(), in_specs=P("fsdp"), out_specs=P("fsdp"))(X)
 
 
-def scan_over_the_sharded_dim():
-    model = Stack(nnx.Rngs(0))
-    shard(model.layers)
-    nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(X, model.layers)
+def loop_over_padded_layers():
+    """The stack of 12 layers is sharded along them, and its loop is outside of a call."""
+    make = nnx.split_rngs(splits=12)(nnx.vmap(lambda rngs: nnx.Linear(64, 64, use_bias=False, rngs=rngs)))
+    placement = js.ShardPlacement(shard_dim=0)
+    layers = js.abstract_init(lambda: make(nnx.Rngs(0)), lambda layers: shard(layers, placement=placement))
+    run = nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    nnx.eval_shape(run, X, layers)
 
 
-def scan_inside_the_root():
-    class Root(nnx.Module):
-        def __init__(self, rngs):
-            self.layers = Stack(rngs).layers
+def with_a_rule_that_fails():
+    """A fault of the engine's own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(RULES, "sin", lambda p, eqn, values: 1 // 0)
+        call(annotated(lambda model, x: jnp.sin(model.out(x))), X)
 
-        def __call__(self, x):
-            return nnx.scan(lambda x, layer: layer(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
 
-    model = Root(nnx.Rngs(0))
-    shard(model.layers)
-    call(shard(model), X)
+def over_another_mesh(model, x):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(model.out, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
+
+
+def tensor_before_fsdp():
+    mesh, split = js.mesh(fsdp=2, tensor=4), P(("tensor", "fsdp"))
+    inside = lambda model, x: jax.shard_map(jnp.sin, mesh=mesh, in_specs=split, out_specs=split)(model.out(x))
+    call(shard(Model(inside, nnx.Rngs(0)), mesh=mesh), X)
+
+
+def unreduced(model, x):
+    """Sums left open in types, which axes of explicit types have."""
+    mesh = jax.make_mesh((1, 8, 1), ("replica", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
+    sums = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("fsdp"), out_specs=P(unreduced={"fsdp"}))
+    total = sums(jax.reshard(model.out(x), jax.NamedSharding(mesh, P("fsdp"))))
+    return jax.reshard(total, jax.NamedSharding(mesh, P()))
+
+
+def ordered_callback(model, x):
+    jax.debug.callback(print, x.sum(), ordered=True)
+    return model.out(x)
+
+
+def each_example(fn: Callable, *args, in_axes=0):
+    """The gradient of a model with a function declared with js.per_example."""
+    return nnx.jit(nnx.grad(loss))(annotated(lambda model, x: js.per_example(fn, in_axes)(model.out(x), *args)), X)
+
+
+def product(x, w):
+    return x @ w
+
+
+def noisy(x, key):
+    return x + jax.random.normal(key, x.shape)
+
+
+def tiles_of_16(x):
+    if x.shape[0] % 16:
+        raise ValueError("tiles of 16 rows only")
+    return x
+
+
+def another_program_for_few(x):
+    return jnp.sin(x) if x.shape[0] > 4 else 2 * x
 
 
 class Wrapped(nnx.Module):
@@ -310,6 +355,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: remat": lambda: shard(linear(), remat="all"),
     "fully_shard: offload": lambda: shard(linear(), offload="cpu"),
     "fully_shard: no host memory": lambda: without_host_memory(js.mesh(fsdp=2, devices=jax.devices()[:2])),
+    "fully_shard: not a placement": lambda: shard(linear(), placement={"shard_dim": 0}),
     "fully_shard: prefetch": lambda: shard(linear(), prefetch="some"),
     "scan_layers: none": lambda: js.scan_layers([], X),
     "scan_layers: not equal": lambda: js.scan_layers([linear(), nnx.Linear(64, 12, rngs=nnx.Rngs(0))], X),
@@ -370,9 +416,21 @@ ERRORS: dict[str, Callable[[], object]] = {
     "call: axis of a vmap around": lambda: jax.vmap(annotated(mean_over_a_name), axis_name="batch")(X[None]),
     "call: parameter written": lambda: call(annotated(write_parameter), X),
     "call: attribute written": lambda: call(annotated(write_attribute), X),
-    "call: scan over the sharded dim": scan_over_the_sharded_dim,
+    "call: loop over padded layers": loop_over_padded_layers,
     "call: unit annotated after the root": annotated_late,
-    "call: scan over the sharded dim, in the root": scan_inside_the_root,
+    "call: fault of the engine": with_a_rule_that_fails,
+    "call: ordered callback": lambda: call(annotated(ordered_callback), X),
+    "call: shard_map over another mesh": lambda: call(annotated(over_another_mesh), X),
+    "call: shard_map, tensor before fsdp": tensor_before_fsdp,
+    "call: shard_map with an unreduced result": lambda: call(annotated(unreduced), X),
+    "per_example: in_axes": lambda: js.per_example(product, in_axes=(0,))(X, X.T),
+    "per_example: numbers of examples": lambda: js.per_example(product)(X, X.T),
+    "per_example: one key": lambda: js.per_example(noisy, in_axes=(0, None))(X, jax.random.key(0)),
+    "per_example: closes over": lambda: jax.jit(lambda w: js.per_example(lambda x: x @ w)(X))(X.T),
+    "per_example: no row for each example": lambda: js.per_example(lambda x: x.sum())(X),
+    "per_example: for the whole batch": lambda: each_example(tiles_of_16),
+    "per_example: rows of the whole batch": lambda: each_example(lambda x: jnp.resize(x, (16, 64))),
+    "per_example: other residuals": lambda: each_example(another_program_for_few),
     "check: root forgotten": lambda: js.check(linear(), X),
     "check: disagreement": lambda: js.check(annotated(less_the_mean), X),
     **LINEN_ERRORS,
@@ -400,13 +458,14 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: no parameters, and large": lambda: js.shard_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: gathered again": gathered_again,
+    "warning: scan_layers": lambda: scan_stacked(prefetch=1),
     "warning: linen, stacked layers": stacked_layers,
 }
 
 
 def provoke(name: str) -> str:
     if name in WARNINGS:
-        with pytest.warns((UserWarning, FutureWarning), match=r"\w") as caught:
+        with pytest.warns((UserWarning, FutureWarning, DeprecationWarning), match=r"\w") as caught:
             WARNINGS[name]()
         (warning,) = caught
         return _without_lines(str(warning.message))
@@ -478,7 +537,7 @@ def sources() -> list[pathlib.Path]:
     return [
         *PACKAGE.glob("*.py"),
         *PACKAGE.glob("_linen/*.py"),
-        *PACKAGE.glob("engine/*.py"),
+        *PACKAGE.glob("engine/**/*.py"),
         PACKAGE / "inspect" / "check.py",
     ]
 

@@ -149,7 +149,7 @@ def test_a_policy_knows_what_a_declared_function_names():
     [
         (lambda x, w: js.per_example(jnp.matmul)(x, w), "in_axes=(0, None)"),
         (lambda x, w: js.per_example(jnp.matmul, in_axes=(0,))(x, w), "in_axes=(0, 0)"),
-        (lambda x, w: js.per_example(jnp.sum)(x), "combine them outside"),
+        (lambda x, w: js.per_example(jnp.sum)(x), "combined outside"),
         (lambda x, w: jax.jit(lambda w: js.per_example(lambda x: x @ w)(x))(w), "closes over a traced array"),
         (lambda x, w: js.per_example(lambda x, k: x, in_axes=(0, None))(x, jax.random.key(0)), "random.split"),
     ],

@@ -268,3 +268,83 @@ def test_it_may_stand_alone_and_its_state_comes_back():
     js.fully_shard(table, mesh=js.mesh(), gathered=False, shard_dim=by_row)
     np.testing.assert_allclose(table(DATA[0]), Table(nnx.Rngs(0))(DATA[0]), rtol=1e-6)
     assert int(table.calls[...]) == 1
+
+
+# ---- Inside the region -----------------------------------------------------------------------
+
+
+class Around(Model):
+    """A model whose call may use its table."""
+
+    def __init__(self, use, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.use = use
+
+    def __call__(self, x):
+        return self.use(self, x)
+
+
+def around(use):
+    model = placed(lambda: Around(use, nnx.Rngs(0)), annotator(js.mesh()))
+    js.shard_optimizer(model, optax.sgd(0.1))
+    return model
+
+
+class Reads(nnx.Module):
+    """A unit that is given the table."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.linear = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+
+    def __call__(self, x, table):
+        return self.linear(x) + table.rows[...][:BATCH]
+
+
+READS = {
+    "a product": lambda model, x: x @ model.table.rows[...].T,
+    "rows": lambda model, x: x + model.table.rows[...][jnp.arange(BATCH)],
+    "a cast": lambda model, x: x + model.table.rows[...].astype(jnp.bfloat16)[:1],
+    "jit": lambda model, x: jax.jit(lambda x, w: x @ w.T)(x, model.table.rows[...]),
+    "checkpoint": lambda model, x: jax.checkpoint(lambda x, w: x @ w.T)(x, model.table.rows[...]),
+    "a loop": lambda model, x: jax.lax.fori_loop(0, 2, lambda i, x: x @ model.table.rows[...][:WIDTH], x),
+    "a branch": lambda model, x: jax.lax.cond(x.sum() > 0, lambda x: x + model.table.rows[...][:1], jnp.tanh, x),
+    "a unit that is given it": lambda model, x: model.reads(x, model.table),
+}
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "gradients"])
+@pytest.mark.parametrize("name", READS)
+def test_an_operation_inside_that_reads_it_is_refused_with_its_line(name, gradients):
+    def annotate(model):
+        js.fully_shard(model.reads, mesh=js.mesh())
+        annotator(js.mesh())(model)
+
+    def make():
+        model = Around(READS[name], nnx.Rngs(0))
+        model.reads = Reads(nnx.Rngs(1))
+        return model
+
+    model = placed(make, annotate)
+    js.shard_optimizer(model, optax.sgd(0.1))
+    loss = lambda model, x: model(x).mean()
+    run = nnx.jit(nnx.grad(loss) if gradients else loss)
+    with pytest.raises(js.CallError, match=r"(?s)never gathered was read.*table/rows.*test_ungathered\.py:\d+"):
+        run(model, DATA[1])
+
+
+def test_a_call_inside_is_refused_and_names_the_unit():
+    model = around(lambda model, x: model.head(x) + model.table(jnp.arange(BATCH)))
+    with pytest.raises(js.CallError, match=r"(?s)never gathered was called inside.*table: Table\.__call__"):
+        model(DATA[1])
+
+
+def test_what_asks_only_for_its_shape_or_carries_it_through_is_no_read():
+    def use(model, x):
+        rows = jax.lax.fori_loop(0, 2, lambda i, c: (c[0] + 1, c[1]), (x, model.table.rows[...]))[1]
+        return model.head(x) * model.table.rows.shape[0], rows
+
+    model = around(use)
+    found, rows = nnx.jit(lambda model, x: model(x))(model, DATA[1])
+    wanted, plain = Around(use, nnx.Rngs(0))(DATA[1])
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-4)
+    np.testing.assert_array_equal(rows[:ROWS], plain)

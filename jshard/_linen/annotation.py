@@ -248,7 +248,7 @@ def _checked(settings: Mapping[str, Any], where: ShardPlacement, record: Unit) -
     """The settings of a choice, as the policy of a unit's record takes them."""
     found = {name: value for name, value in settings.items() if name != "placement"}
     checks.check_types(found.get("mixed_precision"), where.shard_dim, where.stacked, where.min_size)
-    checks.check_choice("gathered", where.gathered, (True, False))
+    checks.check_choice("gathered", where.gathered, (True, False), checks.OF_PLACEMENT)
     check_offload(where.offload, record.mesh)
     if "remat" in found:
         check_remat(found["remat"])

@@ -199,7 +199,7 @@ class LinenCall:
                 "A method of a Linen model returned a module or a variable.",
                 where=self.where,
                 why="the call runs on a copy of the module, which ends with it.",
-                do="return arrays; or call the inner module inside of a method.",
+                do="return self.inner(x)  # its result, in place of self.inner",
             )
         is_array = [isinstance(x, jax.Array) for x in leaves]
         counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)

@@ -199,7 +199,7 @@ def refuse_written(places: Sequence[str]) -> None:
         raise CallError(
             "A parameter was written inside the call.",
             where=places,
-            why="inside, only a shard or a gathered copy of it is there; the write would be lost.",
+            why="the call runs on a copy of the module; of what it writes, parameters do not come back.",
             do="update parameters outside the model, as nnx.Optimizer does.",
         )
 

@@ -74,11 +74,14 @@ class Partitioner:
 
     def note(self, kind: Any, eqn: Eqn | None, size: int) -> None:
         """Records what the equation needs of other shards; None: what the program returns needs it."""
-        places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
-        where = next(filter(None, places), "")  # what the library traced once has the line of its call
         shapes = " ".join(a.aval.str_short() for a in eqn.invars[:3]) if eqn is not None else ""
         operation = eqn.primitive.name if eqn is not None else "output"
-        self.moved.append(Moved(kind, operation, size * self.trips, where, shapes))
+        self.moved.append(Moved(kind, operation, size * self.trips, self.place(eqn), shapes))
+
+    def place(self, eqn: Eqn | None) -> str:
+        """The user's line of an equation; of what the library traced once, that of its call. Empty if none is known."""
+        places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)) if e is not None)
+        return next(filter(None, places), "")
 
     # ---- collectives, which note nothing
     @property
@@ -226,16 +229,15 @@ class Partitioner:
         except FourPartError:
             raise
         except Exception as error:
-            places = (_compat.user_place(e) for e in (eqn, *reversed(self._around)))
             operands = ", ".join(
                 f"{a.aval.str_short()} ({_in_words(v)})" for a, v in zip(eqn.invars, values, strict=True)
             )
             raise CallError(
                 f"The engine cannot run {eqn.primitive.name} on a data shard.",
-                where=next(filter(None, places), "in the model"),
+                where=self.place(eqn) or "in the model",
                 why=f"{type(error).__name__}: {error}\noperands: {operands or 'none'}, on {self.degree} data shards.",
-                do="with js.global_view(): around the step runs the model as one program. Please report this, with the "
-                "lines above.",
+                do="with js.global_view(): loss, grads = step(...)  # the model as one program\n"
+                "Please report this, with the lines above.",
             ) from error
         return found
 
@@ -255,11 +257,11 @@ class Partitioner:
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation."""
         name = eqn.primitive.name
-        if name not in KEEP_STORED:
-            values = [self.read(value) for value in values]
         outer, self.eqn = self.eqn, eqn
         self._around.append(eqn)
         try:
+            if name not in KEEP_STORED:
+                values = [self.read(value) for value in values]
             if name in TAKE_PARTIAL:
                 found = RULES[name](self, eqn, values)
                 assert found is not None, f"{name} has no result"

@@ -70,8 +70,10 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
         CallError: when it is called, and the arrays are not as declared.
 
     Example:
-        >>> attend = js.per_example(my_flash_attention)
-        >>> project = js.per_example(my_matmul_kernel, in_axes=(0, None))
+        >>> normalize = js.per_example(lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True))  # a kernel of yours
+        >>> project = js.per_example(lambda x, w: x @ w, in_axes=(0, None))  # one that takes weights, too
+        >>> project(normalize(x), jnp.ones((64, 8))).shape
+        (32, 8)
     """
     name = _place(fn)
 
@@ -204,6 +206,7 @@ class _Derivative:
         grads = list(_pick(self.floats_in, body.ins))
         self.grad_states = tuple(PARTIAL if d is None else d for d in grads)
         own_avals = [residuals[i].aval for i in self.own]
+        self.own_shapes = {i: residuals[i].aval.shape for i in self.own}
         float_outs = _pick(self.floats_out, out_avals)
         out_residuals = [out_avals[k] for k in self.from_outs.values()]
         back = jax.make_jaxpr(self._back)(self.avals, out_residuals, own_avals, float_outs)
@@ -212,7 +215,13 @@ class _Derivative:
 
     def forward(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results, and what backward needs: operands, results, residuals."""
-        run = lambda *xs: [*(found := self._flat(*xs))[: self.num_outs], *(found[self.num_outs + i] for i in self.own)]
+
+        def run(*xs: jax.Array) -> list[jax.Array]:
+            outs, residuals, _ = self._vjp(xs)
+            along = lambda shape, d: (*shape[:d], *shape[d + 1 :])
+            self._check(residuals, lambda i, x: along(x.shape, self.own[i]) == along(self.own_shapes[i], self.own[i]))
+            return [*outs, *(residuals[i] for i in self.own)]
+
         states = (*self.body.outs, *self.own.values())
         found = _differentiable(dataclasses.replace(self.body, run=run, outs=states))(*arrays)
         found = [x if name is None else checkpoint_name(x, name) for x, name in zip(found, self.names, strict=True)]
@@ -271,16 +280,20 @@ class _Derivative:
     def _back(self, args: Sequence, from_outs: Sequence, own: Sequence, cotangents: Sequence) -> Sequence[jax.Array]:
         _, residuals, tree = self._vjp(args)
         kept = dict(zip((*self.from_outs, *self.own), (*from_outs, *own), strict=True))
-        wrong = [i for i, x in kept.items() if i < len(residuals) and residuals[i].shape != x.shape]
+        self._check(residuals, lambda i, x: i not in kept or kept[i].shape == x.shape)
+        return jax.tree.unflatten(tree, [kept.get(i, x) for i, x in enumerate(residuals)])(list(cotangents))
+
+    def _check(self, residuals: Sequence[jax.Array], fits: Callable[[int, jax.Array], bool]) -> None:
+        """Raises for residuals of fewer examples that are others than those of the whole batch."""
+        wrong = [x.shape for i, x in enumerate(residuals) if i in self.own and not fits(i, x)]
         if len(residuals) != self.num_residuals or wrong:
             raise CallError(
                 "A function declared with js.per_example keeps other residuals for fewer examples.",
                 where=self.body.name,
-                why=f"{self.num_residuals} arrays for the whole batch, {len(residuals)} for the examples of a shard; "
-                f"{len(wrong)} of another shape.",
-                do="js.per_example(jax.checkpoint(fn)) keeps none: backward computes them again.",
+                why=f"arrays kept: {self.num_residuals} for the whole batch, {len(residuals)} for the examples of a "
+                f"shard, {len(wrong)} of these of another shape.",
+                do="js.per_example(jax.checkpoint(fn))  # keeps none: backward computes them again",
             )
-        return jax.tree.unflatten(tree, [kept.get(i, x) for i, x in enumerate(residuals)])(list(cotangents))
 
     def _kept(self, jaxpr: Any, residuals: Sequence[Any]) -> tuple[dict[int, int], dict[int, int]]:
         """Residuals that are results, and those that forward keeps with the dim of their examples."""
@@ -317,9 +330,10 @@ class _Derivative:
             tuple(n // self._factor if i == d else n for i, n in enumerate(a.shape)), a.dtype
         )
         try:
-            avals = jax.make_jaxpr(self._flat)(*map(part, self.avals, self.body.ins)).out_avals[self.num_outs :]
+            program = jax.make_jaxpr(self._flat)(*map(part, self.avals, self.body.ins))
         except Exception:  # what does not run on fewer examples says so where it must
             return None
+        avals = program.out_avals[self.num_outs :]
         alike = len(avals) == len(residuals) and all(a.ndim == b.ndim for a, b in zip(avals, residuals, strict=True))
         return avals if alike else None
 
@@ -405,7 +419,7 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
             "The arguments of a function declared with js.per_example do not have the same number of examples.",
             where=name,
             why=f"dim 0 of each array along in_axes 0 are the examples; these are {shapes}.",
-            do=f"js.per_example(fn, in_axes={guess}), with None for what is the same for all examples.",
+            do=f"js.per_example(fn, in_axes={guess})  # None for what is the same for all examples",
         )
     for x, d in zip(arrays, axes, strict=True):
         if d is None and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -413,7 +427,7 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
                 "A function declared with js.per_example got one random key for all examples.",
                 where=name,
                 why="every data shard would draw the same numbers, other ones than one device draws.",
-                do="keys = jax.random.split(key, x.shape[0]), along in_axes 0.",
+                do="keys = jax.random.split(key, x.shape[0])  # and in_axes 0 for them",
             )
     return next(n for n in along if n is not None)
 
@@ -436,7 +450,7 @@ def _check_results(avals: Sequence[Any], num_examples: int, name: str) -> None:
             "A result of a function declared with js.per_example does not have a row for each example.",
             where=name,
             why=f"{', '.join(wrong)} for {num_examples} examples.",
-            do="return one value for each example, and combine them outside.",
+            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
         )
 
 

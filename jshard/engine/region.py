@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
+from jshard._errors import CallError
 from jshard._mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
 from jshard._nnx import NESTED, Unit
 from jshard._offload import fetched, placed_like
@@ -50,9 +51,10 @@ def open_region(call: Call, unit: Unit) -> Any:
         ]
         return body(gathered, inputs)
 
+    refuse_padded_layers(call)
     logical = [
-        x if p is None else jax.ShapeDtypeStruct(p.shape, x.dtype)
-        for x, p in zip(map(abstract, params), call.placements, strict=True)
+        x if p is None else jax.ShapeDtypeStruct(stored.without_padding(abstract(of_call), p).shape, x.dtype)
+        for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
     ]
     with region_trace(cast(Mesh, unit.mesh)):
         program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
@@ -69,6 +71,22 @@ def open_region(call: Call, unit: Unit) -> Any:
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)
     return call.finish(outs, call.result)
+
+
+def refuse_padded_layers(call: Call) -> None:
+    """Raises for a row of a stack that is stored with layers of zeros at its end, which the loop would run, too."""
+    rows = [
+        f"{call.where}: {name}  {p.dtype}{list(p.shape)}, stored {list(p.stored_shape)}"
+        for name, x, p in zip(call.names, call.params, call.placements, strict=True)
+        if p is not None and p.padding and p.dim is not None and x.ndim + p.dim - len(p.shape) < 0
+    ]
+    if rows:
+        raise CallError(
+            "A loop outside of the sharded region runs over layers that are stored padded.",
+            where=rows,
+            why="the layers of the padding are zeros, and the loop would run them, too.",
+            do="js.fully_shard(layers, mesh=mesh, placement=js.ShardPlacement(stacked=1))",
+        )
 
 
 def _copies_of(call: Call) -> list[Any]:

@@ -42,7 +42,7 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
     """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
     if in_region_trace():
         if not unit.policy.gathered:
-            raise called_inside(call.where, "the model")
+            raise called_inside(f"{name}: {call.where}")
         settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
         return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
     refuse_manual(unit.mesh, call.where)

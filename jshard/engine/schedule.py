@@ -23,6 +23,7 @@ from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operan
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
+from jshard.engine.ungathered import read_inside
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Value
 
@@ -59,6 +60,8 @@ class ShardedPartitioner(Partitioner):
         """A stored value gathered where a unit does not gather it: once in this program."""
         if not value.is_stored:
             return value
+        if not value.shard.placement.gathered and value.shard.placement.dim is not None:
+            raise read_inside(value.parameter, value.shard.placement, self.place(self.eqn))
         key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
         found = self.level.whole.get(key, value)
         if found.is_stored:

@@ -165,8 +165,8 @@ def logical_shape(value: Value) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def without_padding(x: jax.Array, placement: Placement) -> jax.Array:
-    """A stored array without its rows of padding."""
+def without_padding(x: Any, placement: Placement) -> Any:
+    """A stored array, or the type of one, without its rows of padding."""
     padding = Padding.of(placement)
     return x if padding is None else padding.cut(x)
 
@@ -177,8 +177,9 @@ def _with_padding(x: jax.Array, placement: Placement) -> jax.Array:
 
 
 def _dim(x: jax.Array, placement: Placement) -> int | None:
+    """The dim that is sharded. None, too, for a row of a stack that is sharded along its layers: the loop cut it."""
     from_end = placement.dim_from_end
-    return None if from_end is None else x.ndim + from_end
+    return None if from_end is None or x.ndim + from_end < 0 else x.ndim + from_end
 
 
 def _keep_other_axes(collective: Callable, x: jax.Array, placement: Placement) -> Callable:

@@ -32,12 +32,22 @@ def _held(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
     return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))
 
 
-def called_inside(where: str, around: str) -> CallError:
+def called_inside(where: str) -> CallError:
     """The error for a call from inside the region."""
     return CallError(
         "A unit that is never gathered was called inside the sharded region.",
-        where=f"{around}: {where}",
-        why="inside, a device sees its part of the batch and its shards of the parameters, and gathering them is what"
-        " the annotation rules out.",
+        where=where,
+        why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules out.",
         do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
+    )
+
+
+def read_inside(name: str, placement: Placement, place: str) -> CallError:
+    """The error for a parameter that an operation inside the region reads."""
+    return CallError(
+        "A parameter that is never gathered was read inside the sharded region.",
+        where=f"{name}  {placement.dtype}{list(placement.shape)}, read at {place or 'a line that is not known'}",
+        why=f"inside, a device has {placement.bytes_per_device} of its {placement.logical_bytes} bytes, and gathering"
+        " the rest is what the annotation rules out.",
+        do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
     )

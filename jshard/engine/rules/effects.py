@@ -32,7 +32,7 @@ def callback(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
             "An ordered debug callback inside the model cannot run on several devices.",
             where=_compat.user_place(eqn),
             why=f"the model runs on {p.degree} data shards, and JAX orders debug callbacks on one device only.",
-            do="jax.experimental.io_callback(f, None, x, ordered=True), or ordered=False.",
+            do="jax.experimental.io_callback(f, None, x, ordered=True)  # or ordered=False",
         )
     xs = [p.whole(v).x for v in values]
     nothing = lambda *xs: [jnp.zeros(a.aval.shape, a.aval.dtype) for a in eqn.outvars]

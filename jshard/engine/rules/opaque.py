@@ -39,7 +39,8 @@ def per_example(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
             where=[body.name, _compat.user_place(eqn)],
             why=f"{type(error).__name__}: {error}\nIt ran on all {sizes[0]} of the batch; each of the {p.degree} "
             "data shards runs it on its part.",
-            do="write the function for any number of examples, or call it without js.per_example: computed whole.",
+            do="y = fn(x)  # in place of js.per_example(fn)(x): every device computes it for the whole batch\n"
+            "Or write fn for any number of examples.",
         ) from error
     _check_shapes(p, eqn, body, found)
     return [Value(x, state) for x, state in zip(found, body.outs, strict=True)]
@@ -56,7 +57,7 @@ def _check_shapes(p: "Partitioner", eqn: Eqn, body: Body, found: Any) -> None:
             "A function declared with js.per_example does not have a row of its result for each example.",
             where=[body.name, _compat.user_place(eqn)],
             why=f"on the examples of one of {p.degree} data shards: {', '.join(wrong) or f'{len(found)} results'}.",
-            do="return one value for each example, and combine them outside.",
+            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
         )
 
 

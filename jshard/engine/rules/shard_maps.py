@@ -193,14 +193,14 @@ def _axes(p: "Partitioner", eqn: Eqn) -> _Axes:
             why=f"it is over {', '.join(sorted(wrong))}; the model is over "
             + ", ".join(f"{a}={n}" for a, n in sizes.items())
             + ".",
-            do="jax.shard_map(f, mesh=mesh, ...), with the mesh that js.fully_shard was given.",
+            do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
         )
     if any(_is_open(spec) for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"])):
         raise CallError(
             "A shard_map inside the model has an unreduced argument or result.",
             where=_compat.user_place(eqn),
-            why="the engine holds sums that are not taken yet in its own form.",
-            do="jax.lax.psum(x, axis) in the function, and a result that is not unreduced.",
+            why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data shards.",
+            do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
         )
     manual = [a for a in eqn.params["newly_manual_axes"] if sizes[a] > 1]
     data = tuple(a for a in p.axes if sizes[a] > 1)
@@ -226,7 +226,7 @@ def _dims(eqn: Eqn, axes: _Axes, spec: P, ndim: int) -> Dims:
             raise CallError(
                 "A shard_map inside the model splits a dim over a data axis inside of another axis.",
                 where=_compat.user_place(eqn),
-                why=f"{spec}: over {' then '.join(dim)}, where {', '.join(axes.data)} split the batch.",
-                do=f"P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r}): the data axes first.",
+                why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(axes.data)}.",
+                do=f"jax.P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r})  # the data axes first",
             )
     return dims
