@@ -30,6 +30,7 @@ class Leaf:
         aliases: other paths of it, if it is tied.
         around: the units around each of its uses, by path, outermost first.
         stack: path of the layers of a loop that it is stacked with.
+        num_stacked: how many leading dims are theirs.
         variable: what filters look at, if its class or its metadata say more than its shape.
     """
 
@@ -39,6 +40,7 @@ class Leaf:
     aliases: tuple[Path, ...] = ()
     around: tuple[tuple[Path, ...], ...] = ()
     stack: Path = ()
+    num_stacked: int = 0
     variable: Any = dataclasses.field(default=None, compare=False)
 
 
@@ -52,7 +54,7 @@ class LeafPlan:
         placement: how it is stored, gathered and reduced.
         aliases: other paths of the same parameter, if it is tied.
         trained: whether it has a gradient; a frozen one is gathered, and nothing more.
-        stack: path of the layers of a loop that it is stacked with, where they are gathered all at once.
+        stack: path of the layers of a loop that it is stacked with, where no unit is inside the loop.
         keys: the path and the aliases as keys.
         owner: path of the module that gathers it; None in the plan of a unit, if one outside of it does.
     """
@@ -65,6 +67,11 @@ class LeafPlan:
     stack: str = ""
     keys: tuple[Path, ...] = ()
     owner: Path | None = ()
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the root gathers it in a loop, each layer when it is due: forward, and backward again."""
+        return bool(self.stack) and self.owner == () and self.placement.layers > 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,14 +152,19 @@ class ShardPlan:
         return sum(leaf.placement.bytes_per_device for leaf in self.leaves)
 
     @property
-    def whole_stacks(self) -> dict[tuple[str, str], int]:
-        """Layers of a loop that are gathered all at once: path and unit, with the bytes of the gathered copy."""
+    def unscheduled_stacks(self) -> dict[tuple[str, str], int]:
+        """Layers of a loop that no unit gathers ahead: path and unit, with the bytes of the gathered copy of all."""
         found: dict[tuple[str, str], int] = {}
         for leaf in self.leaves:
             if leaf.stack and leaf.placement.gathered and leaf.placement.dim is not None:
                 key = leaf.stack, leaf.unit
                 found[key] = found.get(key, 0) + leaf.placement.gathered_bytes
         return found
+
+    def how_stacked(self, path: str, unit: str) -> str:
+        """How a unit gathers layers of a loop that has no unit inside, in words."""
+        by_layer = all(leaf.by_layer for leaf in self.leaves if (leaf.stack, leaf.unit) == (path, unit))
+        return f"by {unit}, " + ("each layer when it is due" if by_layer else "all layers at once")
 
     @property
     def replicated(self) -> tuple[LeafPlan, ...]:
@@ -271,6 +283,8 @@ def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path
     ignored = any(leave_out(p, variable) for p in (from_unit, path))
     whole = is_named(dotted(from_unit), unit.allow_replicated) or is_named(dotted(path), root.allow_replicated)
     rule = dataclasses.replace(unit.rule, pads=False) if whole else unit.rule
+    if leaf.stack and not owner and not rule.stacked and rule.shard_dim is None:  # gathered a layer at a time
+        rule = dataclasses.replace(rule, stacked=leaf.num_stacked)
     return place(dotted(from_unit), leaf.shape, leaf.dtype, leaf.spec, rule, ignored=ignored)
 
 

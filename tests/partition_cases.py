@@ -207,7 +207,10 @@ def _shapes() -> dict[str, list[Case]]:
         "random_bits": [Case(lambda a: jax.vmap(lambda k: jax.random.bits(k, (3,)))(wrap(a)), (keys(8),))],
         "random_clone": [Case(lambda a: unwrap(jax.random.clone(wrap(a))), (keys(8),))],
         "random_gamma": [
-            Case(lambda a, b: jax.vmap(lambda k, b: jax.random.gamma(k, b))(wrap(a), b), (keys(8), floats(8) + 1))
+            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8) + 1)),
+            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8, 16) + 1)),
+            Case(lambda a, b: jax.random.gamma(wrap(a), b), (keys(), floats(8, 16) + 1), sharded=False),
+            Case(lambda a: jax.random.gamma(wrap(a), 0.4, (8, 16)), (keys(),), sharded=False),
         ],
     }
 

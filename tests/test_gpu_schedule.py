@@ -7,6 +7,7 @@ import dataclasses
 import functools
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
@@ -83,11 +84,41 @@ def test_in_a_scan_every_large_collective_has_a_matrix_product_beside_it(form):
     # Four gathers in forward and four in backward, a reduction, each twice as loops are double-buffered, some merged.
     assert len([w for w in found.schedule.in_loops if w.full_bytes > LARGE_BYTES]) >= 2 * (4 + 4 + 1) - 4
     assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
+    # So have those beside the loop; in forward nothing computes before the first layer.
+    last = [w for w in found.schedule.windows if w.kind == "all-gather" and w.phase == "backward"]
+    assert all(w.is_overlapped for w in last if w.full_bytes > LARGE_BYTES)
     gathers, reduces, all_reduces = amounts(found)
     assert gathers == pytest.approx(2.0, abs=0.02)
     assert reduces == pytest.approx(1.0, abs=0.01)
     assert all_reduces < 0.001
     assert found.ok, found.differences
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return x + nn.Dense(2048)(nn.gelu(nn.Dense(8192)(nn.LayerNorm()(x)))), None
+
+
+class Checkpointed(nn.Module):
+    """A checkpoint of the user's in a loop of Flax's."""
+
+    @nn.compact
+    def __call__(self, x):
+        stacked: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return nn.scan(nn.remat(Layer), length=LARGE.layers, **stacked)(name="layers")(x, None)[0]
+
+
+def test_a_checkpoint_in_a_loop_has_the_same_schedule():
+    mesh = js.mesh(fsdp=-1, devices=topology_devices(parse_topology("h100:8x8")))
+    model = js.fully_shard(Checkpointed(), mesh=mesh, units=Layer)
+    x = jax.ShapeDtypeStruct((64 * 1024, 2048), jnp.float32, sharding=batch_sharding(mesh))
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), jax.ShapeDtypeStruct(x.shape, x.dtype)), model)
+    lowered = jax.jit(jax.grad(lambda params, x: (model.apply(params, x) ** 2).mean())).lower(params, x)
+    found = audit(lowered.compile(compiler_options=js.compiler_options("fastest", platform="gpu")), model=model)
+    assert found.not_overlapped(at_least_bytes=LARGE_BYTES) == ()
+    gathers, reduces, _ = amounts(found)
+    assert (gathers, reduces) == (pytest.approx(2.0, abs=0.02), pytest.approx(1.0, abs=0.01))
 
 
 def test_the_check_notices_collectives_that_lose_their_overlap():
@@ -107,14 +138,13 @@ def overlapped(found: Audit) -> float:
 
 def test_unrolled_the_chain_overlaps_and_bounds_memory():
     chain, free = compiled(), compiled(ahead=None)
-    assert overlapped(chain) > 0.85
-    assert overlapped(free) < 0.5
+    assert overlapped(chain) > max(0.85, overlapped(free))
     gathers, reduces, _ = amounts(chain)
     assert gathers == pytest.approx(2.0, abs=0.02)  # re-gathers are not merged with the gathers of forward
     assert reduces == pytest.approx(1.0, abs=0.01)
     scatters = [w for w in chain.schedule.windows if w.kind == "reduce-scatter" and w.full_bytes > LARGE_BYTES]
     assert len(scatters) >= LARGE.layers  # one for each unit, and not one for all at the end
-    assert chain.memory.peak_bytes < free.memory.peak_bytes / 2
+    assert chain.memory.peak_bytes < free.memory.peak_bytes - UNIT_BYTES  # without a schedule several are there at once
 
 
 @pytest.mark.parametrize("settings", [{"scan": True}, {}], ids=["scan", "chain"])

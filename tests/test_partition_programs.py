@@ -92,7 +92,8 @@ def program(names: list[str]) -> Callable[..., Any]:
     def loss(x: Array, w: Array) -> tuple[Array, Array]:
         for name in names:
             x = OPERATIONS[name](x, w)
-        return (jnp.sin(x) * jnp.cos(jnp.arange(32.0))[:, None]).sum() / (1 + (x > 0).sum()), x
+        # The count makes the loss depend on all shards; above 0, as rows that are equal may cancel up to rounding.
+        return (jnp.sin(x) * jnp.cos(jnp.arange(32.0))[:, None]).sum() / (1 + (x > 1e-3).sum()), x
 
     return jax.value_and_grad(loss, (0, 1), has_aux=True)
 
@@ -145,5 +146,6 @@ def test_random_programs_equal_one_device(first: int) -> None:
 def test_each_operation_equals_one_device(name: str) -> None:
     random = np.random.default_rng(1)
     x, w = random.normal(size=(BATCH, WIDTH)).astype(np.float32), np.eye(WIDTH, dtype=np.float32) + 0.1
-    wanted = jax.tree.leaves(jax.jit(program([name]))(x, w))
-    assert difference(wanted, on_shards(program([name]), MESHES[0], x, w)) < 1e-4
+    wanted, found = jax.tree.leaves(jax.jit(program([name]))(x, w)), on_shards(program([name]), MESHES[0], x, w)
+    assert difference(wanted[1:], found[1:]) < 1e-4
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-7)  # a sum that may cancel

@@ -117,7 +117,9 @@ def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered
     # Backward gathers what it kept split, and the gradient. The one that leaves the first block is the root's where the
     # compiler names it after what reads it, and the block's after what made it, as on jax 0.12.
     assert found["all-gather", "backward"] - 2 * pairs in (0, 1)
-    assert found["all-reduce", "backward"] == pairs
+    # Besides, gradients of norms and biases, each from a part of the sequence, are summed: vectors, not activations.
+    vectors = found["all-reduce", "backward", "bytes"] - pairs * ACTIVATION
+    assert 0 <= vectors <= 7 * MICRO.n_layer * MICRO.d_model * 4  # two norms of two vectors, two biases; some spare
     assert {key[0] for key in found} == {"all-gather", "all-reduce"}
 
 

@@ -89,6 +89,9 @@ class Region:
     def find(self, kind: str, unit: str, backward: bool = False) -> list[Node]:
         return [n for n in self.live if (n.kind, n.unit, n.backward) == (kind, unit, backward)]
 
+    def of_kind(self, kind: str) -> list[Node]:
+        return [n for n in self.live if n.kind == kind]
+
     def waits_for(self, node: Node, others: list[Node]) -> bool:
         return any(id(other) in self._before[id(node)] for other in others)
 
@@ -127,8 +130,8 @@ def test_a_unit_is_gathered_so_far_ahead_and_no_farther(ahead, remat):
         for gather in again:
             for k in range(i + 1, LAYERS):
                 waits = backward.waits_for(gather, backward.find("dot_general", block(k), backward=True))
-                # The last units have none after them to be gathered behind: they wait for their gradients.
-                assert waits == (k > i + ahead or i + ahead >= LAYERS), (i, k)
+                assert waits == (k > i + ahead), (i, k)
+            assert backward.waits_for(gather, backward.of_kind("optimization_barrier"))  # until there are cotangents
 
 
 def test_gradients_are_reduced_in_order():
@@ -148,9 +151,10 @@ def test_without_prefetch_the_order_is_the_compilers():
     for i in range(LAYERS):
         for gather in forward.find("all_gather", block(i)):
             assert not any(forward.waits_for(gather, forward.find("dot_general", block(k))) for k in range(LAYERS))
-        for gather in backward.find("all_gather", block(i), backward=True):  # still not before it is needed
-            products = [backward.find("dot_general", block(k), backward=True) for k in range(i + 1, LAYERS)]
-            assert all(backward.waits_for(gather, found) for found in products)
+        for gather in backward.find("all_gather", block(i), backward=True):
+            products = lambda k: backward.find("dot_general", block(k), backward=True)
+            assert not any(backward.waits_for(gather, products(k)) for k in range(LAYERS))
+            assert backward.waits_for(gather, backward.of_kind("optimization_barrier"))  # until there are cotangents
 
 
 def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[str, int]:
@@ -181,6 +185,93 @@ def test_a_budget_in_bytes_is_kept(units):
     for found, back in ((forward, False), (backward, True)):
         most = in_flight(found, size, backward=back)
         assert max(most.values(), default=0) == unit * units
+
+
+class Outer(nnx.Module):
+    """A unit with a product of its own, and units inside."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (32, 32)))
+        self.inner = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = jax.numpy.tanh(x @ self.kernel[...])
+        for layer in self.inner:
+            x = jax.numpy.tanh(layer(x))
+        return x
+
+
+class Outers(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.outers = nnx.List([Outer(rngs) for _ in range(3)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        for outer in self.outers:
+            x = outer(x)
+        return x
+
+
+def test_units_inside_of_units_are_gathered_in_the_order_of_calls():
+    mesh = js.mesh(replica=2, fsdp=4)
+
+    def annotate(model: Outers) -> None:
+        js.fully_shard(model, units=[nnx.Linear, Outer], mesh=mesh, placement=js.ShardPlacement(min_size=1))
+
+    model = js.abstract_init(lambda: Outers(nnx.Rngs(0)), annotate)
+    graphdef, params = nnx.split(model)
+    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+    forward, backward = map(Region, regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr))
+    calls = [f"outers/{i}{name}" for i in range(3) for name in ("", "/inner/0", "/inner/1")]
+    for n, unit in enumerate(calls):
+        for gather in forward.find("all_gather", unit):
+            for k in range(n):
+                assert forward.waits_for(gather, forward.find("dot_general", calls[k])) == (k < n - 1), (unit, k)
+    calls = [f"outers/{i}{name}" for i in reversed(range(3)) for name in ("", "/inner/1", "/inner/0")]
+    for n, unit in enumerate(calls[:-3]):  # of the first unit of all, no kernel is needed
+        gathers = backward.find("all_gather", unit, backward=True)
+        assert gathers
+        for gather in gathers:
+            for k in filter(lambda k: k % 3, range(n)):  # a unit around others has its own products after theirs
+                waits = backward.waits_for(gather, backward.find("dot_general", calls[k], backward=True))
+                assert waits == (k < n - 1), (unit, k)
+
+
+class Looped(nnx.Module):
+    """A loop between two units."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first, self.last = nnx.Linear(32, 32, rngs=rngs), nnx.Linear(32, 32, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs) for _ in range(5)])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(js.scan_layers(self.layers, jax.numpy.tanh(self.first(x))))
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
+    """Its first layers are gathered beside the unit before it, and the unit after it beside its last layers."""
+    mesh = js.mesh(replica=2, fsdp=4)
+
+    def annotate(model: Looped) -> None:
+        js.fully_shard(model, units=nnx.Linear, mesh=mesh, placement=js.ShardPlacement(min_size=64), prefetch=ahead)
+
+    model = js.abstract_init(lambda: Looped(nnx.Rngs(0)), annotate)
+    graphdef, params = nnx.split(model)
+    loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
+    x = jax.ShapeDtypeStruct((16, 32), "float32")
+    found = regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)
+    for region, before, after, is_backward in (
+        (Region(found[0]), "first", "last", False),
+        (Region(found[1]), "last", "first", True),
+    ):
+        gathers = region.find("all_gather", "layers/*", is_backward)
+        for k, gather in enumerate(gathers[: ahead + 1]):
+            assert region.waits_for(gather, region.find("dot_general", before, is_backward)) == (k == ahead), k
+        (loop,) = (node for node in region.live if node.kind == "scan")
+        last_trips = region.find("dot_general", "layers/*", is_backward)
+        for gather in region.find("all_gather", after, is_backward):  # backward of the first needs no kernel
+            assert region.waits_for(gather, [loop]) and not region.waits_for(gather, last_trips)
 
 
 class Mixed(nnx.Module):

@@ -140,7 +140,8 @@ class Layout:
         within = lambda place: tuple(sorted((p for p in self.units if place[: len(p)] == p), key=len))
         borrowers = [p for p, unit in self.units.items() if any(path[: len(b)] == b for b in unit.borrowed)]
         around = tuple(map(within, (path, *borrowers)))
-        return dataclasses.replace(leaf, around=around, stack=_stack(path, leaf, seen))
+        stack, num_stacked = _stack(path, leaf, seen)
+        return dataclasses.replace(leaf, around=around, stack=stack, num_stacked=num_stacked)
 
 
 def _twins(seen: Seen, leaves: Mapping[Path, Leaf]) -> dict[Path, SeenUnit]:
@@ -164,10 +165,16 @@ def _in_order(path: Path) -> list[list[Any]]:
     return [[int(part) if part.isdigit() else part for part in re.split(r"(\d+)", key)] for key in path]
 
 
-def _stack(path: Path, leaf: Leaf, seen: Seen) -> Path:
-    """The path of the outermost loop that takes leading dims of a parameter; empty if none does."""
-    loops = sorted((loop for loop, shapes in seen.loops.items() if path in shapes), key=len)
-    return next((loop for loop in loops if len(seen.loops[loop][path]) < len(leaf.shape)), ())
+def _stack(path: Path, leaf: Leaf, seen: Seen) -> tuple[Path, int]:
+    """The path of the outermost loop that takes leading dims of a parameter, and how many all loops take.
+
+    Empty if none does, or if what a layer sees are not its last dims.
+    """
+    loops = [loop for loop in sorted(seen.loops, key=len) if path in seen.loops[loop]]
+    row = min((seen.loops[loop][path] for loop in loops), key=len, default=leaf.shape)
+    num = len(leaf.shape) - len(row)
+    stacked = [loop for loop in loops if len(seen.loops[loop][path]) < len(leaf.shape)]
+    return (stacked[0], num) if stacked and leaf.shape[num:] == tuple(row) else ((), 0)
 
 
 def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:

@@ -39,7 +39,7 @@ def host_copies(plan: ShardPlan, memory: Memory) -> Mapping[str, HostCopies]:
     again = {unit.name for unit in plan.units if unit.reshard_after_forward is True}
     away = [leaf for leaf in plan.leaves if leaf.placement.on_host]
     forward = sum(leaf.placement.bytes_per_device for leaf in away)
-    backward = sum(leaf.placement.bytes_per_device for leaf in away if leaf.unit in again)
+    backward = sum(leaf.placement.bytes_per_device for leaf in away if leaf.by_layer or leaf.unit in again)
     saved, updated = memory.host_activations_bytes, memory.host_optimizer_bytes + 2 * memory.host_gradients_bytes
     return {
         "forward": HostCopies(forward, saved),

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,10 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
 
-from jshard._nnx import OWN
-from jshard.engine.rules import calls
+from jshard import _compat
+from jshard._nnx import NESTED, OWN
+from jshard.engine.rules import calls, loops
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Value
+
+MIN_TRIPS = 3
 
 
 @dataclasses.dataclass(eq=False)
@@ -23,10 +26,12 @@ class Planned:
     Args:
         gathers: what it gathers; nothing, where forward kept it.
         eqn: the equation.
+        loop: the loop in whose first trips it is.
     """
 
     gathers: list[Value]
     eqn: Eqn
+    loop: Eqn | None = None
 
     @property
     def gathered_bytes(self) -> int:
@@ -50,7 +55,8 @@ class Level:
         late: the unit whose gradients are reduced after this program, in the next trip of a loop.
         handover: of this trip, until what the trip before has left is reduced.
         whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
-        recent: what the forward unit before gathered: the user's `jax.checkpoint` runs it again right before backward.
+        recent: what the forward unit before gathered, and the pieces that it keeps of that: the user's `jax.checkpoint`
+            runs it again right before backward.
     """
 
     def __init__(self, plan: list[Planned]) -> None:
@@ -63,6 +69,23 @@ class Level:
         self.handover: Any = None
         self.whole: dict[Any, Value] = {}
         self.recent: dict[int, tuple[Value, Any]] | None = None
+
+    def find(self, eqn: Eqn, shards: Sequence[Value]) -> int | None:
+        """Position of a unit that comes now, if it gathers what was planned; it and all before are done with."""
+        for i, one in enumerate(self.plan[self.at :], self.at):
+            mine = one.gathers
+            if one.eqn is eqn and len(mine) == len(shards) and all(a is b for a, b in zip(mine, shards, strict=True)):
+                self.at = i + 1
+                return i
+        return None
+
+    def find_loop(self, eqn: Eqn, count: int) -> range:
+        """Positions of the units of a loop's first trips, if they were planned; they and all before are done with."""
+        start = next((i for i in range(self.at, len(self.plan)) if self.plan[i].loop is eqn), None)
+        if start is None:
+            return range(0)
+        self.at = start + count
+        return range(start, start + count)
 
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""
@@ -107,23 +130,140 @@ def gathered_dtypes(eqn: Eqn) -> list[Any]:
     return [eqn.params["jaxpr"].in_avals[i].dtype for i in gathered_operands(eqn)]
 
 
-def planned(jaxpr: Any, args: Sequence[Value]) -> Iterator[Planned]:
-    """The units that a program calls, in order, and what each gathers."""
+def planned(
+    jaxpr: Any, args: Sequence[Value], before: list[Value] | None = None, *, with_loops: bool = False
+) -> Iterator[Planned]:
+    """The units that a program calls, in order, and what each gathers; those inside of a unit come after it.
+
+    Args:
+        jaxpr: the program.
+        args: its arguments; only those that are stored matter.
+        before: what the forward unit before gathers, and the pieces that it keeps; it is brought up to date.
+        with_loops: also those of the first trips of loops that are gathered a trip ahead.
+    """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
-    before: list[Value] | None = None
+    before, pieces, stacks = [] if before is None else before, set(), {}
     for e in jaxpr.eqns:
-        operands = [None if isinstance(a, jex.Literal) else env.get(a) for a in e.invars]
-        if e.primitive.name == "unit":
-            mine = [v for i in gathered_operands(e) if (v := operands[i]) is not None]
-            is_forward = e.params["phase"] == FORWARD
-            again = not is_forward and not {*map(id, before or ())}.isdisjoint(map(id, mine))
-            before = mine if is_forward else None if again else before
-            if not again:
-                yield Planned(mine, e)
-        elif e.primitive.name in calls.CALLS:
-            inner, _ = calls.program(e)
-            given = [Value(None) if v is None else v for v in operands]
-            yield from planned(inner, calls.operands(e, given))
+        operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]
+        if e.primitive.name in calls.CALLS:
+            inner, given = calls.program(e)[0], calls.operands(e, operands)
+            yield from planned(inner, given, before, with_loops=with_loops)
+        if e.primitive.name == "stack" and e.params["axis"] == 0 and operands[0].is_stored:
+            stacks[e.outvars[0]] = operands if all(v.state == operands[0].state for v in operands) else ()
+        if e.primitive.name == "scan" and with_loops:
+            yield from _first_in_loop(
+                e, operands, [() if isinstance(a, jex.Literal) else stacks.get(a, ()) for a in e.invars]
+            )
+        if e.primitive.name != "unit":
+            continue
+        gathers, owners = {i: operands[i] for i in gathered_operands(e) if operands[i].is_stored}, e.params["owners"]
+        mine, is_forward = list(gathers.values()), e.params["phase"] == FORWARD
+        again = not is_forward and not {*map(id, before)}.isdisjoint(map(id, mine))
+        if is_forward or again:
+            before[:] = mine if is_forward else []
+        if not again and pieces.isdisjoint(mine) and (mine or NESTED not in owners):
+            yield Planned(mine, e)
+        inside = [
+            v if i not in gathers and owners[i : i + 1] != (OWN,) else Value(None) for i, v in enumerate(operands)
+        ]
+        if NESTED in owners and any(v.is_stored for v in inside):
+            yield from planned(e.params["jaxpr"].jaxpr, inside, before, with_loops=with_loops)
+        if is_forward and (kept := _kept_in_pieces(e, operands)):
+            env |= kept
+            pieces |= {*kept.values()}  # none can be gathered ahead of the unit that keeps them
+            before += kept.values()
+
+
+@dataclasses.dataclass(frozen=True)
+class LoopPlan:
+    """The units of one trip of a loop.
+
+    Args:
+        units: those that gather.
+        sources: of each, where its shards come from: whether they are rows, and which of what is scanned over, or of
+            what is shared. None, if some come from elsewhere.
+        count: how many units of later trips are gathered when a trip ends.
+    """
+
+    units: list[Planned]
+    sources: list[list[tuple[bool, int]]]
+    count: int
+
+    @classmethod
+    def of(
+        cls, jaxpr: Any, shared: Sequence[Value], carried: Sequence[Value], scanned: Sequence[Value], length: int
+    ) -> "LoopPlan":
+        """The units of a loop with this body; of few trips none is gathered ahead."""
+        probe = [loops.rows(v, None) for v in scanned]
+        units = list(planned(jaxpr, [*shared, *carried, *probe]))
+        at = {id(v): (False, i) for i, v in enumerate(shared)} | {id(v): (True, i) for i, v in enumerate(probe)}
+        sources = [[at.get(id(v)) for v in one.gathers] for one in units]
+        known = [[source for source in found if source is not None] for found in sources]
+        if not units or length < MIN_TRIPS or known != sources:
+            return cls(units, known, 0)
+        return cls(units, known, min(gathered_ahead(units, length), len(units) * (length - 1)))
+
+    def unit(self, position: int, trip: Any, find: Callable[[bool, int, Any], Value]) -> Planned:
+        """A unit, counted from the first of a trip; `find` is given a source and a trip."""
+        later, i = divmod(position, len(self.units))
+        return Planned([find(*source, trip + later) for source in self.sources[i]], self.units[i].eqn)
+
+
+def gathered_ahead(units: Sequence[Planned], trips: int) -> int:
+    """How far into later trips units are gathered when a trip ends, once it is equally far for each."""
+    level, found = Level([*units] * (2 * trips)), -1
+    for at in range(trips * len(units)):
+        level.gathered.pop(at, None)
+        level.gathered |= {i: [] for i in level.ahead(at)}
+        if (at + 1) % len(units) == 0:
+            before, found = found, max(level.gathered, default=at) - at
+            if found == before:
+                break
+    return max(found, 0)
+
+
+def row(value: Value, at: Any) -> Value:
+    """One trip's row of what is scanned over. It is never negative: leaving that open costs six equations a row."""
+    x = value.x
+    if isinstance(at, int):
+        return loops.rows(value, lax.index_in_dim(x, at, keepdims=False))
+    starts = (at, *[0] * (x.ndim - 1))
+    found = lax.dynamic_slice(x, starts, (1, *x.shape[1:]), allow_negative_indices=False)
+    return loops.rows(value, lax.squeeze(found, (0,)))
+
+
+def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:
+    """The units of a loop's first trips that are gathered before it.
+
+    Args:
+        eqn: the loop.
+        operands: of the loop.
+        rows: of each, what it was stacked from in this program; empty if it came as it is.
+    """
+    n_consts, n_carry = _compat.scan_arguments(eqn)
+    end, length = n_consts + n_carry, eqn.params["length"]
+    shared, stacks = operands[:n_consts], rows[end:]
+    scanned = [Value(None) if loops.is_stored_along_trips(v) else v for v in operands[end:]]
+    scanned = [stack[0] if stack else v for v, stack in zip(scanned, stacks, strict=True)]
+    plan = LoopPlan.of(calls.opened(eqn.params["jaxpr"])[0], shared, operands[n_consts:end], scanned, length)
+    if any(v.x is None or _compat.on_host(v.x) for v in (*shared, *scanned) if v.is_stored):
+        return  # their rows are cut when the loop begins
+    at = lambda trip: length - 1 - trip if eqn.params["reverse"] else trip
+    cut = lambda k, trip: stacks[k][at(trip)] if stacks[k] else row(scanned[k], at(trip))
+    find = lambda is_row, k, trip: cut(k, trip) if is_row else shared[k]
+    for i in range(plan.count):
+        yield dataclasses.replace(plan.unit(i, 0, find), loop=eqn)
+
+
+def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:
+    """What stands for the pieces that a forward unit keeps, by the variables that will hold them."""
+    num, pieces = eqn.params["num_kept"], eqn.params["settings"].reshard
+    if not num or isinstance(pieces, bool):
+        return {}
+    own = [v for v, owner in zip(operands, eqn.params["owners"], strict=False) if owner == OWN]
+    found = zip(eqn.outvars[-num:], own, strict=True)
+    split = [(a, v.shard) for a, v in found if v.is_stored and v.shard.placement.dim is not None]
+    return {a: Value(None, dataclasses.replace(shard, pieces=pieces)) for a, shard in split}
 
 
 def gathered_in(jaxpr: Any, args: Sequence[Value]) -> list[Value]:

@@ -5,9 +5,10 @@ interpreted again over `expert` alone, by the same table: the batch and the expe
 meet in moves by an all-to-all, and gradients of everything else are partial until they are stored shards.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
 
 import jax
 from jax.extend import core as jex
@@ -18,7 +19,7 @@ from jshard._mesh import EXPERT
 from jshard._placement import Placement, axes_of
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules.table import rule, same
-from jshard.engine.values import Eqn, Moved, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, State, Value
 
 # ---- where a value changes its state over `expert`
 
@@ -63,6 +64,8 @@ def _on_data_shard(p: Partitioner, eqn: Eqn, values: list[Value]) -> list[Value]
 class ExpertPartitioner(Partitioner):
     """The partitioner over `expert` of a data shard's program."""
 
+    _is_asked = False
+
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation; those that say what happens over the axis are not the table's."""
         name = eqn.primitive.name
@@ -78,10 +81,20 @@ class ExpertPartitioner(Partitioner):
             return Value(self.sum(value.x)) if value.is_partial else value
         if not self.divides(self.full_shape(value)[dim]):
             return value
-        mark = len(self.moved)
-        value = self.split(value, dim)
-        del self.moved[mark:]
-        return value
+        self._is_asked = True
+        try:
+            return self.split(value, dim)
+        finally:
+            self._is_asked = False
+
+    @contextlib.contextmanager
+    def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
+        """What the program asks for is no mixing of the model's own: it is not recorded, and has no name of such."""
+        if self._is_asked:
+            yield
+        else:
+            with super().sends(kind, eqn, size):
+                yield
 
     def _summed(self, eqn: Eqn, value: Value) -> Any:
         """A sum over the batch's axes, over `expert`, too: one all-reduce."""
@@ -113,9 +126,8 @@ def over_experts(
     program: Callable[..., list[Any]],
     arrays: Sequence[Any],
     dims: Sequence[int | None],
-    wanted: Sequence[int | None],
+    wanted: Sequence[State],
     degree: int,
-    batch: int,
 ) -> tuple[list[Any], list[int | None], list[Moved]]:
     """Runs a data shard's program on the part of one place along `expert`.
 
@@ -123,16 +135,15 @@ def over_experts(
         program: the function of the data shard's arrays, each whole along `expert`.
         arrays: this place's parts of them.
         dims: the dim that each is split along over `expert`; None: it is whole.
-        wanted: likewise of its first results, the others leave as they come.
+        wanted: the states in which its first results leave; the others leave as they come, summed.
         degree: of the axis.
-        batch: the size of a data shard's batch.
 
     Returns:
         The parts of the results, the dims that they are split along, and the collectives over `expert`.
     """
     whole = [_whole(x, dim, degree) for x, dim in zip(arrays, dims, strict=True)]
     closed = jax.make_jaxpr(program)(*whole)
-    p = ExpertPartitioner((EXPERT,), degree, batch_sizes=[batch] if batch else [])
+    p = ExpertPartitioner((EXPERT,), degree)  # a shard's batch is small: other dims have its size, as that of layers
     values = [Value(x, dim) for x, dim in zip(arrays, dims, strict=True)]
     outs = p.run(closed.jaxpr, closed.consts, values, gradients=range(len(wanted)))
     ended = [_reduced(p, v, dim) for v, dim in zip(outs, wanted, strict=False)]
@@ -140,10 +151,11 @@ def over_experts(
     return [v.x for v in ended], [v.dim if v.is_split else None for v in ended], p.moved
 
 
-def _reduced(p: Partitioner, value: Value, dim: int | None) -> Value:
+def _reduced(p: Partitioner, value: Value, wanted: State) -> Value:
     """A gradient as it is stored. Its sum is planned, and no mixing of the model's own."""
-    if not value.is_partial:
-        return p.in_state(value, dim)
+    if not value.is_partial or wanted == PARTIAL:
+        return p.in_state(value, wanted)
+    dim = cast(int | None, wanted)
     return Value(p.sum(value.x)) if dim is None else Value(p.reduce_scatter(value.x, dim), dim)
 
 

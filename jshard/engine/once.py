@@ -6,12 +6,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from jshard._mesh import AnyMesh, data_axes, data_degree, manual_axes
+from jshard._mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
 from jshard._offload import placed_like
 from jshard._placement import Placement, spec_over
 from jshard._state_places import key_texts
+from jshard.engine.experts import expert_dim
 from jshard.engine.stored import gather, reduce_scatter
 from jshard.engine.values import Shard, Value
 
@@ -64,7 +66,7 @@ class Once:
 
         def reduce_all(values: list, sums: list) -> list:
             found = zip(values, sums, self.placements, strict=True)
-            return [placed_like(reduce_scatter(g[0], p, mesh).astype(x.dtype), x) for x, g, p in found]
+            return [placed_like(_reduced(g[0], p, mesh).astype(x.dtype), x) for x, g, p in found]
 
         run = jax.shard_map(reduce_all, in_specs=(specs, PartitionSpec(data_axes(mesh))), out_specs=specs, **layout)
         return run(self._values(tree), sums)
@@ -95,3 +97,10 @@ class Once:
         assert isinstance(mesh, Mesh), "the model has arrays"
         specs = [spec_over(data_axes(mesh), placement.spec) for placement in self.placements]
         return mesh, specs, {"mesh": mesh, "axis_names": manual_axes(mesh), "check_vma": False}
+
+
+def _reduced(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+    """The stored shard of a gradient's sum over all data axes; of experts, without `expert`."""
+    found = reduce_scatter(x, placement, mesh)
+    is_summed = degree(mesh, EXPERT) > 1 and expert_dim(placement) is None
+    return lax.psum(found, EXPERT) if is_summed else found

@@ -32,7 +32,8 @@ class Partitioner:
     Args:
         axes: the data axes of the `shard_map` around, such as ("replica", "fsdp").
         degree: product of their sizes.
-        batch_sizes: sizes of the batch. A constant with a dim of such a size is kept as a shard where it is stored.
+        batch_sizes: sizes of the batch. A constant with a dim of such a size is kept as a shard where it is stored;
+            without any, one is only where a split of it was asked for.
     """
 
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
@@ -248,7 +249,7 @@ class Partitioner:
                 f"{eqn.primitive.name}: state {value.state} of {value.shape} for {atom.aval.str_short()}, "
                 f"from {[(v.state, v.shape) for v in values]}; {eqn.params}"
             )
-            if value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
+            if self.batch_sizes and value.is_split and eqn.primitive.name in ("reshape", "gather", "dot_general"):
                 self.batch_sizes.add(shape[value.dim])
 
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:

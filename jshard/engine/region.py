@@ -63,7 +63,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         program,
         consts,
         copied=[copy is not None for copy in copies],
-        reshard=resharded(unit, is_root=True),
+        reshard=resharded(unit, is_root=not unit.nested),
     )
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
@@ -111,6 +111,11 @@ class Crossing:
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
     expert_dim: int | None = None
+
+    @property
+    def is_copy(self) -> bool:
+        """Whether it is a copy that each device gathered for itself, or the gradient of one."""
+        return isinstance(self.state, Own) and not isinstance(self.state.state, Shard)
 
     @classmethod
     def of(cls, value: Value, wanted: State | Own = None) -> "Crossing":
@@ -180,7 +185,7 @@ class Region:
             Crossing(
                 Own(None) if is_copy else None if p is None else Shard(p),
                 parameter=name,
-                expert_dim=None if p is None or self.experts == 1 else _expert_dim(p, x.ndim),
+                expert_dim=None if p is None or self.experts == 1 else _expert_dim(p, x.ndim + is_copy),
             )
             for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True)
         ]
@@ -237,33 +242,31 @@ class Region:
             more = {} if is_backward else self._kept(p)
             keeps.update({key: Crossing.of(v) for key, v in more.items()})
             leaving, outs = [*found, *keeps.values()], [*outs, *more.values()]
-            out_specs[:] = [self._spec(one.state, v.x.ndim) for one, v in zip(leaving, outs, strict=True)]
+            out_specs[:] = [self._spec(one, v.x.ndim) for one, v in zip(leaving, outs, strict=True)]
             return [one.leave(v) for one, v in zip(leaving, outs, strict=True)]
 
         ndims = [*(a.ndim for a in jaxpr.in_avals), *(len(key[-1]) for key in given)]
         entering = [*operands, *given.values()]
 
         def with_experts(*xs: Any) -> list[Any]:
-            asked = [one.expert_dim for one in gradients_of] if is_backward else []
-            batch = self.batch * self.experts // self.degree
+            asked = [
+                PARTIAL if one.is_copy and one.expert_dim is None else one.expert_dim
+                for one in (gradients_of if is_backward else ())
+            ]
             dims = [one.expert_dim for one in entering]
-            outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts, batch)
+            outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts)
             moved.note(self.unit, self.name, f"{phase} over {EXPERT}", more)
-            for i, dim in enumerate(dims):
-                out_specs[i] = experts.with_experts(out_specs[i], dim)
-            num_outs = len(found)
-            found[:] = [dataclasses.replace(one, expert_dim=dim) for one, dim in zip(found, dims, strict=False)]
-            for key, dim in zip(list(keeps), dims[num_outs:], strict=True):
-                keeps[key] = dataclasses.replace(keeps[key], expert_dim=dim)
+            leaving = [*found, *keeps.values()]
+            leaving = [dataclasses.replace(one, expert_dim=dim) for one, dim in zip(leaving, dims, strict=True)]
+            out_specs[:] = [self._spec(one, x.ndim) for one, x in zip(leaving, outs, strict=True)]
+            keeps.update(zip(keeps, leaving[len(found) :], strict=True))
+            found[:] = leaving[: len(found)]
             return outs
 
         run = jax.shard_map(
             on_shard if self.experts == 1 else with_experts,
             mesh=self.mesh,
-            in_specs=tuple(
-                experts.with_experts(self._spec(one.state, ndim), one.expert_dim)
-                for one, ndim in zip(entering, ndims, strict=True)
-            ),
+            in_specs=tuple(map(self._spec, entering, ndims)),
             out_specs=out_specs,  # read after the body is traced, which fills the list
             axis_names=manual_axes(self.mesh),
             check_vma=False,
@@ -283,8 +286,12 @@ class Region:
             kept[key] = Value(stored.keep_piece(v.x, placement, self.reshard), Shard(placement, self.reshard))
         return kept
 
-    def _spec(self, state: State | Own, ndim: int) -> PartitionSpec:
-        """Where an array with a state lies over the data axes."""
+    def _spec(self, one: Crossing, ndim: int) -> PartitionSpec:
+        """Where an array that crosses lies over the data axes."""
+        dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
+        return experts.with_experts(self._over_batch_axes(one.state, ndim), dim)
+
+    def _over_batch_axes(self, state: State | Own, ndim: int) -> PartitionSpec:
         if isinstance(state, Own):
             return PartitionSpec(self.axes)
         if isinstance(state, Shard):

@@ -7,7 +7,7 @@ nothing is gathered or reduced in vain. What is stacked is written in place, row
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import jax
@@ -16,18 +16,14 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.ahead import Level, Planned, planned, tied
-from jshard.engine.rules.loops import Scan, rows
-from jshard.engine.units import BACKWARD
+from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, row, tied
+from jshard.engine.rules import calls
+from jshard.engine.rules.loops import Scan
+from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Shard, Value
 
 if TYPE_CHECKING:
     from jshard.engine.schedule import ShardedPartitioner
-
-MIN_TRIPS = 3
-
-Source = tuple[bool, int]
-"""Where a unit's shards come from: whether they are rows, and which of what is scanned over, or of what is shared."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,6 +33,7 @@ class Handover:
     Args:
         gathered: of its first units, and of later trips' if they are few, the parameters.
         later: the units of later trips that are gathered when it ends.
+        beyond: the units after the loop that it may gather, by position in the schedule around.
         late: its unit whose gradients leave it unreduced.
         left: those that the trip before has left, the dtype to reduce them in, and as what they are stored.
         reduced: what became of them.
@@ -45,6 +42,7 @@ class Handover:
 
     gathered: list[list[Any]]
     later: list[Planned]
+    beyond: dict[int, Planned]
     late: Eqn | None
     left: list[tuple[Any, Any, Shard]]
     reduced: list[Value] = dataclasses.field(default_factory=list)
@@ -56,34 +54,25 @@ class Rotation:
 
     Args:
         scan: the loop.
-        plan: the units of one trip that gather.
-        sources: of each, where its shards come from.
-        count: how many units of later trips are gathered when a trip ends.
+        plan: the units of one trip.
         late: the last unit, if its gradients can be reduced late.
     """
 
-    def __init__(
-        self, scan: Scan, plan: list[Planned], sources: list[list[Source]], count: int, late: Eqn | None
-    ) -> None:
-        self.scan, self.count, self._plan, self._sources, self._late = scan, count, plan, sources, late
-        self.last_trips = -(-count // len(plan))
+    def __init__(self, scan: Scan, plan: LoopPlan, late: Eqn | None) -> None:
+        self.scan, self.count, self._plan, self._late = scan, plan.count, plan, late
+        self.last_trips = -(-plan.count // len(plan.units))
         self._stacked = [k for k, i in enumerate(scan.through) if i is None]
         self._avals = scan.traced.out_avals[scan.n_carry :]
 
     @classmethod
     def of(cls, scan: Scan) -> "Rotation | None":
         """A loop in this form; None for one without anything to gather ahead or reduce late, or with few trips."""
-        probe = [rows(v, None) for v in scan.scanned]
         carried = [Value(None, state) for state in scan.states]
-        plan = list(planned(scan.jaxpr, [*scan.shared, *carried, *probe]))
-        at = {id(v): (False, i) for i, v in enumerate(scan.shared)} | {id(v): (True, i) for i, v in enumerate(probe)}
-        sources = [[at.get(id(v)) for v in one.gathers] for one in plan]
-        if not plan or scan.length < MIN_TRIPS:
+        plan = LoopPlan.of(scan.jaxpr, scan.shared, carried, scan.scanned, scan.length)
+        if not plan.units or scan.length < MIN_TRIPS:
             return None
-        known = [[source for source in found if source is not None] for found in sources]
-        count = min(gathered_ahead(plan, scan.length), len(plan) * (scan.length - 1)) if known == sources else 0
         late = late_unit(scan)
-        return cls(scan, plan, known, count, late) if count or late is not None else None
+        return cls(scan, plan, late) if plan.count or late is not None else None
 
     def _at(self, trip: Any) -> Any:
         """The row of a trip in what is scanned over, and in what is stacked."""
@@ -91,10 +80,9 @@ class Rotation:
 
     def _unit(self, position: int, trip: Any) -> Planned:
         """A unit, counted from the first of a trip."""
-        later, i = divmod(position, len(self._plan))
-        at = self._at(trip + later)
-        find = lambda is_row, k: _row(self.scan.scanned[k], at) if is_row else self.scan.shared[k]
-        return Planned([find(*source) for source in self._sources[i]], self._plan[i].eqn)
+        scan = self.scan
+        find = lambda is_row, k, trip: row(scan.scanned[k], self._at(trip)) if is_row else scan.shared[k]
+        return self._plan.unit(position, trip, find)
 
     def _trip(self, p: "ShardedPartitioner", trip: Any, state: tuple, num_later: int, trips: int = 1) -> tuple:
         """One trip: the carry, what is gathered for later ones, what is not reduced yet, and what is stacked so far.
@@ -107,10 +95,11 @@ class Rotation:
             trips: how many trips this trace stands for.
         """
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
-        later = [self._unit(len(self._plan) + i, trip) for i in range(num_later)]
-        handover = Handover(gathered, later, self._late, self._to_reduce(left))
+        later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
+        beyond = {} if num_later == self.count else p.units_after()
+        handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
-        scanned = [_row(v, at) for v in scan.scanned]
+        scanned = [row(v, at) for v in scan.scanned]
         outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
         buffers = self._stored(buffers, zip(left, handover.reduced, strict=True), trip - 1)
@@ -138,9 +127,7 @@ class Rotation:
     def run(self, p: "ShardedPartitioner") -> list[Value]:
         """The loop."""
         scan, looped = self.scan, self.scan.length - self.last_trips
-        first = [self._unit(i, 0) for i in range(self.count)]
-        shards, start = tied([[v.x for v in one.gathers] for one in first], scan.start)
-        gathered = [p.gather_planned(one, xs) for one, xs in zip(first, shards, strict=True)]
+        gathered, start = self._first(p)
         buffers = [_rows_of(a, scan.length) for a in self._avals]
         state, begin = (start, gathered, {}, buffers), 0
         if self._late is not None and looped:  # the first trip finds nothing to reduce
@@ -152,53 +139,65 @@ class Rotation:
         if looped > begin:
             state, _ = lax.scan(step, state, jnp.arange(begin, looped))
         for trip in range(looped, scan.length):
-            state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan)))
+            state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan.units)))
         carry, _, left, buffers = state
         reduced = zip(left, p.reduce_left(self._to_reduce(left), self._late), strict=True)
         return scan.results(carry, self._stored(buffers, reduced, scan.length - 1))
 
+    def _first(self, p: "ShardedPartitioner") -> tuple[list[list[Any]], list[Any]]:
+        """What the first units gather, before the loop where that can be, and the carry at the start."""
+        level, start = p.level, self.scan.start
+        positions = level.find_loop(self.scan.eqn, self.count)
+        found = [level.gathered.pop(i, None) for i in positions] or [None] * self.count
+        first = [level.plan[i] for i in positions] or [self._unit(i, 0) for i in range(self.count)]
+        missing = [k for k, xs in enumerate(found) if xs is None]
+        shards = [[v.x for v in first[k].gathers] for k in missing]
+        is_begin = 0 in positions and first[0].eqn.params["phase"] == FORWARD  # nothing is before it
+        if missing and not is_begin:
+            shards, start = tied(shards, start)
+        new = {k: p.gather_planned(first[k], xs) for k, xs in zip(missing, shards, strict=True)}
+        return [new[k] if xs is None else xs for k, xs in enumerate(found)], start
+
 
 def late_unit(scan: Scan) -> Eqn | None:
     """The last unit of a loop, if it is one of backward whose gradients are stacked and read by nothing else."""
-    units = [e for e in scan.jaxpr.eqns if e.primitive.name == "unit"]
-    prefetch = units[-1].params["settings"].prefetch if units else None
-    if prefetch is None or prefetch.units == 0 or units[-1].params["phase"] != BACKWARD:
+    carried, stacked = scan.jaxpr.outvars[: scan.n_carry], scan.jaxpr.outvars[scan.n_carry :]
+    return _late_in(scan.jaxpr, _variables(stacked) - _variables(carried))
+
+
+def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
+    """The same in a program, perhaps of a user's checkpoint in the loop, of whose results these are stacked."""
+    read = _variables(a for e in jaxpr.eqns for a in e.invars)
+    free = {v for v in stacked if v not in read and sum(v is a for a in jaxpr.outvars) == 1}
+    last = next((e for e in reversed(jaxpr.eqns) if _has_units(e)), None)
+    if last is None:
         return None
-    last, results = units[-1], scan.jaxpr.outvars
-    used = {id(a) for e in scan.jaxpr.eqns for a in e.invars} | {id(a) for a in results[: scan.n_carry]}
-    stacked = [id(a) for a in results[scan.n_carry :]]
+    if last.primitive.name != "unit":
+        inner, _ = calls.program(last)
+        results = zip(inner.outvars, last.outvars, strict=True)
+        return _late_in(inner, _variables(v for v, a in results if a in free))
+    prefetch = last.params["settings"].prefetch
+    if prefetch is None or prefetch.units == 0 or last.params["phase"] != BACKWARD:
+        return None
     gradients = [v for v in last.outvars[: sum(last.params["wrt"])] if not isinstance(v, jex.DropVar)]
-    is_late = gradients and all(id(v) not in used and stacked.count(id(v)) == 1 for v in gradients)
-    return last if is_late else None
+    return last if gradients and all(v in free for v in gradients) else None
+
+
+def _variables(atoms: Iterable[Any]) -> set[Any]:
+    return {a for a in atoms if not isinstance(a, jex.Literal)}
+
+
+def _has_units(eqn: Eqn) -> bool:
+    """Whether an equation is a unit, or a call of a program with some."""
+    if eqn.primitive.name not in calls.CALLS:
+        return eqn.primitive.name == "unit"
+    return any(map(_has_units, calls.program(eqn)[0].eqns))
 
 
 def _rows_of(aval: Any, length: int) -> jax.Array:
     """Rows of a type, to be written; in host memory, if that is where the type lies."""
     shape = (length, *aval.shape)
     return _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else jnp.zeros(shape, aval.dtype)
-
-
-def gathered_ahead(plan: Sequence[Planned], trips: int) -> int:
-    """How far into later trips units are gathered when a trip ends, once it is equally far for each."""
-    level, found = Level([*plan] * (2 * trips)), -1
-    for at in range(trips * len(plan)):
-        level.gathered.pop(at, None)
-        level.gathered |= {i: [] for i in level.ahead(at)}
-        if (at + 1) % len(plan) == 0:
-            before, found = found, max(level.gathered, default=at) - at
-            if found == before:
-                break
-    return max(found, 0)
-
-
-def _row(value: Value, at: Any) -> Value:
-    """One trip's row of what is scanned over. It is never negative: leaving that open costs six equations a row."""
-    x = value.x
-    if isinstance(at, int):
-        return rows(value, lax.index_in_dim(x, at, keepdims=False))
-    starts = (at, *[0] * (x.ndim - 1))
-    row = lax.dynamic_slice(x, starts, (1, *x.shape[1:]), allow_negative_indices=False)
-    return rows(value, lax.squeeze(row, (0,)))
 
 
 def _written(x: Any, row: Any, at: Any) -> Any:

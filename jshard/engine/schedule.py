@@ -88,7 +88,7 @@ class ShardedPartitioner(Partitioner):
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs a program with a schedule of its own."""
-        outer, self.level = self.level, Level(list(planned(jaxpr, args)))
+        outer, self.level = self.level, Level(list(planned(jaxpr, args, with_loops=self._outermost)))
         if self._outermost:
             self.level.whole, self._outermost = self.kept_whole, False
         handover, self._handover = self._handover, None
@@ -96,25 +96,37 @@ class ShardedPartitioner(Partitioner):
             if handover is None:
                 outs = self.run(jaxpr, consts, args, gradients=gradients)
             else:
-                outs = self._run_trip(handover, jaxpr, consts, args)
+                outs = self._run_trip(handover, outer, jaxpr, consts, args)
             self._finish(list(self.level.unfinished))
             return outs
         finally:
             self.level = outer
 
-    def _run_trip(self, handover: Handover, jaxpr: Any, consts: Any, args: Sequence[Value]) -> list[Value]:
-        """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones."""
+    def _run_trip(
+        self, handover: Handover, outer: Level, jaxpr: Any, consts: Any, args: Sequence[Value]
+    ) -> list[Value]:
+        """Runs one trip of a loop that was given what it gathers first, and gathers what comes first in later ones.
+
+        After the last trips come the units after the loop: those that it gathers go to the schedule around.
+        """
         level, end = self.level, len(self.level.plan)
         level.gathered = dict(enumerate(handover.gathered))
         level.late, level.handover = handover.late, handover
-        level.plan += handover.later
+        after = dict(enumerate(handover.beyond, end + len(handover.later)))
+        level.plan += [*handover.later, *handover.beyond.values()]
+        level.gathered |= {i: outer.gathered[at] for i, at in after.items() if at in outer.gathered}
         outs = self.run(jaxpr, consts, args)
         self._reduce_handed_over(())
         found = [level.gathered.get(end + i) for i in range(len(handover.later))]
         handover.passed_on = [
             self.gather_planned(one) if full is None else full for one, full in zip(handover.later, found, strict=True)
         ]
+        outer.gathered |= {at: level.gathered[i] for i, at in after.items() if i in level.gathered}
         return outs
+
+    def units_after(self) -> dict[int, Planned]:
+        """The units that come next in this schedule, by position."""
+        return dict(enumerate(self.level.plan[self.level.at :], self.level.at))
 
     def run_scan(self, scan: Scan) -> list[Value]:
         """Runs a loop; where units can be, they are gathered a trip ahead."""
@@ -220,26 +232,22 @@ class ShardedPartitioner(Partitioner):
 
     def _scheduled(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
         """Gathers a unit's parameters, or takes what was gathered ahead, and gathers what comes next."""
-        level, settings = self.level, eqn.params["settings"]
+        level, prefetch, is_backward = self.level, eqn.params["settings"].prefetch, eqn.params["phase"] == BACKWARD
         shards = [values[i] for i in which]
-        at, is_planned = level.at, False
-        if at < len(level.plan):
-            mine = level.plan[at].gathers
-            is_planned = len(mine) == len(shards) and all(a is b for a, b in zip(mine, shards, strict=True))
-        level.at += is_planned
+        at = level.find(eqn, shards)
         inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which]
         wanted = [dtypes[i] for i in which]
-        full = level.gathered.pop(at, None) if is_planned else None
+        full = None if at is None else level.gathered.pop(at, None)
         if full is None and shards:
             xs = [v.x for v in shards]
-            waits = settings.prefetch is not None and settings.prefetch.units == 0
-            if waits or (eqn.params["phase"] == BACKWARD and (at == 0 or not is_planned)):
+            is_bounded = prefetch is not None and (prefetch.units == 0 or at != 0)
+            if is_bounded or (is_backward and not at):
                 xs, moved = tied(xs, [values[i].x for i in inputs])
                 self._replace(values, inputs, moved)
             full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
         full = full or []
-        ahead = level.ahead(at) if is_planned and settings.prefetch is not None else []
-        if settings.prefetch is not None and (full or ahead):
+        ahead = level.ahead(at) if at is not None and prefetch is not None else []
+        if prefetch is not None and (full or ahead):
             soon = [level.plan[i] for i in ahead]
             shards_ahead = [[v.x for v in one.gathers] for one in soon]
             full, moved, shards_ahead = tied(full, [values[i].x for i in inputs], shards_ahead)
@@ -247,7 +255,7 @@ class ShardedPartitioner(Partitioner):
             for i, one, xs in zip(ahead, soon, shards_ahead, strict=True):
                 level.gathered[i] = self.gather_planned(one, xs)
         self._reduce_handed_over(ahead)
-        if eqn.params["phase"] == FORWARD:
+        if not is_backward:
             level.recent = {id(v): (v, x) for v, x in zip(shards, full, strict=True)}
         return full
 
@@ -262,8 +270,10 @@ class ShardedPartitioner(Partitioner):
         jaxpr, num_gradients = eqn.params["jaxpr"], sum(eqn.params["wrt"])
         dtypes = [*(v.dtype for v in jaxpr.out_avals[:num_gradients]), *eqn.params["out_dtypes"][num_gradients:]]
         gradients = range(num_gradients)
-        if any(v.is_stored for v in args):  # of units inside
-            return self._cast(self.run_body(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients), dtypes)
+        if any(v.is_stored for v in args):  # of units inside, which stand in the same schedule
+            outs = self.run(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients)
+            self._finish(outs)
+            return self._cast(outs, dtypes)
         key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
         if key not in self._bodies:
             forms: list[Value] = []
@@ -303,12 +313,14 @@ class ShardedPartitioner(Partitioner):
             if v.is_stored and v.shard.placement.dim is not None:
                 x = stored.keep_piece(full.x, v.shard.placement, pieces)
                 kept[i] = Value(x, dataclasses.replace(v.shard, pieces=pieces))
+                self.level.recent = {**(self.level.recent or {}), id(kept[i]): (kept[i], full.x)}
         return [*outs[: len(outs) - num_kept], *kept]
 
     def _reduced(self, eqn: Eqn, own: list[Value], outs: list[Value]) -> list[Value]:
         """Gradients of stored parameters become shards; each unit's reduction waits for the one before."""
         wrt = [v for v, is_wanted in zip(own, eqn.params["wrt"], strict=True) if is_wanted]
-        at = [i for i, v in enumerate(wrt) if v.is_stored and not outs[i].is_stored]
+        ndims = [a.aval.ndim for a in eqn.outvars]  # those of a user's vmap have one more dim, which is summed after it
+        at = [i for i, v in enumerate(wrt) if v.is_stored and not outs[i].is_stored and ndims[i] == v.ndim]
         if not at:
             return self._cast(outs, eqn.params["out_dtypes"])
         rest = [i for i, v in enumerate(outs) if i not in at and not v.is_stored]

@@ -48,7 +48,7 @@ def traffic_of(plan: ShardPlan) -> tuple[Traffic, ...]:
     sums: dict[Traffic, int] = collections.defaultdict(int)
     reshard = {unit.name: unit.reshard_after_forward for unit in plan.units}
     for leaf in plan.leaves:
-        for one in _of_leaf(leaf, reshard[leaf.unit], dict(plan.mesh)):
+        for one in _of_leaf(leaf, leaf.by_layer or reshard[leaf.unit], dict(plan.mesh)):
             sums[dataclasses.replace(one, full_bytes=0)] += one.full_bytes
     found = [dataclasses.replace(one, full_bytes=total) for one, total in sums.items()]
     return tuple(sorted(found, key=lambda one: (KINDS.index(one.kind), len(one.axes))))

@@ -151,7 +151,7 @@ def _gathered_once(
         layer_of |= {comparable(whole[i:]): layer for i in range(stacked + 1)}
         pieces |= {comparable(shard[i:]): layer for i in range(stacked + 1)}
         fewest[layer] += math.prod(whole) * times
-        most[layer] += math.prod(whole) * times * (1 + again[leaf.unit])
+        most[layer] += math.prod(whole) * times * (1 + (leaf.by_layer or again[leaf.unit]))
     layer_of = pieces | layer_of
     place = _gathers(plan)
     compiled, strange = collections.Counter(), []

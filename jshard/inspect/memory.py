@@ -118,7 +118,9 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
     for unit in plan.units:
         if unit.gathered and unit.reshard_after_forward is not False:
             passing[unit.name] = gathered[unit.name]
-    largest = max(passing, key=lambda name: passing[name])
+    rows = sum(copy_bytes(x.placement) // x.placement.layers for x in plan.leaves if x.by_layer)
+    at_once = {plan.units[0].name: rows} | passing
+    largest = max(at_once, key=lambda name: at_once[name])
     gradients = [_gradient_bytes(plan.unit_leaves(unit.name)) for unit in plan.units]
     return Memory(
         parameters_bytes=on_device[0],
@@ -127,7 +129,7 @@ def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
         optimizer=name,
         kept_bytes=kept,
         largest_unit=largest,
-        largest_unit_bytes=passing[largest],
+        largest_unit_bytes=at_once[largest],
         prefetched_bytes=_prefetched_bytes(plan, passing),
         largest_gradient_bytes=max(gradients),
         layer_gradient_bytes=max(gradients[1:], default=0),
@@ -169,7 +171,7 @@ def kept_bytes(plan: ShardPlan, unit: UnitPlan) -> int:
     reshard = unit.reshard_after_forward
     if reshard is True:
         return 0
-    whole = sum(copy_bytes(leaf.placement) for leaf in plan.unit_leaves(unit.name))
+    whole = sum(copy_bytes(leaf.placement) for leaf in plan.unit_leaves(unit.name) if not leaf.by_layer)
     return whole if reshard is False else whole // int(reshard)
 
 
@@ -190,7 +192,8 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     for leaf in leaves:
         p = leaf.placement
         if p.dim is not None and p.gathered and leaf.trained:
-            total += p.stored_size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
+            layers = 1 if leaf.by_layer else p.layers  # the root reduces those of all layers after the loop
+            total += p.stored_size * p.degree // p.shards // layers * jnp.dtype(p.reduce_dtype).itemsize
     return total
 
 

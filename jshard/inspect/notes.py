@@ -9,7 +9,7 @@ from jshard.inspect.tables import folded_names, human_bytes
 
 
 def notes_of(plan: ShardPlan) -> list[str]:
-    """The lines: what is never gathered or all at once, what is replicated, padded, tied."""
+    """The lines: what is never gathered or not ahead, what is replicated, padded, tied."""
     gathered = [*_ungathered_notes(plan), *_stack_notes(plan)]
     return [*gathered, *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
 
@@ -55,11 +55,11 @@ def _ungathered_notes(plan: ShardPlan) -> list[str]:
 
 
 def _stack_notes(plan: ShardPlan) -> list[str]:
-    """A line for each stack of layers that a unit around their loop gathers."""
-    told = "gathered all at once, not a layer at a time, as no unit is inside their loop"
+    """A line for each stack of layers that no unit gathers ahead."""
+    why = "no unit is inside their loop"
     return [
-        f"Stacked layers: {path}, {human_bytes(size)} by {unit} ({told})"
-        for (path, unit), size in plan.whole_stacks.items()
+        f"Stacked layers: {path}, {human_bytes(size)}, gathered {plan.how_stacked(path, unit)}: {why}"
+        for (path, unit), size in plan.unscheduled_stacks.items()
     ]
 
 

@@ -90,7 +90,7 @@ def rows(value: Value, x: Any) -> Value:
     return row
 
 
-def _is_stored_along_trips(value: Value) -> bool:
+def is_stored_along_trips(value: Value) -> bool:
     """Whether a stored parameter is split along the dim that a loop runs over, so that no trip has its row."""
     from_end = value.shard.placement.dim_from_end if value.is_stored else None
     return from_end is not None and value.ndim + from_end == 0
@@ -117,7 +117,7 @@ class Scan:
         self.shared = [p.cross(p.settle(v)) for v in values[:n_consts]]
         self.carry = values[n_consts:end]
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
-        self.scanned = [p.whole(v) if v.state == 0 or _is_stored_along_trips(v) else v for v in scanned]
+        self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
         self.mark = len(p.moved)
         self.row_states: list[State] = []
         self.through: list[int | None] = []
