@@ -32,8 +32,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
-from benchmarks.version_cases import CASES, MODELS, Case
 from benchmarks.tables import markdown_table
+from benchmarks.version_cases import CASES, MODELS, Case
 from jshard._optimizer import abstract_optimizer
 from jshard.cluster.machine import Cluster
 from jshard.cluster.options import compile_nothing, options_for
