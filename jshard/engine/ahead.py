@@ -267,11 +267,16 @@ def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:
 
 
 def gathered_in(jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-    """The stored operands of a program that it may gather: those whose types alone a unit takes are none of them."""
+    """The stored operands that units and programs inside a program may gather.
+
+    Those whose types alone a unit takes are none of them; what the root itself reads it keeps from forward.
+    """
     read = set()
     for e in jaxpr.eqns:
-        operands = [e.invars[i] for i in gathered_operands(e)] if e.primitive.name == "unit" else e.invars
-        read |= {id(a) for a in operands}
+        if e.primitive.name == "unit":
+            read |= {id(e.invars[i]) for i in gathered_operands(e)}
+        elif any(True for _ in jex.jaxprs_in_params(e.params)):
+            read |= set(map(id, e.invars))
     return [v for a, v in zip(jaxpr.invars, args, strict=True) if v.is_stored and id(a) in read]
 
 
