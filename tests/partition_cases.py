@@ -166,6 +166,9 @@ def _shapes() -> dict[str, list[Case]]:
             Case(lambda a: lax.broadcast_in_dim(a, (8, 16), (0, 1)), (floats(8, 1),)),
         ],
         "reshape": [
+            Case(lambda a: lax.reshape(a, (24, 16), (1, 0)), (floats(16, 24),)),
+            Case(lambda a: lax.reshape(a, (8, 48), (1, 2, 0)), (floats(16, 8, 3),)),
+            Case(lambda a: lax.reshape(a, (8, 3, 16), (2, 0, 1)), (floats(3, 16, 8),)),
             Case(reshape(24, 16), (x,)),
             Case(reshape(8, 48), (x,)),
             Case(reshape(384), (x,)),
@@ -253,6 +256,7 @@ def _along() -> dict[str, list[Case]]:
             for axes in ((0,), (1,), (0, 2))
         ]
     found["reduce_sum"].append(Case(bind("reduce_sum", axes=(0,), **_out("reduce_sum")), (ints(8, 16, below=99),)))
+    found["reduce_max"].append(Case(bind("reduce_max", axes=(0,), **_out("reduce_max")), (complexes(8, 16),)))
     for name in "reduce_or reduce_and reduce_xor".split():
         found[name] = [Case(after(getattr(lax, name), (0,)), (v,)) for v in (ints(8, 16, below=99), bools(8, 16))]
     for name in "argmax argmin".split():

@@ -63,7 +63,9 @@ def counted_dim(value: Value) -> int | None:
             return outer if values[0].shape[inner] == shape[outer] else None
         case "reshape" | "squeeze":  # of dims of size 1
             old = values[0].shape
-            if inner is None or [n for n in old if n != 1] != [n for n in shape if n != 1] or old[inner] == 1:
+            if inner is None or (eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None):
+                return None
+            if [n for n in old if n != 1] != [n for n in shape if n != 1] or old[inner] == 1:
                 return None
             return [i for i, n in enumerate(shape) if n != 1][[i for i, n in enumerate(old) if n != 1].index(inner)]
         case "select_n":  # where(i < 0, i + n, i)

@@ -171,7 +171,7 @@ def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list
     if name in ELEMENTWISE:
         return [dim if v.ndim and v.shape[dim] == shape[dim] else None for v in values]
     match name:
-        case "reshape":
+        case "reshape" if params["dimensions"] is None:
             outer = math.prod(shape[:dim])
             found = (i for i, n in enumerate(one.shape) if math.prod(one.shape[:i]) == outer and p.divides(n))
             return next(([i] for i in found), None)

@@ -25,7 +25,7 @@ def reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     found = same(p, eqn, values, PARTIAL)
     if name == "reduce_sum":
         return found
-    if name in _ACROSS:
+    if name in _ACROSS and not jnp.iscomplexobj(value.x):  # the largest of complex numbers has no all-reduce
         with p.sends("max", eqn, found[0].bytes):
             return [Value(_ACROSS[name](found[0].x, p.axes))]
     with p.sends("whole", eqn, found[0].bytes * p.degree):

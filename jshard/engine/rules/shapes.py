@@ -30,6 +30,8 @@ def reshape(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     as long as it takes: the outermost of those that are merged, else any that a reshape keeps.
     """
     (value,), old, new = values, eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    if (order := eqn.params["dimensions"]) is not None:  # it transposes before
+        value, old = Value(lax.transpose(value.x, order), order.index(value.dim)), [old[d] for d in order]
     mine, theirs = next(group for group in merged_dims(old, new) if value.dim in group[0])
     pairs = [(i, j) for i, j in kept_dims(old, new) if p.divides(old[i]) and p.divides(new[j])]
     pairs.sort(key=lambda pair: (pair[0] != value.dim, pair[0] not in mine))
