@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -266,18 +266,22 @@ def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:
     return {a: Value(None, dataclasses.replace(shard, pieces=pieces)) for a, shard in split}
 
 
-def gathered_in(jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-    """The stored operands that units and programs inside a program may gather.
+def gathered_in(jaxpr: Any, args: Sequence[Value], kept: Collection[str]) -> list[Value]:
+    """The stored operands that a program may gather: those whose types alone a unit takes are none of them.
 
-    Those whose types alone a unit takes are none of them; what the root itself reads it keeps from forward.
+    Args:
+        jaxpr: the program.
+        args: its arguments.
+        kept: parameters that forward kept for what the program itself reads; units and programs inside gather theirs.
     """
-    read = set()
+    inside, outside = set(), set()
     for e in jaxpr.eqns:
         if e.primitive.name == "unit":
-            read |= {id(e.invars[i]) for i in gathered_operands(e)}
-        elif any(True for _ in jex.jaxprs_in_params(e.params)):
-            read |= set(map(id, e.invars))
-    return [v for a, v in zip(jaxpr.invars, args, strict=True) if v.is_stored and id(a) in read]
+            inside |= {id(e.invars[i]) for i in gathered_operands(e)}
+        else:
+            (inside if any(True for _ in jex.jaxprs_in_params(e.params)) else outside).update(map(id, e.invars))
+    found = [(id(a), v) for a, v in zip(jaxpr.invars, args, strict=True) if v.is_stored]
+    return [v for a, v in found if a in inside or (a in outside and v.parameter not in kept)]
 
 
 def tied(*groups: Any) -> Any:
