@@ -157,6 +157,14 @@ def test_without_prefetch_the_order_is_the_compilers():
             assert backward.waits_for(gather, backward.of_kind("optimization_barrier"))  # until there are cotangents
 
 
+def test_backward_waits_for_what_forward_kept_only_where_it_gathers():
+    """Held back together, all residuals would be there until the first gradients are."""
+    _, backward = traced(reshard_after_forward=False)
+    computed = {v for node in backward.nodes for v in node.outputs}
+    assert backward.of_kind("reduce_scatter") and not backward.of_kind("all_gather")
+    assert not [n for n in backward.of_kind("optimization_barrier") if computed.isdisjoint(n.inputs)]
+
+
 def in_flight(region: Region, sizes: dict[str, int], *, backward: bool) -> dict[str, int]:
     """For each unit, the bytes of other units whose gathers may have begun when it starts to compute and that compute
     later."""

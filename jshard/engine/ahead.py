@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -266,13 +266,22 @@ def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:
     return {a: Value(None, dataclasses.replace(shard, pieces=pieces)) for a, shard in split}
 
 
-def gathered_in(jaxpr: Any, args: Sequence[Value]) -> list[Value]:
-    """The stored operands of a program that it may gather: those whose types alone a unit takes are none of them."""
-    read = set()
+def gathered_in(jaxpr: Any, args: Sequence[Value], kept: Collection[str]) -> list[Value]:
+    """The stored operands that a program may gather: those whose types alone a unit takes are none of them.
+
+    Args:
+        jaxpr: the program.
+        args: its arguments.
+        kept: parameters that forward kept for what the program itself reads; units and programs inside gather theirs.
+    """
+    inside, outside = set(), set()
     for e in jaxpr.eqns:
-        operands = [e.invars[i] for i in gathered_operands(e)] if e.primitive.name == "unit" else e.invars
-        read |= {id(a) for a in operands}
-    return [v for a, v in zip(jaxpr.invars, args, strict=True) if v.is_stored and id(a) in read]
+        if e.primitive.name == "unit":
+            inside |= {id(e.invars[i]) for i in gathered_operands(e)}
+        else:
+            (inside if any(True for _ in jex.jaxprs_in_params(e.params)) else outside).update(map(id, e.invars))
+    found = [(id(a), v) for a, v in zip(jaxpr.invars, args, strict=True) if v.is_stored]
+    return [v for a, v in found if a in inside or (a in outside and v.parameter not in kept)]
 
 
 def tied(*groups: Any) -> Any:

@@ -249,7 +249,8 @@ class Region:
             name = self.unit.name or "(root)"
             p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole, name)
             if is_backward:
-                _hold_back(gathered_in(jaxpr.jaxpr, values), [v for v in values if not v.is_stored])
+                gathered = gathered_in(jaxpr.jaxpr, values, {name for name, *_ in given})
+                _hold_back(gathered, [v for v in values if not v.is_stored])
             gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
             with jax.named_scope(f"jshard[{name}]/{BACKWARD}"):

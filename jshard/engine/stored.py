@@ -65,8 +65,12 @@ def is_small(x: jax.Array) -> bool:
 
 
 def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
-    """Positions of the parameters that are gathered first. On a TPU there are none: it fuses gathers into products."""
-    if isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu":
+    """Positions of the parameters that are gathered first.
+
+    On a TPU there are none: it fuses gathers into products. Nor of pieces: between neighbours all are quick, and the
+    compiler joins the small ones with others.
+    """
+    if (isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu") or any(v.shard.pieces for v in values):
         return []
     sizes = [v.shard.placement.gathered_bytes // v.shard.placement.layers for v in values]
     return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]

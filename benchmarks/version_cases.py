@@ -1,4 +1,4 @@
-"""The steps that engines are compared on: forms, settings and sizes, as values."""
+"""The steps that versions are compared on: forms, settings and sizes, as values."""
 
 from __future__ import annotations
 

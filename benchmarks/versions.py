@@ -1,8 +1,8 @@
-"""Steps compiled for GPUs that are not there, a JSON row for each: to hold one engine of jshard beside another.
+"""Steps compiled for GPUs that are not there, a JSON row for each: to hold one version of jshard beside another.
 
-    python -m benchmarks.engines --list
-    python -m benchmarks.engines 'loop*' --out old.jsonl --hlo folder
-    python -m benchmarks.engines --compare old.jsonl new.jsonl
+    python -m benchmarks.versions --list
+    python -m benchmarks.versions 'loop*' --out old.jsonl --hlo folder
+    python -m benchmarks.versions --compare old.jsonl new.jsonl
 
 It needs the extra `plan-gpu` and no GPU. All but the seconds are facts of the compiler or,
 `estimate_s`, a replay of its schedule. Seconds to trace and lower are taken in turns with those of the same model as
@@ -32,8 +32,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
-from benchmarks.engine_cases import CASES, MODELS, Case
 from benchmarks.tables import markdown_table
+from benchmarks.version_cases import CASES, MODELS, Case
 from jshard._optimizer import abstract_optimizer
 from jshard.cluster.machine import Cluster
 from jshard.cluster.options import compile_nothing, options_for
@@ -50,18 +50,17 @@ from jshard.train.step import trace_step
 _LARGE_BYTES = 2**20
 _KINDS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
 _ROUNDS = 2
-ENGINE = os.environ.get("JSHARD_ENGINE") or "today's"
 
 
 def main() -> None:
     """Reads the command line; compiles and prints, or compares."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.engines", description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.versions", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="of cases; * stands for anything")
     parser.add_argument("--list", action="store_true", help="the cases, one a line")
     parser.add_argument("--out", type=Path, metavar="FILE", help="adds the rows to it")
     parser.add_argument("--hlo", type=Path, metavar="DIR", help="stores the compiled programs there")
     parser.add_argument("--no-seconds", action="store_true", help="only what the compiler makes of it: half the time")
-    parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="rows of two engines side by side")
+    parser.add_argument("--compare", nargs=2, type=Path, metavar="FILE", help="rows of two versions side by side")
     args = parser.parse_args()
     chosen = [n for n in CASES if any(fnmatch.fnmatch(n, pattern) for pattern in args.names or "*")]
     if args.list:
@@ -71,10 +70,8 @@ def main() -> None:
     else:
         for name in chosen:
             jax.clear_caches()
-            text = json.dumps(
-                {"case": name, "engine": ENGINE, "jax": jax.__version__}
-                | row_of(name, args.hlo, seconds=not args.no_seconds)
-            )
+            found = row_of(name, args.hlo, seconds=not args.no_seconds)
+            text = json.dumps({"case": name, "jax": jax.__version__} | found)
             print(text, flush=True)
             if args.out:
                 with args.out.open("a") as file:
@@ -108,7 +105,7 @@ def row_of(name: str, hlo: Path | None = None, *, seconds: bool = True) -> dict[
     compile_s = time.perf_counter() - begin_s
     if hlo:
         hlo.mkdir(parents=True, exist_ok=True)
-        (hlo / f"{name}.{ENGINE.strip(chr(39))}.{jax.__version__}.hlo").write_text(compiled.as_text() or "")
+        (hlo / f"{name}.{jax.__version__}.hlo").write_text(compiled.as_text() or "")
     found = audit(compiled, model=model)
     assert found.memory is not None
     return {
@@ -241,8 +238,8 @@ def compared(before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Mappin
     """The rows that both have, `before > after`; what is worse by more than 2 % is in bold.
 
     Args:
-        before: rows of one engine, by case.
-        after: likewise of the other.
+        before: rows of one version, by case.
+        after: those of the other.
     """
     names = [name for name in before if name in after]
     cells = [[name, *(_cell(*column, before[name], after[name]) for column in _COLUMNS.values())] for name in names]
