@@ -194,7 +194,8 @@ def tensor_before_fsdp():
 def unreduced(model, x):
     """Sums left open in types, which axes of explicit types have."""
     mesh = jax.make_mesh((1, 8, 1), ("replica", "fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Explicit,) * 3)
-    sums = jax.shard_map(lambda x: x.sum(0), mesh=mesh, in_specs=P("fsdp"), out_specs=P(unreduced={"fsdp"}))
+    left_open = lambda x: jax.lax.pcast(x.sum(0), "fsdp", to="unreduced")
+    sums = jax.shard_map(left_open, mesh=mesh, in_specs=P("fsdp"), out_specs=P(unreduced={"fsdp"}))
     total = sums(jax.reshard(model.out(x), jax.NamedSharding(mesh, P("fsdp"))))
     return jax.reshard(total, jax.NamedSharding(mesh, P()))
 
