@@ -260,7 +260,7 @@ def test_devices_without_host_memory_are_refused_with_what_they_have(monkeypatch
 
 
 def test_an_offload_that_does_not_exist_is_refused():
-    with pytest.raises(js.AnnotationError, match=r"fully_shard\(offload='cpu'\)"):
+    with pytest.raises(js.AnnotationError, match=r"js.ShardPlacement\(offload='cpu'\)"):
         annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="cpu")
 
 

@@ -18,7 +18,7 @@ from tests.partition_cases import CASES, FAMILIES, KEYS, SINCE_0_12, UNTIL_0_11,
 from tests.wide import wide
 
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
-OWN_TESTS = ("constraints", "effects", "loops", "opaque", "ragged", "shard_maps")
+OWN_TESTS = ("constraints", "effects", "experts", "loops", "opaque", "ragged", "shard_maps")
 """Modules of rules that have files of tests of their own, beside the cases here."""
 NOT_COMPILED = ("mulhi",)
 """Primitives that XLA of jax 0.12 cannot compile in any `jax.shard_map` on CPU."""
