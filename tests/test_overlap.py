@@ -202,6 +202,13 @@ def test_products_in_a_scan_count_for_every_layer(products):
     assert {p.unit for p in found} == {unit.name for unit in js.plan(model).units}
 
 
+def test_products_on_one_device_are_those_of_the_whole_batch(products):
+    """Seen to fail where a region was known by its shard_map, which one device has none of: there were no products."""
+    found = products_of(abstract(CONFIG, js.mesh(fsdp=1, devices=1)), loss_fn, BATCH)
+    counts = lambda each, tokens: {(p.unit, p.m // tokens, p.n, p.k): p.count for p in each}
+    assert counts(found, 8 * TOKENS) == counts(products, TOKENS)
+
+
 @pytest.mark.parametrize("is_gpu", [False, True])
 def test_products_of_kernels_are_those_of_their_plain_forms(is_gpu):
     """On a GPU the trace has kernels, which work on tiles."""

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 from jshard._kernel_names import kernels_of
+from jshard._mesh import data_shards
 from jshard._plan import plan as plan_of
 from jshard.engine.context import shapes_only
 from jshard.inspect.traced_names import unit_and_phase
@@ -64,7 +65,8 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
     Raises:
         AnnotationError: the root of the model is not annotated.
     """
-    units = plan_of(model).units
+    plan = plan_of(model)
+    units, is_alone = plan.units, data_shards(dict(plan.mesh)) == 1  # there a region runs as it is
     # A loop over stacked layers makes modules of its own, which are named after their class.
     names = {unit.kind: unit.name for unit in units} | {unit.name: unit.name for unit in units}
     names[""] = units[0].name  # outside of units a region is the root's
@@ -77,7 +79,7 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
     with shapes_only():
         jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
     counts: collections.Counter[Product] = collections.Counter()
-    for found in _walk(jaxpr, inside=False, around=""):
+    for found in _walk(jaxpr, inside=is_alone, around=""):
         counts[dataclasses.replace(found, unit=names.get(found.unit, found.unit), count=1)] += found.count
     return tuple(dataclasses.replace(product, count=count) for product, count in counts.items())
 
@@ -97,6 +99,8 @@ def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator
         name = eqn.primitive.name
         # What is traced into a loop does not say where the loop is.
         place = f"{around}/{eqn.source_info.name_stack}"
+        if name == "unit":
+            place += f"/jshard[{eqn.params['settings'].name}]"
         if name == "dot_general" and inside:
             yield from _product(eqn, place, rounds)
         if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):
