@@ -90,13 +90,13 @@ def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> 
     """Raises for settings that mean nothing for a unit that is never gathered."""
     plain = UnitPolicy(gathered=False, group=policy.group)
     names = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) != getattr(plain, f.name)]
-    told = [f"{name}=..." for name in names]
-    told += ["strategy=..."] if strategy is not None else []
-    told += [f"offload={offload!r}"] if offload == PARAMS else []
-    if told:
+    given = [f"{name}=..." for name in names]
+    given += ["strategy=..."] if strategy is not None else []
+    given += [f"offload={offload!r}"] if offload == PARAMS else []
+    if given:
         raise AnnotationError(
             "A unit that is never gathered takes no such settings.",
-            where=f"gathered=False with {', '.join(told)}",
+            where=f"gathered=False with {', '.join(given)}",
             why="its call runs as written, in global view: no copy is gathered, kept, cast or reduced, and nothing is"
             " split by jshard. It takes shard_dim, stacked, ignored, allow_replicated, min_size and"
             " offload='optimizer'.",

@@ -40,7 +40,7 @@ batching.primitive_batchers[over_expert_p] = _batched
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def exchanged(x: jax.Array, old: int, new: int) -> jax.Array:
-    """The array, which lies split along `new` over `expert` from here on; its gradient along `old` before."""
+    """The array. It is split over `expert` along `new` from here on, and its gradient along `old` before."""
     return over_expert_p.bind(x, dim=new)
 
 

@@ -9,8 +9,24 @@ from jshard.inspect.steps import Window
 from jshard.inspect.tables import folded_names, name_pattern
 
 
+class OfWindows:
+    """A row of a table that stands for several collectives: its `windows`."""
+
+    windows: tuple[Window, ...]
+
+    @property
+    def executions(self) -> int:
+        """How often they run in one run of the program, together."""
+        return sum(w.executions for w in self.windows)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the whole arrays, over all executions."""
+        return sum(w.full_bytes * w.executions for w in self.windows)
+
+
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(OfWindows):
     """Collectives of a program that are alike.
 
     Args:
@@ -32,16 +48,6 @@ class Row:
     phase: str | None
     in_loop: bool
     windows: tuple[Window, ...]
-
-    @property
-    def executions(self) -> int:
-        """How often they run in one run of the program, together."""
-        return sum(w.executions for w in self.windows)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole arrays, over all executions."""
-        return sum(w.full_bytes * w.executions for w in self.windows)
 
     @property
     def num_async(self) -> int:

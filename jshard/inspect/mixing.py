@@ -1,4 +1,4 @@
-"""The collectives of a model's own mixing of examples: told apart from those of parameters, by the user's lines.
+"""The collectives of a model's own mixing of examples, kept apart from those of parameters by the user's lines.
 
 The engine writes the line, and the bytes that it asked for, in the name of each: see `jshard.engine.moved`.
 """
@@ -9,12 +9,13 @@ from typing import Any
 
 from jshard.engine.moved import Mixing
 from jshard.inspect.apart import array_bytes, with_arrays
+from jshard.inspect.audit_rows import OfWindows
 from jshard.inspect.steps import Window
 from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table
 
 
 @dataclasses.dataclass(frozen=True)
-class MixingRow:
+class MixingRow(OfWindows):
     """Collectives of the same lines.
 
     Args:
@@ -24,16 +25,6 @@ class MixingRow:
 
     mixing: tuple[Mixing, ...]
     windows: tuple[Window, ...]
-
-    @property
-    def executions(self) -> int:
-        """How often they run in one run of the program, together."""
-        return sum(w.executions for w in self.windows)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of the whole arrays, over all executions."""
-        return sum(w.full_bytes * w.executions for w in self.windows)
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
