@@ -22,7 +22,7 @@ from benchmarks.step.with_flax import FlaxStep
 from benchmarks.tables import markdown_table
 from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
-from jshard.train.step import lower_step
+from jshard.recipes.step import lower_step
 from models import gpt
 
 TITLE = "Seconds to trace and to compile a step"

@@ -37,8 +37,8 @@ import jshard as js
 from benchmarks.iterations import Instant, Iterations, Terminal
 from benchmarks.tables import markdown_table
 from jshard import train
-from jshard.train.metrics.mfu import Peak, peak_bytes
-from jshard.train.metrics.services import available, open_trackers
+from jshard.recipes.mfu import Peak, peak_bytes
+from jshard.train.metrics.trackers import available, open_trackers
 
 TITLE = "Host work per step"
 MEASURES_TIME = True

@@ -23,9 +23,9 @@ from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.memory import Memory
+from jshard.recipes.overrides import override
+from jshard.recipes.units import with_units
 from jshard.train import Recipe, load_model_file
-from jshard.train.settings.overrides import override
-from jshard.train.settings.units import with_units
 
 TITLE = "Memory of a train step, estimated and compiled"
 MEASURES_TIME = False

@@ -10,8 +10,7 @@ from typing import Any
 from benchmarks.tables import markdown_table
 from jshard._errors import FourPartError, MissingExtraError
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.estimate import Estimate
-from jshard.cluster.machine import Cluster
+from jshard.cluster.estimate import Cluster, Estimate
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology, require_compiler
 

@@ -14,10 +14,10 @@ from benchmarks.pictures import new_axes, save
 from benchmarks.planned import EXPLAINED, MODEL, SMALL, Point, fitting, rows_of, table_of
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Costs
-from jshard.cluster.machine import Cluster
+from jshard.cluster.estimate import Cluster
 from jshard.cluster.topology import parse_topology
+from jshard.recipes.overrides import override
 from jshard.train import load_model_file
-from jshard.train.settings.overrides import override
 
 TITLE = "A step from 8 to 16,384 GPUs"
 MEASURES_TIME = False

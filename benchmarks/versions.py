@@ -35,17 +35,17 @@ import jshard as js
 from benchmarks.tables import markdown_table
 from benchmarks.version_cases import CASES, MODELS, Case
 from jshard._optimizer import abstract_optimizer
-from jshard.cluster.machine import Cluster
+from jshard.cluster.estimate import Cluster
 from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.engine.context import plain_flax
 from jshard.inspect.audit import Audit, audit
-from jshard.train.building import abstract_model, batch_of
-from jshard.train.model_file import load_model_file
-from jshard.train.settings.overrides import override
-from jshard.train.settings.units import with_units
-from jshard.train.state import optimizer_of
-from jshard.train.step import trace_step
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.model_file import load_model_file
+from jshard.recipes.overrides import override
+from jshard.recipes.state import optimizer_of
+from jshard.recipes.step import trace_step
+from jshard.recipes.units import with_units
 
 _LARGE_BYTES = 2**20
 _KINDS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"

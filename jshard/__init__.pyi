@@ -1,6 +1,8 @@
 from jshard import checkpoint as checkpoint
+from jshard import data as data
 from jshard import inspect as inspect
 from jshard import kernels as kernels
+from jshard import occupancy as occupancy
 from jshard import parallel as parallel
 from jshard import train as train
 from jshard._annotate import fully_shard as fully_shard
@@ -32,6 +34,6 @@ from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation
 from jshard.inspect.explain import explain as explain
 from jshard.inspect.profile.trace import trace as trace
-from jshard.kernels.shaping import overlap as overlap
+from jshard.occupancy.shape import overlap as overlap
 
 __version__: str

@@ -13,7 +13,7 @@ from flax import nnx
 
 import jshard as js
 from jshard._optimizer import abstract_optimizer
-from jshard.checkpoint.data import GlobalBatches
+from jshard.data.batches import GlobalBatches
 
 # By name: the degrees of the mesh.
 LAYOUTS: dict[str, dict[str, int]] = {

@@ -11,12 +11,12 @@ import jshard as js
 from jshard.cluster import compare
 from jshard.cluster.compile import CompiledStep, CompileRequest
 from jshard.cluster.costs import Costs
-from jshard.cluster.machine import Cluster
+from jshard.cluster.estimate import Cluster
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory
+from jshard.recipes.overrides import override
+from jshard.recipes.units import with_units
 from jshard.train import load_model_file
-from jshard.train.settings.overrides import override
-from jshard.train.settings.units import with_units
 from tests.micro_gpt import MODELS, micro
 from tests.scheduled_text import dot, gather, gathered, program
 

@@ -6,7 +6,7 @@ from benchmarks.overlap.bench import Beside
 from benchmarks.overlap.grid import DOT
 from benchmarks.overlap.records import KernelTime, Record, Row
 from jshard.kernels import KernelError
-from jshard.kernels.occupancy import footprint, gpu
+from jshard.occupancy import footprint, gpu
 
 H200 = gpu("h200")
 RING = footprint("ring", gpu=H200, version="2.28.9", ctas=16)

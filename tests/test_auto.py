@@ -18,13 +18,13 @@ from jshard.cli import _training
 from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import request_of
 from jshard.cluster.costs import Cost
-from jshard.cluster.feedback import Factors, fitted, with_feedback
-from jshard.cluster.machine import machine_here
+from jshard.cluster.estimate import machine_here
 from jshard.cluster.search import Search
 from jshard.cluster.variants import Variant
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
 from jshard.train import auto
+from jshard.train.auto import Factors, fitted, with_feedback
 from jshard.train.run import Finished
 from tests.helpers import Block, Config, abstract, annotator, builder
 from tests.test_cli_plan import MODEL

@@ -18,10 +18,10 @@ import tokenizers
 from jshard import cli
 from jshard.cli import _training
 from jshard.cli import train as cli_train
+from jshard.data.text import load_text
 from jshard.train import run
-from jshard.train.data.text import load_text
-from jshard.train.folder.run_lock import RunLock
 from jshard.train.run import Finished
+from jshard.train.run_record import RunLock
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "bad_input.txt"
 HEAD = "=== "

@@ -12,7 +12,7 @@ from benchmarks.overlap import (
 )
 from benchmarks.overlap.grid import DOT, SIZES, Setting, groups
 from benchmarks.overlap.records import Placement
-from jshard.kernels.occupancy import COPY_ENGINE, Block, OccupancyError, footprint, gpu
+from jshard.occupancy import COPY_ENGINE, Block, OccupancyError, footprint, gpu
 from tests.made_up_overlap import H200, RING, kernel, record, row, small
 
 # The grid.

@@ -21,7 +21,7 @@ from benchmarks.overlap.grid import DOT, Setting, Size, groups
 from jshard._errors import RunError
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import audit
-from jshard.kernels.tuning.load import load_shape
+from jshard.occupancy.measure import load_shape
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.made_up_overlap import H200, RING
 

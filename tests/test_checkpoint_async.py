@@ -19,10 +19,10 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
-from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, failures, saving, storage
-from jshard.checkpoint.keep import Keep
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, errors, saving, storage
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.saving import SAVING_SUFFIX
+from jshard.checkpoint.series_folder import Keep
 
 
 def state(number):
@@ -317,7 +317,7 @@ def test_what_others_log_meanwhile_is_shown(caplog):
         log.handle(theirs)
         raise KeyError
 
-    with pytest.raises(KeyError), failures.quiet():
+    with pytest.raises(KeyError), errors.quiet():
         work()
     assert [record.message for record in caplog.records] == ["mine"]
 

@@ -14,7 +14,7 @@ from flax import nnx
 import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
-from jshard.checkpoint import host_memory, storage
+from jshard.checkpoint import storage
 from tests.helpers import placed
 from tests.micro_gpt import annotate, build, micro
 
@@ -177,9 +177,9 @@ def test_free_memory_is_what_the_system_or_the_job_has_left(tmp_path, group):
     gib = 1 << 30
     job = told_memory(tmp_path / "a", available=9 * gib, limit=4 * gib, used=3 * gib, cache=gib, group=group)
     host = told_memory(tmp_path / "b", available=gib, limit=4 * gib, used=gib, cache=0, group=group)
-    assert host_memory.free_bytes(job) == 2 * gib
-    assert host_memory.free_bytes(host) == gib
-    assert host_memory.free_bytes(tmp_path / "nothing") > 100 * gib
+    assert storage.free_bytes(job) == 2 * gib
+    assert storage.free_bytes(host) == gib
+    assert storage.free_bytes(tmp_path / "nothing") > 100 * gib
 
 
 def test_something_can_be_read_where_no_memory_is_free(monkeypatch):

@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 
 import jshard as js
 from jshard._errors import RunError, ShardingError
-from jshard.checkpoint.data import (
-    GlobalBatches,
-    PackedBatches,
-    check_position,
-    is_data_position,
-    position_text,
-    set_position,
-)
-from jshard.checkpoint.data import packed_batches as packed_module
-from jshard.checkpoint.data import position as position_module
-from jshard.checkpoint.data.order import order_of
-from jshard.checkpoint.data.state_text import from_text, to_text
+from jshard.checkpoint import position as position_module
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.position import check_position, from_text, is_data_position, position_text, set_position, to_text
+from jshard.data import packed_batches as packed_module
+from jshard.data.batches import GlobalBatches, order_of
+from jshard.data.packed_batches import PackedBatches
 
 FEW = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
 

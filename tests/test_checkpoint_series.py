@@ -23,7 +23,7 @@ import jshard as js
 from jshard._errors import RunError
 from jshard._optimizer import abstract_optimizer
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
-from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.listing import checkpoint_at
 from jshard.checkpoint.saving import SAVING_SUFFIX
 from jshard.checkpoint.series_folder import SeriesFolder
 from tests.compiling import python
@@ -188,7 +188,7 @@ def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypat
 
     with monkeypatch.context() as many:
         many.setattr(jax, "process_count", lambda: 2)
-        many.setattr("jshard.checkpoint.shared_folder.exchange", meeting)
+        many.setattr("jshard.checkpoint.barrier.exchange", meeting)
         assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
         assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
         assert Checkpointer(tmp_path / "none").latest() is None
@@ -360,7 +360,7 @@ def test_other_processes_hear_why_the_first_one_failed(tmp_path, monkeypatch):
         monkeypatch.setattr(f"jshard.checkpoint.{module}.is_primary", lambda: False)
     full = {"is_request": False, "what": "", "where": [], "why": "No space left on device.", "do": ""}
     monkeypatch.setattr(
-        "jshard.checkpoint.agreeing.exchange", lambda topic, text, timeout_s: [json.dumps([full, None]), text]
+        "jshard.checkpoint.barrier.exchange", lambda topic, text, timeout_s: [json.dumps([full, None]), text]
     )
     with pytest.raises(RunError, match=r"No space left on device"):
         Checkpointer(tmp_path / "c").save(1, {"step": 1})

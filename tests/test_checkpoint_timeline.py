@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from jshard import cli
-from jshard.checkpoint import history
-from jshard.checkpoint.ettr import Ettr
+from jshard.checkpoint import timeline as history
 from jshard.checkpoint.timeline import timelines
+from jshard.checkpoint.timeline_report import Ettr
 
 MIB = 1 << 20
 SLOWED = Path(__file__).parent / "processes" / "slowed_save.py"

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import jshard as js
 from jshard import cli
-from jshard.checkpoint import CheckpointError, CheckpointWarning, reshard, seal
+from jshard.checkpoint import CheckpointError, CheckpointWarning, manifest, reshard
 from jshard.checkpoint.formats import SafetensorsSource
 from tests.dcp_fixture import put_archive, split, write_dcp
 
@@ -105,7 +105,7 @@ def ckpt(capsys):
 
 def equal(a, b):
     """The leaves of two checkpoints have the same values: their sums are equal."""
-    first, second = seal.read(Path(a)).leaves, seal.read(Path(b)).leaves
+    first, second = manifest.read(Path(a)).leaves, manifest.read(Path(b)).leaves
     assert {name: (leaf.shape, leaf.dtype, leaf.key, leaf.sums) for name, leaf in first.items()} == {
         name: (leaf.shape, leaf.dtype, leaf.key, leaf.sums) for name, leaf in second.items()
     }
@@ -230,7 +230,7 @@ def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckp
     code, told = ckpt("reshard", run / "checkpoints" / "100", "out", "--mesh", "replica=2,fsdp=4", "--json")
     assert (code, told["mesh"]["fsdp"], told["leaves"]) == (0, 4, 6)
     equal(run / "checkpoints" / "100", "out")
-    found = seal.read(Path("out"))
+    found = manifest.read(Path("out"))
     assert (found.step, found.metrics) == (100, {"val_loss": 2.5})
     assert found.leaves["model/blocks/kernel"].chunk == (2, 4, 8)  # as it was sharded, over fewer
     assert ckpt("verify", "out")[0] == 0
@@ -245,7 +245,7 @@ def test_reshard_by_the_annotation_of_a_model(run, ckpt):
     source = run / "checkpoints" / "100"
     assert ckpt("reshard", source, "out", "--mesh", "fsdp=2", "--model", "model.py")[0] == 0
     equal(source, "out")
-    chunks = {name: leaf.chunk for name, leaf in seal.read(Path("out")).leaves.items()}
+    chunks = {name: leaf.chunk for name, leaf in manifest.read(Path("out")).leaves.items()}
     assert (chunks["model/blocks/kernel"], chunks["model/tokens"]) == ((1, 16, 8), (16, 8))
 
 
@@ -428,7 +428,7 @@ def test_export_and_import_as_they_are(run, ckpt):
     assert ckpt("export", run, "plain", "--part", "optimizer", "--no-verify")[0] == 0
     assert set(SafetensorsSource("plain").leaves) == {"nu/0"}
     assert ckpt("import", "plain", "back", "--mesh", "fsdp=2")[0] == 0
-    assert seal.read(Path("back")).leaves["nu/0"].shape == (2, 2)
+    assert manifest.read(Path("back")).leaves["nu/0"].shape == (2, 2)
 
 
 WRONG = {

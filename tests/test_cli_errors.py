@@ -17,8 +17,8 @@ import pytest
 import jshard as js
 from jshard import cli
 from jshard._errors import MeshError, RunError
-from jshard.cli._config import config_json, print_config
-from jshard.train.folder.as_json import tree, versions
+from jshard.cli._train_request import config_json, print_config
+from jshard.recipes.recipe import tree, versions
 from tests.micro_gpt import micro
 
 WRONG = MeshError("The mesh is wrong.", where="--mesh fsdp=3", why="8 / 3.", do="--mesh fsdp=8")

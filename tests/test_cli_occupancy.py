@@ -10,7 +10,7 @@ import pathlib
 import re
 
 from jshard import cli
-from jshard.kernels.occupancy import GPUS, shipped_kernels
+from jshard.occupancy import GPUS, shipped_kernels
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "occupancy_table.txt"
 

@@ -21,8 +21,8 @@ from jshard.cluster.compile import (
 )
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
+from jshard.recipes.building import batch_like
 from jshard.train import TrainStep, create, load_model_file
-from jshard.train.building import batch_like
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, micro
 

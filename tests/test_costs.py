@@ -10,7 +10,7 @@ from flax import nnx
 import jshard as js
 from jshard.cluster.costs import Costs
 from jshard.cluster.variants import Variant
-from jshard.train.settings.units import with_units
+from jshard.recipes.units import with_units
 from tests.fake_compiler import GPT, cluster_of, costs_of, mesh_of
 from tests.wide import wide
 

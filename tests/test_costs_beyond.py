@@ -7,16 +7,16 @@ import math
 import pytest
 
 from jshard import _compat
-from jshard.cluster.collective_times import own_s
 from jshard.cluster.costs import Costs
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import search
+from jshard.cluster.traffic import own_s
 from jshard.cluster.variants import Variant
-from jshard.inspect.module import parse_module
-from jshard.inspect.partitioned import Sent
-from jshard.inspect.work import Worker
+from jshard.inspect.communication import Sent
+from jshard.inspect.hlo.module import parse_module
+from jshard.inspect.hlo.work import Worker
+from jshard.recipes.overrides import override
 from jshard.train import load_model_file
-from jshard.train.settings.overrides import override
 from tests.fake_compiler import cluster_of, costs_of, mesh_of, request_of, step_of
 from tests.micro_gpt import MODELS
 from tests.scheduled_text import program

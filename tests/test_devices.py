@@ -6,9 +6,9 @@ import re
 import pytest
 
 from jshard._errors import RunError
-from jshard.cluster.devices import DEVICES
-from jshard.cluster.gpu_target import accepted_text, target_config_text
-from jshard.train.metrics.mfu import _table_entry
+from jshard.facts.devices import DEVICES
+from jshard.facts.gpu_target import accepted_text, target_config_text
+from jshard.recipes.mfu import _table_entry
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]
 

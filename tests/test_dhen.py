@@ -13,7 +13,7 @@ from jshard._optimizer import abstract_optimizer
 from jshard._revise import revise
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
-from jshard.train import building, step
+from jshard.recipes import building, step
 from tests.helpers import compile_to_read
 from tests.model_files import assert_parity_of, assert_plans, data_of, model_file, module, neighbour, smaller, tiny
 

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 import jshard as js
-from jshard.cluster.assumptions import Assumptions
 from jshard.cluster.estimate import Estimate, estimate, estimate_range
-from jshard.cluster.timeline import timeline_svg
-from jshard.inspect.schedule import read_schedule
+from jshard.cluster.replay import Assumptions
+from jshard.cluster.report import timeline_svg
+from jshard.inspect.hlo.schedule import read_schedule
 from tests.scheduled_text import body, dot, gather, gathered, half_dot, loop, program, scatter, scattered
 
 # A matrix product of the texts takes 1 ms, a collective of theirs 1 ms within a host; memory traffic nothing.

@@ -12,10 +12,10 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.recipes.building import new_model
+from jshard.recipes.model_file import ModelFile, next_token_loss
 from jshard.train import Data, Recipe, TrainStep, first_loss, fit, run_recipe
-from jshard.train.building import new_model
 from jshard.train.first_loss import explained
-from jshard.train.model_file import ModelFile, next_token_loss
 
 HERE = pathlib.Path(__file__)
 LENGTH, ROWS = 8, 50  # 8 devices store 50 rows padded

@@ -9,10 +9,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jshard as js
+from jshard import launch
 from jshard._mesh import FSDP
 from jshard.engine import gloo
 from jshard.inspect import collectives, full_bytes
-from jshard.train import launch
 from tests.helpers import Config, annotator, builder, loss_fn, program, token_batch
 from tests.parity import assert_parity
 from tests.wide import wide

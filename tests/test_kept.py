@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.inspect.activations import saved_arrays
+from jshard.inspect.memory import saved_arrays
 
 X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
 

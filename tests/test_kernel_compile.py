@@ -12,7 +12,7 @@ from jshard.kernels import KernelError, Occupancy, compiled
 from jshard.kernels.assembled import assembled, calls
 from jshard.kernels.compiled import KernelCall, assembler, compile_calls
 from jshard.kernels.launch import Launch
-from jshard.kernels.occupancy import GPUS, shipped_kernels
+from jshard.occupancy import GPUS, shipped_kernels
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 
 

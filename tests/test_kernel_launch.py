@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 import jshard as js
 from jshard._policies import checkpoint_policy
 from jshard.kernels import Occupancy
-from jshard.kernels.latency import product_ns, traffic_ns
+from jshard.kernels.knobs import product_ns, traffic_ns
 from jshard.kernels.launch import Launch, launches
 from jshard.kernels.mosaic.product import Product, smem_bytes
 

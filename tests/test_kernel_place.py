@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jshard as js
-from jshard.kernels import KernelError, where
+from jshard.kernels import KernelError
+from jshard.kernels import backend as where
 
 ARRAYS = [jnp.ones((8, 8), jnp.bfloat16)]
 HOPPER = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200", compute_capability="9.0", core_count=132)

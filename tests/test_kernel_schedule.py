@@ -19,8 +19,8 @@ from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
-from jshard.inspect.steps import Window
-from jshard.train.step import lower_step
+from jshard.inspect.hlo.steps import Window
+from jshard.recipes.step import lower_step
 from models.gpt import GPT, GPTConfig, annotate, loss_fn
 from tests.gpu_compiler import needs_gpu_compiler
 

@@ -13,8 +13,8 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.recipes.building import new_model
 from jshard.train import load_model_file
-from jshard.train.building import new_model
 from tests.helpers import compile_to_read
 from tests.linen_models import VOCAB, Block, Decoder, X, Y, assert_same, cross_entropy, tokens
 from tests.test_linen import Layer, Scanned

@@ -15,10 +15,10 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from jshard.checkpoint import CheckpointWarning
+from jshard.recipes.building import abstract_model
+from jshard.recipes.model_file import ModelFileError
+from jshard.recipes.state import check_source, create_from
 from jshard.train import TrainStep, create, load_model_file
-from jshard.train.building import abstract_model
-from jshard.train.model_file import ModelFileError
-from jshard.train.state import check_source, create_from
 from tests.helpers import compile_to_read
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat

@@ -24,7 +24,11 @@ from jshard import cli
 from jshard.checkpoint import Checkpointer, CheckpointWarning
 from jshard.cluster.child import lowered_step
 from jshard.engine.context import plain_flax
-from jshard.inspect.activations import activations
+from jshard.inspect.memory import activations
+from jshard.recipes.building import abstract_model, batch_of, new_model
+from jshard.recipes.state import restore
+from jshard.recipes.step import inference_view
+from jshard.recipes.units import with_units
 from jshard.train import (
     Recipe,
     TrainStep,
@@ -35,10 +39,6 @@ from jshard.train import (
     read_metrics,
     run_recipe,
 )
-from jshard.train.building import abstract_model, batch_of, new_model
-from jshard.train.settings.units import with_units
-from jshard.train.state import restore
-from jshard.train.step import inference_view
 from tests.compiling import environment
 from tests.helpers import programs_kept_in
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences

@@ -13,8 +13,8 @@ from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.recipes.building import new_model
 from jshard.train import load_model_file
-from jshard.train.building import new_model
 from tests.helpers import compile_to_read
 from tests.linen_models import WIDTH, Block, assert_same
 from tests.wide import wide

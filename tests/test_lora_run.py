@@ -10,12 +10,12 @@ import jshard as js
 from jshard import cli
 from jshard.checkpoint import CheckpointWarning
 from jshard.cluster.child import lowered_step
-from jshard.inspect.activations import activations
+from jshard.inspect.memory import activations
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.mfu import dense_flops
+from jshard.recipes.model_file import ModelFileError
+from jshard.recipes.state import check_source, create_from, restore
 from jshard.train import TrainStep, create, load_model_file
-from jshard.train.building import abstract_model, batch_of
-from jshard.train.metrics.mfu import dense_flops
-from jshard.train.model_file import ModelFileError
-from jshard.train.state import check_source, create_from, restore
 from tests.helpers import compile_to_read
 from tests.micro_gpt import MODELS
 

@@ -17,6 +17,8 @@ from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.recipes import state as state_of_a_run
+from jshard.recipes.state import optimizer_of
 from jshard.train import (
     Data,
     LossScale,
@@ -29,8 +31,6 @@ from jshard.train import (
     run_recipe,
     scaled_value_and_grad,
 )
-from jshard.train import state as state_of_a_run
-from jshard.train.state import optimizer_of
 from tests.helpers import compile_to_read, programs_kept_in
 
 HALF = js.MixedPrecision(param="float16", reduce="float32")

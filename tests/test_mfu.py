@@ -5,7 +5,7 @@ import types
 import jax
 import pytest
 
-from jshard.train.metrics import mfu
+from jshard.recipes import mfu
 
 
 def devices(kind, count=1, **attributes):

@@ -17,9 +17,9 @@ import jshard as js
 from jshard.engine.moved import Mixing
 from jshard.inspect.audit import audit
 from jshard.inspect.differences import differences
-from jshard.inspect.mixing import without_mixing
-from jshard.inspect.steps import Window
-from jshard.inspect.traced_names import mixing_in, unit_and_phase
+from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
+from jshard.inspect.hlo.steps import Window
+from jshard.inspect.model_traffic import without_mixing
 from tests.helpers import Config, abstract, program
 
 BATCH, INPUTS, WIDTH = 1024, 16, 256  # the whole batch of features is 1 MiB

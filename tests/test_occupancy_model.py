@@ -15,10 +15,9 @@ import re
 
 import pytest
 
-from jshard import cli
-from jshard.cluster.devices import DEVICES
-from jshard.kernels import occupancy
-from jshard.kernels.occupancy import (
+from jshard import cli, occupancy
+from jshard.facts.devices import DEVICES
+from jshard.occupancy import (
     COPY_ENGINE,
     GPUS,
     Block,

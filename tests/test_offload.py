@@ -21,7 +21,7 @@ from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
-from jshard.train.step import lower_step
+from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch
 from tests.parity import PARAMETER_TOLERANCE, flat

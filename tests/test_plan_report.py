@@ -8,10 +8,10 @@ import shlex
 import pytest
 
 from jshard._errors import RunError
-from jshard.cluster.choose import choose
+from jshard.cli.plan import PlanReport
 from jshard.cluster.compare import Bench, Compared, Comparison, compare
-from jshard.cluster.plan_report import PlanReport
 from jshard.cluster.report import ClusterPlan, seconds
+from jshard.cluster.search import choose
 from jshard.cluster.variants import Variant, command_line, compared
 from tests.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 

@@ -9,7 +9,7 @@ import jshard as js
 from jshard._errors import AnnotationError, ShardingError
 from jshard._revise import revise
 from jshard.engine.context import plain_flax
-from jshard.train.settings.units import parse_units, with_units
+from jshard.recipes.units import parse_units, with_units
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.micro_gpt import MODELS, micro
 from tests.wide import wide

@@ -16,9 +16,8 @@ import pytest
 import jshard as js
 from jshard._errors import RunError, ShardingError
 from jshard.train import Recipe
-from jshard.train.folder.run_folder import RunFolder
-from jshard.train.folder.run_lock import RunLock
-from jshard.train.folder.run_record import RunRecord
+from jshard.train.run_folder import RunFolder
+from jshard.train.run_record import RunLock, RunRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +115,7 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
     def refuse(path, flags, *args, **kwargs):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr("jshard.train.folder.run_lock.os.open", refuse)
+    monkeypatch.setattr("jshard.train.run_record.os.open", refuse)
     assert "Read-only file system (EROFS)" in refused(tmp_path)
 
 
@@ -197,7 +196,7 @@ def test_two_may_look_at_the_same_time(tmp_path):
 FORKS = """
 import os, sys
 from pathlib import Path
-from jshard.train.folder.run_lock import RunLock
+from jshard.train.run_record import RunLock
 lock = RunLock(Path(sys.argv[1]))
 os.write(1, b"%d\\n" % (os.fork() or os.getpid()))  # the child does so when its hooks have run
 sys.stdin.read()  # until the test ends

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jshard import cli
-from jshard.train import load_model_file, shipped_models
+from jshard.recipes import shipped_models
+from jshard.train import load_model_file
 from tests.micro_gpt import MODELS
 
 HELPERS = {"clicks", "digits", "spans"}  # they are imported by models

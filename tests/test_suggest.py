@@ -5,8 +5,7 @@ import functools
 import pytest
 
 from jshard._errors import RunError
-from jshard.cluster.compare import Bench
-from jshard.cluster.suggest import suggestions
+from jshard.cluster.compare import Bench, suggestions
 from jshard.cluster.variants import Variant
 from tests.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 

@@ -6,9 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from jshard.train.data import DataError
-from jshard.train.data.text import load_text
-from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, token_dtype
+from jshard.data import DataError
+from jshard.data.text import load_text
+from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, token_dtype
 
 TEXT = "def answer():\n    return 42\n\n\nclass Größe: pass\n"
 
@@ -61,8 +61,8 @@ def test_hugging_face_file(tokenizer_file):
 
 
 def test_texts_of_a_batch_stay_apart(tokenizer_file, monkeypatch):
-    monkeypatch.setattr("jshard.train.data.tokenizer._PIECE_CHARS", 60)
-    monkeypatch.setattr("jshard.train.data.tokenizer._PIECES_AT_ONCE", 3)
+    monkeypatch.setattr("jshard.data.tokenizer._PIECE_CHARS", 60)
+    monkeypatch.setattr("jshard.data.tokenizer._PIECES_AT_ONCE", 3)
     tokenizer = HuggingFaceTokenizer(tokenizer_file)
     texts = [TEXT * 7, "", "short", "x" * 500, TEXT * 3 + "no line end"]
     batch = tokenizer.encode_batch([text.encode() for text in texts])

@@ -14,9 +14,9 @@ from flax import nnx
 
 import jshard as js
 from jshard._errors import RunError, ShardingError
-from jshard.inspect.profile.intervals import common, length, shared_out, union, without
 from jshard.inspect.profile.ops import Ops
 from jshard.inspect.profile.planes import Event
+from jshard.inspect.profile.shares import common, length, shared_out, union, without
 from tests.made_up_profiles import event, kernel, marks, plane, thunk, write
 from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered
 

@@ -11,7 +11,7 @@ import pytest
 
 from jshard._errors import RunError, ShardingError
 from jshard.train import metrics
-from jshard.train.metrics.plot import plot_loss
+from jshard.train.metrics.jsonl import plot_loss
 
 
 class Fake:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NewType
 
 import pytest
 
+from jshard.recipes.overrides import SettingError, example, override, read_value, type_text, written
 from jshard.train import Recipe, load_model_file
-from jshard.train.settings.overrides import SettingError, override
-from jshard.train.settings.values import example, read_value, type_text, written
 
 if TYPE_CHECKING:
     from nowhere import Unknown  # pyright: ignore[reportMissingImports]

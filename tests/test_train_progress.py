@@ -8,8 +8,7 @@ import textwrap
 
 import pytest
 
-from jshard.train.metrics.progress import Progress
-from jshard.train.metrics.speed import Speed
+from jshard.train.metrics.progress import Progress, Speed
 
 
 class Clock:

@@ -15,10 +15,10 @@ from safetensors.numpy import save_file
 
 import jshard as js
 from jshard._errors import RunError, ShardingError
-from jshard.checkpoint import Checkpointer, CheckpointWarning, history, saving
+from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
 from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.recipes.state import create_from, restore
 from jshard.train import StopSignal, load_model_file, load_text, read_metrics, run_recipe
-from jshard.train.state import create_from, restore
 from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, micro
 
@@ -209,7 +209,7 @@ def trained(data, out, mesh=None, **more):
 def test_saves_are_at_work_while_the_run_goes_on(whole):
     """The history tells how long each save kept the run waiting; all but the last had a step beside them."""
     finished, _ = whole
-    saves = history.read(finished.out / "checkpoints")
+    saves = timeline.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]
     assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
     seal = OrbaxCheckpoint(finished.checkpoint.absolute()).seal

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jshard.train.data import DataError
-from jshard.train.data.text import TokenWindows, load_text
+from jshard.data import DataError
+from jshard.data.text import TokenWindows, load_text
 
 
 def text_of(windows):

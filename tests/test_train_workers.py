@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from jshard._errors import RunError, ShardingError
-from jshard.train.data import Data, Loader
-from jshard.train.data.reader import Reader, first_spec
-from jshard.train.data.worker_pool import WorkerPool
+from jshard.data import Data, Loader
+from jshard.data.source import Reader, first_spec
+from jshard.data.worker_pool import WorkerPool
 
 MODEL_FILE = """
 import dataclasses, sys, threading
 import numpy as np
-from jshard.train.data import Data
+from jshard.data import Data
 
 RECIPES = {"one": dict}
 FACTOR = 3
@@ -183,7 +183,7 @@ def test_source_that_cannot_be_sent_is_an_error():
 SCRIPT = """
 import multiprocessing, os, signal, sys
 import numpy as np
-from jshard.train.data import Data, Loader
+from jshard.data import Data, Loader
 
 class Numbers:
     def __len__(self): return 100

@@ -18,18 +18,14 @@ from jshard import _compat, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
 from jshard.kernels.launch import launches
-from jshard.kernels.occupancy import COPY_ENGINE, footprint, gpu
-from jshard.kernels.shaping import overlap
-from jshard.kernels.shaping.device import device_named
-from jshard.kernels.shaping.products import Product, by_shape, products_of
-from jshard.kernels.tuning import agree, cache
-from jshard.kernels.tuning import measure as measuring
-from jshard.kernels.tuning.candidates import candidates
-from jshard.kernels.tuning.choose import MOST_SLOWER, Timing, choose, together
-from jshard.kernels.tuning.load import load, load_shape
-from jshard.kernels.tuning.measure import GpuBench, measure, program_of
-from jshard.kernels.tuning.report import NOT_MEASURED
-from jshard.kernels.tuning.tune import TuneError, key_of, rank, tune
+from jshard.occupancy import COPY_ENGINE, cache, footprint, gpu
+from jshard.occupancy import measure as measuring
+from jshard.occupancy.candidates import MOST_SLOWER, Timing, candidates, choose, together
+from jshard.occupancy.device import device_named
+from jshard.occupancy.measure import GpuBench, load, load_shape, measure, program_of
+from jshard.occupancy.products import Product, by_shape, products_of
+from jshard.occupancy.shape import overlap
+from jshard.occupancy.tune import NOT_MEASURED, TuneError, key_of, rank, tune
 from tests.helpers import Config, abstract, loss_fn
 from tests.wide import wide
 
@@ -337,9 +333,9 @@ def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, mo
         told.append(text)
         return [told[0], text]
 
-    monkeypatch.setattr(agree, "gather_texts", gather)
+    monkeypatch.setattr(cache, "gather_texts", gather)
     first = tune(model, loss_fn, BATCH, bench=lambda *_: FakeBench(times), **asked(tmp_path / "first.json"))
-    monkeypatch.setattr(agree, "is_primary", lambda: False)
+    monkeypatch.setattr(cache, "is_primary", lambda: False)
     second = tune(model, loss_fn, BATCH, bench=never, **asked(tmp_path / "second.json"))
     assert [row.measured for row in second.rows] == [row.measured for row in first.rows]
     assert not (tmp_path / "second.json").exists() and len(told) == 2
@@ -355,10 +351,10 @@ def test_where_the_first_process_fails_all_do(model, tmp_path, monkeypatch):
     def bench(*_):
         raise RuntimeError("the GPU fell off the bus\nand more")
 
-    monkeypatch.setattr(agree, "gather_texts", gather)
+    monkeypatch.setattr(cache, "gather_texts", gather)
     with pytest.raises(RuntimeError, match="the GPU fell off"):
         tune(model, loss_fn, BATCH, bench=bench, **asked(tmp_path / "a.json"))
-    monkeypatch.setattr(agree, "is_primary", lambda: False)
+    monkeypatch.setattr(cache, "is_primary", lambda: False)
     with pytest.raises(js.RunError, match=r"why:   RuntimeError: the GPU fell off the bus\n"):
         tune(model, loss_fn, BATCH, bench=bench, **asked(tmp_path / "a.json"))
 

@@ -14,11 +14,10 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard._revise import repeated_layers, revise
-from jshard.inspect.activations import activations
-from jshard.inspect.apart import gathered_anyway, told_apart
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.memory import memory_of
-from jshard.inspect.steps import Window
+from jshard.inspect.hlo.steps import Window
+from jshard.inspect.memory import activations, memory_of
+from jshard.inspect.model_traffic import gathered_anyway, told_apart
 from tests.helpers import compile_to_read, placed
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, assert_parity, compare, train
 

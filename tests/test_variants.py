@@ -8,12 +8,12 @@ import pytest
 from jshard._errors import AnnotationError, ShardingError
 from jshard._strategies import strategies
 from jshard.cli._arguments import parse
-from jshard.cli._mesh_option import parse_mesh
+from jshard.cli._train_args import parse_mesh
 from jshard.cli.plan import PlanArgs
-from jshard.cluster.machine import parse_known
+from jshard.cluster.estimate import parse_known
 from jshard.cluster.variants import GSPMD, Variant, command_line, compared
-from jshard.train.settings.overrides import override
-from jshard.train.settings.units import parse_units
+from jshard.recipes.overrides import override
+from jshard.recipes.units import parse_units
 from tests.fake_compiler import cluster_of, request_of
 from tests.micro_gpt import micro
 

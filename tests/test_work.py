@@ -2,8 +2,8 @@
 
 import pytest
 
-from jshard.inspect.module import parse_module
-from jshard.inspect.work import Work, Worker, added
+from jshard.inspect.hlo.module import parse_module
+from jshard.inspect.hlo.work import Work, Worker, added
 from tests.scheduled_text import computation, program
 
 

@@ -24,7 +24,7 @@ from benchmarks.overlap.machine import conditions, nccl_version
 from benchmarks.overlap.records import BenchmarkError, Record, continued, newest, save
 from benchmarks.overlap.session import PLACEMENT, Session, Task
 from jshard._errors import FourPartError, RunError
-from jshard.kernels.occupancy import ASSUMED_CTAS, CommFootprint, GpuFacts, footprint, gpu
+from jshard.occupancy import ASSUMED_CTAS, CommFootprint, GpuFacts, footprint, gpu
 
 _SECONDS = 540.0  # within ten minutes, with what Python and JAX take to begin and to end
 _LINK_GB_S = 300.0  # an assumption: about two thirds of NVLink's 450 GB/s one way

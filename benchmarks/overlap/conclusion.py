@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.overlap.grid import DOT
 from benchmarks.overlap.records import KernelTime, Placement, Record, Row
-from jshard.kernels.occupancy import Block, GpuFacts, fits
-from jshard.kernels.tuning.choose import MOST_SLOWER
+from jshard.occupancy import Block, GpuFacts, fits
+from jshard.occupancy.candidates import MOST_SLOWER
 
 HIDES, STARVES = 0.78, 0.9
 """Ratios: at most this a load of half the product's time is hidden, and from that on it has waited for it."""

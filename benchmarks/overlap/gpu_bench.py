@@ -15,7 +15,7 @@ from benchmarks.overlap import programs
 from benchmarks.overlap.bench import Beside, Load
 from benchmarks.overlap.cupy_load import CupyLoad, spin
 from benchmarks.overlap.grid import DOT, Setting, Size
-from jshard.kernels.occupancy import CommFootprint
+from jshard.occupancy import CommFootprint
 
 _WARM_UP = 2
 _BEFORE = 0.1  # of the product's time, until the load is launched: it holds the GPU by then
@@ -199,7 +199,7 @@ class ProgramBench:
     def _new_buffer(self, load: Load) -> jax.Array:
         sharding = self._sharding(jax.P(programs.AXIS))
         if self._comm is not None:
-            from jshard.kernels.tuning.load import load_shape
+            from jshard.occupancy.measure import load_shape
 
             return jnp.zeros(load_shape(self._comm, load.num_bytes), jnp.float32, device=sharding)
         each = load.num_bytes // 2 // (self._count if load.kind == "all-gather" else 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from jshard.kernels.knobs import Occupancy
-from jshard.kernels.occupancy import (
+from jshard.occupancy import (
     CommFootprint,
     GpuFacts,
     ShippedKernel,

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from jshard.kernels.occupancy import CommFootprint
+from jshard.occupancy import CommFootprint
 
 _NCCL = ("nvidia-nccl-cu12", "nvidia-nccl-cu13")
 _PACKAGES = (

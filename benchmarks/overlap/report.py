@@ -13,7 +13,7 @@ from benchmarks.overlap.conclusion import baseline_of, dot_of, expected, long_bl
 from benchmarks.overlap.predictions import KILL_RULE, holds, longer_alone, outcomes, said
 from benchmarks.overlap.records import Record, Row, path_of
 from benchmarks.tables import markdown_table
-from jshard.kernels.occupancy import GpuFacts
+from jshard.occupancy import GpuFacts
 
 TITLE = "Kernels beside a collective"
 _COLUMNS = (

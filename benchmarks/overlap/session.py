@@ -18,7 +18,7 @@ from benchmarks.overlap.grid import COLLECTIVE_BYTES, Group
 from benchmarks.overlap.kernel_times import Case
 from benchmarks.overlap.records import Record
 from jshard._errors import FourPartError, RunError
-from jshard.kernels.occupancy import CommFootprint, GpuFacts
+from jshard.occupancy import CommFootprint, GpuFacts
 
 PLACEMENT = "placement"
 _FIRST_GUESS_S = 60.0  # of a task, before any was run: most of it is compiling

@@ -17,7 +17,7 @@ from flax import nnx
 from benchmarks.step.inputs import initial_weights
 from benchmarks.step.sizes import Sizes
 from jshard.inspect import collectives
-from jshard.train.step import program_bytes
+from jshard.recipes.step import program_bytes
 from models.gpt import GPTConfig
 
 

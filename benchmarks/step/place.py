@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Mapping
 
-from jshard.train.launch.cluster import detect
+from jshard.launch.cluster import detect
 
 _FIRST_PORT = 23456
 _LOCAL = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")

@@ -9,8 +9,8 @@ from typing import Any
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.forecasting import Forecast
 from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.opened import ForeignCheckpoint, Opened, open_checkpoint
-from jshard.checkpoint.paths import local_path
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving

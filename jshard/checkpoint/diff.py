@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from jshard.checkpoint.boxes import CheckpointSource
-from jshard.checkpoint.seal import StoredLeaf
+from jshard.checkpoint.manifest import StoredLeaf
 
 _THREADS = 2
 _BOX_BYTES = 8 << 20  # they are widened to float64

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard.checkpoint.seal import StoredLeaf
+from jshard.checkpoint.manifest import StoredLeaf
 
 Bounds = tuple[tuple[int, int], ...]
 

@@ -14,15 +14,14 @@ import numpy as np
 
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import seal as _seal
+from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint import storage
-from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.failures import reason
+from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats import NamedSource, Source, StoredArray, foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.formats.source import Box
-from jshard.checkpoint.seal import Seal, StoredLeaf
-from jshard.checkpoint.whereabouts import no_checkpoint
+from jshard.checkpoint.lookup import no_checkpoint
+from jshard.checkpoint.manifest import Seal, StoredLeaf
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}

@@ -10,8 +10,8 @@ from typing import Any
 
 from jshard._compat import before_threads_end
 from jshard._errors import FourPartError, RunError
-from jshard.checkpoint.failures import reason
-from jshard.checkpoint.meeting import show_threads
+from jshard.checkpoint.barrier import show_threads
+from jshard.checkpoint.errors import reason
 
 _END_S = 2400.0  # the longest that the end of a program waits by default
 

@@ -9,30 +9,76 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 from jshard._errors import RunError, printable
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import seal as _seal
-from jshard.checkpoint.data import check_position, is_data_position
+from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint.balance import cut_further, spreads
+from jshard.checkpoint.barrier import exchange
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.forecasting import Forecast, forecast_reads
-from jshard.checkpoint.forms import bytes_here, finish, num_overflows, own_mesh, to_read
-from jshard.checkpoint.history import mesh_layout
-from jshard.checkpoint.matching import match, renamed
-from jshard.checkpoint.meeting import exchange
-from jshard.checkpoint.misfits import check_fits
+from jshard.checkpoint.matching import bytes_here, finish, match, num_overflows, own_mesh, renamed, to_read
+from jshard.checkpoint.mismatch import check_fits
 from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
-from jshard.checkpoint.parameters import parameter_paths
-from jshard.checkpoint.phases import Phases
+from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.saving import give_memory_back
-from jshard.checkpoint.spread import cut_further, spreads
 from jshard.checkpoint.sums import LeafSums, Sums, add
+from jshard.checkpoint.timeline import Phases, mesh_layout
+
+_NAME = "params"
+
+
+def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
+    """Those of the paths of a state that are parameters.
+
+    Args:
+        like: the state.
+        paths: every leaf of it, by path.
+    """
+    is_named = isinstance(like, Mapping) and not isinstance(like, nnx.State)
+    parts = [((str(name),), value) for name, value in like.items()] if is_named else [((), like)]
+    begins = {_leaves.text(begin) for path, value in parts for begin in _begins(value, path)}
+    if "" in begins:
+        return set(paths)
+    return {path for path in paths if any(above in begins for above in _and_above(path))}
+
+
+def _begins(value: Any, path: _leaves.Path, *, within: bool = False) -> Iterator[_leaves.Path]:
+    """The beginnings of the paths of parameters in a part of a state; `within` a named tuple those of modules alone."""
+    if isinstance(value, nnx.Optimizer):
+        return
+    if path[-1:] == (_NAME,) and not within:
+        yield path
+    elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
+        # Variables of a part itself lie under their own names, and those of a module in a pytree one key deeper.
+        for inner, variable in nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value)):
+            if isinstance(variable, nnx.Param):
+                yield *path, *map(str, inner)
+    else:
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+        for key, child in _children(value):
+            yield from _begins(child, (*path, key), within=within or (is_named and key != _NAME))
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    """What lies directly below a node of a pytree, by key."""
+    found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]
+
+
+def _and_above(path: str) -> list[str]:
+    keys = path.split("/")
+    return ["/".join(keys[:count]) for count in range(1, len(keys) + 1)]
+
+
+# A restore: match, check, read, verify, and bring every leaf into the form in which it is wanted.
 
 _SUMMING_THREADS = 2
 _AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word

@@ -23,17 +23,16 @@ from jshard._compat import orbax_operations, versions
 from jshard._errors import FourPartError
 from jshard._processes import is_primary
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import local_leaves, storage
-from jshard.checkpoint import seal as _seal
-from jshard.checkpoint.agreeing import agree, in_four_parts, write_failed
-from jshard.checkpoint.balanced import balanced
-from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.failures import reason
-from jshard.checkpoint.history import mesh_layout
+from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import storage
+from jshard.checkpoint.balance import balanced
+from jshard.checkpoint.barrier import agree, in_four_parts, write_failed
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
+from jshard.checkpoint.leaves import check_equal, told
 from jshard.checkpoint.owner import Owner, is_owned, owner_file
 from jshard.checkpoint.pending import Pending
-from jshard.checkpoint.phases import Phases
 from jshard.checkpoint.sums import LeafSums, add
+from jshard.checkpoint.timeline import Phases, mesh_layout
 
 SAVING_SUFFIX = ".saving"
 
@@ -162,14 +161,14 @@ class Saving:
             self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
             self._described = {key: _seal.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
             by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
-            self._mesh, copies = mesh_layout(by_text), local_leaves.told(by_text)
+            self._mesh, copies = mesh_layout(by_text), told(by_text)
             full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
             full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
             if is_primary():
                 self._prepare(prepare)
         except Exception as caught:
             error = caught
-        local_leaves.check_equal(self._agree("begin", copies, error))
+        check_equal(self._agree("begin", copies, error))
         self.num_bytes = sum(map(storage.local_bytes, full.values()))
         return full
 

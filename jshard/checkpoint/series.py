@@ -12,19 +12,16 @@ from typing import Any, Literal
 
 from jshard._errors import RunError
 from jshard._processes import is_primary
-from jshard.checkpoint import history as _history
+from jshard.checkpoint import timeline as _history
+from jshard.checkpoint.barrier import check_shared, exchange
 from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.keep import Keep
-from jshard.checkpoint.meeting import exchange
+from jshard.checkpoint.lookup import no_such_step, not_read, not_written, refuse_buckets
 from jshard.checkpoint.opened import OrbaxCheckpoint
-from jshard.checkpoint.paths import refuse_buckets
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
-from jshard.checkpoint.series_folder import SeriesFolder, warn
-from jshard.checkpoint.shared_folder import check_shared
-from jshard.checkpoint.whereabouts import no_such_step, not_read, not_written
+from jshard.checkpoint.series_folder import Keep, SeriesFolder, warn
 
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 

@@ -1,23 +1,109 @@
-"""The folder of a series: which checkpoints lie there, which of them are whole, and which may go."""
+"""The folder of a series: which checkpoints are there, which of them are whole, and which are kept."""
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
+import math
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from jshard._errors import RunError
-from jshard.checkpoint import ledger
-from jshard.checkpoint import seal as _seal
-from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.failures import reason
-from jshard.checkpoint.keep import Keep
+from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
+from jshard.checkpoint.lookup import incomplete, incomplete_in, steps_in
 from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.owner import is_owned
 from jshard.checkpoint.saving import discard_unnamed, unnamed
 from jshard.checkpoint.storage import is_committed
-from jshard.checkpoint.whereabouts import incomplete, incomplete_in, steps_in
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Keep:
+    """Which checkpoints of a series stay; one that any rule keeps stays, and the newest always does.
+
+    Args:
+        last: the newest so many.
+        every: those of steps that it divides; None for none.
+        best: so many of the best.
+        metric: the name in `save(metrics=...)` that says which are best; steps without it are not among them.
+        higher_is_better: whether a larger value of it is better.
+
+    Raises:
+        CheckpointError: a count makes no sense.
+
+    Example:
+        >>> js.checkpoint.Checkpointer("run", keep=js.checkpoint.Keep(last=2, every=10_000, best=1))
+    """
+
+    last: int = 3
+    every: int | None = None
+    best: int = 0
+    metric: str = "val_loss"
+    higher_is_better: bool = False
+
+    def __post_init__(self) -> None:
+        if self.last < 1:
+            raise CheckpointError(
+                f"{self.last} checkpoints cannot be kept.",
+                where=f"keep={self.last}",
+                why="the last good checkpoint always stays.",
+                do="keep=1, or more.",
+            )
+        if self.best < 0 or (self.every is not None and self.every < 1):
+            raise CheckpointError(
+                "The rule for old checkpoints cannot be followed.",
+                where=f"Keep(every={self.every}, best={self.best})",
+                why="every counts steps, from 1; best counts checkpoints, from 0.",
+                do="Keep(last=3, every=1000, best=1)",
+            )
+
+    def stay(self, steps: Collection[int], metrics: Mapping[int, Mapping[str, float]], *, written: int) -> set[int]:
+        """The steps that stay.
+
+        Args:
+            steps: those that are there.
+            metrics: what each was worth, where that is known.
+            written: the one that was written last; it stays, whatever its number.
+        """
+        newest = [*sorted(step for step in steps if step != written)[max(0, len(steps) - self.last) :], written]
+        regular = {step for step in steps if self.every is not None and step % self.every == 0}
+        known = [step for step in steps if math.isfinite(self._worth(metrics.get(step, {})))]
+        best = sorted(known, key=lambda step: (self._worth(metrics[step]), step), reverse=True)[: self.best]
+        return {*newest, *regular, *best}
+
+    def _worth(self, metrics: Mapping[str, float]) -> float:
+        value = metrics.get(self.metric, math.nan)
+        return value if self.higher_is_better else -value
+
+
+# The ledger of a series, `series.json`: the steps whose checkpoints it wrote, or began to. Nothing else is deleted.
+
+_NAME = "series.json"
+
+
+def steps_begun(folder: Path) -> list[int]:
+    """Steps whose checkpoints a series wrote, or began to; what cannot be read claims nothing."""
+    try:
+        return [int(step) for step in json.loads((folder / _NAME).read_text())["begun"]]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+
+
+def write(folder: Path, steps: Iterable[int]) -> None:
+    """Writes the ledger of a series, and returns when it is on the disk."""
+    draft = folder / f"{_NAME}.tmp"
+    with draft.open("w") as file:
+        json.dump({"begun": list(steps)}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(folder / _NAME)
+
+
+# The folder of a series: which checkpoints lie there, which of them are whole, and which may go.
 
 
 class SeriesFolder:
@@ -64,7 +150,7 @@ class SeriesFolder:
             CheckpointError: something lies there that was never completed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        begun = ledger.begun(self.folder)
+        begun = steps_begun(self.folder)
         for old in begun:
             discard_unnamed(self.path(old))
         path = self.path(step)
@@ -74,11 +160,11 @@ class SeriesFolder:
             raise incomplete(path)
         if not path.exists():  # else the save refuses, and this one is not ours
             there = lambda old: self.path(old).exists() or is_owned(unnamed(self.path(old)))  # another may be saving it
-            ledger.write(self.folder, [*(old for old in begun if old != step and there(old)), step])
+            write(self.folder, [*(old for old in begun if old != step and there(old)), step])
 
     def discard(self, step: int) -> None:
         """Removes what a save of ours that failed has left."""
-        if step in ledger.begun(self.folder):
+        if step in steps_begun(self.folder):
             discard_unnamed(self.path(step))
 
     def set_aside(self, step: int) -> None:
@@ -90,7 +176,7 @@ class SeriesFolder:
 
     def delete_old(self, keep: Keep, *, written: int) -> None:
         """Deletes what no rule keeps, of what the series wrote."""
-        begun = ledger.begun(self.folder)
+        begun = steps_begun(self.folder)
         ours = {written, *(old for old in self.steps() if old in begun)}
         stay = keep.stay(ours, self._metrics(ours) if keep.best else {}, written=written)
         for old in ours - stay:

@@ -1,16 +1,12 @@
-"""The only room that speaks to Orbax: what is asked of it, and why.
-
-The options were chosen by measurement (`benchmarks/checkpoint.py`): arrays are written without compression, as random
-float32 shrinks by 8 % and zstd takes two thirds of the time, and without OCDBT, whose single files cost a copy of
-everything.
-"""
+"""The only module that calls Orbax: what is asked of it, and why."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +17,59 @@ import numpy as np
 from jshard._compat import set_orbax_deadline
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.failures import quiet
-from jshard.checkpoint.host_memory import free_bytes
-from jshard.checkpoint.seal import MARK, StoredLeaf
-from jshard.checkpoint.seal import NAME as SEAL
+from jshard.checkpoint.errors import quiet
+from jshard.checkpoint.manifest import MARK, StoredLeaf
+from jshard.checkpoint.manifest import NAME as SEAL
+
+_UNKNOWN_BYTES = 1 << 40
+
+
+def free_bytes(root: Path = Path("/")) -> int:
+    """Memory that could be taken: what the system has, or less where a container or a job has a limit.
+
+    Args:
+        root: of the file system that tells it.
+
+    Returns:
+        Bytes; a large number where nobody tells.
+    """
+    return max(0, min((_available(root), *_left_in_groups(root))))
+
+
+def _available(root: Path) -> int:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    return _UNKNOWN_BYTES
+
+
+def _left_in_groups(root: Path) -> Iterator[int]:
+    """What is left of the limits of the control groups that this process is in."""
+    with contextlib.suppress(OSError):
+        top = root / "sys/fs/cgroup"
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            if kinds in ("", "memory"):
+                own = (top / kinds / path.lstrip("/")).resolve()
+                groups = [group for group in (own, *own.parents) if group.is_relative_to((top / kinds).resolve())]
+                for group in groups:
+                    yield from _left(group, *(_V1 if kinds else _V2))
+
+
+_V2 = ("memory.max", "memory.current", "inactive_file")
+_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
+    with contextlib.suppress(OSError, ValueError):  # a group may have no limit: "max"
+        left = int((group / limit).read_text()) - int((group / used).read_text())
+        for line in (group / "memory.stat").read_text().splitlines():
+            name, _, size = line.partition(" ")
+            left += int(size) if name == cache else 0  # given back when somebody wants it
+        yield left
+
+
+# The only room that speaks to Orbax: what is asked of it, and why.
 
 # Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
 COMMIT_MARK = "commit_success.txt"

@@ -1,14 +1,111 @@
-"""What a save or a restore took, phase by phase in each process, and which process the others waited for."""
+"""What a save or a restore took, phase by phase in each process, and the history of a series, `history.jsonl`."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
+import os
+import socket
 import statistics
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from jshard.checkpoint import history as _history
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+
+class Phases:
+    """A clock that names what it measures; phases may overlap, and several threads may report.
+
+    The names are those of the field: plan, device_to_host, write, commit; read, verify, finish.
+    """
+
+    def __init__(self) -> None:
+        self.began_at = time.time()
+        self._start_s = time.perf_counter()
+        self._found: list[tuple[str, float, float]] = []
+
+    @contextlib.contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Measures the block; one that fails counts too."""
+        begin = self.now_s()
+        try:
+            yield
+        finally:
+            self.add(name, begin, self.now_s())
+
+    def add(self, name: str, begin_s: float, end_s: float) -> None:
+        """Notes a phase that somebody else measured."""
+        self._found.append((name, begin_s, end_s))
+
+    def now_s(self) -> float:
+        """Seconds since it was made."""
+        return time.perf_counter() - self._start_s
+
+    def report(self, *, num_bytes: int) -> dict[str, Any]:
+        """What this process tells of itself: `{"process", "host", "began_at", "bytes", "phases": [[name, from, to]]}`.
+
+        Args:
+            num_bytes: what it wrote or read.
+        """
+        phases = [[name, round(begin, 6), round(end, 6)] for name, begin, end in self._found]
+        return {
+            "process": jax.process_index(),
+            "host": socket.gethostname(),
+            "began_at": self.began_at,
+            "bytes": num_bytes,
+            "phases": phases,
+        }
+
+
+# The history of a series: a line per save and restore, `history.jsonl`, written by the first process.
+
+NAME = "history.jsonl"
+
+
+def append(folder: Path, record: Mapping[str, Any]) -> None:
+    """Adds a line to the history of a series."""
+    line = json.dumps(record) + "\n"
+    with contextlib.suppress(OSError), (folder / NAME).open("a+b") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read(1) == b"\n" else f"\n{line}"  # a crash cut the last one off
+        file.write(line.encode())
+
+
+def read(folder: Path) -> list[dict[str, Any]]:
+    """The history of a series, oldest first; lines that were cut off by a crash are left out."""
+    return list(_lines(folder / NAME))
+
+
+def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """The mesh of a state as the history tells it."""
+    for leaf in leaves.values():
+        sharding = getattr(leaf, "sharding", None)
+        if isinstance(sharding, NamedSharding):
+            mesh = sharding.mesh
+            return {
+                "axes": dict(mesh.shape),
+                "processes": [device.process_index for device in np.asarray(mesh.devices).flat],
+            }
+    return {"axes": {}, "processes": []}
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text()
+    except OSError:
+        return
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            yield json.loads(line)
+
+
+# What a save or a restore took, phase by phase in each process, and which process the others waited for.
 
 SLOWER = 1.5  # a process is named from this many times the median of the others on
 _LEAST_SHARE, _LEAST_S = 0.05, 0.01  # and if that costs a share of the whole, and more than clocks are good for
@@ -138,7 +235,7 @@ class Timeline:
 
 def timelines(folder: Path) -> list[Timeline]:
     """Every save and restore that the history of a series tells of, oldest first; broken lines are left out."""
-    return list(_read(_history.read(folder)))
+    return list(_read(read(folder)))
 
 
 def _read(records: Sequence[Mapping[str, Any]]) -> Iterator[Timeline]:

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jshard._errors import RunError, printable
-from jshard.checkpoint import seal as _seal
+from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint.boxes import CheckpointSource
-from jshard.checkpoint.seal import Seal
+from jshard.checkpoint.manifest import Seal
 from jshard.checkpoint.sums import add, box_sums
 
 _THREADS = 2

@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def leave_if_worker(code: int, error: BaseException | None = None) -> None:
     """Ends one of several processes: after its peers; at once, not waiting for them, if it has failed."""
     if "JSHARD_WORKER" in os.environ:
-        from jshard.train import launch
+        from jshard import launch
 
         launch.leave(code, error=error)
 

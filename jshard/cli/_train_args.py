@@ -1,16 +1,90 @@
-"""The arguments of `jshard train`. Whoever only starts the processes of a run reads no more, and not jax."""
+"""The arguments of `jshard train`. A process that only starts those of a run imports no more, and not jax."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from jshard.train import launch
+from jshard import launch
+from jshard._errors import MeshError, ShardingError
+
+_SIMULATED = 8
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The degrees in `"replica=2,fsdp=4"`; none for an empty text.
+
+    Raises:
+        MeshError: the text is not a list of axis=degree.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, degree = part.partition("=")
+        if not degree.removeprefix("-").isdecimal() or axis in sizes:
+            raise MeshError(
+                "The mesh cannot be read.",
+                where=f"--mesh {text}",
+                why=f"{part!r} is not axis=degree, or its axis was named before.",
+                do="--mesh fsdp=-1  # all devices; of several axes as in replica=2,fsdp=4",
+            )
+        sizes[axis] = int(degree)
+    return sizes
+
+
+def as_option(sizes: Mapping[str, int]) -> str:
+    """Degrees as `--mesh` takes them."""
+    return ",".join(f"{axis}={degree}" for axis, degree in sizes.items())
+
+
+def num_devices(sizes: Mapping[str, int]) -> int:
+    """Devices that a mesh of these degrees asks for; an axis of -1, or an open `fsdp`, makes it at least 8."""
+    fixed = math.prod(degree for degree in sizes.values() if degree > 0)
+    is_open = -1 in sizes.values() or "fsdp" not in sizes
+    return fixed * math.ceil(_SIMULATED / fixed) if is_open else fixed
+
+
+# Steps on the command line: `10:15` is what is done from the end of step 10 to the end of step 15.
+
+
+def parse_steps(text: str, *, option: str) -> range:
+    """The numbers of the steps in `A:B`: those after step A, up to step B.
+
+    Args:
+        text: as given.
+        option: which takes it, such as `--profile`.
+
+    Raises:
+        ShardingError: it is not of that form, or there is no step between.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    if found is None:
+        raise ShardingError(
+            "The steps cannot be read.",
+            where=f"{option} {text}",
+            why="they are given as A:B, two whole numbers: the steps after step A, up to step B.",
+            do=f"{option} 10:15  # steps 11 to 15",
+        )
+    after, last = int(found[1]), int(found[2])
+    if last <= after:
+        one = max(1, last)
+        meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}  # step {one}"
+        raise ShardingError(
+            "There is no step between the two.",
+            where=f"{option} {text}",
+            why=f"A:B is the steps after step A, up to step B, and {last} is not after {after}.",
+            do=f"{option} {meant}",
+        )
+    return range(after + 1, last + 1)
+
+
+# The arguments of `jshard train`. Whoever only starts the processes of a run reads no more, and not jax.
 
 
 @dataclasses.dataclass(frozen=True)

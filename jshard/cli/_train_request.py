@@ -1,32 +1,72 @@
-"""What `jshard train` is asked for: the recipe that its options make, and what a resumed run takes over."""
+"""What `jshard train` is asked for: the recipe of its options, what a resumed run takes over, `--print-config`."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from jshard._errors import ShardingError
-from jshard.checkpoint.paths import local_path
-from jshard.checkpoint.whereabouts import OF_A_RUN, no_checkpoint, steps_in
-from jshard.cli._config import config_json
+from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
 from jshard.cli._devices import open_mesh
-from jshard.cli._mesh_option import num_devices, parse_mesh
-from jshard.cli._steps_option import parse_steps
-from jshard.cli._train_args import TrainArgs, again
+from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh, parse_steps
 from jshard.cluster.options import PROFILES
 from jshard.cluster.variants import Variant, as_text
-from jshard.train.folder.run_folder import RunFolder
-from jshard.train.metrics.services import available
-from jshard.train.model_file import ModelFile, load_model_file
+from jshard.recipes.model_file import ModelFile, load_model_file
+from jshard.recipes.overrides import override
+from jshard.recipes.recipe import Recipe, check_recipe, tree, versions
+from jshard.recipes.units import parse_units, with_units
+from jshard.train.metrics.trackers import available
 from jshard.train.profile import check_profile
-from jshard.train.settings.overrides import override
-from jshard.train.settings.recipe import Recipe
-from jshard.train.settings.recipe_check import check_recipe
-from jshard.train.settings.units import parse_units, with_units
+from jshard.train.run_folder import RunFolder
+
+
+def config_json(
+    *,
+    model_file: str | Path,
+    recipe_name: str,
+    recipe: Recipe,
+    mesh: Mapping[str, int],
+    data: Sequence[Path] = (),
+    tokenizer: str | Path | None = None,
+    out: Path | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """The configuration of a run as values of JSON.
+
+    Args:
+        model_file: path of the model file, or its name if it comes with jshard.
+        recipe_name: name of the recipe.
+        recipe: the recipe with every option and setting in it.
+        mesh: degree of every mesh axis.
+        data: the paths given; none for the default corpus.
+        tokenizer: the tokenizer's file; None for bytes.
+        out: the folder of the run, if it is decided.
+        options: the other options of the command.
+    """
+    return {
+        "model_file": str(model_file),
+        "recipe_name": recipe_name,
+        "recipe": tree(recipe),
+        "mesh": dict(mesh),
+        "data": [str(path) for path in data],
+        "tokenizer": None if tokenizer is None else str(tokenizer),
+        "out": None if out is None else str(out),
+        "options": tree(dict(options or {})),
+        "versions": versions(),
+    }
+
+
+def print_config(config: Mapping[str, Any], file: TextIO | None = None) -> None:
+    """Prints a configuration, by default on stdout, and nothing else: it can be piped into a file or `jq`."""
+    print(json.dumps(config, indent=2, allow_nan=False), file=file)
+
+
+# What `jshard train` is asked for: the recipe that its options make, and what a resumed run takes over.
 
 _RUNS = Path("runs")
 # Options that a resumed run takes over.

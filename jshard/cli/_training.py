@@ -12,24 +12,22 @@ import jax
 from jax.sharding import Mesh
 
 import jshard as js
+from jshard import launch
 from jshard._errors import FourPartError, ShardingError
 from jshard._mesh import AnyMesh
 from jshard._processes import gather_texts
-from jshard.cli._config import print_config
 from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
-from jshard.cli._mesh_option import num_devices
-from jshard.cli._train_args import TrainArgs
-from jshard.cli._train_request import Request, request_of
+from jshard.cli._train_args import TrainArgs, num_devices
+from jshard.cli._train_request import Request, print_config, request_of
+from jshard.data import Data
+from jshard.data.text import load_text
+from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jshard.inspect.tables import show, whole_line
-from jshard.train import launch
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.model_file import refuses_batches
+from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
-from jshard.train.building import abstract_model, batch_of
-from jshard.train.data import Data
-from jshard.train.data.text import load_text
-from jshard.train.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from jshard.train.model_file import refuses_batches
 from jshard.train.run import Finished, run_recipe
-from jshard.train.settings.recipe_check import check_batch
 
 
 def train(args: TrainArgs, argv: Sequence[str]) -> int:

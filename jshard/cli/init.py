@@ -14,7 +14,7 @@ import tyro
 
 from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
-from jshard.train.shipped_models import neighbours, shipped_models
+from jshard.recipes.shipped_models import neighbours, shipped_models
 
 
 @dataclasses.dataclass(frozen=True)

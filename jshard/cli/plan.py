@@ -1,40 +1,103 @@
-"""`jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster that is not here."""
+"""`jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster that is not there."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+from rich.console import Group
+from rich.text import Text
 
 from jshard._errors import ShardingError
 from jshard._live import at_work, fitted
 from jshard._mesh import AnyMesh, data_degree
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
-from jshard.cli._mesh_option import num_devices
-from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_args import TrainArgs, num_devices
 from jshard.cli._train_request import Request, check_profile_name, request_of
 from jshard.cli._training import explained, own_data
-from jshard.cluster.choose import choose
-from jshard.cluster.compare import Bench, Comparison, compare
-from jshard.cluster.compile import CompileRequest, compile_step, flags_of, unused_flags
+from jshard.cluster.compare import Bench, Compared, Comparison, compare, suggestions
+from jshard.cluster.compile import CompileRequest, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
-from jshard.cluster.latencies import latency_flag
-from jshard.cluster.machine import Cluster, parse_known
-from jshard.cluster.plan_report import PlanReport
+from jshard.cluster.estimate import Cluster, parse_known
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.suggest import suggestions
+from jshard.cluster.search import Chosen, choose
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.cluster.variants import COMPARED, Variant, compared
-from jshard.inspect.tables import show
-from jshard.train.settings.recipe_check import check_batch
-from jshard.train.settings.units import parse_units
+from jshard.inspect.tables import broken_line, printed, show
+from jshard.recipes.recipe import check_batch
+from jshard.recipes.units import parse_units
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class PlanReport:
+    """The answer to one command.
+
+    Attributes:
+        plan: the step that was asked for.
+        comparison: strategies beside it.
+        tried: ways to make it fit, the last of which does if any does; None if none was needed.
+        chosen: the outcome of a search.
+    """
+
+    plan: ClusterPlan
+    comparison: Comparison | None = None
+    tried: tuple[Compared, ...] | None = None
+    chosen: Chosen | None = None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the step asked for fits; after a search, whether the chosen one does."""
+        return self.plan.fits if self.chosen is None else self.chosen.fits
+
+    def __rich__(self) -> Group:
+        parts: list[Any] = [self.plan]
+        if self.tried is not None:
+            parts += [Text(), Text(self._advice(), style="bold")]
+        for more in (self.comparison, self.chosen):
+            parts += [] if more is None else [Text(), more]
+        return Group(*parts)
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    __repr__ = __str__
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        whole = self.plan.to_dict()
+        if self.tried is not None:
+            whole["suggestions"] = [row.to_dict() for row in self.tried if row.fits]
+        if self.comparison is not None:
+            whole["comparison"] = self.comparison.to_dicts()
+        if self.chosen is not None:
+            whole["chosen"] = self.chosen.to_dict()
+        return json.dumps(whole, indent=1)
+
+    def to_html(self) -> str:
+        """One page that needs nothing else."""
+        return self.plan.to_html(str(self))
+
+    def _advice(self) -> str:
+        assert self.tried is not None
+        found = [row for row in self.tried if row.fits]
+        if found:
+            row = found[-1]
+            assert row.plan is not None
+            return f"try, as it compiles and {row.plan.verdict}:\n{broken_line(row.command)}"
+        ways = f"{len(self.tried)} ways that hold less were compiled, and none fits"
+        ways = ways if self.tried else "no way to compute or to keep less would fit, by the estimate"
+        return f"{ways}: it needs more devices, or a smaller --set batch_size=N."
+
+
+# `jshard plan MODEL`: what a recipe needs, and with --topology how it compiles for a cluster that is not here.
 
 _WELL_HIDDEN = 0.95
 

@@ -12,7 +12,7 @@ import tyro
 
 from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
-from jshard.cli._steps_option import parse_steps
+from jshard.cli._train_args import parse_steps
 from jshard.inspect.profile.trace import trace
 from jshard.inspect.tables import show
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from jshard import launch
 from jshard._errors import ShardingError
 from jshard.cli import loading
 from jshard.cli._arguments import parse
-from jshard.cli._mesh_option import num_devices, parse_mesh
-from jshard.cli._train_args import TrainArgs, again
-from jshard.train import launch
+from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh
 
 
 def run(argv: Sequence[str]) -> int:

@@ -16,19 +16,17 @@ from jshard._errors import FourPartError, ShardingError
 from jshard._live import fitted
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
-from jshard.cli._mesh_option import num_devices
-from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_args import TrainArgs, num_devices
 from jshard.cli._train_request import request_of
 from jshard.cli._training import own_data
 from jshard.inspect.tables import show
-from jshard.kernels.occupancy import OccupancyWarning, footprint
-from jshard.kernels.shaping.device import Device, device_named
-from jshard.kernels.tuning.cache import default_path
-from jshard.kernels.tuning.report import NOT_MEASURED, TuneReport
-from jshard.kernels.tuning.tune import rank, tune
-from jshard.train.building import abstract_model, batch_of
-from jshard.train.model_file import refuses_batches
-from jshard.train.settings.recipe_check import check_batch
+from jshard.occupancy import OccupancyWarning, footprint
+from jshard.occupancy.cache import default_path
+from jshard.occupancy.device import Device, device_named
+from jshard.occupancy.tune import NOT_MEASURED, TuneReport, rank, tune
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.model_file import refuses_batches
+from jshard.recipes.recipe import check_batch
 
 _ASSUMED = "h200"  # where there is no GPU and none is named
 

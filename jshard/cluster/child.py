@@ -26,15 +26,14 @@ from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices
 from jshard.engine.context import plain_flax
 from jshard.inspect.audit import CompiledMemory
-from jshard.train.building import abstract_model, batch_of
-from jshard.train.folder.as_json import versions
-from jshard.train.metrics.mfu import dense_flops
-from jshard.train.model_file import ModelFile, load_model_file, refuses_batches
-from jshard.train.settings.overrides import override
-from jshard.train.settings.recipe import Recipe
-from jshard.train.settings.units import with_units
-from jshard.train.state import optimizer_of
-from jshard.train.step import lower_step
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.mfu import dense_flops
+from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
+from jshard.recipes.overrides import override
+from jshard.recipes.recipe import Recipe, versions
+from jshard.recipes.state import optimizer_of
+from jshard.recipes.step import lower_step
+from jshard.recipes.units import with_units
 
 # What the TPU compiler says of a program that does not fit: needed and there, in GiB.
 _TOO_LARGE = (r"Used ([\d.]+)G of ([\d.]+)G hbm", r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")

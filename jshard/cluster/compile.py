@@ -1,14 +1,10 @@
-"""Compiles the train step of a model file for a cluster that is not there, in a process of its own.
-
-The compilers of accelerators are told to leave this machine alone by environment variables that must be set before
-JAX is imported; and a compiler that crashes takes its process with it. So the work is done by a child
-(`jshard.cluster.child`), which gets the request as JSON and leaves the program's text and its figures in a folder.
-"""
+"""Compiles the train step of a model file for a cluster that is not there, in a process of its own."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -18,10 +14,36 @@ from pathlib import Path
 from typing import Any
 
 from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._mesh import REPLICA
 from jshard._shard_plan import ShardPlan
-from jshard.cluster.latencies import latency_flag
-from jshard.cluster.topology import parse_topology
+from jshard.cluster.topology import Topology, parse_topology
 from jshard.inspect.audit import CompiledMemory
+
+FLAG = "--xla_gpu_analytical_latency_estimator_options"
+_QUEUE = 0.28  # of the time that a unit takes on the wires: what one of its gathers waits for others
+
+
+def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -> str | None:
+    """The flag that tells the scheduler of a cluster; None where there are no adapters to wait for, as on a TPU.
+
+    Args:
+        topology: the cluster.
+        mesh: degrees of the mesh axes.
+        unit_bytes: gathered bytes of the largest unit.
+    """
+    if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
+        return None
+    host_bytes_per_s = topology.device.slow_bytes_per_s * topology.fast_group
+    told = {"nccl_op_launch_us": max(100, round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6))}
+    groups = math.prod(degree for axis, degree in mesh.items() if axis == REPLICA)
+    if groups > 1:
+        # The estimate divides the GPUs of a host by the number of groups: with as many of them as groups, each
+        # group has one, and its rate is that of all adapters of a host.
+        told |= {"gpus_per_node": groups, "nic_speed_gbps": round(host_bytes_per_s / 1e9), "rtt_us": 1}
+    return f"{FLAG}={','.join(f'{key}={value}' for key, value in told.items())}"
+
+
+# Compiles the train step of a model file for a cluster that is not there, in a process of its own.
 
 RESULT, PROGRAM, ERROR = "result.json", "step.hlo", "error.json"  # what the child leaves
 OUTPUT = "output.txt"  # what it says
@@ -46,7 +68,7 @@ class CompileRequest:
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
         xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for those of
-            `jshard.cluster.latencies`, which need all degrees of the mesh.
+            `jshard.cluster.compile`, which need all degrees of the mesh.
         unit_bytes: gathered bytes of the largest unit, for the same.
     """
 

@@ -21,19 +21,16 @@ from jshard._mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard._nnx import modules
 from jshard._revise import has_inner_units, repeated_layers, revise
 from jshard._shard_plan import ShardPlan
-from jshard.cluster.collective_times import Collectives, exposed_s, own_s, planned
-from jshard.cluster.host_copies import host_copies
-from jshard.cluster.machine import Machine
+from jshard.cluster.estimate import Machine
+from jshard.cluster.traffic import Collectives, at_rows, exposed_s, host_copies, own_s, own_traffic, planned
 from jshard.cluster.variants import Variant
-from jshard.inspect.activations import Activations, Saved, saved_arrays, summed
-from jshard.inspect.memory import Memory, kept_bytes, memory_of
-from jshard.inspect.own_traffic import at_rows, own_traffic
-from jshard.inspect.partitioned import Amounts
-from jshard.train.building import abstract_model, batch_of
-from jshard.train.metrics.mfu import dense_flops
-from jshard.train.model_file import ModelFile
-from jshard.train.settings.overrides import override
-from jshard.train.settings.recipe import Recipe
+from jshard.inspect.communication import Amounts
+from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.mfu import dense_flops
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.overrides import override
+from jshard.recipes.recipe import Recipe
 
 _RECOMPUTED = {"full": 4 / 3, "dots": 1.0, "none": 1.0}  # arithmetic, by that of forward and backward
 # Traffic to the device's memory, by bytes: of what is saved, and of what would be saved without remat, which is read

@@ -15,8 +15,8 @@ from typing import Any
 import jax
 
 from jshard._errors import ShardingError
-from jshard.cluster.devices import DEVICES
 from jshard.cluster.option_table import GPU, OPTIONS, TPU, nearest
+from jshard.facts.devices import DEVICES
 
 Value = bool | int | str
 Options = dict[str, Any]  # as jax takes them, which names no int

@@ -19,8 +19,8 @@ from jax.experimental import topologies
 
 from jshard import _compat
 from jshard._errors import MissingExtraError, RunError, ShardingError
-from jshard.cluster.devices import DEVICES, DeviceFacts
-from jshard.cluster.gpu_target import accepted_text
+from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.gpu_target import accepted_text
 
 
 class TopologyError(ShardingError):
@@ -67,7 +67,7 @@ def parse_topology(text: str) -> Topology:
 
     Args:
         text: `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs;
-            the devices are those of `jshard.cluster.devices.DEVICES`.
+            the devices are those of `jshard.facts.devices.DEVICES`.
 
     Raises:
         TopologyError: it is none, its device is not known, or its extents do not fit the device.

@@ -1,11 +1,10 @@
-"""`audit`: what a compiled program really sends, holds and overlaps, beside what its plan asks for.
-
-Facts of the compiler. Nothing is run and nothing is estimated.
-"""
+"""`audit`: what a compiled program really sends, holds and overlaps, beside what its plan asks for."""
 
 import dataclasses
 import functools
 import json
+import math
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -18,14 +17,47 @@ from rich.text import Text
 from jshard._errors import ShardingError
 from jshard._plan import plan as make_plan
 from jshard._shard_plan import ShardPlan
-from jshard.inspect.audit_rows import Row, Total, rows_of, total_of
 from jshard.inspect.differences import Difference, differences
-from jshard.inspect.hlo import KINDS
-from jshard.inspect.host import host_differences
-from jshard.inspect.mixing import MixingRow, mixing_rows, mixing_table, without_mixing
-from jshard.inspect.schedule import Schedule, read_schedule
-from jshard.inspect.steps import Window
+from jshard.inspect.hlo.collectives import KINDS
+from jshard.inspect.hlo.module import item_bytes
+from jshard.inspect.hlo.schedule import Schedule, read_schedule
+from jshard.inspect.hlo.steps import Window
+from jshard.inspect.model_traffic import (
+    MixingRow,
+    Row,
+    Total,
+    mixing_rows,
+    mixing_table,
+    rows_of,
+    total_of,
+    without_mixing,
+)
 from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
+
+_ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
+_ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
+
+
+def host_arguments_bytes(text: str) -> int:
+    """Bytes of a program's arguments that lie in host memory, for one device."""
+    layout = _ENTRY.search(text)
+    found = _ON_HOST.findall(layout[1]) if layout else []
+    return sum(math.prod(int(n) for n in dims.split(",") if n) * round(item_bytes(dtype)) for dtype, dims in found)
+
+
+def host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
+    """Whether the parameters that are planned in host memory are there in the program."""
+    planned = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
+    compiled = host_arguments_bytes(text) if planned else 0
+    if compiled >= planned:
+        return ()
+    words = (
+        f"{human_bytes(planned)} of parameters are planned in host memory; {human_bytes(compiled)} of arguments are."
+    )
+    return (Difference(words, None, None, ()),)
+
+
+# `audit`: what a compiled program really sends, holds and overlaps, beside what its plan asks for.
 
 _SHOWN = 10
 

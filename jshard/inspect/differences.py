@@ -7,19 +7,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._mesh import DATA_AXES, EXPERT, FSDP
 from jshard._shard_plan import ShardPlan
-from jshard.inspect.apart import (
+from jshard.inspect.communication import traffic_of
+from jshard.inspect.hlo.collectives import KINDS, ring_bytes
+from jshard.inspect.hlo.module import item_bytes
+from jshard.inspect.hlo.steps import Window
+from jshard.inspect.model_traffic import (
     Array,
     comparable,
     gathered_anyway,
+    resized,
     shapes_on_device,
     summed_over_copies,
     told_apart,
+    without_mixing,
 )
-from jshard.inspect.communication import traffic_of
-from jshard.inspect.hlo import KINDS, ring_bytes
-from jshard.inspect.mixing import resized, without_mixing
-from jshard.inspect.module import item_bytes
-from jshard.inspect.steps import Window
 from jshard.inspect.tables import folded_names, human_bytes
 
 # Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and

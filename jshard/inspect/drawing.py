@@ -69,7 +69,7 @@ def rectangle(box: Box, left: float, top: float, scale: float) -> str:
         shape += ' stroke="#fff" stroke-width="0.6"'
     drawn = f"{shape}><title>{html.escape(box.tip)}</title></rect>"
     if box.label and width > CHAR * len(box.label) + 6:
-        drawn += written(x + 3, top + 21, box.label, fill="#fff")
+        drawn += text_at(x + 3, top + 21, box.label, fill="#fff")
     return drawn
 
 
@@ -77,7 +77,7 @@ def legend(labels: Mapping[str, str], left: float, top: float) -> Iterator[str]:
     """Colors and what they mean, in a row."""
     for color, label in labels.items():
         yield f'<rect x="{left:.1f}" y="{top:g}" width="12" height="12" fill="{color}"/>'
-        yield written(left + 17, top + 10, label)
+        yield text_at(left + 17, top + 10, label)
         left += 34 + CHAR * len(label)
 
 
@@ -91,7 +91,7 @@ def opened(width: int, height: float, title: str) -> str:
     )
 
 
-def written(x: float, y: float, text: str, *, fill: str = "#222", weight: str = "normal") -> str:
+def text_at(x: float, y: float, text: str, *, fill: str = "#222", weight: str = "normal") -> str:
     """A line of text."""
     return f'<text x="{x:.1f}" y="{y:g}" fill="{fill}" font-weight="{weight}">{html.escape(text)}</text>'
 

@@ -4,7 +4,6 @@ Example:
     >>> y = js.kernels.matmul(x, w, occupancy=js.kernels.Occupancy(reserved_sms=16))
 """
 
-from jshard.kernels import occupancy as occupancy
 from jshard.kernels.knobs import KernelError as KernelError
 from jshard.kernels.knobs import Occupancy as Occupancy
 from jshard.kernels.matmul import matmul as matmul

@@ -80,7 +80,7 @@ def compile_calls(
 
     Args:
         calls: what to compile.
-        device: of `jshard.cluster.devices.DEVICES`.
+        device: of `jshard.facts.devices.DEVICES`.
         timeout_s: seconds after which the process is stopped.
 
     Returns:

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import math
+from collections.abc import Iterator
 
+import jax
+from jax import lax
+from jax.experimental.xla_metadata import set_xla_metadata
+
+from jshard import _compat
 from jshard._errors import ShardingError
+from jshard.facts.devices import DEVICES, DeviceFacts
 
 WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
 LEAST_TILE = 64
@@ -99,3 +108,66 @@ def _not_multiple(knobs: Occupancy, name: str, unit: int) -> list[tuple[str, str
 
 def _below(knobs: Occupancy, name: str, least: int) -> list[tuple[str, str]]:
     return [] if getattr(knobs, name) >= least else [(name, f"{name} is {least} or more.")]
+
+
+# Arrays of any rank as the matrices that kernels take.
+
+
+def as_matrix(x: jax.Array) -> jax.Array:
+    """All dims but the last as one."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def as_row(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """A vector in the rank and dtype of what it is combined with, row by row."""
+    return vector.astype(like.dtype).reshape((1,) * (like.ndim - 1) + vector.shape)
+
+
+def vary_alike(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Inside `shard_map`, counts arrays as different wherever one of them is.
+
+    Outside of a kernel's own gradient: so JAX sums over the axes what each of the devices has of it.
+    """
+    axes = varying_over(*arrays)
+    return tuple(vary(x, axes) for x in arrays)
+
+
+def varying_over(*arrays: jax.Array) -> frozenset[str]:
+    """Axes over which at least one of some arrays is different."""
+    return frozenset[str]().union(*map(_compat.varying_axes, arrays))
+
+
+def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """Counts an array as different over some axes."""
+    missing = tuple(sorted(axes - _compat.varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+# How long a kernel takes, as XLA's scheduler is told.
+
+_REACHED = 0.6  # of the peak, of flops and of bandwidth alike: an assumption where nothing was measured
+_LAUNCH_NS = 2000
+
+
+def product_ns(m: int, n: int, k: int, *, kind: str, products: int = 1) -> int:
+    """An estimate for matrix products of (m, k) and (k, n) in 16 bits on a kind of device."""
+    return _LAUNCH_NS + int(1e9 * products * 2 * m * n * k / (_REACHED * _facts(kind).flops_per_s["bf16"]))
+
+
+def traffic_ns(num_bytes: int, *, kind: str) -> int:
+    """An estimate for a kernel that reads and writes so many bytes of device memory, and computes little."""
+    return _LAUNCH_NS + int(1e9 * num_bytes / (_REACHED * _facts(kind).hbm_bytes_per_s))
+
+
+@contextlib.contextmanager
+def stated(latency_ns: int) -> Iterator[None]:
+    """Inside, every operation that is traced carries this latency."""
+    with set_xla_metadata(latency_metadata=str(max(1, latency_ns))):
+        yield
+
+
+def _facts(kind: str) -> DeviceFacts:
+    """Facts of the device that the driver names so; of an H100 where it is none of the table."""
+    words = kind.lower().replace("-", " ").split()
+    found = (facts for name, facts in DEVICES.items() if facts.platform == "gpu" and name.split("-")[0] in words)
+    return next(found, DEVICES["h100"])

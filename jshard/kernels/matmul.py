@@ -11,10 +11,8 @@ import jax.numpy as jnp
 
 from jshard._kernel_names import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.call import Call, check_sizes, decide
-from jshard.kernels.knobs import Occupancy
-from jshard.kernels.shapes import as_matrix, as_row, vary_alike
-from jshard.kernels.where import Backend
+from jshard.kernels.backend import Backend, Call, check_sizes, decide
+from jshard.kernels.knobs import Occupancy, as_matrix, as_row, vary_alike
 
 
 def matmul(

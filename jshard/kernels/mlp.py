@@ -11,11 +11,9 @@ import jax.numpy as jnp
 
 from jshard._kernel_names import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.call import Call, check_sizes, decide
-from jshard.kernels.knobs import KernelError, Occupancy, with_half_the_rows
+from jshard.kernels.backend import Backend, Call, check_sizes, decide
+from jshard.kernels.knobs import KernelError, Occupancy, as_matrix, as_row, vary_alike, with_half_the_rows
 from jshard.kernels.matmul import gradients, plain_matmul, product, sum_of_rows
-from jshard.kernels.shapes import as_matrix, as_row, vary_alike
-from jshard.kernels.where import Backend
 
 Activation = Literal["gelu", "silu"]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {"gelu": jax.nn.gelu, "silu": jax.nn.silu}

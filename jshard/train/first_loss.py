@@ -23,10 +23,10 @@ from jshard import _compat
 from jshard._errors import RunError
 from jshard._nnx import dotted
 from jshard.engine.context import global_view, plain_flax
-from jshard.train.linen_model import LinenModel
+from jshard.recipes.linen_model import LinenModel
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.recipe import Recipe
 from jshard.train.loop import unexplained
-from jshard.train.model_file import ModelFile
-from jshard.train.settings.recipe import Recipe
 
 _FINITE, _GIVEN_INF, _INF, _NAN = range(4)  # a constant -inf, as in a mask, is not the cause of a NaN
 _MOVING = frozenset("reshape broadcast_in_dim transpose squeeze copy copy_p neg sharding_constraint".split())

@@ -25,9 +25,10 @@ from jax.sharding import Mesh
 
 from jshard._errors import RunError
 from jshard._mesh import shard_batch
-from jshard.train.metrics import Meter, Tracker
+from jshard.recipes.step import EvalStep, Scalars, TrainStep
+from jshard.train.metrics.progress import Meter
+from jshard.train.metrics.trackers import Tracker
 from jshard.train.profile import StepProfile
-from jshard.train.step import EvalStep, Scalars, TrainStep
 from jshard.train.stop import Agreement, StopSignal
 
 FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]

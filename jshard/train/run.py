@@ -17,41 +17,30 @@ from typing import Any, TextIO
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard import launch
 from jshard._errors import RunError, ShardingError
 from jshard._live import at_work
 from jshard._plan import plan
 from jshard._processes import is_primary
-from jshard.checkpoint.whereabouts import OF_A_RUN, steps_in
-from jshard.train import launch
-from jshard.train.building import batch_like
-from jshard.train.data import Data, DataError, Loader, local_rows
+from jshard.checkpoint.lookup import OF_A_RUN, steps_in
+from jshard.data import Data, DataError, Loader, local_rows
+from jshard.recipes.building import batch_like
+from jshard.recipes.loss_scale import loss_scale_of
+from jshard.recipes.mfu import Mfu, dense_flops, device_peak, peak_bytes
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.recipe import Recipe, check_batch, check_recipe
+from jshard.recipes.state import check_source
+from jshard.recipes.step import EvalStep, TrainStep
 from jshard.train.first_loss import explained
-from jshard.train.folder.run_folder import RunFolder
-from jshard.train.folder.run_record import RunRecord
 from jshard.train.loop import Every, Fitted, evaluate, fit
-from jshard.train.loss_scale import loss_scale_of
-from jshard.train.metrics import (
-    Jsonl,
-    Meter,
-    Mfu,
-    Progress,
-    Tracker,
-    Trackers,
-    check_names,
-    dense_flops,
-    device_peak,
-    open_trackers,
-    peak_bytes,
-    plot_loss,
-)
-from jshard.train.model_file import ModelFile
+from jshard.train.metrics.jsonl import Jsonl, plot_loss
+from jshard.train.metrics.progress import Meter, Progress
+from jshard.train.metrics.trackers import Tracker, Trackers, check_names, open_trackers
 from jshard.train.profile import StepProfile, check_profile, left_to_profile
 from jshard.train.run_checkpoints import RunCheckpoints
+from jshard.train.run_folder import RunFolder
+from jshard.train.run_record import RunRecord
 from jshard.train.sample import sample_text
-from jshard.train.settings.recipe import Recipe
-from jshard.train.settings.recipe_check import check_batch, check_recipe
-from jshard.train.state import check_source
-from jshard.train.step import EvalStep, TrainStep
 from jshard.train.stop import StopSignal
 
 

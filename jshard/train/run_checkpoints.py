@@ -11,16 +11,16 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard import launch
 from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
-from jshard.train import launch
-from jshard.train.building import new_model
-from jshard.train.folder.run_folder import RunFolder
-from jshard.train.metrics import keep_on_disk
-from jshard.train.model_file import ModelFile
-from jshard.train.settings.recipe import Recipe
-from jshard.train.state import create, create_from, restore
-from jshard.train.step import TrainStep
+from jshard.recipes.building import new_model
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.recipe import Recipe
+from jshard.recipes.state import create, create_from, restore
+from jshard.recipes.step import TrainStep
+from jshard.train.metrics.jsonl import keep_on_disk
+from jshard.train.run_folder import RunFolder
 
 _LOOK_S = 0.02
 

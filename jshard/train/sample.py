@@ -10,9 +10,9 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jshard._mesh import data_degree, shard_batch
-from jshard.train.data import Data, local_rows
-from jshard.train.model_file import ModelFile
-from jshard.train.step import inference_view
+from jshard.data import Data, local_rows
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.step import inference_view
 
 _PROMPT_TOKENS = 32
 

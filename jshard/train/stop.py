@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.train.launch.worker import is_worker
+from jshard.launch.worker import is_worker
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
 _REPEAT_S = 1.0  # a launcher and a terminal may each send the same one

@@ -22,7 +22,7 @@ from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._errors import FourPartError
 from jshard.checkpoint import storage
-from jshard.checkpoint.meeting import exchange
+from jshard.checkpoint.barrier import exchange
 from jshard.checkpoint.saving import Saving
 from jshard.checkpoint.sums import LeafSums
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled

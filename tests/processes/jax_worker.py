@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
+from jshard import launch
 from jshard._errors import RunError
-from jshard.train import launch
 
 rounds = int(sys.argv[1])
 killed = int(sys.argv[2]) if len(sys.argv) > 2 else None

@@ -7,7 +7,7 @@ Without "processes", the place in the cluster is read from the environment.
 import json
 import sys
 
-from jshard.train import launch
+from jshard import launch
 
 options = json.loads(sys.argv[1])
 deadlines = launch.Deadlines(**{name: options[name] for name in ("init_s", "peer_s", "grace_s") if name in options})

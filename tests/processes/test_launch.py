@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 import jshard as js
-from jshard import _compat
-from jshard.train import launch
-from jshard.train.launch import devices, worker
-from jshard.train.launch.endings import Ending, cause
+from jshard import _compat, launch
+from jshard.launch import worker, worker_process
+from jshard.launch.endings import Ending, cause
 
 HERE = Path(__file__).parent
 AGAIN = "jshard train gpt.py --out runs/a --resume"
@@ -242,8 +241,8 @@ def test_timeouts_are_positive(value, bad):
 
 
 def test_gpus_are_shared_out(monkeypatch):
-    monkeypatch.setattr(devices, "_has_cuda_plugin", lambda: True)
-    ids = devices.local_device_ids
+    monkeypatch.setattr(worker_process, "_has_cuda_plugin", lambda: True)
+    ids = worker_process.local_device_ids
     assert ids(2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}) == ["0,1", "2,3"]
     assert ids(2, {"CUDA_VISIBLE_DEVICES": "7", "JAX_PLATFORMS": "cpu"}) == [None, None]
     assert ids(2, {"CUDA_VISIBLE_DEVICES": ""}) == [None, None]

@@ -15,13 +15,12 @@ from pathlib import Path
 import pytest
 
 import jshard as js
+from jshard import launch
 from jshard._errors import RunError
-from jshard.train import launch
-from jshard.train.launch import link as link_module
-from jshard.train.launch import reports, roll_call
-from jshard.train.launch.endings import Ending, from_message, to_message
-from jshard.train.launch.link import Link
-from jshard.train.launch.peers import Peers
+from jshard.launch import endings, rendezvous
+from jshard.launch import links as link_module
+from jshard.launch.endings import Ending, from_message, to_message
+from jshard.launch.links import Link, Peers
 
 HERE = Path(__file__).parent
 HOST = socket.gethostname()
@@ -58,7 +57,7 @@ def gather(*places, deadlines=DEADLINES, before=lambda: None):
 
     def attend(index):
         try:
-            results[index] = roll_call.meet(places[index], deadlines)
+            results[index] = rendezvous.meet(places[index], deadlines)
         except Exception as error:
             results[index] = error
 
@@ -177,7 +176,7 @@ def test_strangers_on_the_port_are_passed_over(ports):
 
 def test_a_stop_ends_the_waiting(ports):
     asked = []
-    assert roll_call.meet(place(ports, 0), DEADLINES, stopped=lambda: len(asked) > 2 or asked.append(1)) is None
+    assert rendezvous.meet(place(ports, 0), DEADLINES, stopped=lambda: len(asked) > 2 or asked.append(1)) is None
 
 
 @pytest.mark.parametrize(
@@ -193,14 +192,14 @@ def test_the_port_of_the_roll_call(environ, port):
     found = launch.detect({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", **environ})
     if port is None:
         with pytest.raises(js.ShardingError, match="port of the roll call cannot be read"):
-            reports.roll_call_port(found)
+            endings.roll_call_port(found)
     else:
-        assert reports.roll_call_port(found) == port
+        assert endings.roll_call_port(found) == port
 
 
 def test_the_port_under_slurm_is_not_that_of_the_next_job():
     slurm = launch.Cluster(kind="slurm", coordinator="a:62344", num_processes=2, process_id=0, variables={})
-    assert reports.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
+    assert endings.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
 
 
 def test_endings_travel_and_nonsense_does_not():

@@ -14,7 +14,7 @@ from jshard.checkpoint.formats.names import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.names import NamedSource as NamedSource
 from jshard.checkpoint.formats.names import Stored as Stored
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
-from jshard.checkpoint.formats.safetensors_writer import write_safetensors as write_safetensors
+from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
 from jshard.checkpoint.formats.source import Source as Source
 from jshard.checkpoint.formats.source import StoredArray as StoredArray
 from jshard.checkpoint.formats.source import whole_leaves as whole_leaves

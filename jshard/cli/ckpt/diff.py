@@ -12,11 +12,10 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard.checkpoint.diff import LeafDiff, diff, differing
-from jshard.checkpoint.listing import listing
-from jshard.checkpoint.places import checkpoint_at
-from jshard.checkpoint.seal import StoredLeaf
+from jshard.checkpoint.listing import checkpoint_at, listing
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import as_json, progress, shape_text
+from jshard.cli.ckpt._shared import as_json, progress, shape_text
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 

@@ -10,15 +10,13 @@ from typing import Annotated, Literal
 import tyro
 
 from jshard._errors import RunError, ShardingError
-from jshard.checkpoint.boxes import CheckpointSource
+from jshard.checkpoint.boxes import CheckpointSource, Part, part_of
 from jshard.checkpoint.formats import ForeignSource, Source, whole_leaves, write_safetensors
 from jshard.checkpoint.formats.names import Names
-from jshard.checkpoint.part_of import Part, part_of
-from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.listing import checkpoint_at
 from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._layout_options import Model
-from jshard.cli.ckpt._shown import as_json, progress, size
+from jshard.cli.ckpt._shared import Model, as_json, progress, size
 
 
 @dataclasses.dataclass(frozen=True)

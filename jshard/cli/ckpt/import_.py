@@ -14,12 +14,11 @@ from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import NamedSource, Source
 from jshard.checkpoint.formats.detect import foreign_source
+from jshard.checkpoint.listing import is_checkpoint
 from jshard.checkpoint.opened import by_path
-from jshard.checkpoint.places import is_checkpoint
 from jshard.checkpoint.reshard import import_leaves
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._layout_options import Model, cpu_mesh
-from jshard.cli.ckpt._shown import as_json, progress
+from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
 from jshard.cli.ckpt.reshard import told, written
 
 

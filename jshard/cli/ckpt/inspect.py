@@ -13,11 +13,11 @@ from rich.text import Text
 
 from jshard._errors import ShardingError, printable
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.manifest import Seal, StoredLeaf
 from jshard.checkpoint.opened import Opened, open_checkpoint
-from jshard.checkpoint.places import checkpoint_at
-from jshard.checkpoint.seal import Seal, StoredLeaf
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import as_json, mesh_text, moment, shape_text, size
+from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text, size
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 

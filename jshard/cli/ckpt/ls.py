@@ -13,7 +13,7 @@ from rich.text import Text
 from jshard._errors import printable
 from jshard.checkpoint.listing import Entry, Listing, listing
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import as_json, mesh_text, moment, size
+from jshard.cli.ckpt._shared import as_json, mesh_text, moment, size
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 

@@ -9,13 +9,11 @@ from typing import Annotated
 
 import tyro
 
-from jshard.checkpoint.listing import listing
-from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.listing import checkpoint_at, listing
+from jshard.checkpoint.manifest import Seal
 from jshard.checkpoint.reshard import reshard
-from jshard.checkpoint.seal import Seal
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._layout_options import Model, cpu_mesh
-from jshard.cli.ckpt._shown import as_json, progress, size
+from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress, size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,11 @@ import tyro
 
 from jshard._errors import ShardingError
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.places import series_at
+from jshard.checkpoint.listing import series_at
 from jshard.checkpoint.timeline import Timeline, timelines
-from jshard.checkpoint.timeline_picture import to_html, write_png
-from jshard.checkpoint.timeline_report import TimelineReport
+from jshard.checkpoint.timeline_report import TimelineReport, to_html, write_png
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import as_json
+from jshard.cli.ckpt._shared import as_json
 from jshard.inspect.tables import show
 
 

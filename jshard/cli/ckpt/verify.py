@@ -8,11 +8,10 @@ from pathlib import Path
 
 import tyro
 
-from jshard.checkpoint.listing import Entry, listing
-from jshard.checkpoint.places import checkpoint_at
+from jshard.checkpoint.listing import Entry, checkpoint_at, listing
 from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shown import as_json, progress, size
+from jshard.cli.ckpt._shared import as_json, progress, size
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
 
 

@@ -1,20 +1,105 @@
-"""How a trace is shown: tables, and JSON."""
+"""How a trace is shown: tables, JSON, and a picture of one measured step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
 
-from jshard.inspect.profile.shares import Shares
-from jshard.inspect.tables import FittedTable, add_row, made_table
+from jshard.inspect.drawing import (
+    COLORS,
+    LANE,
+    LEAST,
+    OTHER_KIND,
+    Box,
+    duration,
+    legend,
+    merged,
+    opened,
+    rectangle,
+    text_at,
+)
+from jshard.inspect.profile.shares import CollectiveTime, Measured, Seconds, Shares
+from jshard.inspect.tables import FittedTable, add_row, folded_names, made_table
 
 if TYPE_CHECKING:
     from jshard.inspect.profile.result import Trace, TraceRow
+
+
+_MARGIN, _TOP, _GAP, _FOOT = 110, 62, 8, 46  # left of the lanes; above, between and below them
+_MOST_ROWS = 6  # of collectives in flight at one time; more are drawn over one another
+_LEGEND = {
+    COLORS["matmul"]: "computing",
+    COLORS["exposed"]: "exposed: communicating, nothing computes",
+    **{COLORS[kind]: kind for kind in ("all-gather", "reduce-scatter", "all-reduce")},
+    OTHER_KIND: "other collectives",
+}
+
+
+def step_svg(measured: Measured, *, title: str, width: int = 1200) -> str:
+    """Draws a measured step as a self-contained SVG, true to scale.
+
+    Args:
+        measured: the step of one device.
+        title: first line.
+        width: in pixels.
+    """
+    shares = measured.shares
+    scale = (width - _MARGIN - 20) / (shares.step_s or 1.0)
+    rows = _rows(measured.flights)
+    height = _TOP + (1 + max(1, len(rows))) * (LANE + _GAP) + _FOOT
+    total = (
+        f"step {duration(shares.step_s)}, exposed {duration(shares.communicating_s)}, idle {duration(shares.idle_s)}"
+    )
+    parts = [opened(width, height, title), text_at(12, 22, f"{title}: {total}", weight="bold")]
+    lanes = [_own_lane(measured), *(_boxes(row, measured.collectives) for row in rows)]
+    for place, boxes in enumerate(lanes):
+        top = _TOP + place * (LANE + _GAP)
+        if place < 2:
+            parts.append(text_at(12, top + 21, ("computation", "communication")[place]))
+        parts += (rectangle(box, _MARGIN, top, scale) for box in merged(boxes, LEAST / scale))
+    parts += legend(_LEGEND, _MARGIN, height - 26)
+    return "\n".join([*parts, "</svg>"])
+
+
+def _own_lane(measured: Measured) -> list[Box]:
+    """What the device itself did: computing, or waiting for a collective."""
+    kinds = (("computing", COLORS["matmul"], measured.computing), ("exposed", COLORS["exposed"], measured.exposed))
+    boxes = [
+        Box(begin_s, end_s, color, "", f"{name}: {duration(end_s - begin_s)}")
+        for name, color, spans in kinds
+        for begin_s, end_s in spans
+    ]
+    return sorted(boxes, key=lambda box: box.begin_s)
+
+
+def _rows(flights: Iterable[tuple[Seconds, int]]) -> list[list[tuple[Seconds, int]]]:
+    """Flights in rows, so that those of a row do not overlap."""
+    rows: list[list[tuple[Seconds, int]]] = []
+    for flight in flights:
+        free = next((row for row in rows if row[-1][0][1] <= flight[0][0]), None)
+        if free is not None:
+            free.append(flight)
+        elif len(rows) < _MOST_ROWS:
+            rows.append([flight])
+        else:
+            min(rows, key=lambda row: row[-1][0][1]).append(flight)
+    return rows
+
+
+def _boxes(row: Sequence[tuple[Seconds, int]], collectives: Sequence[CollectiveTime]) -> Iterator[Box]:
+    for (begin_s, end_s), place in row:
+        op = collectives[place].op
+        unit = "+".join(folded_names(op.units))
+        tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
+        yield Box(begin_s, end_s, COLORS.get(op.kind, OTHER_KIND), unit, " ".join(tip.split()))
+
+
+# How a trace is shown: tables, and JSON.
 
 _SHOWN = 12
 _CPU = (
@@ -52,9 +137,9 @@ def json_of(trace: Trace) -> str:
             | {"devices": {d.device: _shares_dict(d.shares) for d in step.devices}}
             for step in trace.steps
         ],
-        "by_kind": _rows(trace.by_kind),
-        "by_unit": _rows(trace.by_unit),
-        "by_instruction": _rows(trace.by_instruction),
+        "by_kind": _kinds_json(trace.by_kind),
+        "by_unit": _kinds_json(trace.by_unit),
+        "by_instruction": _kinds_json(trace.by_instruction),
         "notes": list(trace.notes),
     }
     return json.dumps(whole, indent=1)
@@ -64,7 +149,7 @@ def _shares_dict(shares: Shares) -> dict[str, Any]:
     return {"step_s": shares.step_s, **dataclasses.asdict(shares), "hidden": shares.hidden}
 
 
-def _rows(rows: Iterable[TraceRow]) -> list[dict[str, Any]]:
+def _kinds_json(rows: Iterable[TraceRow]) -> list[dict[str, Any]]:
     return [dataclasses.asdict(row) for row in rows]
 
 

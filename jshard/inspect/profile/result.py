@@ -7,8 +7,7 @@ from typing import Any
 from rich.console import Group
 
 from jshard.inspect.drawing import page
-from jshard.inspect.profile.picture import step_svg
-from jshard.inspect.profile.report import json_of, tables
+from jshard.inspect.profile.report import json_of, step_svg, tables
 from jshard.inspect.profile.shares import CollectiveTime, Measured, Shares
 from jshard.inspect.tables import folded_names, name_pattern, printed
 

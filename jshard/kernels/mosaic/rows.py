@@ -11,10 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard import _compat
-from jshard.kernels.knobs import Occupancy
-from jshard.kernels.latency import stated, traffic_ns
-from jshard.kernels.shapes import vary, varying_over
-from jshard.kernels.where import Place
+from jshard.kernels.backend import Place
+from jshard.kernels.knobs import Occupancy, stated, traffic_ns, vary, varying_over
 
 _ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks by multiprocessor where each keeps a sum
 

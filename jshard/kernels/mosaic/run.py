@@ -1,21 +1,216 @@
-"""Runs a product on arrays of any size: pads them to whole tiles, states how long it takes, and cuts the result."""
+"""Products of any size, padded to whole tiles: one block per multiprocessor that walks over tiles, or one per tile."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
 from jshard._kernel_names import PRODUCT
-from jshard.kernels.knobs import Occupancy
-from jshard.kernels.latency import product_ns, stated
-from jshard.kernels.mosaic.persistent import persistent
-from jshard.kernels.mosaic.product import Product, check_fits, fitted, padded
-from jshard.kernels.mosaic.tiled import tiled
-from jshard.kernels.shapes import vary, varying_over
-from jshard.kernels.where import Place
+from jshard.kernels.backend import Place
+from jshard.kernels.knobs import Occupancy, product_ns, stated, vary, varying_over
+from jshard.kernels.mosaic.product import (
+    Operands,
+    Product,
+    Refs,
+    Tile,
+    check_fits,
+    fitted,
+    launched,
+    padded,
+    pieces,
+    spread,
+)
+
+WARPGROUPS = 3  # two that multiply, each half of a tile's rows, and one that loads
+_LOADER_REGISTERS = 40  # of the warpgroup that loads; the others share what it leaves
+
+
+def persistent(
+    product: Product,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    knobs: Occupancy,
+    *,
+    blocks: int,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Runs a product whose sizes are whole tiles.
+
+    Args:
+        product: what is computed.
+        a: one operand.
+        bs: the others, `product.num_b` of them.
+        vectors: rows of n, for the epilogue.
+        knobs: tiles, stages and padding.
+        blocks: how many multiprocessors it may have.
+        interpret: whether to run it step by step on a CPU.
+
+    Returns:
+        The outputs, (m, n) each.
+    """
+    m, n, k = product.sizes(a, bs[0])
+    tiles = m // knobs.tile_m, n // knobs.tile_n
+    operands = Operands(product, knobs, a.dtype)
+
+    def body(*given: Any) -> None:
+        refs, pipeline = Refs.of(product, given, len(vectors)), _pipeline(operands, k)
+        nothing = lambda *_, **__: None
+
+        def walk(allocations: Any) -> None:
+            @plgpu.nd_loop((tiles[0] * tiles[1],), collective_axes="block")
+            def _(loop: Any) -> None:
+                tile = Tile.at(loop.index[0], tiles, knobs)
+                compute = lambda run: _compute(operands, refs, tile, run, interpret=interpret)
+                pipeline(_step(operands), compute)(*operands.windows(refs, tile), allocations=allocations)
+
+            plgpu.wait_smem_to_gmem(0)
+
+        # What the pipeline needs does not depend on what it does.
+        allocations = pipeline(nothing, nothing).get_allocations(refs.a, *refs.bs)
+        pl.run_scoped(walk, allocations=allocations, collective_axes="warpgroup")
+
+    how = {"grid": (min(blocks, tiles[0] * tiles[1]),), "grid_names": ("block",), "interpret": interpret}
+    threads = {"num_threads": WARPGROUPS, "thread_name": "warpgroup"}
+    return launched(product, body, a, bs, vectors, knobs, form="persistent", **how, **threads)
+
+
+def _pipeline(operands: Operands, k: int) -> Callable[..., Any]:
+    return lambda step, compute: plgpu.emit_pipeline_warp_specialized(
+        step,
+        grid=(k // operands.knobs.tile_k,),
+        memory_registers=_LOADER_REGISTERS,
+        in_specs=operands.specs(),
+        wg_axis="warpgroup",
+        num_compute_wgs=WARPGROUPS - 1,
+        max_concurrent_steps=operands.knobs.stages,
+        compute_context=compute,
+    )
+
+
+def _step(operands: Operands) -> Callable[..., Any]:
+    num_b = operands.product.num_b
+
+    def step(_: Any, a: Any, *rest: Any) -> Any:
+        bs, totals = rest[:num_b], rest[num_b]
+        rows = _half(operands.knobs)
+        operands.multiply(a.at[:, rows] if operands.product.a_transposed else a.at[rows], bs, totals)
+        return totals
+
+    return step
+
+
+def _half(knobs: Occupancy) -> Any:
+    """The rows of a tile that a computing warpgroup makes."""
+    rows = knobs.tile_m // 2
+    return pl.ds(lax.axis_index("warpgroup") * rows, rows)
+
+
+def _compute(operands: Operands, refs: Refs, tile: Tile, run: Callable[[Any], Any], *, interpret: bool) -> None:
+    """What a computing warpgroup does of a tile; `run` is the pipeline."""
+
+    def sums(*totals: Any) -> None:
+        run(totals)
+        plgpu.wgmma_wait(0)
+        _store(operands, refs, tile, [total[...] for total in totals], interpret=interpret)
+
+    pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m // 2))
+
+
+def _store(operands: Operands, refs: Refs, tile: Tile, products: Sequence[jax.Array], *, interpret: bool) -> None:
+    """Finishes a warpgroup's half of the tiles piece by piece, and writes one piece while the next is made.
+
+    In pieces, as what the epilogue makes of a whole tile would not fit into the registers beside it.
+    """
+    knobs, stage = operands.knobs, refs.stage
+    outs = [out.at[tile.rows, tile.cols].at[_half(knobs)] for out in refs.outs]
+    piece_m, piece_n, slots = pieces(knobs)
+    warpgroup = lax.axis_index("warpgroup")
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    count = 0
+    for col in range(0, knobs.tile_n, piece_n):
+        vectors = spread(refs, tile.first_col + col, (piece_m, piece_n), interpret=interpret)
+        for row in range(0, knobs.tile_m // 2, piece_m):
+            part = slice(row, row + piece_m), slice(col, col + piece_n)
+            results = operands.product.epilogue(*(each[part] for each in products), *vectors)
+            for result, out in zip(results, outs, strict=True):
+                slot = count % slots
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                stage[warpgroup, slot] = result.astype(stage.dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(stage.at[warpgroup, slot], out.at[part])
+                count += 1
+
+
+# A product with one block of one warpgroup for each tile: several blocks share a multiprocessor.
+
+
+def tiled(
+    product: Product,
+    a: jax.Array,
+    bs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    knobs: Occupancy,
+    *,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Runs a product whose sizes are whole tiles.
+
+    Args:
+        product: what is computed.
+        a: one operand.
+        bs: the others, `product.num_b` of them.
+        vectors: rows of n, for the epilogue.
+        knobs: tiles, stages and padding; it is not persistent.
+        interpret: whether to run it step by step on a CPU.
+
+    Returns:
+        The outputs, (m, n) each.
+    """
+    m, n, k = product.sizes(a, bs[0])
+    shape = knobs.tile_m, knobs.tile_n
+    tiles = m // shape[0], n // shape[1]
+    operands = Operands(product, knobs, a.dtype)
+
+    def body(*given: Any) -> None:
+        refs, tile = Refs.of(product, given, len(vectors)), Tile.at(lax.axis_index("tile"), tiles, knobs)
+        products = _products(operands, refs, tile, steps=k // knobs.tile_k)
+        results = product.epilogue(*products, *spread(refs, tile.first_col, shape, interpret=interpret))
+        for result, out in zip(results, refs.outs, strict=True):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            refs.stage[...] = result.astype(refs.stage.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(refs.stage, out.at[tile.rows, tile.cols])
+        plgpu.wait_smem_to_gmem(0)
+
+    how = {"grid": (tiles[0] * tiles[1],), "grid_names": ("tile",), "interpret": interpret}
+    return launched(product, body, a, bs, vectors, knobs, form="tiled", **how)
+
+
+def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tuple[jax.Array, ...]:
+    """A tile of each product, in registers."""
+
+    def sums(*totals: Any) -> tuple[jax.Array, ...]:
+        plgpu.emit_pipeline(
+            lambda _, a, *bs: operands.multiply(a, bs, totals),
+            grid=(steps,),
+            max_concurrent_steps=operands.knobs.stages,
+            in_specs=operands.specs(),
+        )(*operands.windows(refs, tile))
+        plgpu.wgmma_wait(0)
+        return tuple(total[...] for total in totals)
+
+    return pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m))
+
+
+# Runs a product on arrays of any size: pads them to whole tiles, states how long it takes, and cuts the result.
 
 
 def run(

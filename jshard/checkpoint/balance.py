@@ -1,0 +1,102 @@
+"""What several processes hold: each writes a part by bytes, each reads a part, and they exchange the parts."""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+
+def spreads(sharding: Sharding) -> tuple[str, ...]:
+    """The mesh axes over which a read is cut: those whose devices hold equal shards in several processes.
+
+    Args:
+        sharding: of the leaf that is wanted.
+    """
+    if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
+        return ()
+    used = {axis for dim in sharding.spec if dim is not None for axis in (dim if isinstance(dim, tuple) else (dim,))}
+    free = [axis for axis in sharding.mesh.axis_names if axis not in used and sharding.mesh.shape[axis] > 1]
+    return tuple(axis for axis in free if _spans_processes(sharding.mesh, axis))
+
+
+def cut_further(sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str, ...]) -> NamedSharding:
+    """A sharding that is cut over further axes, along the first dim that can be; as it was where none can."""
+    degree = math.prod(sharding.mesh.shape[axis] for axis in axes)
+    spec = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
+    for dim, size in enumerate(sharding.shard_shape(shape)):
+        if axes and size and size % degree == 0:
+            before = spec[dim] or ()
+            spec[dim] = (*(before if isinstance(before, tuple) else (before,)), *axes)
+            return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+    return sharding
+
+
+def _spans_processes(mesh: Mesh, axis: str) -> bool:
+    """Whether some devices along an axis belong to different processes."""
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    lines = np.moveaxis(owners, mesh.axis_names.index(axis), -1)
+    return bool((lines != lines[..., :1]).any())
+
+
+# Who writes what several processes hold: first copies are dealt to the processes by bytes.
+
+
+def balanced(leaves: Mapping[str, Any], *, least_slice_bytes: int) -> dict[str, Any]:
+    """The same leaves; of an array with copies in several processes, the first copy lies where the least is written.
+
+    Args:
+        leaves: of a state, by path; the same in all processes.
+        least_slice_bytes: shards of which every copy's part has as many bytes are cut among them, and stay.
+    """
+    found, load = dict(leaves), collections.Counter[int]()
+    arrays = {path: leaf for path, leaf in leaves.items() if _is_shiftable(leaf)}
+    for path in sorted(arrays, key=lambda path: (-arrays[path].nbytes, path)):
+        leaf = arrays[path]
+        shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        shards = _first_copies(leaf.sharding)
+        num_copies = leaf.sharding.num_devices // len(shards[0])
+        if shard_bytes >= num_copies * least_slice_bytes:
+            continue
+        shift = min(shards, key=lambda shift: max(load[process] for process in shards[shift]))
+        for process in shards[shift]:
+            load[process] += shard_bytes
+        found[path] = _shifted(leaf, shift) if shift else leaf
+    return found
+
+
+def _is_shiftable(leaf: Any) -> bool:
+    is_array = isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return is_array and bool(spreads(leaf.sharding))
+
+
+def _first_copies(sharding: NamedSharding) -> dict[int, list[int]]:
+    """The processes that hold the first copies of all shards, by the number of devices that the mesh is shifted."""
+    mesh, axis = sharding.mesh, spreads(sharding)[0]
+    used = {name for dim in sharding.spec if dim is not None for name in (dim if isinstance(dim, tuple) else (dim,))}
+    assert isinstance(mesh, Mesh)  # arrays with an abstract one there are none
+    places = tuple(slice(None) if name in used or name == axis else 0 for name in mesh.axis_names)
+    kept = [name for name in mesh.axis_names if name in used or name == axis]
+    owners = np.vectorize(lambda device: device.process_index)(mesh.devices[places])
+    lines = np.moveaxis(owners, kept.index(axis), 0).reshape(mesh.shape[axis], -1)
+    found: dict[int, list[int]] = {}
+    for shift, line in enumerate(lines.tolist()):
+        if line not in found.values():
+            found[shift] = line
+    return found
+
+
+def _shifted(leaf: jax.Array, shift: int) -> jax.Array:
+    sharding = leaf.sharding
+    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
+    mesh = sharding.mesh
+    devices = np.roll(mesh.devices, -shift, axis=mesh.axis_names.index(spreads(sharding)[0]))
+    moved = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
+    placed = NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
+    return jax.make_array_from_single_device_arrays(leaf.shape, placed, [x.data for x in leaf.addressable_shards])

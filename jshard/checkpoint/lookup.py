@@ -1,0 +1,159 @@
+"""Where a checkpoint may be, and where the checkpoints are, for a path at which there is none."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from jshard._errors import RunError
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.storage import COMMIT_MARK, is_committed
+
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint.
+
+    Raises:
+        CheckpointError: it is no path, or one of a bucket.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(
+            "This is no path.",
+            where=f"a {type(path).__name__}",
+            why="the path comes first, and what is saved, or is to be restored, after it.",
+            do='save("run/100", state), and restore("run/100", like=state)',
+        )
+    refuse_buckets(path)
+    return Path(path).absolute()
+
+
+def refuse_buckets(path: str | os.PathLike[str]) -> None:
+    """Raises for the address of a bucket, which would be taken for a folder of that name.
+
+    Raises:
+        CheckpointError: it is one.
+    """
+    if _URL.match(os.fspath(path)):
+        raise CheckpointError(
+            "Checkpoints cannot lie in a bucket.",
+            where=os.fspath(path),
+            why="a folder gets its name by a rename when it is complete, and buckets have none.",
+            do="mount the bucket, or save to a disk and copy: gcloud storage cp -r run/100 gs://bucket/run/",
+        )
+
+
+# Where the checkpoints are, for whoever gave a path at which there is none.
+
+OF_A_RUN = "checkpoints"  # the folder of a run that holds them
+INCOMPLETE = f"a folder without {COMMIT_MARK}, copied by half, or of a save that did not end, or of another program"
+
+
+def no_checkpoint(path: Path) -> CheckpointError:
+    """The error for a path at which there is no checkpoint: it names one nearby, if there is one."""
+    why, found = _nearby(path)
+    return CheckpointError(
+        "There is no checkpoint to restore.",
+        where=str(path),
+        why=why,
+        do=f'restore("{found}", like=...)'
+        if found
+        else "give the path that save() was given; a training run writes to runs/NAME/checkpoints/STEP.",
+    )
+
+
+def no_such_step(folder: Path, step: int | None) -> CheckpointError:
+    """The error for a series without the checkpoint that is asked for; None asked for any."""
+    steps = steps_in(folder)
+    wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
+    why, do = f"complete checkpoints there: {', '.join(map(str, steps))}.", f"restore step {max(steps, default=0)}."
+    if not steps:
+        why, do = _no_series(folder)
+    return CheckpointError(f"There is no {wanted} to restore.", where=str(folder), why=why, do=do)
+
+
+def not_written(path: Path, steps: Sequence[int], error: RunError) -> RunError:
+    """The error for a checkpoint of a series that could not be written; `steps` are those that are there."""
+    good = (
+        f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
+    )
+    mend = "make room or mend the disk" if error.do.startswith("make room") else "remove that cause"
+    return RunError(
+        f"The checkpoint of step {path.name} could not be written.",
+        where=[str(path), *(place for place in error.where if place not in (str(path), str(path.absolute())))],
+        why=f"{error.why}\n{good}",
+        do=f"{mend}, then continue the run with --resume." if steps else f"{mend}, then start the run anew.",
+    )
+
+
+def not_read(path: Path, steps: Sequence[int], error: RunError) -> RunError:
+    """The error for a checkpoint of a series that cannot be read; `steps` are those that are there."""
+    others = [other for other in reversed(steps) if str(other) != path.name]
+    return RunError(
+        f"The checkpoint of step {path.name} cannot be read.",
+        where=error.where,
+        why=f"{error.why}\nother complete checkpoints: {', '.join(map(str, others)) or 'none'}.",
+        do=f"mv {path} {path}.damaged\nand try again: step {others[0]} is then the newest."
+        if others
+        else "start the run anew, in another folder.",
+    )
+
+
+def _no_series(folder: Path) -> tuple[str, str]:
+    """Why a folder holds no series, and what to do about it."""
+    if is_committed(folder):
+        why = "it is a checkpoint, and not a folder of them."
+        return why, f'Checkpointer("{folder.parent}"); or restore("{folder}", like=...).'
+    if steps_in(folder / OF_A_RUN):
+        return "it is the folder of a run, and not that of its checkpoints.", f'Checkpointer("{folder / OF_A_RUN}")'
+    return "complete checkpoints there: none.", "start the run anew, in another folder."
+
+
+def steps_in(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, oldest first."""
+    return [step for step in _numbers_in(folder) if is_committed(folder / str(step))]
+
+
+def incomplete_in(folder: Path) -> list[int]:
+    """Steps whose folder is no complete checkpoint, oldest first."""
+    steps = _numbers_in(folder)
+    return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
+
+
+def incomplete(path: Path) -> CheckpointError:
+    """The error for a step that cannot be saved, as a folder of its name is there that counts for nothing."""
+    return CheckpointError(
+        "The checkpoint cannot be written.",
+        where=str(path),
+        why=f"there is something at that path already: {INCOMPLETE}.",
+        do=f"look at it, and move it away: mv {path} {path}.incomplete",
+    )
+
+
+def _numbers_in(folder: Path) -> list[int]:
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
+
+
+def _nearby(path: Path) -> tuple[str, Path | None]:
+    """What is at a path instead, and the checkpoint that was probably meant."""
+    for above in path.parents:
+        if is_committed(above):
+            return "it is a part of a checkpoint, and none itself.", above
+    for folder in (path, path / OF_A_RUN):
+        if steps := steps_in(folder):
+            what = "a folder of checkpoints, of steps" if folder == path else "the folder of a run, with steps"
+            return f"it is {what} {_list(steps)}.", folder / str(steps[-1])
+    if not path.exists():
+        steps = steps_in(path.parent)
+        if steps:
+            return f"no such folder; beside it are steps {_list(steps)}.", path.parent / str(steps[-1])
+        return "no such folder.", None
+    return "the folder is not one that save() completed." if path.is_dir() else "it is a file.", None
+
+
+def _list(steps: list[int], shown: int = 5) -> str:
+    return ", ".join([*(["..."] if len(steps) > shown else []), *map(str, steps[-shown:])])

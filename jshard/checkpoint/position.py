@@ -1,0 +1,196 @@
+"""The position of any data iterator as one text, the same on every process, and back: exactly, and without pickle."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import numpy as np
+
+from jshard._errors import RunError, ShardingError
+from jshard._processes import gather_texts
+from jshard.checkpoint.errors import CheckpointError
+
+_TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS = _TAGS = tuple("~tuple ~bytes ~array ~scalar ~items".split())
+
+
+def to_text(state: Any) -> str:
+    """A state of dicts, lists, tuples, numbers, texts, bytes and numpy arrays as one line of JSON.
+
+    Raises:
+        ShardingError: it holds something else.
+    """
+    return json.dumps(_encoded(state, "state"), separators=(",", ":"))
+
+
+def from_text(text: str) -> Any:
+    """The inverse of `to_text`."""
+    return _decoded(json.loads(text))
+
+
+def _encoded(value: Any, where: str) -> Any:
+    if value is None or isinstance(value, bool | str) or type(value) in (int, float):
+        return value
+    if isinstance(value, tuple) and type(value) is tuple:
+        return {_TUPLE: [_encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_encoded(item, f"{where}[{i}]") for i, item in enumerate(value)]
+    if isinstance(value, bytes):
+        return {_BYTES: _base64(value)}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        tag = _ARRAY if isinstance(value, np.ndarray) else _SCALAR
+        return {tag: [value.dtype.str, list(value.shape), _base64(value.tobytes())]}
+    if isinstance(value, dict):
+        if all(isinstance(key, str) and key not in _TAGS for key in value):
+            return {key: _encoded(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = [[_encoded(k, where), _encoded(v, f"{where}[{k!r}]")] for k, v in value.items()]
+        return {_ITEMS: items}
+    raise ShardingError(
+        "The position in the data cannot be stored.",
+        where=where,
+        why=f"it is a {type(value).__name__}; a position is stored without pickle.",
+        do="let get_state() return dicts, lists, numbers, texts, bytes or numpy arrays.",
+    )
+
+
+def _decoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), None)
+    if tag == _TUPLE:
+        return tuple(_decoded(item) for item in value[tag])
+    if tag == _BYTES:
+        return base64.b64decode(value[tag])
+    if tag in (_ARRAY, _SCALAR):
+        dtype, shape, raw = value[tag]
+        array = np.frombuffer(base64.b64decode(raw), np.dtype(dtype)).reshape(shape).copy()
+        return array if tag == _ARRAY else array[()]
+    if tag == _ITEMS:
+        return {_decoded(key): _decoded(item) for key, item in value[tag]}
+    return {key: _decoded(item) for key, item in value.items()}
+
+
+def _base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode()
+
+
+# The position of any data iterator as one text, the same on every process, and back.
+
+_FORMAT = 1
+_SHOWN = 200  # characters of a state in a message
+
+
+@runtime_checkable
+class DataPosition(Protocol):
+    """Something that knows where it is in the data: jshard's batches, and every iterator of Grain.
+
+    With a class attribute `global_position = True` the state is that of the run, equal on every process, and any
+    number of processes may restore it. Without it the state is taken for that of a process: each has its own.
+    """
+
+    def get_state(self) -> Any:
+        """Where it is: dicts, lists, tuples, numbers, texts, bytes and numpy arrays."""
+        ...
+
+    def set_state(self, state: Any, /) -> None:
+        """Goes there."""
+        ...
+
+
+def is_data_position(value: Any) -> bool:
+    """Whether a part of a state is stored as a position, and restored in place."""
+    return isinstance(value, DataPosition) and not isinstance(value, type)
+
+
+def position_text(position: DataPosition) -> str:
+    """What is stored of a position: the same text on every process; every process calls it.
+
+    Args:
+        position: jshard's batches, an iterator of Grain, or another `DataPosition`.
+
+    Raises:
+        ShardingError: its state holds something that cannot be stored.
+        RunError: the processes are not at the same place.
+    """
+    state = position.get_state()
+    kind, text = type(position).__name__, to_text(state)
+    if not _is_global(position, state):
+        return to_text({"format": _FORMAT, "kind": kind, "processes": [from_text(own) for own in gather_texts(text)]})
+    # Many lanes make a long text, and one for each process would not fit: they compare its start and its digest.
+    heads = gather_texts(f"{text[:_SHOWN]} {hashlib.sha256(text.encode()).hexdigest()}")
+    if len(set(heads)) > 1:
+        raise RunError(
+            "The processes are not at the same place in the data.",
+            where=[f"process {index}: {head[:_SHOWN]}" for index, head in enumerate(heads)],
+            why=f"a {kind} has one position, that of the run: every process has taken the same number of batches.",
+            do="save between two steps, on every process at the same step.",
+        )
+    return to_text({"format": _FORMAT, "kind": kind, "state": state})
+
+
+def set_position(position: DataPosition, text: str) -> None:
+    """Brings an iterator to a stored position; what does not fit leaves it where it is.
+
+    Args:
+        position: built from the same data; a global one may have other rows, processes and batch size.
+        text: what `position_text` gave.
+
+    Raises:
+        CheckpointError: the position does not fit the iterator, or is that of another number of processes.
+    """
+    check_position(position, text)
+    stored = from_text(text)
+    position.set_state(stored["state"] if "state" in stored else stored["processes"][jax.process_index()])
+
+
+def check_position(position: DataPosition, text: str) -> None:
+    """Raises the `CheckpointError` that `set_position` would raise, and moves nothing: to be called before a restore.
+
+    Iterators of others do not tell beforehand whether a state fits them.
+    """
+    try:
+        stored = from_text(text)
+        known = {"format", "kind"} <= stored.keys()
+    except (ValueError, AttributeError, TypeError):
+        stored, known = {}, False
+    if not known:
+        raise CheckpointError(
+            "What is stored there is no position in the data.",
+            where=f"restored into a {type(position).__name__}",
+            why=f"it is the text {text[:_SHOWN]!r}.",
+            do="give `like` a text there, or save the batches themselves.",
+        )
+    if ("state" in stored) != _is_global(position, stored.get("state")):
+        raise CheckpointError(
+            "The position in the data is of another kind.",
+            where=f"saved of a {stored['kind']}, restored into a {type(position).__name__}",
+            why="one counts what the whole run was given, the other what each process was.",
+            do=f"restore into a {stored['kind']}; or leave the position out, and begin where you say:\n"
+            "GlobalBatches(..., start=4096)",
+        )
+    if "state" in stored:
+        check = getattr(position, "check_state", None)
+        if check is not None:
+            check(stored["state"])
+        return
+    saved, here = len(stored["processes"]), jax.process_count()
+    if saved != here:
+        raise CheckpointError(
+            "The position in the data is that of other processes.",
+            where=f"a {stored['kind']}",
+            why=f"{saved} processes saved one each, {here} would restore: what each had read of its shard cannot be"
+            " dealt out anew.",
+            do=f"restore with {saved} processes; or leave the position out, and begin where you say, with batches\n"
+            "that any number of processes can restore: GlobalBatches(dataset, batch_size=..., rows=mesh, start=4096)",
+        )
+
+
+def _is_global(position: DataPosition, state: Any) -> bool:
+    # Grain's ElasticIterator: every process has the same state, and all of it.
+    elastic = isinstance(state, dict) and set(state) == {"global_next_index"}
+    return elastic or bool(getattr(position, "global_position", False))

@@ -1,0 +1,12 @@
+from jshard.data.batches import GlobalBatches as GlobalBatches
+from jshard.data.loader import Loader as Loader
+from jshard.data.loader import local_rows as local_rows
+from jshard.data.packed_batches import PackedBatches as PackedBatches
+from jshard.data.source import Data as Data
+from jshard.data.source import DataError as DataError
+from jshard.data.source import Sample as Sample
+from jshard.data.source import Source as Source
+from jshard.data.text import load_text as load_text
+from jshard.data.tokenizer import ByteTokenizer as ByteTokenizer
+from jshard.data.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
+from jshard.data.tokenizer import Tokenizer as Tokenizer

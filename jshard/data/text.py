@@ -1,0 +1,243 @@
+"""Files of text as data: found, checked, cut into tokens, split into what is trained on and what is held out."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+import warnings
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from jshard.data.source import Data, DataError, Sample
+from jshard.data.tokenizer import ByteTokenizer, Tokenizer, token_dtype
+
+_SHOWN = 10
+
+
+def read_texts(paths: Sequence[str | Path]) -> dict[str, bytes]:
+    """The texts of files and folders by relative path, in its order.
+
+    Raises:
+        DataError: a named file is missing, empty, unreadable or not text, or a folder holds no text; all at once.
+    """
+    texts: dict[str, bytes] = {}
+    places: set[Path] = set()
+    bad: dict[Path, str] = {}
+    skipped: dict[Path, str] = {}
+    for root in map(Path, paths):
+        found, problems = _find(root)
+        read: dict[Path, bytes] = {}
+        for path in found:
+            try:
+                read[path] = _read_text(path)
+            except _NotText as problem:
+                problems[path] = str(problem)
+        if not any(read.values()):
+            bad |= problems or {root: _nothing(root, read)}
+            continue
+        skipped |= problems
+        for path, text in read.items():
+            if path.resolve() not in places:  # a file that is given twice is read once
+                texts[_name(path, root, texts)] = text
+                places.add(path.resolve())
+    if bad:
+        raise DataError(
+            f"{len(bad)} of the files and folders given cannot be trained on.",
+            where=[f"{path}: {why}" for path, why in bad.items()],
+            why=f"--data takes text files in UTF-8, and folders that hold some; seen from {Path.cwd()}.",
+            do="correct or leave out those paths; iconv -f latin1 -t utf-8 OLD > NEW turns other text into UTF-8.",
+        )
+    if skipped:
+        listed = [f"\n  {path}: {why}" for path, why in skipped.items()]
+        more = f"\n  ... and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+        warnings.warn(f"{len(skipped)} file(s) are left out of the text:{''.join(listed[:_SHOWN])}{more}", stacklevel=3)
+    return dict(sorted(texts.items()))
+
+
+class _NotText(Exception):
+    """Why a file cannot be used."""
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        if not path.is_file():
+            raise _NotText("neither a file nor a folder" if path.exists() else "a link to nothing")
+        text = path.read_bytes()
+    except OSError as error:
+        raise _NotText(f"unreadable: {(error.strerror or repr(error)).lower()}") from error
+    zero = text.find(b"\0")
+    if zero >= 0:
+        raise _NotText(f"not text: a zero byte at offset {zero}")
+    try:
+        text.decode()
+    except UnicodeDecodeError as error:
+        raise _NotText(f"not text: byte {text[error.start]:#04x} at offset {error.start} is not UTF-8") from error
+    return text
+
+
+def _find(root: Path) -> tuple[list[Path], dict[Path, str]]:
+    """The files of `root`, and what below it was not looked at."""
+    if not os.path.isdir(root):
+        missing = not os.path.lexists(root)
+        return ([], {root: "no such file or folder"}) if missing else ([root], {})
+    files: list[Path] = []
+    problems: dict[Path, str] = {}
+
+    def unreadable(error: OSError) -> None:
+        problems[Path(error.filename)] = f"unreadable: {(error.strerror or repr(error)).lower()}"
+
+    for folder, folders, names in os.walk(root, onerror=unreadable):
+        visible = sorted(name for name in folders if not name.startswith("."))
+        links = [name for name in visible if os.path.islink(os.path.join(folder, name))]
+        problems |= {Path(folder, name): "a link to a folder, which is not followed; name it itself" for name in links}
+        folders[:] = [name for name in visible if name not in links]
+        files += [Path(folder, name) for name in sorted(names) if not name.startswith(".")]
+    return files, problems
+
+
+def _nothing(root: Path, read: dict[Path, bytes]) -> str:
+    if not os.path.isdir(root):
+        return "an empty file"
+    return f"a folder of {len(read)} empty file(s)" if read else "a folder without files (hidden ones are left out)"
+
+
+def _name(path: Path, root: Path, taken: dict[str, bytes]) -> str:
+    # The last part of what was given stays in the name, so that two folders may hold equal names.
+    name = Path(Path(os.path.abspath(root)).name, path.relative_to(root)).as_posix()
+    return path.as_posix() if name in taken else name
+
+
+# Files of text as data: found, checked, cut into tokens, split into what is trained on and what is held out.
+
+# Parts of the standard library that are not there everywhere (packagers split them off), or that
+# are tables and tests and not code that people read.
+_STDLIB_SKIPPED = frozenset(
+    "__pycache__ distutils encodings ensurepip idlelib lib2to3 pydoc_data site-packages "
+    "dist-packages test tests tkinter turtledemo turtle.py".split()
+)
+_HELD_OUT_PER_MILLE = 50
+_FEWEST_FILES_TO_SPLIT_BY = 20
+_BYTES = ByteTokenizer()
+
+
+def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokenizer: Tokenizer = _BYTES) -> Data:
+    """Reads text files, and folders of them recursively, in the order of their relative paths.
+
+    A sample is `sequence_length` consecutive tokens, "inputs", and "targets", the same text one token later, both
+    int32. About one file in twenty, picked by a hash of its relative path, is held out: adding a file moves no other
+    one across. With fewer than 20 files it is the last twentieth of each.
+
+    Text is UTF-8 without zero bytes. In a folder, hidden files and folders are left out, and what cannot be read as
+    text is left out with a warning; a file that was named itself has to be text.
+
+    Args:
+        paths: text files or folders of them; none means the sources of the standard library.
+        sequence_length: tokens per sample.
+        tokenizer: bytes by default.
+
+    Returns:
+        The two parts as windows of tokens, "inputs" and "targets".
+
+    Raises:
+        DataError: a path is missing, empty, unreadable or not text (all such paths are told at once), or the text is
+            shorter than a sequence.
+    """
+    texts = read_texts(paths) if paths else _stdlib_texts()
+    by_file = len(texts) >= _FEWEST_FILES_TO_SPLIT_BY
+    train, held_out = _split(_encoded(texts, tokenizer), tokenizer, by_file)
+    amount = (
+        f"{len(texts)} file{'s' * (len(texts) > 1)} of {', '.join(map(str, paths)) or 'the Python standard library'}"
+    )
+    unit = "MB" if isinstance(tokenizer, ByteTokenizer) else f"M tokens ({tokenizer.name})"
+    description = (
+        f"{amount}: {train.size / 1e6:.2f} {unit} to train on, {held_out.size / 1e6:.2f} {unit.split()[0]} held out "
+        f"({'by file' if by_file else 'the end of each file'})"
+    )
+    _check_lengths({"to train on": train, "held out": held_out}, sequence_length, description)
+    return Data(
+        train=TokenWindows(train, sequence_length),
+        held_out=TokenWindows(held_out, sequence_length),
+        description=description,
+        fingerprint=_fingerprint(train, held_out, tokenizer, sequence_length),
+        tokens_per_sample=sequence_length,
+        tokenizer=tokenizer,
+    )
+
+
+class TokenWindows:
+    """Tokens as consecutive windows of one more than a sequence: a `Source` of inputs and targets.
+
+    Args:
+        tokens: one text after another, of any integer dtype.
+        sequence_length: length of the inputs.
+    """
+
+    def __init__(self, tokens: np.ndarray, sequence_length: int):
+        self._tokens = tokens
+        self._length = sequence_length
+
+    def __len__(self) -> int:
+        return max(0, self._tokens.size - 1) // self._length
+
+    def __getitem__(self, index: int, /) -> Sample:
+        start = index * self._length
+        window = self._tokens[start : start + self._length + 1].astype(np.int32)
+        return {"inputs": window[:-1], "targets": window[1:]}
+
+
+def _stdlib_texts() -> dict[str, bytes]:
+    root, texts = Path(sysconfig.get_paths()["stdlib"]), {}
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in _STDLIB_SKIPPED]  # site-packages may be very large
+        for name in files:
+            path = Path(folder, name)
+            is_generated = name.startswith("_sysconfigdata")  # different on each machine
+            if path.suffix == ".py" and name not in _STDLIB_SKIPPED and not is_generated:
+                texts[path.relative_to(root).as_posix()] = path.read_bytes()
+    return dict(sorted(texts.items()))
+
+
+def _encoded(texts: Mapping[str, bytes], tokenizer: Tokenizer) -> dict[str, np.ndarray]:
+    end = [] if tokenizer.end_of_text is None else [tokenizer.end_of_text]
+    ending = np.array(end, token_dtype(tokenizer.vocab_size))
+    encoded = tokenizer.encode_batch(list(texts.values()))
+    return {name: np.concatenate([ids, ending]) for name, ids in zip(texts, encoded, strict=True)}
+
+
+def _split(encoded: Mapping[str, np.ndarray], tokenizer: Tokenizer, by_file: bool) -> tuple[np.ndarray, np.ndarray]:
+    nothing = np.empty(0, token_dtype(tokenizer.vocab_size))
+    train, held_out = [nothing], [nothing]
+    for name, tokens in encoded.items():
+        cut = tokens.size * (1000 - _HELD_OUT_PER_MILLE) // 1000
+        if by_file:
+            cut = 0 if zlib.crc32(name.encode()) % 1000 < _HELD_OUT_PER_MILLE else tokens.size
+        train.append(tokens[:cut])
+        held_out.append(tokens[cut:])
+    return np.concatenate(train), np.concatenate(held_out)
+
+
+def _check_lengths(parts: Mapping[str, np.ndarray], sequence_length: int, description: str) -> None:
+    short = {part: tokens.size for part, tokens in parts.items() if tokens.size <= sequence_length}
+    if not short:
+        return
+    longest = min(short.values()) - 1
+    shorter = f", or use shorter sequences: --set sequence_length={longest}" if longest > 0 else "."
+    raise DataError(
+        "The text is shorter than one sequence.",
+        where=description,
+        why=f"a sequence of {sequence_length} and its last target take {sequence_length + 1} tokens; "
+        + ", ".join(f"{size} are {part}" for part, size in short.items())
+        + ".",
+        do=f"give --data more text{shorter}",
+    )
+
+
+def _fingerprint(train: np.ndarray, held_out: np.ndarray, tokenizer: Tokenizer, sequence_length: int) -> str:
+    digest = hashlib.sha256(f"{tokenizer.name} {sequence_length} {train.dtype} {train.size} {held_out.size}".encode())
+    digest.update(train.data)
+    digest.update(held_out.data)
+    return f"text {digest.hexdigest()[:16]}"

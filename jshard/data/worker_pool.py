@@ -1,0 +1,226 @@
+"""Processes that read samples, for data that is expensive to make.
+
+Each worker hangs on a pipe of its own and on nothing else: no lock and no queue is shared, so one that is killed, at
+whatever moment, takes no other process with it. (Grain's workers share locks, wait forever for one that ends with
+exit code 0, and take up to 25 s each to stop.) Step `s` belongs to worker `s % num_workers`, and the batches are
+fetched in the order of the steps: the number of workers does not show in them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from jshard._errors import RunError, ShardingError
+from jshard.data.source import Reader, Sample
+
+_AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
+_LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
+_DYING_S = 1.0  # from the end of its pipe to the end of a worker
+
+
+class WorkerPool:
+    """Worker processes with a copy of a reader each; they end with the `with` block.
+
+    Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end.
+
+    Args:
+        reader: what they read; sent by pickle, objects of a model file included.
+        num_workers: how many.
+        ids: the samples of a step.
+        steps: the steps that will be asked for, in order.
+
+    Raises:
+        ShardingError: the reader cannot be pickled.
+    """
+
+    def __init__(self, reader: Reader, *, num_workers: int, ids: Callable[[int], Sequence[int]], steps: range) -> None:
+        self._reader, self._ids, self._steps = reader, ids, steps
+        self._asked = steps.start
+        self._pickled: bytes | None = pickled(reader)
+        self._workers = [_Worker(number, num_workers) for number in range(num_workers)]
+        atexit.register(self.close)
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the workers, in the middle of a sample if need be."""
+        atexit.unregister(self.close)
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.joined()
+
+    def batch(self, step: int) -> Sample:
+        """The batch of a step; to be called once per step, in order.
+
+        Raises:
+            RunError: the worker died, or a sample cannot be read.
+            ShardingError: the reader cannot be built anew in the worker.
+        """
+        if self._pickled is not None:
+            for worker in self._workers:
+                worker.send(self._pickled)
+            self._pickled = None
+        while self._asked < min(step + _AHEAD * len(self._workers), self._steps.stop):
+            self._worker_of(self._asked).send(pickle.dumps(list(self._ids(self._asked))))
+            self._asked += 1
+        kind, value, cause = self._worker_of(step).receive(f"samples asked for: {list(self._ids(step))}")
+        if kind == "batch":
+            return value
+        if kind == "unpickled":
+            raise _not_portable(self._reader, cause) from cause
+        raise value from cause
+
+    def _worker_of(self, step: int) -> _Worker:
+        return self._workers[step % len(self._workers)]
+
+
+class _Worker:
+    """A process and this end of its pipe."""
+
+    def __init__(self, number: int, of: int):
+        # Not fork: jax and grain have threads by now.
+        context = multiprocessing.get_context("spawn")
+        self._name = f"data worker {number + 1} of {of}"
+        self._pipe, theirs = context.Pipe()
+        self._joining = threading.Lock()
+        self.process = context.Process(target=_work, args=(theirs, self._name), name=self._name, daemon=True)
+        resource_tracker.ensure_running()  # it would let the signals through when it starts
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_THE_RUN)  # the worker is born with it
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()  # the pipe now ends with the process
+
+    def send(self, message: bytes) -> None:
+        try:
+            self._pipe.send_bytes(message)
+        except OSError as error:
+            raise self._died("") from error
+
+    def receive(self, task: str) -> Any:
+        try:
+            # The pipe alone would do, but a child of the worker may hold its other end open.
+            if self._pipe not in wait([self._pipe, self.process.sentinel]):
+                raise EOFError
+            return pickle.loads(self._pipe.recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._died(task) from error
+
+    def joined(self, timeout_s: float | None = None) -> int | None:
+        """The exit code, or None when it has not ended in time."""
+        # The thread that reads and the one that closes: of two that wait at once, one would return too early.
+        with self._joining:
+            self.process.join(timeout_s)
+            return self.process.exitcode
+
+    def _died(self, task: str) -> RunError:
+        code = self.joined(_DYING_S)
+        why = f"it ended with exit code {code}; its own messages are above."
+        if code is not None and code < 0:
+            why = f"it was killed by {signal.Signals(-code).name}."
+            if code == -signal.SIGKILL:
+                why += " The system does that to a process when memory runs out."
+        return RunError(
+            "A data worker died.",
+            where=[f"{self._name} (pid {self.process.pid})", *([task] if task else [])],
+            why=why,
+            do="--resume --workers 0  # continues at the last checkpoint; fewer workers use less memory",
+        )
+
+
+def pickled(reader: Reader) -> bytes:
+    """A reader as it travels to a worker, with what a model file defines.
+
+    Raises:
+        ShardingError: it holds something that cannot travel.
+    """
+    import cloudpickle  # only where there are workers
+
+    from jshard.recipes.model_file import MODULE_PREFIX  # brings jax, and the workers import this module
+
+    # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
+    model_files = [module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)]
+    for module in model_files:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return cloudpickle.dumps(reader)
+    except Exception as error:
+        raise _not_portable(reader, error) from error
+    finally:
+        for module in model_files:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _not_portable(reader: Reader, error: BaseException) -> ShardingError:
+    return ShardingError(
+        "The data cannot be sent to worker processes.",
+        where=f"data.{reader.part}, a {type(reader.source).__name__}",
+        why=f"{type(error).__name__}: {error}",
+        do="open files, locks and connections in __getitem__ and not before; or read in this process: --workers 0.",
+    )
+
+
+def _work(pipe: Connection, name: str) -> None:
+    """The life of a worker: a reader, then sample ids in and batches out, until the pipe ends."""
+    for number in _LEFT_TO_THE_RUN:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
+    _leave_the_accelerators()
+    try:
+        pickled = pipe.recv_bytes()
+        try:
+            reader = pickle.loads(pickled)
+        except Exception as error:
+            pipe.send_bytes(_failure("unpickled", None, error, name))
+            return
+        while True:
+            pipe.send_bytes(_reply(reader, pickle.loads(pipe.recv_bytes()), name))
+    except (EOFError, OSError):
+        return  # the run has ended, however it did
+
+
+def _leave_the_accelerators() -> None:
+    """They belong to the run. Its main module has brought jax here already, or its samples will, or nothing does."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if "jax" in sys.modules:
+        sys.modules["jax"].config.update("jax_platforms", "cpu")
+
+
+def _reply(reader: Reader, sample_ids: Sequence[int], name: str) -> bytes:
+    try:
+        return pickle.dumps(("batch", reader.batch(sample_ids), None), protocol=pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        return _failure("error", error, error.__cause__, name)
+
+
+def _failure(kind: str, error: Exception | None, cause: BaseException | None, name: str) -> bytes:
+    import cloudpickle
+
+    if cause is not None:
+        # A traceback does not travel; its text does.
+        cause.add_note(f"In {name}:\n" + "".join(traceback.format_tb(cause.__traceback__)))
+    try:
+        message = cloudpickle.dumps((kind, error, cause))
+        pickle.loads(message)  # exceptions with arguments of their own often fail only here
+    except Exception:
+        plain = RuntimeError(f"{type(cause).__name__}: {cause}")
+        plain.__notes__ = getattr(cause, "__notes__", [])
+        message = cloudpickle.dumps((kind, error, plain))
+    return message

@@ -1,0 +1,361 @@
+"""Facts about accelerators, each with its source: what a plan for a cluster that is not there is made from.
+
+Peaks, memory and the compiler's target description are facts. How fast collectives run is not: what they reach over
+a link depends on the fabric, the library and the message, so those rates are assumptions, and say so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Mapping
+
+from jshard.facts.gpu_target import GpuTarget, rates
+
+GIGA, GIB = 10**9, 2**30
+
+_XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
+_LIBTPU = "libtpu's own count, as in its message `Used ...G of {}G hbm`"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """One kind of accelerator, as JAX counts devices: a GPU, or a TPU chip.
+
+    Attributes:
+        name: as in a topology, e.g. "h100".
+        platform: "gpu" or "tpu".
+        title: the device in words.
+        flops_per_s: dense peak of matrix products by dtype: "bf16" (and f16), "f32", and where the device has them
+            "tf32" and "fp8". Of a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
+        hbm_bytes: memory that programs can have, before the runtime takes its own part.
+        hbm_bytes_per_s: peak bandwidth of it.
+        fast_bytes_per_s: what collectives reach between neighbours, one way, by device: NVLink, or all ICI links of a
+            chip. An assumption.
+        fast_range: the lowest and highest rate that an estimate should look at; the highest is the links' own.
+        fast_group: most devices that such links join.
+        hosts_share_links: whether those links go on beyond a host, as in a rack of GB200.
+        slow_bytes_per_s: the same between groups, by device: network adapter, or data-center network. An assumption.
+        slow_range: likewise.
+        host_bytes_per_s: what copies from the host's memory or to it reach, each way, by device. An assumption; None
+            where no rate of the link is published.
+        sources: for every number above where it is from.
+        target: what the GPU compiler asks for; None for a TPU, whose compiler knows its devices.
+        dims: extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU.
+    """
+
+    name: str
+    platform: str
+    title: str
+    flops_per_s: Mapping[str, float]
+    hbm_bytes: int
+    hbm_bytes_per_s: float
+    fast_bytes_per_s: float
+    fast_range: tuple[float, float]
+    fast_group: int
+    slow_bytes_per_s: float
+    slow_range: tuple[float, float]
+    sources: Mapping[str, str]
+    host_bytes_per_s: float | None = None
+    target: GpuTarget | None = None
+    dims: int = 0
+    hosts_share_links: bool = False
+
+    def product_flops_per_s(self, dtype: str) -> float:
+        """Peak of matrix products over arrays of a dtype, at JAX's default precision.
+
+        float32 runs in TF32 where the device has it, as XLA:GPU allows; fp8 without units of its own in bf16.
+
+        Args:
+            dtype: as numpy or XLA name it, e.g. "bfloat16", "f32", "float8_e4m3fn".
+        """
+        peaks = self.flops_per_s
+        if dtype.startswith(("float8", "f8")):
+            return peaks.get("fp8", peaks["bf16"])
+        if dtype in ("bfloat16", "bf16", "float16", "f16"):
+            return peaks["bf16"]
+        return peaks.get("tf32", peaks["f32"])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Link:
+    """A link: its own rate in GB/s one way, and what collectives are assumed to reach of it."""
+
+    gb_per_s: float
+    name: str
+    reached_percent: int
+    least_percent: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.gb_per_s * GIGA * self.reached_percent / 100
+
+    @property
+    def range(self) -> tuple[float, float]:
+        return self.gb_per_s * GIGA * self.least_percent / 100, self.gb_per_s * GIGA
+
+    @property
+    def reached(self) -> str:
+        return f"{self.reached_percent} % of {self.gb_per_s:g} GB/s one way ({self.name})"
+
+    @property
+    def between(self) -> str:
+        return f"{self.least_percent} to 100 % of {self.gb_per_s:g} GB/s one way ({self.name})"
+
+
+def _gpu(
+    name: str,
+    title: str,
+    *,
+    peaks: Mapping[str, float],
+    sheet: str,
+    target: GpuTarget,
+    spec: str,
+    link: _Link,
+    group: int = 8,
+    adapter: _Link,
+    host: _Link,
+) -> DeviceFacts:
+    spec = _XLA.format(spec)
+    sources = {
+        "flops_per_s": f"{sheet}, dense",
+        "hbm_bytes": f"{spec}, device_memory_size",
+        "hbm_bytes_per_s": f"{spec}, memory_bandwidth",
+        "fast_bytes_per_s": f"assumption: {link.reached}",
+        "fast_range": f"assumption: {link.between}",
+        "fast_group": f"{sheet}: GPUs in one NVLink domain",
+        "slow_bytes_per_s": f"assumption: {adapter.reached}",
+        "slow_range": f"assumption: {adapter.between}",
+        "host_bytes_per_s": f"assumption: {host.reached}",
+        "target": spec,
+    }
+    return DeviceFacts(
+        name=name,
+        platform="gpu",
+        title=title,
+        flops_per_s=types.MappingProxyType(dict(peaks)),
+        hbm_bytes=target.device_memory_size,
+        hbm_bytes_per_s=target.memory_bandwidth,
+        fast_bytes_per_s=link.bytes_per_s,
+        fast_range=link.range,
+        fast_group=group,
+        slow_bytes_per_s=adapter.bytes_per_s,
+        slow_range=adapter.range,
+        host_bytes_per_s=host.bytes_per_s,
+        sources=types.MappingProxyType(sources),
+        target=target,
+        hosts_share_links=group > 8,
+    )
+
+
+def _tpu(
+    name: str,
+    title: str,
+    *,
+    peak: float,
+    hbm_gib: float,
+    hbm_bytes_per_s: float,
+    ici: _Link,
+    pod: int,
+    network: _Link,
+    page: str,
+    dims: int,
+) -> DeviceFacts:
+    sources = {
+        "flops_per_s": f"{page}: peak compute per chip (bf16)",
+        "hbm_bytes": _LIBTPU.format(hbm_gib),
+        "hbm_bytes_per_s": f"{page}: HBM bandwidth per chip",
+        "fast_bytes_per_s": f"assumption: {ici.reached}",
+        "fast_range": f"assumption: {ici.between}",
+        "fast_group": f"{page}: chips of a pod",
+        "slow_bytes_per_s": f"assumption: {network.reached}",
+        "slow_range": f"assumption: {network.between}",
+    }
+    return DeviceFacts(
+        name=name,
+        platform="tpu",
+        title=title,
+        flops_per_s=types.MappingProxyType({"bf16": peak, "f32": peak}),
+        hbm_bytes=int(hbm_gib * GIB),
+        hbm_bytes_per_s=hbm_bytes_per_s,
+        fast_bytes_per_s=ici.bytes_per_s,
+        fast_range=ici.range,
+        fast_group=pod,
+        slow_bytes_per_s=network.bytes_per_s,
+        slow_range=network.range,
+        sources=types.MappingProxyType(sources),
+        dims=dims,
+    )
+
+
+_HOPPER = {"bf16": 989.5e12, "tf32": 494.7e12, "fp8": 1979e12, "f32": 67e12}
+_AMPERE = {"bf16": 312e12, "tf32": 156e12, "f32": 19.5e12}
+_NVLINK3 = _Link(300, "NVLink 3", reached_percent=82, least_percent=60)
+_NVLINK4 = _Link(450, "NVLink 4", reached_percent=82, least_percent=60)
+_NVLINK5 = _Link(900, "NVLink 5", reached_percent=82, least_percent=60)
+_IB_200 = _Link(25, "one 200 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
+_IB_400 = _Link(50, "one 400 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
+
+# One way; the data sheets count both together. Google publishes no such rate for its TPUs.
+_PCIE_4 = _Link(32, "PCIe 4 x16, half of the data sheet's 64 GB/s", reached_percent=80, least_percent=60)
+_PCIE_5 = _Link(64, "PCIe 5 x16, half of the data sheet's 128 GB/s", reached_percent=80, least_percent=60)
+_C2C = _Link(
+    225, "NVLink-C2C, 900 GB/s both ways for the two GPUs of a superchip", reached_percent=80, least_percent=60
+)
+
+_HOPPER_RATES = rates(clock=1.98, matrix_clock=1.8295201, f32_ops=2, f16=512, f64=32)
+_BLACKWELL_RATES = rates(clock=1.965, matrix_clock=1.8353101, f32_ops=1, f16=1024, f64=16)
+_GB200_RATES = rates(clock=2.062, matrix_clock=1.9259081, f32_ops=1, f16=1024, f64=16)
+
+_H100 = GpuTarget(
+    description="NVIDIA H100 80GB HBM3",
+    major=9,
+    core_count=132,
+    clock_rate_ghz=1.98,
+    memory_bandwidth=3_352_320_000_000,
+    l2_cache_size=52_428_800,
+    device_memory_size=84_942_979_072,
+    rates=_HOPPER_RATES,
+    links=18,
+)
+
+_ALL = (
+    _gpu(
+        "h100",
+        "NVIDIA H100 SXM, 80 GB",
+        peaks=_HOPPER,
+        sheet="NVIDIA H100 data sheet (SXM)",
+        target=_H100,
+        spec="h100_sxm",
+        link=_NVLINK4,
+        adapter=_IB_400,
+        host=_PCIE_5,
+    ),
+    _gpu(
+        "h200",
+        "NVIDIA H200 SXM, 141 GB",
+        peaks=_HOPPER,
+        sheet="NVIDIA H200 data sheet (SXM)",
+        target=dataclasses.replace(
+            _H100,
+            description="NVIDIA H200 141GB HBM3e",
+            memory_bandwidth=4_800_000_000_000,
+            device_memory_size=151_397_597_184,
+        ),
+        spec="h200",
+        link=_NVLINK4,
+        adapter=_IB_400,
+        host=_PCIE_5,
+    ),
+    *(
+        _gpu(
+            f"a100-{gb}",
+            f"NVIDIA A100 SXM, {gb} GB",
+            peaks=_AMPERE,
+            sheet="NVIDIA A100 data sheet (SXM)",
+            target=GpuTarget(
+                description=f"NVIDIA A100-SXM4-{gb}GB",
+                major=8,
+                core_count=108,
+                clock_rate_ghz=1.41,
+                memory_bandwidth=bandwidth,
+                l2_cache_size=41_943_040,
+                device_memory_size=memory,
+                fpus_per_core=64,
+                shared_memory_per_core=164 * 1024,
+                shared_memory_per_block_optin=163 * 1024,
+                links=12,
+            ),
+            spec=f"a100_sxm_{gb}",
+            link=_NVLINK3,
+            adapter=_IB_200,
+            host=_PCIE_4,
+        )
+        for gb, bandwidth, memory in (
+            (40, 1_555_200_000_000, 42_331_013_120),
+            (80, 2_039_040_000_000, 85_100_068_864),
+        )
+    ),
+    _gpu(
+        "b200",
+        "NVIDIA B200 (HGX)",
+        peaks={"bf16": 2.25e15, "tf32": 1.125e15, "fp8": 4.5e15, "f32": 75e12},
+        sheet="NVIDIA HGX B200 data sheet",
+        target=GpuTarget(
+            description="NVIDIA B200",
+            major=10,
+            core_count=148,
+            clock_rate_ghz=1.965,
+            memory_bandwidth=7_672_320_000_000,
+            l2_cache_size=132_644_864,
+            device_memory_size=191_514_411_008,
+            pcie_bandwidth=68_719_476_736,
+            rates=_BLACKWELL_RATES,
+            links=18,
+        ),
+        spec="b200",
+        link=_NVLINK5,
+        adapter=_IB_400,
+        host=_PCIE_5,
+    ),
+    _gpu(
+        "gb200",
+        "NVIDIA GB200 (NVL72)",
+        peaks={"bf16": 2.5e15, "tf32": 1.25e15, "fp8": 5e15, "f32": 80e12},
+        sheet="NVIDIA GB200 NVL72 data sheet",
+        target=GpuTarget(
+            description="NVIDIA GB200",
+            major=10,
+            core_count=152,
+            clock_rate_ghz=2.062,
+            memory_bandwidth=7_928_064_000_000,
+            l2_cache_size=135_528_448,
+            device_memory_size=197_897_748_480,
+            pcie_bandwidth=2_147_483_648,
+            rates=_GB200_RATES,
+            links=18,
+        ),
+        spec="gb200",
+        link=_NVLINK5,
+        group=72,
+        adapter=_IB_400,
+        host=_C2C,
+    ),
+    _tpu(
+        "v5e",
+        "Cloud TPU v5e",
+        peak=197e12,
+        hbm_gib=15.75,
+        hbm_bytes_per_s=819 * GIGA,
+        ici=_Link(180, "four links of a chip", reached_percent=89, least_percent=44),
+        pod=256,
+        network=_Link(3.125, "6.4 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
+        page="cloud.google.com/tpu/docs/v5e",
+        dims=2,
+    ),
+    _tpu(
+        "v5p",
+        "Cloud TPU v5p",
+        peak=459e12,
+        hbm_gib=95.74,
+        hbm_bytes_per_s=2765 * GIGA,
+        ici=_Link(540, "six links of a chip", reached_percent=89, least_percent=44),
+        pod=8960,
+        network=_Link(6.25, "200 Gb/s for a host of four chips", reached_percent=84, least_percent=30),
+        page="cloud.google.com/tpu/docs/v5p",
+        dims=3,
+    ),
+    _tpu(
+        "v6e",
+        "Cloud TPU v6e",
+        peak=918e12,
+        hbm_gib=31.25,
+        hbm_bytes_per_s=1640 * GIGA,
+        ici=_Link(360, "four links of a chip", reached_percent=89, least_percent=44),
+        pod=256,
+        network=_Link(12.5, "25.6 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
+        page="cloud.google.com/tpu/docs/v6e",
+        dims=2,
+    ),
+)
+DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})

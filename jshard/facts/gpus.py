@@ -1,0 +1,278 @@
+"""What one multiprocessor of a GPU holds: threads, registers, shared memory, and in which units they are given out."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+from collections.abc import Mapping
+from typing import Literal
+
+from jshard._errors import ShardingError
+from jshard.facts.devices import DEVICES
+
+
+class OccupancyError(ShardingError):
+    """A GPU, a thread block or a footprint of communication that the model does not know, or that cannot be."""
+
+
+class OccupancyWarning(UserWarning):
+    """An answer for something near to what was asked for, and not for that itself."""
+
+
+# What one multiprocessor of a GPU holds: threads, registers, shared memory, and in which units they are given out.
+
+KIB = 1024
+
+_XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
+_CUDA = "cuda_occupancy.h of CUDA 13.0, {}"
+_GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capability"
+_LLVM = "llvm/llvm-project: llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp, {} for gfx90a; not checked on a device"
+_EVEN = "assumption: for blocks of one kernel it is what the vendor computes, for blocks of two nobody says"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GpuFacts:
+    """One kind of GPU, as far as it decides which thread blocks run side by side.
+
+    In the words of NVIDIA. For AMD a multiprocessor is a compute unit, a warp a wavefront, a register a VGPR of one
+    lane, shared memory the LDS, a partition a SIMD; of an MI250X each of the two dies is a GPU of its own, as for JAX.
+
+    Attributes:
+        name: as in `jshard occupancy --gpu`, e.g. "h200".
+        title: the GPU in words.
+        arch: what code is compiled for, e.g. "sm_90".
+        num_sms: multiprocessors.
+        smem_per_sm_bytes: shared memory of a multiprocessor.
+        smem_per_block_bytes: the most that one block can ask for.
+        smem_reserved_bytes: what the driver takes of it for every block.
+        smem_unit_bytes: what a block takes is rounded up to this.
+        splits_bytes: the sizes of shared memory between which the driver splits it from the L1 cache.
+        threads_per_sm: threads that are resident at once.
+        threads_per_block: the most in one block.
+        blocks_per_sm: blocks that are resident at once.
+        warp_size: threads of a warp.
+        partitions: of a multiprocessor; each has a part of the registers and of the warps.
+        registers_per_sm: 32-bit registers.
+        registers_per_thread: the most of one thread.
+        register_unit: the registers of a warp are rounded up to this.
+        placement: how the warps of a block are taken to lie: "even", spread over the partitions; or "pooled", as if the
+            registers were one pool, which holds more blocks of two kernels than partitions can.
+        sources: for everything above from `num_sms` on where it is from.
+
+    Example:
+        >>> gpu("h200").smem_per_block_bytes // 1024
+        227
+    """
+
+    name: str
+    title: str
+    arch: str
+    num_sms: int
+    smem_per_sm_bytes: int
+    smem_per_block_bytes: int
+    smem_reserved_bytes: int
+    smem_unit_bytes: int
+    splits_bytes: tuple[int, ...]
+    threads_per_sm: int
+    threads_per_block: int
+    blocks_per_sm: int
+    warp_size: int
+    partitions: int
+    registers_per_sm: int
+    registers_per_thread: int
+    register_unit: int
+    placement: Literal["even", "pooled"] = "even"
+    sources: Mapping[str, str] = dataclasses.field(compare=False)
+
+    @property
+    def warps_per_sm(self) -> int:
+        """Warps that are resident at once."""
+        return self.threads_per_sm // self.warp_size
+
+    @property
+    def major(self) -> int:
+        """Of NVIDIA's the major number of the compute capability; of others 0."""
+        return int(self.arch.removeprefix("sm_")) // 10 if self.is_nvidia else 0
+
+    @property
+    def is_nvidia(self) -> bool:
+        """Whether it is one of NVIDIA's; else it is AMD's."""
+        return self.arch.startswith("sm_")
+
+
+def _nvidia(
+    name: str,
+    title: str,
+    arch: str,
+    *,
+    num_sms: int,
+    smem_kib: int,
+    threads: int = 2048,
+    blocks: int = 32,
+    splits_kib: tuple[int, ...],
+    spec: str,
+    sms_source: str = "",
+) -> GpuFacts:
+    return GpuFacts(
+        name=name,
+        title=title,
+        arch=arch,
+        num_sms=num_sms,
+        smem_per_sm_bytes=smem_kib * KIB,
+        smem_per_block_bytes=smem_kib * KIB - KIB,
+        smem_reserved_bytes=KIB,
+        smem_unit_bytes=128,
+        splits_bytes=tuple(kib * KIB for kib in splits_kib),
+        threads_per_sm=threads,
+        threads_per_block=1024,
+        blocks_per_sm=blocks,
+        warp_size=32,
+        partitions=4,
+        registers_per_sm=65536,
+        registers_per_thread=255,
+        register_unit=256,
+        sources=types.MappingProxyType(_nvidia_sources(spec, sms_source)),
+    )
+
+
+def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
+    return {
+        "num_sms": sms_source or f"{spec}, core_count",
+        "smem_per_sm_bytes": f"{spec}, shared_memory_per_core",
+        "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
+        "smem_reserved_bytes": f"{_GUIDE}: 1 KiB of shared memory is reserved by block since 8.0",
+        "smem_unit_bytes": _CUDA.format("cudaOccSMemAllocationGranularity"),
+        "splits_bytes": _CUDA.format("cudaOccAlignUpShmemSizeVoltaPlus"),
+        "threads_per_sm": f"{spec}, threads_per_core_limit",
+        "threads_per_block": f"{spec}, threads_per_block_limit",
+        "blocks_per_sm": _CUDA.format("cudaOccMaxBlocksPerMultiprocessor"),
+        "warp_size": f"{spec}, threads_per_warp",
+        "partitions": _CUDA.format("cudaOccSubPartitionsPerMultiprocessor"),
+        "registers_per_sm": f"{spec}, registers_per_core_limit",
+        "registers_per_thread": _GUIDE,
+        "register_unit": _CUDA.format("cudaOccRegAllocationGranularity"),
+        "placement": _EVEN,
+    }
+
+
+def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
+    """A GPU that `jshard plan` knows: what the compiler is told of it is there already."""
+    facts = DEVICES[device or name]
+    target = facts.target
+    assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB
+    splits = (0, 8, 16, 32, 64, 100, 132, 164, 196, 228)
+    return _nvidia(
+        name,
+        title,
+        f"sm_{target.major}0",
+        num_sms=target.core_count,
+        smem_kib=target.shared_memory_per_core // KIB,
+        splits_kib=tuple(kib for kib in splits if kib * KIB <= target.shared_memory_per_core),
+        spec=facts.sources["target"],
+    )
+
+
+def _mi250x() -> GpuFacts:
+    spec = _XLA.format("mi200")
+    lanes = 64
+    return GpuFacts(
+        name="mi250x",
+        title="AMD MI250X (one die)",
+        arch="gfx90a",
+        num_sms=110,
+        smem_per_sm_bytes=64 * KIB,
+        smem_per_block_bytes=64 * KIB,
+        smem_reserved_bytes=0,
+        smem_unit_bytes=512,
+        splits_bytes=(64 * KIB,),
+        threads_per_sm=2048,
+        threads_per_block=1024,
+        blocks_per_sm=32,
+        warp_size=lanes,
+        partitions=4,
+        registers_per_sm=4 * 512 * lanes,
+        registers_per_thread=512,
+        register_unit=8 * lanes,
+        sources=types.MappingProxyType(
+            {
+                "num_sms": f"{spec}, core_count",
+                "smem_per_sm_bytes": f"{spec}, shared_memory_per_core",
+                "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
+                "smem_reserved_bytes": "none is known of; not checked on a device",
+                "smem_unit_bytes": "llvm/llvm-project: llvm/lib/Target/AMDGPU/AMDGPUAsmPrinter.cpp, LdsDwGranularity: "
+                "128 words of 4 bytes; not checked on a device",
+                "splits_bytes": f"{spec}: the LDS is apart from the cache, data_caches",
+                "threads_per_sm": f"{spec}, threads_per_core_limit",
+                "threads_per_block": f"{spec}, threads_per_block_limit",
+                "blocks_per_sm": _LLVM.format("getMaxWorkGroupsPerCU"),
+                "warp_size": f"{spec}, threads_per_warp",
+                "partitions": _LLVM.format("getEUsPerCU"),
+                "registers_per_sm": _LLVM.format("getTotalNumVGPRs, vector and accumulation registers together,"),
+                "registers_per_thread": _LLVM.format("getAddressableNumVGPRs"),
+                "register_unit": _LLVM.format("getVGPRAllocGranule"),
+                "placement": _EVEN,
+            }
+        ),
+    )
+
+
+_ALL = (
+    _nvidia(
+        "a40",
+        "NVIDIA A40",
+        "sm_86",
+        num_sms=84,
+        smem_kib=100,
+        threads=1536,
+        blocks=16,
+        splits_kib=(0, 8, 16, 32, 64, 100),
+        spec=_XLA.format("a6000") + " (RTX A6000: the same chip)",
+        sms_source="NVIDIA A40 data sheet: 10,752 CUDA cores, 128 in a multiprocessor",
+    ),
+    _planned("a100", "NVIDIA A100", device="a100-80"),
+    _planned("h100", "NVIDIA H100 SXM"),
+    _planned("h200", "NVIDIA H200"),
+    _planned("b200", "NVIDIA B200"),
+    _planned("gb200", "NVIDIA GB200"),
+    _mi250x(),
+)
+GPUS: Mapping[str, GpuFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
+"""The GPUs that the model knows, by name."""
+
+# The same name, with fewer multiprocessors.
+_OTHERS = {"pcie": "a PCIe card", "mig": "a part of a GPU (MIG)"}
+
+
+def gpu(name: str) -> GpuFacts:
+    """The facts of a GPU, by its name here, in a topology, or as the driver says it.
+
+    Args:
+        name: e.g. "h200", "a100-80", or what `jax.devices()[0].device_kind` is: "NVIDIA A100-SXM4-80GB".
+
+    Raises:
+        OccupancyError: the GPU is not known; the error names those that are.
+
+    Example:
+        >>> gpu("NVIDIA H200").num_sms
+        132
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    found = [GPUS[word] for word in words if word in GPUS]
+    # An A100 on a PCIe card is a whole one.
+    odd = [word for word in words if word in _OTHERS and not (word == "pcie" and found and found[0].name == "a100")]
+    if not found or odd:
+        raise _unknown(name, words, odd)
+    return found[0]
+
+
+def _unknown(name: str, words: list[str], odd: list[str]) -> OccupancyError:
+    near = [known for word in words for known in difflib.get_close_matches(word, GPUS, n=1)]
+    why = f"the GPUs are {', '.join(GPUS)}."
+    do = f'dataclasses.replace(gpu("{(near or ["h200"])[0]}"), num_sms=...), with the numbers of the GPU.'
+    if odd:
+        why = f"{_OTHERS[odd[0]]} has fewer multiprocessors than the GPU of that name.\n{why}"
+    elif near:
+        do = f'gpu("{near[0]}"), or --gpu {near[0]}'
+    return OccupancyError(f"There is no GPU {name!r}.", where=f'gpu("{name}")', why=why, do=do)

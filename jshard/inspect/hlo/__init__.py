@@ -1,0 +1,1 @@
+"""Programs as compilers write them: computations, collectives, and the order in which they run."""

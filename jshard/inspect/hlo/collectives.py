@@ -1,0 +1,355 @@
+"""Which collectives a program holds: read from the compiled HLO, or from StableHLO as it was asked for."""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from jshard.engine.gloo import stands_for
+from jshard.inspect.hlo.module import (
+    Computation,
+    Instruction,
+    Module,
+    ProgramError,
+    arrays,
+    elements,
+    item_bytes,
+    parse_module,
+    tuple_index,
+)
+
+
+def trip_count(module: Module, home: Computation, loop: Instruction) -> int | None:
+    """Rounds of a `while`: as the compiler noted them, or from a counter that runs to a constant; None if unknown.
+
+    Args:
+        module: the program.
+        home: the computation that the loop stands in.
+        loop: the instruction.
+    """
+    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
+    if noted:
+        return int(noted.group(1))
+    condition = module.computations.get(loop.attribute("condition") or "")
+    body = module.computations.get(loop.attribute("body") or "")
+    if condition is None or body is None or condition.root is None or body.root is None:
+        return None
+    test = condition.source(condition.root)
+    if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
+        return None
+    start_values = _start_values(home, loop)
+    counter = condition.source(condition.operand(test, 0))
+    if counter is None or counter.opcode != "get-tuple-element":
+        return None
+    begin = start_values.get(tuple_index(counter))
+    end = _bound(condition, test, body, start_values)
+    step = _step(body, tuple_index(counter))
+    if begin is None or end is None or step is None:
+        return None
+    return max(0, -(-(end - begin) // step))
+
+
+def _start_values(home: Computation, loop: Instruction) -> dict[int, int]:
+    """What the loop's state holds before the first round, as far as it is constant: by place in the tuple."""
+    state = home.source(home.operand(loop, 0))
+    if state is None or state.opcode != "tuple":
+        return {}
+    sources = [home.source(home.by_name.get(name)) for name in state.operands]
+    values = {place: _integer(source) for place, source in enumerate(sources)}
+    return {place: value for place, value in values.items() if value is not None}
+
+
+def _bound(condition: Computation, test: Instruction, body: Computation, start_values: dict[int, int]) -> int | None:
+    """What the counter is compared with: a constant, or a part of the state that stays as it began."""
+    bound = condition.source(condition.operand(test, 1))
+    if bound is None or bound.opcode != "get-tuple-element":
+        return _integer(bound)
+    place = tuple_index(bound)
+    after = _after(body, place)
+    stays = after is not None and after.opcode == "get-tuple-element" and tuple_index(after) == place
+    return start_values.get(place) if stays else None
+
+
+def _after(body: Computation, place: int) -> Instruction | None:
+    """What a part of the state is at the end of a round."""
+    state = body.root
+    if state is None or state.opcode != "tuple" or place >= len(state.operands):
+        return None
+    return body.source(body.by_name.get(state.operands[place]))
+
+
+def _step(body: Computation, place: int) -> int | None:
+    """What a round adds to the counter: an unrolled loop adds 2 or more, perhaps in several additions."""
+    value, total = _after(body, place), 0
+    while value is not None and value.opcode == "add":
+        sides = [body.source(body.operand(value, side)) for side in (0, 1)]
+        known = [_integer(side) for side in sides]
+        if (known[0] is None) == (known[1] is None):
+            return None
+        total += next(k for k in known if k is not None)
+        value = next(side for side, k in zip(sides, known, strict=True) if k is None)
+    counted = value is not None and value.opcode == "get-tuple-element" and tuple_index(value) == place
+    return total if counted and total > 0 else None
+
+
+def _integer(instruction: Instruction | None) -> int | None:
+    if instruction is None or instruction.opcode != "constant":
+        return None
+    return int(instruction.inside) if re.fullmatch(r"-?\d+", instruction.inside.strip()) else None
+
+
+# Which collectives a program holds: read from the compiled HLO, or from StableHLO as it was asked for.
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+# Communication that is not counted: better an error than a total that is too small.
+OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
+_CALLING = frozenset("call fusion while conditional async-start custom-call".split())
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of a program; one that carries several dtypes counts as one for each.
+
+    Args:
+        name: the instruction's name in the text.
+        kind: one of `KINDS`.
+        dtype: HLO name of the element type, such as `f32` or `bf16`.
+        group: positions, in the mesh's order, of the devices of the first group.
+        executions: how often it runs in one run of the program, loops counted.
+        full_bytes: of one execution, the bytes of the whole array: the result of an all-gather, the input of
+            a reduce-scatter, the array of an all-reduce, one device's array of the others.
+        conditional: it lies in a branch, and may not run at all.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    group: tuple[int, ...]
+    executions: int
+    full_bytes: int
+    conditional: bool = False
+
+    @property
+    def total_bytes(self) -> int:
+        """The whole array's bytes, times executions."""
+        return self.full_bytes * self.executions
+
+    @property
+    def wire_bytes(self) -> float:
+        """Bytes that each device sends, over all executions, by the ring algorithm."""
+        return self.executions * ring_bytes(self.kind, self.full_bytes, len(self.group))
+
+    def axes(self, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+        """The mesh axes that it runs over."""
+        return axes_of_groups(self.group, mesh)
+
+
+def axes_of_groups(group: Sequence[int], mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The mesh axes along which the devices of a group differ."""
+    places = np.stack(np.unravel_index(group, mesh.axis_sizes), axis=1)
+    return tuple(a for a, column in zip(mesh.axis_names, places.T, strict=True) if len(set(column)) > 1)
+
+
+def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
+    """Bytes that each device of a group sends in one collective, by the ring algorithm."""
+    if kind == "collective-permute":
+        return full_bytes
+    rounds = 2 if kind == "all-reduce" else 1
+    return rounds * full_bytes * (group_size - 1) / group_size
+
+
+def collectives(program: Any, num_devices: int | None = None) -> tuple[Collective, ...]:
+    """The collectives of a compiled program, those in loops with their trip counts.
+
+    Args:
+        program: a `jax.stages.Compiled`, or its text.
+        num_devices: devices of the program, where its text does not say.
+
+    Raises:
+        ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
+    """
+    module = parse_module(program if isinstance(program, str) else program.as_text())
+    return tuple(_Reader(module, num_devices or module.num_devices).visit(module.entry))
+
+
+def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
+    """The collectives of a lowered program, as the trace wrote them: each once, loops and calls not counted.
+
+    Args:
+        lowered: a `jax.stages.Lowered`, or its StableHLO text.
+    """
+    text = lowered if isinstance(lowered, str) else lowered.as_text()
+    kinds = "|".join(k.replace("-", "_") for k in KINDS)
+    signature = r"\((tensor<[^)]*)\) -> (\(?tensor<[^)\n]*)"
+    op = re.compile(rf'(%[\w:]+) = "stablehlo\.({kinds})"(.*?) : {signature}', re.S)
+    meshes = dict(re.findall(r"sdy\.mesh (@[\w.]+) = <\[(.*?)\]", text))
+    found = []
+    for name, kind, attributes, before, after in op.findall(text):
+        kind = kind.replace("_", "-")
+        group = asked_group(name, kind, attributes, meshes)
+        sizes: dict[str, int] = collections.defaultdict(int)
+        for shape in re.findall(r"tensor<([^>]*)>", before if kind == "reduce-scatter" else after):
+            *dims, dtype = shape.split("x")
+            sizes[dtype] += math.prod(map(int, dims)) * _item_bytes(dtype, name)
+        found += [Collective(name, kind, dtype, group, 1, size) for dtype, size in sizes.items()]
+    return tuple(found)
+
+
+def asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) -> tuple[int, ...]:
+    """The first group of a StableHLO collective: from a table, or from a mesh with axis names."""
+    if table := re.search(r"(?:replica_groups|source_target_pairs) = dense<\[(.*?\])\]?>", attributes):
+        rows = [_ints(row) for row in re.findall(r"[\d, ]+\d", table.group(1))]
+        return tuple(sorted({i for row in rows for i in row}) if kind == "collective-permute" else rows[0])
+    if named := re.search(r"replica_group_mesh_axes<mesh = (@[\w.]+), axes = \[(.*?)\]>", attributes):
+        sizes = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', meshes.get(named.group(1), ""))}
+        used = re.findall(r'name = "([^"]+)"', named.group(2))
+        if "sub_axis" not in named.group(2) and set(used) <= set(sizes):
+            return group_along(sizes, used)
+    raise cannot(f"{name} = {kind}(...)", "its groups of devices are written in an unknown way.")
+
+
+def full_bytes(found: Iterable[Collective], kind: str, *, over: int = 1) -> int:
+    """Sum of the whole arrays' bytes over all executions of one kind, for groups of more than `over` devices."""
+    return sum(c.total_bytes for c in found if c.kind == kind and len(c.group) > over)
+
+
+def wire_bytes(found: Iterable[Collective]) -> float:
+    """Bytes that each device sends in one run of the program."""
+    return sum(c.wire_bytes for c in found)
+
+
+class _Reader:
+    """Walks the computations from the entry, through loops, branches and calls."""
+
+    def __init__(self, module: Module, num_devices: int) -> None:
+        self._module = module
+        self._num_devices = num_devices
+        self._known: dict[str, list[Collective]] = {}
+
+    def visit(self, name: str) -> list[Collective]:
+        if name not in self._known:
+            home = self._module.computations[name]
+            self._known[name] = [c for i in home.instructions for c in self._read(home, i)]
+        return self._known[name]
+
+    def _read(self, home: Computation, instruction: Instruction) -> Iterator[Collective]:
+        opcode = instruction.opcode
+        kind = opcode.removesuffix("-start")
+        if kind in KINDS:
+            group = group_of(instruction, kind, self._num_devices)
+            for dtype, size in sizes_of(instruction, kind, len(group)).items():
+                yield Collective(instruction.name, stands_for(instruction.op_name) or kind, dtype, group, 1, size)
+        elif kind in OTHERS:
+            raise cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
+        else:
+            inner = [c for called in self._called(instruction) for c in self.visit(called)]
+            if not inner:
+                return
+            # A TPU shows one asynchronous collective in several fusions: it would be counted several times.
+            if opcode not in _CALLING or opcode == "fusion":
+                raise cannot(instruction.text, f"it runs the collective {inner[0].name} inside {opcode}.")
+            times = rounds(self._module, home, instruction) if opcode == "while" else 1
+            branch = opcode == "conditional"
+            for c in inner:
+                yield dataclasses.replace(c, executions=c.executions * times, conditional=c.conditional or branch)
+
+    def _called(self, instruction: Instruction) -> tuple[str, ...]:
+        """Names of the computations that an instruction runs."""
+        if instruction.opcode.endswith(("-update", "-done")):
+            return ()  # their start counts
+        return self._module.called(instruction)
+
+
+def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, int]:
+    """Bytes of the whole arrays of a collective, by dtype: what `Collective.full_bytes` tells."""
+    scattered = group_size if kind == "reduce-scatter" else 1
+    sizes: dict[str, int] = collections.defaultdict(int)
+    for dtype, dims in results_of(instruction, kind):
+        sizes[dtype] += math.prod(dims) * _item_bytes(dtype, instruction.name) * scattered
+    return dict(sizes)
+
+
+def results_of(instruction: Instruction, kind: str) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The arrays of a collective's result: dtype and dims of each."""
+    shape = instruction.shape
+    # (operands, results, context); an all-reduce of jax 0.10 has the results alone.
+    if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
+        shape = elements(shape)[1]
+    return arrays(shape)
+
+
+def rounds(module: Module, home: Computation, loop: Instruction) -> int:
+    """How often a loop with collectives runs."""
+    found = trip_count(module, home, loop)
+    if found is None:
+        raise cannot(loop.text, "it is a loop with collectives whose number of rounds the compiler does not know.")
+    return found
+
+
+def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int, ...]:
+    """Positions of the devices in the first group: from a list, an iota, or a mesh with axis names."""
+    rest = instruction.attributes
+    if kind == "collective-permute":
+        pairs = re.search(r"source_target_pairs=\{\{([\d,{}]*)\}\}", rest)
+        if pairs:
+            return tuple(sorted({int(i) for i in re.findall(r"\d+", pairs.group(1))}))
+    if "replica_groups={}" in rest:
+        return tuple(range(num_devices))
+    if found := re.search(r"replica_groups=\{\{([\d,]*)\}", rest):
+        return tuple(int(i) for i in found.group(1).split(",") if i) or tuple(range(num_devices))
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest):
+        shape, source, order = (_ints(g) for g in found.groups())
+        ids = np.arange(math.prod(source)).reshape(source)
+        return tuple(ids.transpose(order or None).reshape(shape)[0].tolist())
+    ids = r"(?:,\s*device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))?"
+    if found := re.search(rf"replica_groups=mesh\[([^\]]*)\]{ids}\s*\{{([^}}]*)\}}", rest):
+        sizes, source, order, axes = found.groups()
+        group = _mesh_group(instruction, sizes, axes)
+        if source is None:
+            return group
+        devices = np.arange(math.prod(_ints(source))).reshape(_ints(source)).transpose(_ints(order) or None)
+        return tuple(devices.reshape(-1)[list(group)].tolist())
+    raise cannot(instruction.text, "its groups of devices are written in an unknown way.")
+
+
+def _mesh_group(instruction: Instruction, sizes: str, axes: str) -> tuple[int, ...]:
+    """First group of `mesh['a'=2,'b'=4] {'b'}`."""
+    known = {axis: int(size) for axis, size in re.findall(r"'([^']+)'=(\d+)", sizes)}
+    used = re.findall(r"'([^']+)'", axes)
+    if ":" in axes or not set(used) <= set(known):
+        raise cannot(instruction.text, f"a part of a mesh axis is not understood: {axes}.")
+    return group_along(known, used)
+
+
+def group_along(sizes: Mapping[str, int], axes: Sequence[str]) -> tuple[int, ...]:
+    """Positions of the first group of devices along some axes of a mesh."""
+    ids = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+    first = ids[tuple(slice(None) if axis in axes else 0 for axis in sizes)]
+    return tuple(np.ravel(first).tolist())
+
+
+def _ints(text: str | None) -> Sequence[int]:
+    return [int(i) for i in text.split(",")] if text else []
+
+
+def _item_bytes(dtype: str, name: str) -> int:
+    dtype = re.sub(r"^i(\d)", r"s\1", dtype).lower()  # StableHLO says i32 and f8E4M3FN
+    try:
+        return math.ceil(item_bytes(dtype))
+    except KeyError:
+        raise cannot(name, f"the size of its element type {dtype!r} is not known.") from None
+
+
+def cannot(where: str, why: str) -> ProgramError:
+    """The error for communication that this reader does not understand."""
+    return ProgramError(
+        "A collective cannot be counted.",
+        where=where,
+        why=why,
+        do="report the program's text as an issue.",
+    )

@@ -1,0 +1,166 @@
+"""How compilers write asynchronous collectives, and the names of units."""
+
+import dataclasses
+import re
+
+from jshard.engine.gloo import stands_for
+from jshard.engine.moved import Mixing, named_in
+from jshard.inspect.hlo.collectives import KINDS, OTHERS, cannot
+from jshard.inspect.hlo.module import Instruction, Module
+
+_UNIT = re.compile(r"jshard\[([^\]]*)\](/backward)?")
+
+
+def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
+    """The units and the phase that a traced name tells: `.../jshard[blocks/3]/backward/...`."""
+    found = [(name, _UNIT.findall(name)) for name in _joined_names(op_name)]
+    told = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit
+    units = dict.fromkeys(unit for _, (unit, _) in told)
+    marked = [(name, bool(tags and tags[-1][1])) for name, tags in found if tags or named_in(name)]
+    phases = {"backward" if is_marked or "transpose(" in name else "forward" for name, is_marked in marked}
+    return tuple(units), "both" if len(phases) > 1 else next(iter(phases), None)
+
+
+def mixing_in(op_name: str) -> tuple[tuple[Mixing, ...], bool]:
+    """The lines of the model that mix examples by an operation, and whether all of its names say so."""
+    found = [named_in(name) for name in _joined_names(op_name)]
+    return tuple(dict.fromkeys(one for ones in found for one in ones)), all(found)
+
+
+def _joined_names(op_name: str) -> list[str]:
+    """The names that the compiler joined into one: `a/(b/c:d/e)` is `a/b/c` and `a/d/e`."""
+    prefix, parts, depth = "", [""], 0
+    for char in op_name:
+        depth += (char == "(") - (char == ")")
+        if depth == 1 and char == "(":  # perhaps the joined part begins: what comes before is common
+            prefix, parts = prefix + "".join(parts), [""]
+        elif depth == 1 and char == ":":
+            parts.append("")
+        elif depth == 0 and char == ")":
+            if len(parts) > 1:
+                return [prefix + part for part in parts]
+            prefix, parts = f"{prefix}({parts[0]})", [""]
+        else:
+            parts[-1] += char
+    return [op_name]
+
+
+# The ways in which compilers write a collective that runs beside the computation: its start, its end.
+
+_WRAPPED = ("async", "call")  # async-start, call-start
+_PRINTING = frozenset("fusion call async-start async-update async-done call-start call-update call-done".split())
+_DEPTH = 6  # of calls in calls
+
+
+@dataclasses.dataclass(frozen=True)
+class Role:
+    """What an instruction does for a collective.
+
+    Args:
+        stage: `start`, `done`, or `blocking` for one that is start and end at once.
+        kind: one of `KINDS`; empty for a `done`.
+        collective: the instruction that tells its shape and its group; None for a `done`.
+        key: what start and end have in common, where they do not name each other.
+    """
+
+    stage: str
+    kind: str = ""
+    collective: Instruction | None = None
+    key: str | None = None
+
+
+class Forms:
+    """Says of each instruction of a module what it does for a collective.
+
+    Args:
+        module: the program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+
+    def role(self, instruction: Instruction) -> Role | None:
+        """The part that an instruction plays; None if it only computes."""
+        base = base_opcode(instruction.opcode)
+        if instruction.opcode.endswith("-update"):
+            return None
+        if base in OTHERS:
+            raise cannot(instruction.text, f"{instruction.opcode} is not one of {', '.join(KINDS)}.")
+        if base in KINDS:
+            return self._plain(instruction, stands_for(instruction.op_name) or base, instruction)
+        if base in _WRAPPED and instruction.opcode.endswith("-start"):
+            inner = self._first(instruction)
+            return self._plain(instruction, base_opcode(inner.opcode), inner) if inner is not None else None
+        if base in _WRAPPED and instruction.opcode.endswith("-done"):
+            return Role("done")
+        return self._fusion(instruction) if instruction.opcode == "fusion" else None
+
+    def collectives(self, instruction: Instruction, depth: int = 0) -> list[Instruction]:
+        """The collectives that an instruction prints, through fusions and calls."""
+        if base_opcode(instruction.opcode) in KINDS:
+            return [instruction]
+        if depth >= _DEPTH or instruction.opcode not in _PRINTING:
+            return []
+        inner = (i for body in self._module.callees(instruction) for i in body.instructions)
+        return [c for i in inner for c in self.collectives(i, depth + 1)]
+
+    def carries(self, instruction: Instruction) -> bool:
+        """Whether it computes beside a collective that another fusion began, and prints that one again."""
+        names = self._module.called(instruction)
+        return instruction.opcode == "fusion" and any("async_collective_fusion" in name for name in names)
+
+    def _plain(self, instruction: Instruction, kind: str, collective: Instruction) -> Role:
+        if instruction.opcode.endswith("-done"):
+            return Role("done")
+        begins = instruction.opcode.endswith("-start") and '"is_sync":true' not in instruction.attributes
+        return Role("start" if begins else "blocking", kind, collective)
+
+    def _fusion(self, fusion: Instruction) -> Role | None:
+        targets = self._targets(fusion)
+        inner = self._first(fusion)
+        if "AsyncCollectiveStart" in targets and inner is not None:
+            return Role("start", base_opcode(inner.opcode), inner, _chain(fusion, inner))
+        if "AsyncCollectiveDone" in targets:
+            return Role("done", key=_chain(fusion, inner))
+        if inner is None or self.carries(fusion) or self._multiplies(fusion):
+            return None
+        scatters = any("scatter" in name for name in (fusion.name, *self._module.called(fusion)))
+        return Role("blocking", "reduce-scatter" if scatters else base_opcode(inner.opcode), inner)
+
+    def _first(self, instruction: Instruction, depth: int = 0) -> Instruction | None:
+        """The first collective inside what an instruction calls."""
+        for body in self._module.callees(instruction):
+            for inner in body.instructions:
+                if base_opcode(inner.opcode) in KINDS:
+                    return inner
+                if inner.opcode in ("fusion", "call") and depth < _DEPTH:
+                    found = self._first(inner, depth + 1)
+                    if found is not None:
+                        return found
+        return None
+
+    def _targets(self, fusion: Instruction) -> set[str]:
+        inner = (i for body in self._module.callees(fusion) for i in body.instructions if i.opcode == "custom-call")
+        return {t for i in inner for t in re.findall(r'custom_call_target="([^"]*)"', i.attributes)}
+
+    def _multiplies(self, fusion: Instruction) -> bool:
+        bodies = self._module.callees(fusion)
+        return any(i.opcode in ("dot", "convolution") for body in bodies for i in body.instructions)
+
+
+def base_opcode(opcode: str) -> str:
+    """`all-gather` of `all-gather-start`."""
+    for stage in ("-start", "-done", "-update"):
+        opcode = opcode.removesuffix(stage)
+    return opcode
+
+
+def channel(collective: Instruction) -> str | None:
+    """The channel id of a collective, if it has one. Several collectives may share one."""
+    found = re.search(r"channel_id=(\d+)", collective.attributes)
+    return found.group(1) if found else None
+
+
+def _chain(fusion: Instruction, inner: Instruction | None) -> str:
+    found = re.search(r'chain_id="?(\d+)', inner.attributes) if inner is not None else None
+    return "chain " + (found.group(1) if found else re.sub("start|done", "", fusion.name))

@@ -1,0 +1,127 @@
+"""What a scheduled program of one device does, step by step: computing, and collectives that begin, end or block."""
+
+import dataclasses
+
+from jshard.engine.moved import Mixing
+from jshard.inspect.hlo.work import Work
+from jshard.inspect.tables import folded_names
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """One collective of a schedule, and the computation between its start and its end.
+
+    Args:
+        name: the instruction's name in the text.
+        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
+        sizes: bytes of the whole arrays by dtype, of one execution; as `Collective.full_bytes` tells.
+        group: positions, in the mesh's order, of the devices of the first group.
+        axes: the mesh axes that it runs over; None if no mesh was given.
+        units: paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the
+            program does not say.
+        read_by: where it does not, and what is sent was computed: the units whose operations read that first.
+        phase: `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say.
+        loop: name of the innermost loop around it; empty if there is none.
+        executions: how often it runs in one run of the program.
+        is_async: the computation goes on while it runs.
+        operations: instructions that compute between start and end.
+        matmuls: matrix products among these, those in fusions and loops counted.
+        flops: floating-point operations of these.
+        conditional: it lies in a branch, and may not run at all.
+        arrays: of its result: dtype and dims of each.
+        mixing: the lines of the model that mix examples by it; several if the compiler joined theirs.
+        is_mixing: it is for those alone.
+    """
+
+    name: str
+    kind: str
+    sizes: tuple[tuple[str, int], ...]
+    group: tuple[int, ...]
+    axes: tuple[str, ...] | None = None
+    units: tuple[str, ...] = ()
+    read_by: tuple[str, ...] = ()
+    phase: str | None = None
+    loop: str = ""
+    executions: int = 1
+    is_async: bool = False
+    operations: int = 0
+    matmuls: int = 0
+    flops: float = 0.0
+    conditional: bool = False
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    mixing: tuple[Mixing, ...] = ()
+    is_mixing: bool = False
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole arrays, of one execution."""
+        return sum(size for _, size in self.sizes)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, or several joined by `+`."""
+        return "+".join(dtype for dtype, _ in self.sizes)
+
+    @property
+    def unit(self) -> str | None:
+        """The unit, or several joined by `+`, those of a list folded: `blocks/0..3`; None if not told."""
+        return "+".join(folded_names(self.units)) or None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether matrix products run beside it. How much of it they hide is for an estimate to say."""
+        return self.is_async and self.matmuls > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """An instruction that computes."""
+
+    name: str
+    work: Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A collective begins; the computation goes on. `window` is its place in `Schedule.windows`."""
+
+    window: int
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """The computation waits for a collective that began under this token."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """A collective during which the computation stands still."""
+
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Steps that run again and again.
+
+    Args:
+        name: of the `while` in the text.
+        rounds: how often.
+        steps: of one round.
+        enters: tokens outside and inside, of collectives under way when the loop begins.
+        turns: tokens at the end of a round and at the beginning of the next.
+        leaves: tokens inside and outside, at the end of the last round.
+    """
+
+    name: str
+    rounds: int
+    steps: tuple["Step", ...]
+    enters: tuple[tuple[str, str], ...] = ()
+    turns: tuple[tuple[str, str], ...] = ()
+    leaves: tuple[tuple[str, str], ...] = ()
+
+
+Step = Compute | Start | Wait | Blocking | Loop

@@ -1,0 +1,374 @@
+"""Walks a scheduled module in the order in which it runs, and writes down the steps of one device."""
+
+import dataclasses
+
+from jax.sharding import AbstractMesh, Mesh
+
+from jshard.inspect.hlo.collectives import (
+    KINDS,
+    axes_of_groups,
+    cannot,
+    group_of,
+    results_of,
+    rounds,
+    sizes_of,
+    trip_count,
+)
+from jshard.inspect.hlo.forms import Forms, Role, base_opcode, channel, mixing_in, unit_and_phase
+from jshard.inspect.hlo.module import Computation, Instruction, Module, tuple_index
+from jshard.inspect.hlo.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
+from jshard.inspect.hlo.work import Work, Worker, added
+
+_NOBODY = ""
+_WRAPPING, _OPAQUE = ("fusion", "call"), ("while", "conditional")
+# What these make is as good as what they read: a parameter that was cast or cut is one still.
+_MOVING = frozenset(
+    "parameter constant get-tuple-element tuple convert transpose reshape bitcast copy slice dynamic-slice pad"
+    " broadcast all-gather all-gather-start all-gather-done".split()
+)
+
+
+class Readers:
+    """Says which units read a value first, behind operations that are of no unit.
+
+    Args:
+        module: the program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._known: dict[str, dict[str, frozenset[str]]] = {}
+
+    def units(self, home: Computation, collective: Instruction) -> tuple[str, ...]:
+        """The units whose operations are the first to read what a collective has sent.
+
+        Empty if some of it is read by no unit, or is not followed: into a loop. And if what is sent is stored, as a
+        parameter is: whoever reads that, it is the plan that says whether it is sent.
+
+        Args:
+            home: the computation that the collective is in.
+            collective: the collective, or its start.
+        """
+        if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
+            return ()
+        found = self._readers(home)[collective.name]
+        return () if _NOBODY in found else tuple(sorted(found))
+
+    def _is_computed(self, home: Computation, value: Instruction | None) -> bool:
+        """Whether anything was computed on the way from the arguments of a computation to a value."""
+        source = home.source(value)
+        if source is None or source.opcode in _OPAQUE:
+            return False
+        bodies = self._module.callees(source) if source.opcode in _WRAPPING else ()
+        inner = [i for body in bodies for i in body.instructions] or [source]
+        if any(i.opcode not in _MOVING for i in inner):
+            return True
+        return any(self._is_computed(home, home.by_name.get(name)) for name in source.operands)
+
+    def _readers(self, home: Computation) -> dict[str, frozenset[str]]:
+        """By instruction the units that read it first; `_NOBODY` among them where it ends as a result."""
+        if home.name not in self._known:
+            known = self._known[home.name] = {}
+            for value in reversed(home.instructions):
+                found: set[str] = {_NOBODY} if value.is_root else set()
+                for user in home.users.get(value.name, ()):
+                    found |= self._through(user, value, known)
+                known[value.name] = frozenset(found)
+        return self._known[home.name]
+
+    def _through(self, user: Instruction, value: Instruction, known: dict[str, frozenset[str]]) -> frozenset[str]:
+        """The units that read a value in one of its users, or behind it."""
+        inside = self._inside(user, value)
+        if _NOBODY not in inside:
+            return inside
+        units, _ = unit_and_phase(user.op_name)
+        behind = units or ((_NOBODY,) if user.opcode in _OPAQUE else known[user.name])
+        return inside - {_NOBODY} | frozenset(behind)
+
+    def _inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
+        """Likewise of the operations inside a fusion; `_NOBODY` where the value gets through them."""
+        if user.opcode not in _WRAPPING:
+            return frozenset((_NOBODY,))
+        body = next(self._module.callees(user))
+        places = [str(place) for place, name in enumerate(user.operands) if name == value.name]
+        arguments = [i.name for i in body.instructions if i.opcode == "parameter" and i.inside in places]
+        return frozenset[str]().union(*(self._readers(body)[name] for name in arguments))
+
+
+# Walks a scheduled module in the order in which it runs, and writes down the steps of one device.
+
+_ARRIVING = " state"
+
+
+@dataclasses.dataclass
+class _Amount:
+    """Work that was passed on the way."""
+
+    operations: int = 0
+    matmuls: int = 0
+    flops: float = 0.0
+
+    def plus(self, other: "_Amount", sign: int = 1) -> "_Amount":
+        return _Amount(
+            self.operations + sign * other.operations,
+            self.matmuls + sign * other.matmuls,
+            self.flops + sign * other.flops,
+        )
+
+
+# The place in `Walk.windows` of a collective under way, and what had been passed at its start; None: told already.
+_UnderWay = tuple[int, _Amount | None]
+
+
+@dataclasses.dataclass
+class _Body:
+    """One computation while it is walked.
+
+    Args:
+        home: the computation.
+        steps: so far.
+        parts: the work of each.
+        passed: likewise, counted.
+        under_way: by token, the collectives that began and were not waited for; None if the end is to be ignored.
+        arrivals: what was passed in a loop's body when it waited for a part of the loop's state.
+    """
+
+    home: Computation
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    parts: list[Work] = dataclasses.field(default_factory=list)
+    passed: _Amount = dataclasses.field(default_factory=_Amount)
+    under_way: dict[str, _UnderWay | None] = dataclasses.field(default_factory=dict)
+    arrivals: dict[str, _Amount] = dataclasses.field(default_factory=dict)
+
+    def append(self, other: "_Body") -> None:
+        """Does what another computation does, in place."""
+        self.steps += other.steps
+        self.parts += other.parts
+        self.passed = self.passed.plus(other.passed)
+
+    def state(self, whole: Instruction | None) -> dict[int, str]:
+        """Tokens of the collectives under way in the parts of a tuple, by place."""
+        if whole is None or whole.opcode != "tuple":
+            return {}
+        tokens = ((place, self.token(self.home.by_name.get(name))) for place, name in enumerate(whole.operands))
+        return {place: token for place, token in tokens if token is not None}
+
+    def token(self, value: Instruction | None) -> str | None:
+        """What names a collective under way: its start, or a part of a loop's state or result."""
+        source = self.home.source(value)
+        if source is None:
+            return None
+        if source.opcode != "get-tuple-element":
+            return source.name if source.opcode.endswith("-start") else None
+        whole, place = self.home.operand(source, 0), tuple_index(source)
+        if whole is None or whole.opcode not in ("parameter", "while"):
+            return None
+        return self.arriving(place) if whole.opcode == "parameter" else f"{whole.name}[{place}]"
+
+    def arriving(self, place: int) -> str:
+        """Token of what is under way in a part of the loop's state when a round begins."""
+        return f"{self.home.name}{_ARRIVING}[{place}]"
+
+
+class Walk:
+    """The walk through a module: `run` once, then read `windows` and `notes`.
+
+    Args:
+        module: the program.
+        mesh: to tell the axes of groups.
+    """
+
+    def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:
+        self._module, self._mesh = module, mesh
+        self._forms, self._worker, self._readers = Forms(module), Worker(module), Readers(module)
+        self._seen: set[str] = set()  # names of the collectives that were walked over
+        self._channels: set[str | None] = set()  # theirs
+        self._again: list[Instruction] = []  # printed again where something computes beside one of them
+        self._loop, self._executions, self._in_branch = "", 1, False
+        self.windows: list[Window] = []
+        self.notes: list[str] = []
+
+    def run(self) -> tuple[tuple[Step, ...], float]:
+        """The steps of the program and its floating-point operations.
+
+        Raises:
+            ProgramError: communication that is not understood.
+        """
+        body = self._walk(self._module.entry)
+        total = added(body.parts)
+        for target in total.uncounted:
+            self.notes.append(f"custom call {target}: its operations are not known; its memory traffic counts")
+        self._refuse_unseen()
+        return tuple(body.steps), total.total_flops
+
+    def _walk(self, name: str) -> _Body:
+        body = _Body(self._module.computations[name])
+        for instruction in body.home.instructions:
+            role = self._forms.role(instruction)
+            if role is not None:
+                printed = self._forms.collectives(instruction)
+                self._seen.update(c.name for c in printed)
+                self._channels.update(map(channel, printed))
+                self._collective(body, instruction, role)
+            elif instruction.opcode == "while":
+                self._loop_step(body, instruction)
+            elif instruction.opcode == "call":
+                for called in self._module.called(instruction):
+                    body.append(self._walk(called))
+            elif instruction.opcode == "conditional":
+                self._branches(body, instruction)
+            else:
+                self._compute(body, instruction)
+        return body
+
+    def _compute(self, body: _Body, instruction: Instruction) -> None:
+        if self._forms.carries(instruction):
+            self._again += self._forms.collectives(instruction)
+        work = self._worker.work(body.home, instruction)
+        if not work.is_nothing:
+            body.steps.append(Compute(instruction.name, work))
+            body.parts.append(work)
+            body.passed = body.passed.plus(_Amount(1, work.matmuls, work.total_flops))
+
+    def _collective(self, body: _Body, instruction: Instruction, role: Role) -> None:
+        if role.collective is None:
+            self._end(body, instruction, role.key or body.token(body.home.operand(instruction, 0)))
+            return
+        token = role.key or instruction.name
+        group = group_of(role.collective, base_opcode(role.collective.opcode), self._module.num_devices)
+        if len(group) <= 1:
+            body.under_way[token] = None
+            return
+        self.windows.append(self._window(body.home, instruction, role, group))
+        place = len(self.windows) - 1
+        if role.stage == "start":
+            body.steps.append(Start(place, token))
+            body.under_way[token] = place, body.passed
+        else:
+            body.steps.append(Blocking(place))
+            body.under_way[token] = None
+
+    def _window(self, home: Computation, instruction: Instruction, role: Role, group: tuple[int, ...]) -> Window:
+        collective = role.collective
+        assert collective is not None
+        sizes = sizes_of(collective, base_opcode(collective.opcode), len(group))
+        traced = instruction.op_name or collective.op_name
+        (units, phase), (mixing, is_mixing) = unit_and_phase(traced), mixing_in(traced)
+        return Window(
+            name=instruction.name,
+            kind=role.kind,
+            sizes=tuple(sizes.items()),
+            group=group,
+            axes=None if self._mesh is None else axes_of_groups(group, self._mesh),
+            units=units,
+            read_by=() if units else self._readers.units(home, instruction),
+            phase=phase,
+            loop=self._loop,
+            executions=self._executions,
+            is_async=role.stage == "start",
+            conditional=self._in_branch,
+            arrays=results_of(collective, base_opcode(collective.opcode)),
+            mixing=mixing,
+            is_mixing=is_mixing,
+        )
+
+    def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:
+        if token is not None and _ARRIVING in token:
+            body.arrivals[token] = body.passed
+            body.steps.append(Wait(token))
+        elif token in body.under_way:
+            found = body.under_way.pop(token)
+            if found is not None:
+                self._between(found, body.passed)
+                body.steps.append(Wait(token))
+        elif base_opcode(instruction.opcode) in KINDS or instruction.opcode == "fusion":
+            raise cannot(instruction.text, "it ends a collective whose start was not found.")
+
+    def _between(self, under_way: _UnderWay, passed: _Amount) -> None:
+        """Adds to a window what was passed since it began."""
+        place, begin = under_way
+        if begin is None:
+            return
+        window, more = self.windows[place], passed.plus(begin, -1)
+        self.windows[place] = dataclasses.replace(
+            window,
+            operations=window.operations + more.operations,
+            matmuls=window.matmuls + more.matmuls,
+            flops=window.flops + more.flops,
+        )
+
+    def _loop_step(self, body: _Body, loop: Instruction) -> None:
+        count = trip_count(self._module, body.home, loop)
+        num_windows = len(self.windows)
+        around = self._loop, self._executions
+        self._loop, self._executions = loop.name, self._executions * (count or 1)
+        inner = self._walk(loop.attribute("body") or "")
+        self._loop, self._executions = around
+        if count is None:
+            if len(self.windows) > num_windows:
+                rounds(self._module, body.home, loop)  # raises
+            self.notes.append(f"loop {loop.name}: the number of its rounds is not known; counted once")
+        self._carry(body, loop, inner, count or 1)
+
+    def _carry(self, body: _Body, loop: Instruction, inner: _Body, count: int) -> None:
+        """Writes the loop down, with the collectives that are under way across its edges."""
+        entering = body.state(body.home.source(body.home.operand(loop, 0)))
+        enters = {p: t for p, t in entering.items() if body.under_way.get(t) is not None}
+        passing = {inner.arriving(p) for p in enters}
+        unknown = inner.arrivals.keys() - passing
+        if unknown:
+            raise cannot(loop.text, f"it waits for {min(unknown)}, and nothing is under way there at its start.")
+        turning = inner.state(inner.home.root)
+        turns = {p: t for p, t in turning.items() if inner.under_way.get(t) is not None or t in passing}
+        leaves = {p: f"{loop.name}[{p}]" for p in turns}
+        for place, token in turns.items():
+            self._turn(body, inner, token, inner.arriving(place), leaves[place])
+        for place, token in enters.items():
+            self._enter(body, inner, token, inner.arriving(place), f"{loop.name}[{place}]")
+        step = Loop(
+            loop.name,
+            count,
+            tuple(inner.steps),
+            enters=tuple((t, inner.arriving(p)) for p, t in enters.items()),
+            turns=tuple((t, inner.arriving(p)) for p, t in turns.items()),
+            leaves=tuple((inner.arriving(p), t) for p, t in leaves.items()),
+        )
+        work = added(inner.parts).times(count)
+        body.steps.append(step)
+        body.parts.append(work)
+        body.passed = body.passed.plus(_Amount(inner.passed.operations * count, work.matmuls, work.total_flops))
+
+    def _turn(self, body: _Body, inner: _Body, token: str, arriving: str, leaving: str) -> None:
+        """A collective that begins in one round and is waited for in the next, or after the last."""
+        found = inner.under_way.pop(token, None)
+        if found is not None:
+            self._between(found, inner.passed.plus(inner.arrivals.get(arriving, _Amount())))
+            body.under_way[leaving] = found[0], None
+
+    def _enter(self, body: _Body, inner: _Body, token: str, arriving: str, leaving: str) -> None:
+        """A collective that begins before the loop and is waited for in its first round, or after the loop."""
+        found = body.under_way.pop(token)
+        if found is not None and arriving in inner.arrivals:
+            self._between(found, body.passed.plus(inner.arrivals[arriving]))
+        else:
+            body.under_way[leaving] = found
+
+    def _branches(self, body: _Body, conditional: Instruction) -> None:
+        """Takes the branch with the most work: which one runs is not known."""
+        outside, self._in_branch = self._in_branch, True
+        branches = [self._walk(name) for name in self._module.called(conditional)]
+        self._in_branch = outside
+        if branches:
+            body.append(max(branches, key=lambda b: (b.passed.flops, added(b.parts).memory_bytes)))
+
+    def _refuse_unseen(self) -> None:
+        """Every collective must have been walked over: an unknown form would look like silence."""
+        seen = self._seen | {c.name for c in self._again if channel(c) in self._channels}
+        missed = [
+            instruction.text
+            for computation in self._module.computations.values()
+            for instruction in computation.instructions
+            if base_opcode(instruction.opcode) in KINDS and instruction.name not in seen
+        ]
+        if missed:
+            raise cannot(missed[0], f"it is one of {len(missed)} in a form that the walk through the schedule missed.")

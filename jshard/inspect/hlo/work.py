@@ -1,0 +1,310 @@
+"""What an instruction of a compiled program has to do: floating-point operations, and bytes of device memory."""
+
+import collections
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Iterable
+
+import numpy as np
+
+from jshard._kernel_names import PREFIX
+from jshard.inspect.hlo.module import Computation, Instruction, Module, arrays, item_bytes
+
+# They move no data, or move it beside the computation.
+_FREE = frozenset(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id copy-start copy-done"
+    " slice-start slice-done iota add-dependency opt-barrier optimization-barrier domain".split()
+)
+_BESIDE, _HOST = ("fusion-start", "fusion-done"), "S(5)"  # asynchronous fusions; XLA's name of the host's memory
+_SLICES = ("dynamic-slice", "slice", "gather")
+_GEMMS = "__cublas", "__onednn$matmul", "__triton_gemm"
+_ATTENTION = "__cudnn$fmha"
+MOSAIC, _KERNEL = "mosaic_gpu", f"/{PREFIX}"  # kernels of Pallas, and the names of those in jshard.kernels
+_NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound"
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of an instruction, of a computation, or of several together.
+
+    Args:
+        flops: floating-point operations of matrix products and convolutions, by dtype of what is multiplied.
+        matmuls: how many of those there are.
+        memory_bytes: read from and written to device memory.
+        uncounted: custom calls whose operations are not known: they count as their memory traffic alone.
+    """
+
+    flops: tuple[tuple[str, float], ...] = ()
+    matmuls: int = 0
+    memory_bytes: float = 0.0
+    uncounted: tuple[str, ...] = ()
+
+    @property
+    def total_flops(self) -> float:
+        """Floating-point operations of all dtypes."""
+        return sum(count for _, count in self.flops)
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether it takes no time."""
+        return not (self.flops or self.memory_bytes)
+
+    def times(self, rounds: int) -> "Work":
+        """The same work again and again."""
+        flops = tuple((dtype, count * rounds) for dtype, count in self.flops)
+        return Work(flops, self.matmuls * rounds, self.memory_bytes * rounds, self.uncounted)
+
+
+def added(parts: Iterable[Work]) -> Work:
+    """The sum."""
+    flops: dict[str, float] = collections.defaultdict(float)
+    matmuls, memory_bytes, uncounted = 0, 0.0, []
+    for part in parts:
+        for dtype, count in part.flops:
+            flops[dtype] += count
+        matmuls += part.matmuls
+        memory_bytes += part.memory_bytes
+        uncounted += part.uncounted
+    return Work(tuple(sorted(flops.items())), matmuls, memory_bytes, tuple(dict.fromkeys(uncounted)))
+
+
+class Worker:
+    """Works out the instructions of a module that compute; loops, calls and collectives are for its caller.
+
+    Args:
+        module: the program.
+    """
+
+    def __init__(self, module: Module) -> None:
+        self._module = module
+        self._inside: dict[str, Work] = {}
+
+    def work(self, home: Computation, instruction: Instruction) -> Work:
+        """The work of one instruction of a computation."""
+        if instruction.opcode in _FREE or _target(instruction).startswith(_NOTHING):
+            return Work()
+        if instruction.opcode in _BESIDE and _is_hosts(home, instruction):
+            return Work()  # a copy between device and host
+        arithmetic = self._arithmetic(home, instruction)
+        if instruction.opcode == "fusion":
+            touched = sum(_fusion_bytes(body) for body in self._module.callees(instruction))
+        else:
+            touched = _plain_bytes(home, instruction)
+        return dataclasses.replace(arithmetic, memory_bytes=touched)
+
+    def _arithmetic(self, home: Computation, instruction: Instruction) -> Work:
+        """The matrix products of an instruction, and of what it calls."""
+        opcode = instruction.opcode
+        if opcode == "dot":
+            return _product(_dtype(home, instruction), _dot_flops(home, instruction))
+        if opcode == "convolution":
+            return _product(_dtype(home, instruction), _convolution_flops(home, instruction))
+        if opcode == "custom-call":
+            return _custom_call(home, instruction)
+        return added(self._within(body) for body in self._module.callees(instruction))
+
+    def _within(self, body: Computation) -> Work:
+        if body.name not in self._inside:
+            self._inside[body.name] = added(self._arithmetic(body, i) for i in body.instructions)
+        return self._inside[body.name]
+
+
+def _is_hosts(home: Computation, instruction: Instruction) -> bool:
+    """Whether an instruction has to do with the host's memory."""
+    given = [home.operand(instruction, i) for i in range(len(instruction.operands))]
+    return any(_HOST in one.shape for one in (instruction, *given) if one is not None)
+
+
+def _product(dtype: str, flops: float) -> Work:
+    return Work(((dtype, flops),), 1) if flops else Work()
+
+
+def _dtype(home: Computation, instruction: Instruction) -> str:
+    return _array(home.operand(instruction, 0))[0]
+
+
+def _array(instruction: Instruction | None) -> tuple[str, tuple[int, ...]]:
+    found = instruction.arrays if instruction is not None else ()
+    return found[0] if found else ("f32", ())
+
+
+def _places(text: str, key: str) -> list[int]:
+    """The numbers in `key={0,1}` or `"key":["0","1"]`."""
+    found = re.search(rf'{key}"?[=:][{{\[]([^}}\]]*)[}}\]]', text)
+    return [int(n) for n in re.findall(r"\d+", found.group(1))] if found else []
+
+
+def _dot_flops(home: Computation, dot: Instruction) -> float:
+    _, left = _array(home.operand(dot, 0))
+    _, out = _array(dot)
+    contracted = math.prod(left[d] for d in _places(dot.attributes, "lhs_contracting_dims") if d < len(left))
+    return 2.0 * math.prod(out) * contracted
+
+
+def _custom_call(home: Computation, call: Instruction) -> Work:
+    name = _target(call)
+    if name.startswith(_GEMMS):
+        # The dims contracted are in the backend's own words: sizes tell them too.
+        (dtype, left), (_, right), (_, out) = (_array(x) for x in (home.operand(call, 0), home.operand(call, 1), call))
+        batch = math.prod(left[d] for d in _places(call.attributes, "lhs_batch_dimensions") if d < len(left))
+        sizes = [float(math.prod(dims)) for dims in (left, right, out)]
+        return _product(dtype, 2 * math.sqrt(math.prod(sizes) / batch))
+    if name.startswith(_ATTENTION):
+        return _attention(home, call, backward="Backward" in name)
+    if name.startswith(MOSAIC) and _KERNEL in call.op_name:
+        return _kernel(home, call)
+    return Work() if name.startswith(_NOTHING) else Work(uncounted=(name,))
+
+
+def _kernel(home: Computation, call: Instruction) -> Work:
+    """Our own kernels: products of the first operand with every other matrix; or norms, which have none."""
+    operands = [_array(home.operand(call, i)) for i in range(len(call.operands))]
+    if "_norm" in call.op_name.rpartition(_KERNEL)[2]:
+        return Work()
+    (dtype, left), *others = operands
+    out = math.prod(_array(call)[1])
+    rights = [math.prod(dims) for _, dims in others if len(dims) == 2]
+    return added(_product(dtype, 2 * math.sqrt(float(math.prod(left)) * right * out)) for right in rights)
+
+
+def _target(call: Instruction) -> str:
+    """What a custom call calls; empty for other instructions."""
+    found = re.search(r'custom_call_target="([^"]*)"', call.attributes) if call.opcode == "custom-call" else None
+    return found.group(1) if found else ""
+
+
+def _attention(home: Computation, call: Instruction, *, backward: bool) -> Work:
+    """Two matrix products forward, five backward; half of them behind a causal mask."""
+    (dtype, query), (_, key) = (_array(home.operand(call, i)) for i in (0, 1))
+    if len(query) != 4 or len(key) != 4:
+        return Work(uncounted=("__cudnn$fmha",))
+    count = (5 if backward else 2) * 2.0 * math.prod(query) * key[1]
+    causal = "CAUSAL" in call.attributes
+    return Work(((dtype, count / 2 if causal else count),), 5 if backward else 2)
+
+
+def _convolution_flops(home: Computation, convolution: Instruction) -> float:
+    """Counts the pairs of input and kernel places that meet: a TPU writes batched products as convolutions."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
+    if labels is None:
+        return 0.0
+    left, kernel, out = (
+        dict(zip(label, _array(x)[1], strict=False))
+        for label, x in zip(
+            labels.groups(),
+            (home.operand(convolution, 0), home.operand(convolution, 1), convolution),
+            strict=True,
+        )
+    )
+    spatial = sorted(d for d in kernel if d.isdigit())
+    window = _Window.read(convolution.attributes, len(spatial))
+    pairs = math.prod(window.pairs(place, left.get(d, 1), kernel[d], out.get(d, 1)) for place, d in enumerate(spatial))
+    return 2.0 * out.get("b", 1) * out.get("f", 1) * kernel.get("i", 1) * pairs
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """The `window={...}` of a convolution: one number per spatial dim."""
+
+    stride: list[int]
+    low: list[int]
+    left_dilation: list[int]
+    kernel_dilation: list[int]
+
+    @classmethod
+    def read(cls, attributes: str, dims: int) -> "_Window":
+        found = re.search(r"window=\{([^}]*)\}", attributes)
+        parts = dict(re.findall(r"(\w+)=([\w\-]+)", found.group(1))) if found else {}
+
+        def numbers(key: str, default: int) -> list[int]:
+            text = parts.get(key)
+            return [int(n.split("_")[0]) for n in text.split("x")] if text else [default] * dims
+
+        return cls(numbers("stride", 1), numbers("pad", 0), numbers("lhs_dilate", 1), numbers("rhs_dilate", 1))
+
+    def pairs(self, place: int, size: int, kernel: int, out: int) -> int:
+        """Places of the kernel that meet an element of the input, over all places of the output."""
+        at = np.arange(out)[:, None] * self.stride[place] + np.arange(kernel) * self.kernel_dilation[place]
+        at = at - self.low[place]
+        dilation = self.left_dilation[place]
+        inside = (at >= 0) & (at <= (size - 1) * dilation) & (at % dilation == 0)
+        return int(inside.sum())
+
+
+@functools.lru_cache(maxsize=4096)
+def shape_bytes(shape: str) -> float:
+    """Bytes of a shape, tuples added up; an unknown element type counts as four bytes."""
+    total = 0.0
+    for dtype, dims in arrays(shape):
+        try:
+            total += math.prod(dims) * item_bytes(dtype)
+        except KeyError:
+            total += math.prod(dims) * 4
+    return total
+
+
+def _plain_bytes(home: Computation, instruction: Instruction) -> float:
+    """Operands and result; of a slice, or an update in place, only the part."""
+    if instruction.opcode in _SLICES:
+        return 2 * shape_bytes(instruction.shape)
+    if instruction.opcode == "dynamic-update-slice":
+        return 2 * _size(home.operand(instruction, 1))
+    inputs = (home.by_name.get(name) for name in instruction.operands)
+    return shape_bytes(instruction.shape) + sum(map(_size, inputs))
+
+
+def _size(instruction: Instruction | None) -> float:
+    return shape_bytes(instruction.shape) if instruction is not None else 0.0
+
+
+def _fusion_bytes(body: Computation) -> float:
+    """What a fusion reads and writes: what stays inside costs nothing, slices count as such."""
+    if "async_collective_fusion" in body.name:
+        return _async_fusion_bytes(body)
+    parameters = (i for i in body.instructions if i.opcode == "parameter")
+    return sum(_read_bytes(body, p) for p in parameters) + _written_bytes(body, body.root)
+
+
+def _read_bytes(body: Computation, value: Instruction) -> float:
+    """What a fusion reads of one of its inputs."""
+    users = body.users.get(value.name, [])
+    whole = shape_bytes(value.shape)
+    parts = 0.0
+    for user in users:
+        if user.opcode in _SLICES:
+            parts += shape_bytes(user.shape)
+        elif user.opcode == "dynamic-update-slice" and user.operands[0] == value.name:
+            continue  # updated in place
+        elif user.opcode == "bitcast":
+            parts += _read_bytes(body, user)
+        else:
+            return whole
+    return min(whole, parts) if users else whole
+
+
+def _written_bytes(body: Computation, result: Instruction | None) -> float:
+    if result is None:
+        return 0.0
+    if result.opcode == "dynamic-update-slice":
+        return 2 * _size(body.operand(result, 1))
+    if result.opcode == "bitcast":
+        return _written_bytes(body, body.operand(result, 0))
+    if result.opcode == "tuple":
+        return sum(_written_bytes(body, body.by_name.get(name)) for name in result.operands)
+    return shape_bytes(result.shape)
+
+
+def _async_fusion_bytes(body: Computation) -> float:
+    """A TPU's fusion that also carries the buffers of a collective in flight: only what its own compute touches."""
+    computing = {
+        i.name
+        for i in body.instructions
+        if i.opcode not in _FREE and i.opcode != "custom-call" and not i.opcode.startswith(("all-", "reduce-scatter"))
+    }
+    sources = [body.source(body.by_name.get(a)) for name in computing for a in body.by_name[name].operands]
+    read = {s.name: s for s in sources if s is not None and s.opcode == "parameter"}
+    results = body.root.operands if body.root is not None and body.root.opcode == "tuple" else ()
+    written = [body.source(body.by_name.get(name)) for name in results or ([body.root.name] if body.root else [])]
+    return sum(map(_size, read.values())) + sum(_size(w) for w in written if w is not None and w.name in computing)

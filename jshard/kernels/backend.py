@@ -1,0 +1,225 @@
+"""Where a kernel runs, which of its forms it is then, and what every kernel's call has in common."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jshard import _compat
+from jshard._kernel_names import scope
+from jshard._mesh import manual_axes
+from jshard.engine.per_example import region_mesh
+from jshard.kernels.knobs import KernelError, Occupancy
+
+Backend = Literal["auto", "mosaic", "interpret", "xla"]
+BACKENDS = ("auto", "mosaic", "interpret", "xla")
+"""Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first that can."""
+
+_HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
+_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A device to trace for.
+
+    Attributes:
+        platform: "gpu", "tpu" or "cpu".
+        kind: the driver's name for it.
+        sms: its multiprocessors.
+        smem_limit_bytes: the most shared memory of a block.
+        is_hopper: whether the kernels run on it.
+    """
+
+    platform: str
+    kind: str
+    sms: int = _HOPPER_SMS
+    smem_limit_bytes: int = _HOPPER_SMEM_BYTES
+    is_hopper: bool = False
+
+
+def place() -> Place:
+    """The device of the mesh that is in use, or of this process.
+
+    Of a mesh that was made from a description, as for a compile without hardware, the devices are not there: their
+    kind and number of multiprocessors are.
+    """
+    mesh = region_mesh()
+    device: Any = _compat.abstract_device() if mesh is None else mesh.abstract_mesh.abstract_device
+    if device is None and mesh is not None:
+        device = mesh.devices.flat[0]
+    elif device is None:
+        default = getattr(jax.config, "jax_default_device", None)
+        device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
+    platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
+    return Place(
+        platform=platform,
+        kind=device.device_kind,
+        sms=getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _HOPPER_SMS,
+        smem_limit_bytes=getattr(device, "shared_memory_per_block_optin", None) or _HOPPER_SMEM_BYTES,
+        is_hopper=platform == "gpu" and _is_hopper(device),
+    )
+
+
+def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, reasons: Collection[str] = ()) -> str:
+    """Which form of a kernel runs.
+
+    Args:
+        name: of the kernel.
+        backend: what was asked for.
+        arrays: what it computes with: their dtypes decide, too.
+        here: the device.
+        reasons: why else the kernel cannot run.
+
+    Returns:
+        "mosaic", "interpret" or "xla".
+
+    Raises:
+        KernelError: there is no such backend, or "mosaic" was asked for and cannot be.
+    """
+    if backend not in BACKENDS:
+        raise KernelError(
+            f"{name} has no such backend.",
+            where=f"backend={backend!r}",
+            why=f"it is one of {', '.join(map(repr, BACKENDS))}.",
+            do='backend="auto"',
+        )
+    if backend == "xla":
+        return "xla"
+    reasons = [*_device_reasons(here, backend), *_array_reasons(arrays), *reasons]
+    if backend == "auto" and (reasons or _may_be_split()):
+        return "xla"
+    if not reasons:
+        return "interpret" if backend == "interpret" else "mosaic"
+    raise KernelError(
+        f"{name} cannot run {'step by step' if backend == 'interpret' else 'on Mosaic GPU'} here.",
+        where=[f"backend={backend!r}", f"device: {here.kind}"],
+        why="\n".join(f"{reason}." for reason in reasons),
+        do='backend="auto" takes the plain form where the kernel cannot run.',
+    )
+
+
+def _device_reasons(here: Place, backend: str) -> list[str]:
+    axes = _automatic_axes()
+    if backend == "interpret":
+        whole = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
+        several = axes or whole
+        return ["the interpreter of kernels runs on one device, and the mesh in use has several"] if several else []
+    found = [] if here.is_hopper else [f"{here.kind} is no Hopper GPU, whose tensor cores the kernel is written for"]
+    if axes:
+        named = ", ".join(f"{axis}={degree}" for axis, degree in axes.items())
+        found.append(f"arrays may be split over {named}, and a kernel takes whole arrays: XLA would gather them")
+    return found
+
+
+def _automatic_axes() -> dict[str, int]:
+    """Axes over which the compiler splits arrays where the kernel will run, with their degrees, if above 1."""
+    mesh = region_mesh()
+    if mesh is None:
+        return _compat.automatic_axes()
+    return {axis: n for axis, n in mesh.shape.items() if axis not in manual_axes(mesh) and n > 1}
+
+
+def _may_be_split() -> bool:
+    """Whether nothing says that arrays are whole: no mesh is in use, and there are several devices."""
+    return region_mesh() is None and _compat.abstract_device() is None and jax.device_count() > 1
+
+
+def _array_reasons(arrays: Collection[Any]) -> list[str]:
+    dtypes = {np.dtype(x.dtype).name for x in arrays}
+    if len(dtypes) == 1 and dtypes <= {"bfloat16", "float16"}:
+        return []
+    return [f"it takes bfloat16 or float16, one of them for all arrays, and these are {', '.join(sorted(dtypes))}"]
+
+
+def _is_hopper(device: Any) -> bool:
+    capability = getattr(device, "compute_capability", None)
+    return capability == "9.0" if capability else bool(_HOPPER.search(device.device_kind))
+
+
+# What every kernel's call has in common: which form runs, on what device, and under what name.
+
+DEFAULT = Occupancy()
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a kernel, as decided while the program is traced; hashable, a static argument of its gradient.
+
+    Attributes:
+        name: of the kernel.
+        form: "mosaic", "interpret" or "xla".
+        knobs: how much of the device it may hold.
+        here: the device.
+    """
+
+    name: str
+    form: str
+    knobs: Occupancy
+    here: Place
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether XLA compiles the twin."""
+        return self.form == "xla"
+
+    @property
+    def interpret(self) -> bool:
+        """Whether the kernel runs step by step on a CPU."""
+        return self.form == "interpret"
+
+    @contextlib.contextmanager
+    def named(self) -> Iterator[None]:
+        """Inside, operations carry the name of the kernel and its form: the audit reads them from the program."""
+        with jax.named_scope(scope(self.name, self.form)):
+            yield
+
+
+def decide(
+    name: str,
+    backend: Backend,
+    occupancy: Occupancy | None,
+    arrays: Collection[jax.Array],
+    *,
+    default: Occupancy = DEFAULT,
+    reasons: Collection[str] = (),
+) -> Call:
+    """Decides how a kernel runs.
+
+    Args:
+        name: of the kernel.
+        backend: what was asked for.
+        occupancy: what was asked for; `default` if nothing was.
+        arrays: what it computes with.
+        default: knobs that suit this kernel.
+        reasons: why the arrays' sizes are not for it, if they are not.
+
+    Raises:
+        KernelError: there is no such backend, or it cannot be had here.
+    """
+    here = place()
+    empty = ["one of the arrays is empty"] if any(0 in x.shape for x in arrays) else []
+    form = choose(name, backend, arrays, here, [*reasons, *empty])
+    return Call(name, form, occupancy or default, here)
+
+
+def check_sizes(name: str, arrays: Mapping[str, jax.Array], wrong: Sequence[str], do: str) -> None:
+    """Refuses arrays whose sizes do not go together.
+
+    Raises:
+        KernelError: `wrong` is not empty.
+    """
+    if wrong:
+        raise KernelError(
+            f"{name} cannot take these arrays.",
+            where=[f"{argument}: {array.shape}" for argument, array in arrays.items()],
+            why="\n".join(wrong),
+            do=do,
+        )

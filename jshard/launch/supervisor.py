@@ -1,0 +1,244 @@
+"""The supervisor of a run in several processes: starts the workers, watches them, and reports which one was lost."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from jshard._errors import FourPartError, ShardingError
+from jshard.launch import endings, rendezvous, worker_process
+from jshard.launch.cluster import REPEAT_S, TICK_S, VERDICT_S, Cluster, Deadlines
+from jshard.launch.endings import REQUEST, Ending, cause
+from jshard.launch.links import Peers
+from jshard.launch.worker_process import WorkerProcess
+
+
+class Signals:
+    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, instead of what they do otherwise.
+
+    `first` is the number of the first one; `repeated` whether another came `REPEAT_S` or more after it.
+    """
+
+    def __init__(self) -> None:
+        self.first: int | None = None
+        self.repeated = False
+        self._first_at = 0.0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        # Python handles signals in the main thread only; elsewhere they stay with whoever has them.
+        if threading.current_thread() is threading.main_thread():
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                if signal.getsignal(signum) is signal.SIG_IGN:  # as SIGHUP under nohup
+                    continue
+                self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, _: object) -> None:
+        if self.first is None:
+            self.first, self._first_at = signum, time.monotonic()
+        elif time.monotonic() - self._first_at >= REPEAT_S:
+            self.repeated = True
+
+
+# The supervisor of a run in several processes: starts the workers, watches them, says which one was lost.
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    processes: int | None = None,
+    cluster: Cluster | None = None,
+    deadlines: Deadlines | None = None,
+    again: str = "the same command with --resume",
+) -> int:
+    """Runs the workers of this machine to their end, and prints a report if a process of the run is lost.
+
+    With `processes` all workers are started here, on one machine. With `cluster` one worker is, after a roll call
+    with the supervisors of the other processes. To be called in the main thread, before JAX is asked for devices.
+
+    SIGINT and SIGTERM are forwarded to the workers, once; a second one, a second later or more, kills them.
+    The first worker has this process's stdin and stdout. What process 0 writes to stderr is passed on, and of the
+    others what explains a failure; with JSHARD_DEBUG=1 all of it.
+
+    Args:
+        command: program and arguments of a worker, which calls `start_worker`.
+        processes: number of local workers.
+        cluster: this process's place in a cluster, from `detect`.
+        deadlines: how long the processes wait for each other.
+        again: the command line that goes on after a loss; a worker's `note(again=...)` takes its place.
+
+    Returns:
+        0 if all have done their work; 130 or 143 if they stopped after a signal; 2 if a worker refused the request;
+        1 if a process was lost or did not come.
+    """
+    deadlines = deadlines or Deadlines()
+    peers = None
+    with Signals() as signals:
+        try:
+            if cluster is None:
+                workers, number = worker_process.start_local(command, processes or 1, deadlines), processes or 1
+            else:
+                peers = rendezvous.meet(cluster, deadlines, stopped=lambda: signals.first is not None)
+                if peers is None:
+                    return 128 + (signals.first or 0)
+                workers, number = worker_process.start_in_cluster(command, cluster, deadlines), cluster.num_processes
+            run = _Run(workers, number, peers=peers, deadlines=deadlines, signals=signals, again=again)
+            return run.watch()
+        except FourPartError as error:
+            _print(error)
+            return REQUEST if isinstance(error, ShardingError) else 1
+        finally:
+            if peers is not None:
+                peers.close()
+
+
+class _Run:
+    """The workers of this machine, and the links to the supervisors of others if there are any."""
+
+    def __init__(
+        self,
+        workers: Sequence[WorkerProcess],
+        num_processes: int,
+        *,
+        peers: Peers | None,
+        deadlines: Deadlines,
+        signals: Signals,
+        again: str,
+    ) -> None:
+        self._workers, self._num_processes, self._peers = workers, num_processes, peers
+        self._deadlines, self._signals, self._again = deadlines, signals, again
+        self._forwarded: int | None = None
+        self._seen: set[int] = set()
+        self._bad: list[Ending] = []
+        self._first_bad_at = 0.0
+
+    def watch(self) -> int:
+        """Until all is over: the exit code."""
+        try:
+            while not self._signals.repeated:
+                self._look()
+                code = self._good_end()
+                if code is not None:
+                    return code
+                lost = self._lost()
+                if lost is not None:
+                    return self._end_badly(lost)
+                time.sleep(TICK_S)
+            return 128 + (self._forwarded or 0)
+        finally:
+            for worker in self._workers:
+                worker.close()
+
+    def _look(self) -> None:
+        if self._signals.first is not None and self._forwarded is None:
+            self._forwarded = self._signals.first
+            for worker in self._workers:
+                worker.forward(self._forwarded)
+        for worker in self._workers:
+            ending = worker.look()
+            if ending is not None and worker.process_id not in self._seen:
+                self._seen.add(worker.process_id)
+                self._note_ending(ending)
+                if self._peers is not None:
+                    self._peers.tell(ending)
+        if self._peers is not None:
+            for ending in self._peers.poll(self._last("step")):
+                self._note_ending(ending)
+
+    def _note_ending(self, ending: Ending) -> None:
+        if ending.good:
+            return
+        if not self._bad:
+            self._first_bad_at = time.monotonic()
+            for worker in self._workers:
+                worker.output.pause()
+        self._bad.append(ending)
+
+    def _good_end(self) -> int | None:
+        endings = [worker.ending for worker in self._workers]
+        if not all(ending is not None and ending.good for ending in endings):
+            return None
+        for worker in self._workers:
+            if worker.process_id == 0 or worker_process.debug():
+                worker.output.show()
+        return max(ending.code or 0 for ending in endings if ending is not None)
+
+    def _lost(self) -> Ending | None:
+        """The process that was lost, once that is sure."""
+        if self._peers is not None and self._peers.verdict is not None:
+            return self._peers.verdict
+        if not self._bad:
+            return None
+        wait_s = self._deadlines.settle_s
+        if self._peers is not None and not self._peers.decides:
+            wait_s += VERDICT_S
+        if self._peers is None and not any(worker.running for worker in self._workers):
+            wait_s = 0.0  # there is no one left to hear of
+        return cause(self._bad) if time.monotonic() - self._first_bad_at >= wait_s else None
+
+    def _end_badly(self, lost: Ending) -> int:
+        if self._peers is not None and self._peers.decides:
+            self._peers.announce(lost)
+        was_asked = self._was_asked(lost)
+        if not was_asked:
+            self._report(lost)
+        self._give_grace()
+        if was_asked:
+            return 128 + (self._forwarded or 0)
+        return REQUEST if lost.code == REQUEST else 1
+
+    def _was_asked(self, lost: Ending) -> bool:
+        """Whether it ended by the signal that was forwarded, before it had begun to listen, or because a peer did."""
+        if self._forwarded is None:
+            return False
+        codes = (-self._forwarded, 128 + self._forwarded)
+        others = [worker.ending.code for worker in self._workers if worker.ending is not None]
+        return lost.code == -self._forwarded or (lost.echo and any(code in codes for code in others))
+
+    def _report(self, lost: Ending) -> None:
+        is_own = False
+        for worker in self._workers:
+            is_cause = worker.process_id == lost.process
+            is_own |= is_cause
+            if is_cause or worker_process.debug():
+                # What process 0 has shown already is not shown again: a warning that all of them give.
+                known = () if worker is self._workers[0] else self._workers[0].output.shown
+                worker.output.show(prefix=f"[process {worker.process_id}] " if worker.process_id else "", known=known)
+        if is_own and (lost.told or lost.code == REQUEST):
+            return
+        steps = [step for step in (lost.step, self._last("step")) if step is not None]
+        report = endings.lost(
+            lost,
+            num_processes=self._num_processes,
+            step=max(steps, default=None),
+            checkpoint=self._last("checkpoint") or lost.checkpoint,
+            again=self._last("again") or self._again,
+        )
+        _print(report)
+
+    def _give_grace(self) -> None:
+        ends_at = time.monotonic() + self._deadlines.grace_s
+        while time.monotonic() < ends_at and not self._signals.repeated:
+            self._look()
+            if all(worker.ending is not None for worker in self._workers):
+                return
+            time.sleep(TICK_S)
+
+    def _last(self, key: str) -> Any:
+        """What the workers reported under a name; the largest, where they differ."""
+        return max((worker.state[key] for worker in self._workers if worker.state.get(key) is not None), default=None)
+
+
+def _print(error: FourPartError) -> None:
+    # In one piece: several supervisors may share a terminal.
+    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.flush()

@@ -1,0 +1,216 @@
+"""What a worker does on its side: joins the others, gives signs of life, leaves without waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from jshard._errors import FourPartError, RunError
+from jshard.launch.cluster import Deadlines
+from jshard.launch.endings import GOOD
+
+
+def take_turns() -> None:
+    """Lets no thread of this process take a core from another one that runs, if its devices are CPUs (Linux only).
+
+    Gloo has a thread that asks the kernel for what has arrived, and asks again at once while another thread holds the
+    lock of the connection. Woken while that one sends, it takes its core, and spins until the kernel's next tick:
+    measured on two cores, up to 4 ms for a small all-reduce, which otherwise takes 0.2.
+
+    To be called when JAX has opened its devices; threads that start later are treated likewise.
+    """
+    import jax  # here: a supervisor does without
+
+    if not hasattr(os, "SCHED_BATCH") or jax.default_backend() != "cpu":
+        return
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(OSError):  # it has ended, or a sandbox forbids it: then all is as it was
+            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
+
+
+# What a worker does on its side: joins the others, gives signs of life, leaves without waiting for the dead.
+
+_MESSAGE_BYTES = 4096  # what a pipe takes in one piece
+# Words of the libraries that carry collectives, in the errors they raise when another process is gone.
+_PEER_WORDS = (
+    "gloo",
+    "nccl",
+    "coordination service",
+    "connection reset by peer",
+    "connection closed by peer",
+    "heartbeat",
+    "barrier",
+)
+
+
+def is_worker(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started by a supervisor."""
+    return environ.get("JSHARD_WORKER") == "1"
+
+
+def start_worker(environ: Mapping[str, str] = os.environ) -> None:
+    """Joins the run: signs of life to the supervisor, then `jax.distributed.initialize`.
+
+    To be called before JAX is asked for devices, and after the number of CPU devices is set. From then on only Python
+    writes to stdout: what native libraries print there goes to stderr.
+
+    Raises:
+        RunError: JAX could not connect the processes.
+    """
+    _keep_stdout_for_python()
+    _start_reports(environ)
+    _connect(environ, _deadlines(environ))
+
+
+def note(*, step: int | None = None, checkpoint: str | None = None, again: str | None = None) -> None:
+    """Tells the supervisor how far the run is, for the report if a process is lost. Without one it does nothing.
+
+    Costs some microseconds, and never waits.
+
+    Args:
+        step: the step that was done last.
+        checkpoint: the checkpoint that was completed last.
+        again: the command line that goes on from there.
+    """
+    if _reporter is not None:
+        given = {"step": step, "checkpoint": checkpoint, "again": again}
+        _reporter.note({key: value for key, value in given.items() if value is not None})
+
+
+def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
+    """Ends the worker with an exit code.
+
+    After success, or a stop that all agreed on (0, 130, 143), it waits for the others as JAX demands. After a failure
+    it ends at once: the others cannot come to that meeting.
+
+    Args:
+        code: the exit code.
+        error: the reason of a failure, or the KeyboardInterrupt of a stop that was not agreed on. One in four parts
+            is taken to be printed already.
+    """
+    if code in GOOD and error is None:
+        import jax
+
+        jax.distributed.shutdown()
+        sys.exit(code)
+    if is_worker():
+        blames_peer = _blames_peer(error)
+        _start_reports(os.environ).note(
+            {"told": isinstance(error, FourPartError) and not blames_peer, "blames_peer": blames_peer}
+        )
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader may be gone
+            stream.flush()
+    os._exit(code)
+
+
+class _Reporter:
+    """Writes all that was noted into the pipe to the supervisor, again and again."""
+
+    def __init__(self, fd: int, every_s: float) -> None:
+        # A program that we start shall not keep the pipe open, and a supervisor that does not read shall not stop us.
+        os.set_inheritable(fd, False)
+        os.set_blocking(fd, False)
+        self._fd = fd
+        self._every_s = every_s
+        self._state: dict[str, Any] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._beat, daemon=True, name="jshard-beat").start()
+
+    def note(self, state: dict[str, Any]) -> None:
+        with self._lock:
+            self._state.update(state)
+            line = json.dumps(self._state).encode() + b"\n"
+            try:
+                os.write(self._fd, line if len(line) <= _MESSAGE_BYTES else b"{}\n")
+            except BlockingIOError:
+                pass  # each message tells all, so the next will do
+            except OSError:
+                _end_without_supervisor()
+
+    def _beat(self) -> None:
+        while True:
+            self.note({})
+            time.sleep(self._every_s)
+
+
+_reporter: _Reporter | None = None
+
+
+def _start_reports(environ: Mapping[str, str]) -> _Reporter:
+    global _reporter
+    _reporter = _reporter or _Reporter(int(environ["JSHARD_REPORT_FD"]), _deadlines(environ).beat_s)
+    return _reporter
+
+
+def _deadlines(environ: Mapping[str, str]) -> Deadlines:
+    return Deadlines(init_s=float(environ["JSHARD_INIT_TIMEOUT"]), peer_s=float(environ["JSHARD_PEER_TIMEOUT"]))
+
+
+def _end_without_supervisor() -> NoReturn:
+    """Nobody would tell us of a lost peer, nor stop us: as if we had been killed, with all that we started."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
+    os._exit(1)
+
+
+def _keep_stdout_for_python() -> None:
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    old = sys.stdout
+    buffering = 1 if os.isatty(kept) else -1
+    sys.stdout = os.fdopen(kept, "w", buffering=buffering, encoding=old.encoding, errors=old.errors)
+    # The width of the terminal is looked up there.
+    sys.__stdout__ = sys.stdout  # type: ignore[misc]
+
+
+def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
+    import jax
+
+    address = environ["JAX_COORDINATOR_ADDRESS"]
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    if "jax_enable_preemption_service" in jax.config.values:
+        # It handles SIGTERM in native code, and our own handler, which saves, would never be called.
+        jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            address,
+            num_processes=int(environ["JAX_NUM_PROCESSES"]),
+            process_id=int(environ["JAX_PROCESS_ID"]),
+            cluster_detection_method=_detection(environ),
+            initialization_timeout=math.ceil(deadlines.init_s),
+            # The supervisor's report comes first: JAX ends the process with no more than a trace.
+            heartbeat_timeout_seconds=math.ceil(max(100.0, 2 * deadlines.peer_s)),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise RunError(
+            "JAX could not connect the processes.",
+            where=f"process {environ['JAX_PROCESS_ID']} of {environ['JAX_NUM_PROCESSES']} at {address}",
+            why=str(error).strip().partition("\n")[0],
+            do="see that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
+        ) from error
+
+
+def _detection(environ: Mapping[str, str]) -> str | None:
+    """The switch of JAX's own detection, which is still to choose one GPU for each process of a launcher."""
+    tells_local_id = "SLURM_LOCALID" in environ or "OMPI_COMM_WORLD_LOCAL_RANK" in environ
+    kind = environ["JSHARD_CLUSTER"]
+    return "deactivate" if kind == "local" or (kind == "jax variables" and not tells_local_id) else None
+
+
+def _blames_peer(error: BaseException | None) -> bool:
+    while error is not None:
+        text = f"{error}".lower()
+        if not isinstance(error, FourPartError) and any(word in text for word in _PEER_WORDS):
+            return True
+        error = error.__cause__
+    return False

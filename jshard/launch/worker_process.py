@@ -1,0 +1,327 @@
+"""The workers of this machine as their supervisor sees them: started with a place and GPUs, read through pipes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import pkgutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+from jshard._errors import RunError, ShardingError
+from jshard.launch.cluster import HOLD_S, TICK_S, Cluster, Deadlines
+from jshard.launch.endings import Ending
+from jshard.launch.links import hostname
+
+_LINES = 400
+_LINE_BYTES = 4096
+# "[Gloo] Rank 0 is connected to 1 peer ranks. Expected ...": several threads print it in pieces, and lines get mixed.
+_NOISE = b"[Gloo]", b"peer ranks"
+
+
+class Output:
+    """The stderr of one worker, read by a thread of its own.
+
+    Args:
+        stream: what the worker writes.
+        live: pass each line on, `HOLD_S` late; otherwise keep the last ones.
+    """
+
+    def __init__(self, stream: IO[bytes], *, live: bool) -> None:
+        self._stream = stream
+        self._held: collections.deque[tuple[float, bytes]] = collections.deque(maxlen=None if live else _LINES)
+        self._lock = threading.Lock()
+        self._passing = live
+        self._ended = threading.Event()
+        self.shown: collections.deque[bytes] = collections.deque(maxlen=_LINES)
+        self._stopped = threading.Event()
+        self._threads = [threading.Thread(target=self._read, daemon=True, name="jshard-output")]
+        if live:
+            self._threads.append(threading.Thread(target=self._pass_on, daemon=True, name="jshard-output"))
+        for thread in self._threads:
+            thread.start()
+
+    def pause(self) -> None:
+        """Passes nothing on from now, until it is known whether it is an echo."""
+        self._passing = False
+
+    def show(self, *, prefix: str = "", known: Collection[bytes] = ()) -> None:
+        """Writes what is held back, less the lines that are `known` to the reader."""
+        self._ended.wait(1.0)  # the worker has ended; its last lines are on their way
+        with self._lock:
+            lines = [line for _, line in self._held if line not in known]
+            self._held.clear()
+            self.shown.extend(lines)
+        _write(b"".join(prefix.encode() + line for line in lines))
+
+    def stop(self) -> None:
+        """Lets go of the stream: nothing is written after that."""
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(1.0)
+        if self._ended.is_set():
+            self._stream.close()
+
+    def _read(self) -> None:
+        # A process that the worker started may keep the stream open after it: nobody waits for this thread.
+        with contextlib.suppress(OSError, ValueError):
+            while not self._stopped.is_set() and (line := self._stream.readline(_LINE_BYTES)):
+                if not any(words in line for words in _NOISE):
+                    with self._lock:
+                        self._held.append((time.monotonic(), line))
+        self._ended.set()
+
+    def _pass_on(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            with self._lock:
+                lines = []
+                while self._passing and self._held and self._held[0][0] <= time.monotonic() - HOLD_S:
+                    lines.append(self._held.popleft()[1])
+                self.shown.extend(lines)
+            _write(b"".join(lines))
+
+
+def _write(text: bytes) -> None:
+    # A reader that has gone (`2>&1 | head`) is no reason to end the run.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text.decode(errors="replace"))
+        sys.stderr.flush()
+
+
+# Which of a machine's GPUs each of several local processes takes.
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def local_device_ids(num_processes: int, environ: Mapping[str, str] = os.environ) -> list[str | None]:
+    """The value of JAX_LOCAL_DEVICE_IDS for each process: equal shares of the GPUs; None on a CPU.
+
+    Two processes on one GPU cannot talk through NCCL, and each process takes all that it sees. JAX is not asked:
+    a supervisor that did would hold the devices itself.
+
+    Raises:
+        ShardingError: the GPUs cannot be shared out.
+    """
+    number = _num_gpus(environ)
+    if number == 0:
+        return [None] * num_processes
+    if number % num_processes:
+        raise ShardingError(
+            "The GPUs cannot be shared out.",
+            where=f"--processes {num_processes}",
+            why=f"{number} GPUs are visible; each process takes as many as the others, and one GPU is not shared.",
+            do=f"a number of processes that divides {number}, or on the CPU: "
+            f"JAX_PLATFORMS=cpu jshard train ... --processes {num_processes}",
+        )
+    share = number // num_processes
+    return [",".join(str(share * process + i) for i in range(share)) for process in range(num_processes)]
+
+
+def _num_gpus(environ: Mapping[str, str]) -> int:
+    platforms = environ.get("JAX_PLATFORMS", "")
+    if platforms and "cuda" not in platforms and "gpu" not in platforms:
+        return 0
+    if not _has_cuda_plugin():
+        return 0
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return len([name for name in environ["CUDA_VISIBLE_DEVICES"].split(",") if name.strip() not in ("", "-1")])
+    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
+
+
+def _has_cuda_plugin() -> bool:
+    try:
+        plugins = import_module("jax_plugins")
+    except ImportError:
+        return False
+    return any(name.startswith("xla_cuda") for _, name, _ in pkgutil.iter_modules(plugins.__path__))
+
+
+# One worker, as its supervisor sees it: a child process that tells of itself through a pipe.
+
+
+class WorkerProcess:
+    """A started worker.
+
+    It has a session of its own, so that Ctrl-C at a terminal reaches only the supervisor, which forwards it.
+
+    Args:
+        command: program and arguments.
+        process_id: its id in the run.
+        environ: its environment variables; JSHARD_REPORT_FD is added.
+        has_stdout: inherit stdin and stdout; otherwise there are none.
+        live: pass its stderr on.
+        deadlines: of the run.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        process_id: int,
+        environ: Mapping[str, str],
+        has_stdout: bool,
+        live: bool,
+        deadlines: Deadlines,
+    ) -> None:
+        self.process_id = process_id
+        self.ending: Ending | None = None
+        self.state: dict[str, Any] = {}
+        self._deadlines = deadlines
+        self._reports, write_fd = os.pipe()
+        os.set_blocking(self._reports, False)
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env={**environ, "JSHARD_REPORT_FD": str(write_fd)},
+                pass_fds=(write_fd,),
+                start_new_session=True,
+                stdin=None if has_stdout else subprocess.DEVNULL,
+                stdout=None if has_stdout else subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+        finally:
+            os.close(write_fd)
+        assert self._process.stderr is not None
+        self.output = Output(self._process.stderr, live=live)
+        self._partial = b""
+        self._heard_at = time.monotonic()
+        self._is_up = False
+
+    def look(self) -> Ending | None:
+        """Reads its reports; the ending, once there is one: the worker is over, or silent for too long."""
+        if self.ending is None:
+            code = self._process.poll()
+            self._read_reports()
+            # Until the first beat it imports, and on a cold file system that takes long.
+            limit_s = self._deadlines.peer_s if self._is_up else self._deadlines.init_s
+            silent_s = time.monotonic() - self._heard_at
+            if code is not None or silent_s > limit_s:
+                self.ending = self._ended(code, silent_s)
+        return self.ending
+
+    @property
+    def running(self) -> bool:
+        """Whether the process is still there; true as well for one that is frozen."""
+        return self._process.poll() is None
+
+    def forward(self, signum: int) -> None:
+        """Sends a signal to the worker alone."""
+        self._process.send_signal(signum)
+
+    def close(self) -> None:
+        """Lets go of a worker that has ended well; any other is killed, with all that it started."""
+        if self.ending is None or not self.ending.good:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            # One that hangs in the kernel, on a dead file system, ends some time later, without us.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(timeout=5)
+        self.output.stop()
+        os.close(self._reports)
+
+    def _read_reports(self) -> None:
+        try:
+            while data := os.read(self._reports, 65536):
+                self._heard_at, self._is_up = time.monotonic(), True
+                *lines, self._partial = (self._partial + data).split(b"\n")
+                for line in lines:
+                    with contextlib.suppress(ValueError):
+                        self.state.update(json.loads(line))
+        except BlockingIOError:
+            pass
+
+    def _ended(self, code: int | None, silent_s: float) -> Ending:
+        return Ending(
+            process=self.process_id,
+            host=hostname(),
+            pid=self._process.pid,
+            code=code,
+            silent_s=silent_s if code is None else None,
+            told=bool(self.state.get("told")),
+            blames_peer=bool(self.state.get("blames_peer")),
+            step=self.state.get("step"),
+            checkpoint=self.state.get("checkpoint"),
+        )
+
+
+# Starts the workers of this machine, each with the environment that tells it its place.
+
+
+def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> list[WorkerProcess]:
+    """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1.
+
+    Raises:
+        RunError: the system starts no more processes.
+        ShardingError: the machine's GPUs cannot be shared out.
+    """
+    devices = local_device_ids(number)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    workers: list[WorkerProcess] = []
+    try:
+        for process, ids in enumerate(devices):
+            place = Cluster(kind="local", coordinator=address, num_processes=number, process_id=process, variables={})
+            # A run on one machine needs nothing that is open to the network.
+            extra = {"JAX_COORDINATOR_BIND_ADDRESS": address} | ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
+            workers.append(_start(command, place, deadlines, extra=extra, has_stdout=process == 0))
+    except BaseException:
+        for worker in workers:
+            worker.close()
+        raise
+    return workers
+
+
+def start_in_cluster(command: Sequence[str], cluster: Cluster, deadlines: Deadlines) -> list[WorkerProcess]:
+    """Starts the one worker that has this process's place in the cluster.
+
+    Raises:
+        RunError: the system starts no more processes.
+    """
+    return [_start(command, cluster, deadlines, extra={}, has_stdout=True)]
+
+
+def debug() -> bool:
+    """Whether JSHARD_DEBUG asks for all that the workers write."""
+    return os.environ.get("JSHARD_DEBUG", "") not in ("", "0")
+
+
+def _start(
+    command: Sequence[str], place: Cluster, deadlines: Deadlines, *, extra: Mapping[str, str], has_stdout: bool
+) -> WorkerProcess:
+    environ = {
+        **os.environ,
+        "JSHARD_WORKER": "1",
+        "JSHARD_CLUSTER": place.kind,
+        "JSHARD_INIT_TIMEOUT": str(deadlines.init_s),
+        "JSHARD_PEER_TIMEOUT": str(deadlines.peer_s),
+        "JAX_COORDINATOR_ADDRESS": place.coordinator,
+        "JAX_NUM_PROCESSES": str(place.num_processes),
+        "JAX_PROCESS_ID": str(place.process_id),
+        **extra,
+    }
+    try:
+        return WorkerProcess(
+            command,
+            process_id=place.process_id,
+            environ=environ,
+            has_stdout=has_stdout,
+            live=place.process_id == 0 or (debug() and place.kind != "local"),
+            deadlines=deadlines,
+        )
+    except OSError as error:
+        raise RunError(
+            f"Worker {place.process_id} could not be started.",
+            where=f"{command[0]} on {socket.gethostname()}",
+            why=str(error),
+            do="see `ulimit -u` and the free memory of the machine, or start fewer: --processes 2",
+        ) from error

@@ -1,0 +1,45 @@
+"""How many blocks of a kernel a multiprocessor holds, and whether those of a collective find room beside them.
+
+Numbers and rules only: no GPU is needed. Example:
+
+    >>> from jshard.kernels import occupancy
+    >>> h200 = occupancy.gpu("h200")
+    >>> kernel = occupancy.Block(threads=128, registers=58, smem_bytes=41_024)
+    >>> ring = occupancy.footprint("ring", gpu=h200, version="2.30.7")
+    >>> occupancy.resident(h200, kernel), occupancy.drain(h200, kernel, ring.block)
+    (5, 5)
+    >>> occupancy.plans(h200, kernel, ring)[0].smem_pad_bytes
+    74752
+"""
+
+from jshard.facts.gpus import GPUS as GPUS
+from jshard.facts.gpus import GpuFacts as GpuFacts
+from jshard.facts.gpus import OccupancyError as OccupancyError
+from jshard.facts.gpus import OccupancyWarning as OccupancyWarning
+from jshard.facts.gpus import gpu as gpu
+from jshard.occupancy.blocks import PAD_UNIT_BYTES as PAD_UNIT_BYTES
+from jshard.occupancy.blocks import Block as Block
+from jshard.occupancy.blocks import Cost as Cost
+from jshard.occupancy.blocks import check as check
+from jshard.occupancy.blocks import cost as cost
+from jshard.occupancy.blocks import drain as drain
+from jshard.occupancy.blocks import fits as fits
+from jshard.occupancy.blocks import limits as limits
+from jshard.occupancy.blocks import pad_for as pad_for
+from jshard.occupancy.blocks import paddings as paddings
+from jshard.occupancy.blocks import refusals as refusals
+from jshard.occupancy.blocks import resident as resident
+from jshard.occupancy.blocks import room_beside as room_beside
+from jshard.occupancy.blocks import split_bytes as split_bytes
+from jshard.occupancy.footprints import ASSUMED_CTAS as ASSUMED_CTAS
+from jshard.occupancy.footprints import COPY_ENGINE as COPY_ENGINE
+from jshard.occupancy.footprints import FOOTPRINTS as FOOTPRINTS
+from jshard.occupancy.footprints import CommFootprint as CommFootprint
+from jshard.occupancy.footprints import ShippedKernel as ShippedKernel
+from jshard.occupancy.footprints import footprint as footprint
+from jshard.occupancy.footprints import shipped_kernels as shipped_kernels
+from jshard.occupancy.plans import Plan as Plan
+from jshard.occupancy.plans import plans as plans
+from jshard.occupancy.plans import reserved_for as reserved_for
+from jshard.occupancy.report import OccupancyReport as OccupancyReport
+from jshard.occupancy.report import occupancy_report as occupancy_report

@@ -1,0 +1,226 @@
+"""What the tuner measured, in a file that outlives the process: one entry for each kernel, shape and device."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._processes import gather_texts, is_primary
+from jshard.kernels.knobs import KernelError, Occupancy
+from jshard.occupancy import CommFootprint
+from jshard.occupancy.candidates import Choice, Timing
+
+FORMAT = "jshard tuning 1"
+
+
+class CacheError(ShardingError):
+    """A file of measurements that cannot be read, or is another's."""
+
+
+@dataclasses.dataclass(frozen=True, order=True, kw_only=True)
+class Key:
+    """What a measurement holds for.
+
+    Attributes:
+        kernel: e.g. "matmul".
+        shape: sizes of forward, "m x n x k" as "8192x4096x4096".
+        dtype: of what is multiplied.
+        device: as the driver names it.
+        jax: version of jax, and so of the compiler.
+        footprint: what ran beside it, as `footprint_text` writes it.
+    """
+
+    kernel: str
+    shape: str
+    dtype: str
+    device: str
+    jax: str
+    footprint: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Entry:
+    """What was measured for a key.
+
+    Attributes:
+        choice: what was chosen, and why.
+        timings: of everything that was tried.
+        load_bytes: that the load beside it moved.
+        when: date and time, in words.
+    """
+
+    choice: Choice
+    timings: tuple[Timing, ...]
+    load_bytes: int
+    when: str = ""
+
+
+Entries = Mapping[Key, Entry]
+
+
+def footprint_text(comm: CommFootprint) -> str:
+    """A footprint by its numbers: two kinds of collectives with equal ones disturb a kernel alike."""
+    if not comm.ctas:
+        return f"{comm.name}: no blocks"
+    return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
+
+
+def default_path() -> Path:
+    """The file in the user's folder for such things, wherever the system has it."""
+    home = Path.home()
+    if sys.platform == "win32":
+        folder = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
+    elif sys.platform == "darwin":
+        folder = home / "Library" / "Caches"
+    else:
+        given = os.environ.get("XDG_CACHE_HOME", "")
+        folder = Path(given) if os.path.isabs(given) else home / ".cache"  # a relative one does not count
+    return folder / "jshard" / "tuning.json"
+
+
+def load(path: Path) -> dict[Key, Entry]:
+    """The entries of a file; none where there is no file.
+
+    Raises:
+        CacheError: it cannot be read, or something else wrote it. It stays as it is.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError) as error:
+        raise _unreadable(path, str(error)) from error
+    return parsed(text, path)
+
+
+def parsed(text: str, path: Path) -> dict[Key, Entry]:
+    """The entries in the text of a file.
+
+    Raises:
+        CacheError: as of `load`.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise _unreadable(path, f"it is no JSON: {error}.") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else None
+        raise _unreadable(path, f"its format is {found!r}, and this version of jshard reads {FORMAT!r}.")
+    try:
+        return {Key(**one["key"]): _entry(one) for one in data["entries"]}
+    except (KeyError, TypeError, ValueError, KernelError) as error:
+        raise _unreadable(path, f"an entry is damaged: {type(error).__name__}: {error}") from error
+
+
+def store(path: Path, entries: Entries) -> None:
+    """Adds entries to a file, in the place of those with the same key. A reader sees the old file or the new one.
+
+    Raises:
+        CacheError: the file that is there is none of ours, or the new one cannot be written.
+    """
+    text = text_of({**load(path), **entries})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise CacheError(
+            "The measurements cannot be written.",
+            where=str(path),
+            why=f"{error}.",
+            do="name a file in a folder that can be written: --cache FILE",
+        ) from error
+
+
+def text_of(entries: Entries) -> str:
+    """Entries as the text of a file."""
+    whole = [{"key": dataclasses.asdict(key), **_as_json(entry)} for key, entry in sorted(entries.items())]
+    return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    return {
+        "choice": dataclasses.asdict(entry.choice),
+        "timings": [dataclasses.asdict(timing) for timing in entry.timings],
+        "load_bytes": entry.load_bytes,
+        "when": entry.when,
+    }
+
+
+def _entry(data: Mapping[str, Any]) -> Entry:
+    choice: dict[str, Any] = {**data["choice"]}
+    timings: list[dict[str, Any]] = [{**timing} for timing in data["timings"]]
+    for one in (choice, *timings):
+        one["setting"] = _setting(one["setting"])
+    return Entry(
+        choice=Choice(**choice),
+        timings=tuple(Timing(**timing) for timing in timings),
+        load_bytes=int(data["load_bytes"]),
+        when=str(data["when"]),
+    )
+
+
+def _setting(data: Mapping[str, Any] | None) -> Occupancy | None:
+    return None if data is None else Occupancy(**data)
+
+
+def _unreadable(path: Path, why: str) -> CacheError:
+    return CacheError(
+        "The file is no record of measurements that can be read.",
+        where=str(path),
+        why=why,
+        do=f"another file: --cache tuning.json; or, if nothing in it is wanted, mv {path} {path}.old",
+    )
+
+
+# Of several processes the first one decides: all must trace the same program.
+
+
+def of_first(work: Callable[[], str], *, where: str) -> str:
+    """What the first process makes; the others do nothing and receive it. All of them must call this.
+
+    Args:
+        work: makes a text.
+        where: what is at work, for the others' error.
+
+    Raises:
+        RunError: in the other processes, where the work of the first one failed.
+    """
+    made, failed = "", None
+    if is_primary():
+        try:
+            made = work()
+        except Exception as error:  # the others wait, and are told
+            failed = error
+    told = {"text": made, "failed": None if failed is None else _first_line(failed)}
+    first = json.loads(gather_texts(json.dumps(told))[0])
+    if failed is not None:
+        raise failed
+    if first["failed"] is not None:
+        raise RunError(
+            "The first process could not do it.",
+            where=where,
+            why=first["failed"],
+            do="see what process 0 says.",
+        )
+    return str(first["text"])
+
+
+def _first_line(error: Exception) -> str:
+    what = error.what if isinstance(error, FourPartError) else str(error)
+    return f"{type(error).__name__}: {next(iter(what.splitlines()), '')}"

@@ -1,0 +1,151 @@
+"""The matrix products of a model's units, as one device has them: read off the traced loss, nothing is run."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.extend import core as jex
+
+from jshard._kernel_names import kernels_of
+from jshard._mesh import data_shards
+from jshard._plan import plan as plan_of
+from jshard.engine.context import shapes_only
+from jshard.inspect.hlo.forms import unit_and_phase
+
+SIXTEEN_BITS = ("bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True, order=True, kw_only=True)
+class Product:
+    """A matrix product of forward; backward has two of the same size for it.
+
+    Attributes:
+        kernel: that computes it: "mlp" in a layer of `js.kernels.mlp`, else "matmul", or what could be one.
+        m: rows of the output: tokens of one device.
+        n: columns of the output.
+        k: the dim that is summed.
+        dtype: of what is multiplied.
+        unit: that it belongs to.
+        count: how often it is computed in forward.
+    """
+
+    kernel: str
+    m: int
+    n: int
+    k: int
+    dtype: str
+    unit: str = ""
+    count: int = 1
+
+    @property
+    def flops(self) -> float:
+        """Of all of them, in forward."""
+        return 2.0 * self.m * self.n * self.k * self.count
+
+    @property
+    def shape(self) -> str:
+        """Its sizes as text, m x n x k."""
+        return f"{self.m}x{self.n}x{self.k}"
+
+
+def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[Product, ...]:
+    """The products of forward with one matrix on each side; those of attention have a dim for heads, and are left out.
+
+    Args:
+        model: the annotated model; its arrays and its mesh may be abstract.
+        loss: called with the model and the batch, as in training.
+        batch: the global batch, abstract or real; a tuple stands for several arguments.
+
+    Raises:
+        AnnotationError: the root of the model is not annotated.
+    """
+    plan = plan_of(model)
+    units, is_alone = plan.units, data_shards(dict(plan.mesh)) == 1  # there a region runs as it is
+    # A loop over stacked layers makes modules of its own, which are named after their class.
+    names = {unit.kind: unit.name for unit in units} | {unit.name: unit.name for unit in units}
+    names[""] = units[0].name  # outside of units a region is the root's
+    arguments = batch if isinstance(batch, tuple) else (batch,)
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def forward(params: Any, rest: Any, arguments: tuple) -> Any:
+        return loss(nnx.merge(graphdef, params, rest, copy=True), *arguments)
+
+    with shapes_only():
+        jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
+    counts: collections.Counter[Product] = collections.Counter()
+    for found in _walk(jaxpr, inside=is_alone, around=""):
+        counts[dataclasses.replace(found, unit=names.get(found.unit, found.unit), count=1)] += found.count
+    return tuple(dataclasses.replace(product, count=count) for product, count in counts.items())
+
+
+def by_shape(products: tuple[Product, ...]) -> dict[Product, tuple[Product, ...]]:
+    """Products of equal sizes together, whatever unit they are of; the largest amount of work first."""
+    groups: dict[Product, list[Product]] = {}
+    for product in products:
+        groups.setdefault(dataclasses.replace(product, unit="", count=1), []).append(product)
+    order = sorted(groups, key=lambda key: -sum(product.flops for product in groups[key]))
+    return {key: tuple(groups[key]) for key in order}
+
+
+def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator[Product]:
+    """The products in sharded regions, where shapes are those of one device."""
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        # What is traced into a loop does not say where the loop is.
+        place = f"{around}/{eqn.source_info.name_stack}"
+        if name == "unit":
+            place += f"/jshard[{eqn.params['settings'].name}]"
+        if name == "dot_general" and inside:
+            yield from _product(eqn, place, rounds)
+        if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):
+            yield from _of_kernel(eqn, place, rounds) if inside else ()
+            continue  # its tiles are no products of the model
+        more = rounds * (eqn.params["length"] if name == "scan" else 1)
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from _walk(inner, inside=inside or name == "shard_map", around=place, rounds=more)
+
+
+def _product(eqn: Any, place: str, count: int) -> Iterator[Product]:
+    (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
+    left, right = (v.aval for v in eqn.invars)
+    if batch_dims or not left_dims:
+        return
+    yield Product(
+        kernel="mlp" if _kernel(place)[0] == "mlp" else "matmul",
+        m=math.prod(size for dim, size in enumerate(left.shape) if dim not in left_dims),
+        n=math.prod(size for dim, size in enumerate(right.shape) if dim not in right_dims),
+        k=math.prod(left.shape[dim] for dim in left_dims),
+        dtype=str(left.dtype),
+        unit=_unit(place),
+        count=count,
+    )
+
+
+def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[Product]:
+    """The products of a call of `js.kernels.matmul` or `mlp` where it is a kernel: of x with each of the weights."""
+    kernel, _ = _kernel(place)
+    matrices = [v.aval for v in eqn.invars if len(v.aval.shape) == 2]
+    if kernel not in ("matmul", "mlp") or not matrices:
+        return
+    x, *weights = matrices
+    for w in weights:
+        k, n = w.shape
+        sizes = {"m": x.shape[0], "n": n, "k": k}
+        yield Product(kernel=kernel, **sizes, dtype=str(x.dtype), unit=_unit(place), count=count)
+
+
+def _kernel(place: str) -> tuple[str, str]:
+    """Name and form of the kernel that something is part of; empty where it is of none."""
+    found = kernels_of(place)
+    return found[-1] if found else ("", "")
+
+
+def _unit(place: str) -> str:
+    units, _ = unit_and_phase(place)
+    return units[-1] if units else ""

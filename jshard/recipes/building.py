@@ -1,0 +1,165 @@
+"""The annotated model of a recipe, with its arrays or without; nobody else asks whether it is of nnx or Linen."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard._init import abstract_init, shard_init
+from jshard._linen.annotation import annotation_of
+from jshard._linen.route import initialise
+from jshard._mesh import AnyMesh, batch_sharding
+from jshard._nnx import dotted
+from jshard._revise import revise
+from jshard.data import Data, DataError
+from jshard.data.source import first_sample
+from jshard.recipes.linen_model import Initialising, LinenModel
+from jshard.recipes.model_file import LinenUnits, ModelFile, ModelFileError, check_is_text, next_token_loss
+from jshard.recipes.recipe import Recipe
+
+
+class _IsLinen(Exception):
+    """`build` has made a Linen module; it is told by a trace, as an nnx model holds its parameters when it is made."""
+
+
+def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.Module:
+    """The model of a recipe without arrays: shapes, dtypes and shardings.
+
+    Args:
+        model_file: builds and annotates the model.
+        recipe: its config and its seed.
+        mesh: the devices; they need not exist.
+    """
+    return _made(model_file, recipe, mesh, abstract_init)
+
+
+def new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
+    """The model of a recipe, every parameter born sharded.
+
+    Args:
+        model_file: builds and annotates the model.
+        recipe: its config and its seed.
+        mesh: the devices.
+    """
+    return _made(model_file, recipe, mesh, functools.partial(shard_init, mesh=mesh))
+
+
+def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None = None) -> dict[str, Any]:
+    """A batch of a recipe without its arrays; the shapes of text are known without reading it.
+
+    Args:
+        model_file: its `data`, if it has any.
+        recipe: the length of its sequences.
+        rows: of the batch.
+        mesh: for its shardings.
+    """
+    if model_file.data is not None:
+        batch = batch_like(model_file.data(recipe), rows, mesh)
+        if model_file.loss_fn is next_token_loss:
+            check_is_text(batch, where=f"{model_file.path}: data(recipe)")
+        return batch
+    sharding = None if mesh is None else batch_sharding(mesh)
+    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32, sharding=sharding)
+    return {"inputs": tokens, "targets": tokens}
+
+
+def batch_like(data: Data, batch_size: int, mesh: Mesh | None = None) -> dict[str, jax.ShapeDtypeStruct]:
+    """A batch of the data without its arrays: shapes, dtypes, and with a mesh shardings.
+
+    Raises:
+        DataError: the first sample is no dict of arrays of numbers.
+    """
+    sharding = None if mesh is None else batch_sharding(mesh)
+
+    def stacked(x: np.ndarray) -> jax.ShapeDtypeStruct:
+        dtype = jax.dtypes.canonicalize_dtype(x.dtype)  # as arrays have it on the devices
+        return jax.ShapeDtypeStruct((batch_size, *x.shape), dtype, sharding=sharding)
+
+    return {key: stacked(x) for key, x in first_sample(data.train, DataError).items()}
+
+
+def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
+    def build() -> nnx.Module:
+        model = model_file.build(recipe.model, nnx.Rngs(recipe.seed))
+        if isinstance(model, nn.Module):
+            raise _IsLinen
+        return model
+
+    try:
+        model = place(build, lambda model: model_file.annotate(model, mesh))
+    except _IsLinen:
+        model = _made_linen(model_file, recipe, mesh, place)
+    _check_trained(model_file, model)
+    return model
+
+
+def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
+    module, settings = _annotated_linen(model_file, recipe, mesh)
+    rows = recipe.batch_size // recipe.accumulate
+    model = _held(module, model_file.loss_fn, batch_of(model_file, recipe, rows), recipe.seed, place)
+    if settings:
+        revise(model, settings)
+    return model
+
+
+def _check_trained(model_file: ModelFile, model: nnx.Module) -> None:
+    if model_file.wrt is nnx.Param or jax.tree.leaves(nnx.state(model, model_file.wrt)):
+        return
+    paths = [dotted(path) for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    raise ModelFileError(
+        "No parameter of the model is trained.",
+        where=f"{model_file.path}: wrt = {model_file.wrt!r}",
+        why=f"it chooses none of {', '.join(paths[:4])}{', ...' if len(paths) > 4 else ''}.",
+        do='wrt = "*/lora_*"  # a pattern of their paths, or an nnx filter',
+    )
+
+
+def _held(
+    module: nn.Module, loss_fn: Callable[..., Any], batch: Mapping[str, Any], seed: int, place: Callable[..., Any]
+) -> LinenModel:
+    """The model, initialised by its loss: that calls it with whatever it takes from a batch."""
+
+    def create() -> tuple[dict[str, Any], Any]:
+        zeros, asked = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), batch), set()
+
+        def initialised(bound: nn.Module, batch: Any) -> None:
+            initialise(bound, lambda: loss_fn(Initialising(bound, asked), batch))
+
+        made = nn.init(initialised, module, mutable=True)(jax.random.key(seed), zeros)
+        return {k: tree for k, tree in made.items() if k not in asked and not _is_sown(tree)}, nnx.state(nnx.Rngs(seed))
+
+    collections, keys = place(create, module)
+    rngs = cast(nnx.Rngs, nnx.eval_shape(lambda: nnx.Rngs(seed)))
+    nnx.update(rngs, keys)
+    return LinenModel(module, collections, rngs)
+
+
+def _is_sown(collection: Any) -> bool:
+    """Whether a collection holds what `sow` has collected, in tuples; kept, it would grow with every step."""
+    is_tuple = lambda x: isinstance(x, tuple) and not hasattr(x, "_fields")
+    return any(map(is_tuple, jax.tree.leaves(collection, is_leaf=is_tuple)))
+
+
+def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> tuple[nn.Module, Mapping[str, Any]]:
+    """The annotated Linen module, and what a command line says otherwise of its units."""
+    found: Any = model_file.annotate(model_file.build(recipe.model, nnx.Rngs(recipe.seed)), mesh)
+    settings: dict[str, Any] = {}
+    while isinstance(found, LinenUnits):
+        found, settings = found.module, {**found.settings, **settings}
+    if annotation_of(found) is None:
+        raise ModelFileError(
+            "The model file gives no annotated model.",
+            where=f"{model_file.path}: annotate(model, mesh)",
+            why=f"it returns {'None' if found is None else f'a {type(found).__name__}'}; of a Linen module"
+            " js.fully_shard returns an annotated copy.",
+            do="return js.fully_shard(model, mesh=mesh, units=Block)",
+        )
+    return found, settings

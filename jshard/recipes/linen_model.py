@@ -1,0 +1,357 @@
+"""A Linen model as an nnx model: plans, steps, evaluations, optimizers and checkpoints are one code for both."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from flax import nnx
+from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
+
+from jshard._errors import AnnotationError
+from jshard._linen.annotation import annotation_of, relaid
+from jshard._linen.layout import Layout
+from jshard._linen.route import call_annotated
+from jshard._linen.values import as_arrays, flat, raw_of
+from jshard._nnx import Path, attach, dotted, unit_of
+from jshard._offload import to_device
+from jshard._padded import Padding, store
+from jshard._policies import UnitPolicy
+from jshard.engine.context import in_plain_flax
+
+_STATE = "batch_stats", "cache"  # a run updates them, asked for or not
+
+
+def names_of(mutable: str | Sequence[str]) -> tuple[str, ...]:
+    """The collections that a call asks for."""
+    return (mutable,) if isinstance(mutable, str) else tuple(mutable)
+
+
+def is_method(module: nn.Module, name: str) -> bool:
+    """Whether a name of a Linen module is a method that its user wrote."""
+    return callable(getattr(type(module), name, None)) and not hasattr(nn.Module, name)
+
+
+class Initialising:
+    """A bound Linen module as a loss sees it while its variables are made: called as a `LinenModel` is.
+
+    Args:
+        bound: the module, with all collections mutable.
+        asked: gets the names of the collections that calls ask for, which are no state of the model.
+    """
+
+    def __init__(self, bound: nn.Module, asked: set[str]) -> None:
+        self._bound, self._asked = bound, asked
+
+    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+        """Calls the module. With `mutable`, names of collections, it also returns what the call put there."""
+        return self._run("__call__", args, kwargs, names_of(mutable))
+
+    def __getattr__(self, name: str) -> Any:
+        return self._method(name) if is_method(self._bound, name) else getattr(self._bound, name)
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
+
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
+        self._asked |= set(asked) - set(_STATE)
+        before = self._bound.variables
+        out = getattr(self._bound, name)(*args, **kwargs)
+        after = self._bound.variables
+        return (out, {key: _since(before.get(key, {}), after.get(key, {})) for key in asked}) if asked else out
+
+
+def _since(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """A collection without what earlier calls have sown: each call of a `LinenModel` starts anew."""
+    old, found = dict(flat(before)), {}
+    for path, value in flat(after):
+        tree = found
+        for key in path[:-1]:
+            tree = tree.setdefault(key, {})
+        sown = isinstance(value, tuple) and isinstance(old.get(path), tuple)
+        tree[path[-1]] = value[len(old[path]) :] if sown else value
+    return found
+
+
+# Evaluation of a Linen model: dropout off, statistics fixed, however the model says it in training.
+
+_FIELDS = ("deterministic", "use_running_average")
+
+# Part of jit's cache key: an nn.jit in the model must not take the trace that training has made.
+_is_on = jax.make_user_context(default_value=False)
+
+
+@contextlib.contextmanager
+def inference(is_on: bool) -> Iterator[None]:
+    """Inside, modules with a field `deterministic` or `use_running_average` run as if it were True.
+
+    Args:
+        is_on: whether they do; else nothing changes.
+    """
+    if not is_on:
+        yield
+        return
+    with _is_on(True), nn.intercept_methods(_intercept):
+        yield
+
+
+def _intercept(run: Callable, args: tuple, kwargs: dict[str, Any], context: nn.module.InterceptorContext) -> Any:
+    module = context.module
+    before = {name: getattr(module, name) for name in _FIELDS if _has_field(module, name)}
+    if not before:
+        return run(*args, **kwargs)
+    args, kwargs = _without(before, context, args, kwargs)
+    try:
+        for name in before:
+            object.__setattr__(module, name, True)
+        return run(*args, **kwargs)
+    finally:
+        for name, value in before.items():
+            object.__setattr__(module, name, value)
+
+
+def _has_field(module: nn.Module, name: str) -> bool:
+    return any(field.name == name for field in dataclasses.fields(module))
+
+
+def _without(
+    names: dict[str, Any], context: nn.module.InterceptorContext, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
+    """The arguments with None for these: Flax's modules refuse what is said twice."""
+    method = getattr(type(context.module), context.method_name, None) or type(context.module).__call__
+    given = inspect.signature(method).bind_partial(context.module, *args, **kwargs)
+    for name in names.keys() & given.arguments.keys():
+        given.arguments[name] = None
+    return given.args[1:], given.kwargs
+
+
+# A Linen model as an nnx model: plans, steps, optimizers and checkpoints are one code for both.
+
+_PARAMS = "params"
+_KINDS: dict[str, type[nnx.Variable]] = {_PARAMS: nnx.Param, "batch_stats": nnx.BatchStat, "cache": nnx.Cache}
+_STREAMS = (_PARAMS, "dropout")  # of keys; Flax takes those of the first for any other stream
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a variable belongs in Linen's collections, in which boxes, and its name in its nnx module."""
+
+    collection: str
+    path: Path
+    boxes: Any  # a treedef
+    name: str
+
+
+class _Part(nnx.Module):
+    """The variables of a Linen module inside the model."""
+
+
+class LinenModel(nnx.Module):
+    """A Linen model that holds its variables. It is called as an nnx model is, and as a bound Linen module.
+
+    Its methods and fields are those of the Linen module. Each call has random keys of its own, counted in `rngs`. With
+    `deterministic`, dropout is off and statistics are fixed; see `jshard.recipes.linen_model`.
+
+    Args:
+        module: the annotated Linen module, as `init` has shown its parameters.
+        collections: its variables; arrays or shapes.
+        rngs: where the keys of its calls are from.
+    """
+
+    def __init__(self, module: nn.Module, collections: Mapping[str, Any], rngs: nnx.Rngs) -> None:
+        self.rngs, self.deterministic = rngs, False
+        annotation = annotation_of(module)
+        assert annotation is not None, "who makes a LinenModel has checked it"
+        _check(module, collections)
+        places = _hold(self, collections, {path: unit.kind for path, unit in annotation.layout.units.items()})
+        self._linen = _Linen(module, annotation.layout, places)
+        layout = annotation.layout
+        records = {path: dataclasses.replace(unit, nested=bool(path)) for path, unit in layout.records.items()}
+        for path, unit in records.items():
+            attach(_part(self, path), unit.with_plan(layout.plan.seen_from(path, records)), _as_it_is)
+        for place in places:
+            _store_padded(self._variable(place), annotation.layout, place)
+
+    def __call__(self, *args: Any, mutable: str | Sequence[str] = (), **kwargs: Any) -> Any:
+        """Calls the Linen module. With `mutable`, names of collections, it also returns what the call put there."""
+        return self._run("__call__", args, kwargs, names_of(mutable))
+
+    def __getattr__(self, name: str) -> Any:
+        linen = vars(self).get("_linen")
+        if linen is None or name.startswith("_"):
+            raise AttributeError(name)
+        return self._method(name) if is_method(linen.module, name) else getattr(linen.module, name)
+
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The variables as Linen has them, by collection."""
+        found: dict[str, Any] = {}
+        for place in self._linen.places:
+            raw, tree = self._variable(place).get_raw_value(), found
+            for key in (place.collection, *place.path[:-1]):
+                tree = tree.setdefault(key, {})
+            tree[place.path[-1]] = jax.tree.unflatten(place.boxes, jax.tree.leaves(raw))
+        return found
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        return lambda *args, mutable=(), **kwargs: self._run(name, args, kwargs, names_of(mutable))
+
+    def _run(self, name: str, args: tuple, kwargs: dict[str, Any], asked: tuple[str, ...]) -> Any:
+        states = [] if self.deterministic else self._linen.states
+        module = self._linen.module_for(self._policies())
+        call = nn.apply(lambda bound: getattr(bound, name)(*args, **kwargs), module, mutable=[*states, *asked] or False)
+        variables = to_device(self.variables) if in_plain_flax() else self.variables
+        with inference(self.deterministic):
+            out: Any = call(variables, rngs=self._keys())
+        if not states and not asked:
+            return out
+        out, changed = out
+        self._take({key: tree for key, tree in changed.items() if key in states})
+        return (out, {key: changed.get(key, {}) for key in asked}) if asked else out
+
+    def _keys(self) -> dict[str, jax.Array]:
+        """Keys for a call; outside of training nothing is counted, so that a call changes nothing."""
+        rngs = nnx.clone(self.rngs) if self.deterministic else self.rngs
+        return {stream: rngs() for stream in _STREAMS}
+
+    def _take(self, changed: Mapping[str, Any]) -> None:
+        held = {(place.collection, *place.path): place for place in self._linen.places}
+        found = {(name, *path): leaf for name, tree in changed.items() for path, leaf in flat(tree)}
+        if new := sorted(dotted(key) for key in found.keys() - held.keys()):
+            raise AnnotationError(
+                "A call of a Linen model makes variables that its init did not make.",
+                where=[f"{type(self._linen.module).__name__}: {path}" for path in new],
+                why="the state of a run is what init has made; a step leaves it as it is.",
+                do="make them in init too: without a condition on self.is_initializing().",
+            )
+        for key, leaf in found.items():
+            self._variable(held[key]).set_raw_value(as_arrays(raw_of(leaf)))
+
+    def _variable(self, place: _Place) -> nnx.Variable:
+        return vars(_part(self, place.path[:-1]))[place.name]
+
+    def _policies(self) -> dict[Path, UnitPolicy]:
+        """The settings of the units as their records have them now."""
+        records = ((path, unit_of(_part(self, path))) for path in ((), *self._linen.layout.units))
+        return {path: record.policy for path, record in records if record is not None}
+
+
+@dataclasses.dataclass(eq=False)
+class _Linen:
+    """What a `LinenModel` is made of, but for its arrays; of its graph it is a constant.
+
+    Args:
+        module: the annotated Linen module.
+        layout: of its parameters.
+        places: of its variables.
+    """
+
+    module: nn.Module
+    layout: Layout
+    places: tuple[_Place, ...]
+
+    def __post_init__(self) -> None:
+        self._modules: dict[Any, nn.Module] = {}
+
+    @property
+    def states(self) -> list[str]:
+        """The collections that a call in training may change."""
+        return sorted({place.collection for place in self.places} - {_PARAMS})
+
+    def module_for(self, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
+        """The module whose units have these settings."""
+        if in_plain_flax():
+            return _plain_flax(self.module, policies)
+        key = tuple(policies.items())
+        if key not in self._modules:
+            self._modules[key] = relaid(self.module, lambda layout: layout.with_policies(policies), call_annotated)
+        return self._modules[key]
+
+
+def _plain_flax(module: nn.Module, policies: Mapping[Path, UnitPolicy]) -> nn.Module:
+    """The module as its file has it, for a comparison with what the compiler makes of it."""
+    annotation = annotation_of(module)
+    assert annotation is not None
+    plain = UnitPolicy().mixed_precision
+    own = [path for path, policy in policies.items() if policy.remat != "none" or policy.mixed_precision != plain]
+    if own:
+        raise AnnotationError(
+            "A Linen model is compared with plain Flax in its own dtypes only.",
+            where=[f"{annotation.base.__name__}: {dotted(path)}" for path in own],
+            why="mixed_precision and remat of the annotation are jshard's; without it the model has neither.",
+            do="leave gspmd out of --compare, or say both in the model: nn.Dense(..., dtype=jnp.bfloat16), nn.remat.",
+        )
+    return annotation.plain(module)
+
+
+def _as_it_is(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """The route of a `LinenModel`: the Linen module has its own."""
+    return method(module, *args, **kwargs)
+
+
+def _hold(model: LinenModel, collections: Mapping[str, Any], kinds: Mapping[Path, str]) -> tuple[_Place, ...]:
+    """Puts the variables into modules of the model, which it makes."""
+    for path in kinds:
+        _part(model, path, kinds)
+    places = []
+    for collection, path, leaf in _variables(collections):
+        part, name = vars(_part(model, path[:-1], kinds)), path[-1]
+        name = f"{collection}:{name}" if name in part else name  # Linen has a namespace for each collection
+        setattr(_part(model, path[:-1]), name, _KINDS.get(collection, nnx.Variable)(as_arrays(raw_of(leaf))))
+        places.append(_Place(collection, path, jax.tree.structure(leaf), name))
+    return tuple(places)
+
+
+def _store_padded(variable: nnx.Variable, layout: Layout, place: _Place) -> None:
+    """Says of a parameter that is stored padded that it is, so that an optimizer sees the logical one."""
+    leaf = layout.leaves.get(dotted(place.path)) if place.collection == _PARAMS else None
+    padding = None if leaf is None else Padding.of(leaf.placement)
+    if padding is not None:
+        store(variable, padding, variable.get_raw_value())
+
+
+def _variables(collections: Mapping[str, Any]) -> Iterator[tuple[str, Path, Any]]:
+    for collection in sorted(collections, key=lambda name: (name != _PARAMS, name)):
+        for path, leaf in flat(collections[collection]):
+            yield collection, path, leaf
+
+
+def _part(model: nnx.Module, path: Path, kinds: Mapping[Path, str] | None = None) -> nnx.Module:
+    """The module at a path; with `kinds`, which names the classes of units, it is made where it is not there."""
+    for i, key in enumerate(path):
+        if kinds is not None and key not in vars(model):
+            setattr(model, key, _part_class(kinds.get(path[: i + 1], "Part"))())
+        model = vars(model)[key]
+    return model
+
+
+@functools.cache
+def _part_class(kind: str) -> type[_Part]:
+    """A class of the name of the Linen class: units of one class are layers of one kind."""
+    metaclass: Any = type(_Part)
+    return metaclass(kind, (_Part,), {"__module__": __name__})
+
+
+def _check(module: nn.Module, collections: Mapping[str, Any]) -> None:
+    if OVERWRITTEN in collections:
+        raise AnnotationError(
+            "A run does not update the scales of fp8 products.",
+            where=f"{type(module).__name__}: collection {OVERWRITTEN}",
+            why="their gradients are their new values, and an optimizer would take them for gradients.",
+            do="a loop of your own: docs/linen.md, 3. Train, with flax.linen.fp8_ops and its TrainState.",
+        )
+    taken = {"rngs", "deterministic", "variables", "_linen"}
+    used = sorted({str(path[0]) for _, path, _ in _variables(collections)} & taken)
+    if used:
+        raise AnnotationError(
+            "A name in a Linen model is taken.",
+            where=[f"{type(module).__name__}: {name}" for name in used],
+            why=f"the model of a run has attributes of its own: {', '.join(sorted(taken))}.",
+            do=f'rename it: name="{used[0]}_0"',
+        )

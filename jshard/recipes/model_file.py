@@ -1,0 +1,381 @@
+"""Model files: what `jshard train` is given.
+
+A *model file* is an ordinary Python file. Three names in it are needed:
+
+    RECIPES                    dict: recipe name -> function returning a `Recipe`; first = default
+    build(config, rngs)        the Flax model for `recipe.model`
+    annotate(model, mesh)      calls `js.fully_shard` on the units, the root last; of a Linen module it returns the copy
+
+and six are optional:
+
+    loss_fn(model, batch)      the mean loss over the global batch, a scalar;
+                               without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
+    data(recipe)               a `jshard.train.Data` instead of text
+    generate(model, prompt, num_tokens, *, key)
+                               continues prompts, (batch, length) token ids; a run then ends with a sample
+    flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
+    hf_names(config)           what Hugging Face calls each parameter, for --init-from and `jshard ckpt`
+    wrt                        the parameters that are trained: an nnx filter, such as `nnx.LoRAParam`, or patterns of
+                               their paths, such as "*/lora_*"; all by default
+
+`batch` is what the data gives, stacked; of text a dict of two int32 arrays of shape (batch_size, sequence_length):
+"inputs", and "targets", the same text one token later. `jshard init gpt my_gpt.py` copies an example.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import itertools
+import re
+import shlex
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import AbstractMesh, Mesh
+
+from jshard._choices import as_filter
+from jshard._errors import FourPartError, ShardingError
+from jshard.recipes.recipe import Recipe
+from jshard.recipes.shipped_models import model_path, shipped_folder, shipped_models
+
+Batch = Mapping[str, jax.Array]
+LossFn = Callable[[Any, Any], jax.Array]
+
+MODULE_PREFIX = "jshard_model_file_"  # of the names of loaded files in sys.modules
+_NEEDED = ("RECIPES", "build", "annotate")
+_OPTIONAL = ("loss_fn", "data", "generate", "flops", "hf_names")
+
+
+class ModelFileError(ShardingError):
+    """The model file or the recipe asked for cannot be used."""
+
+
+def next_token_loss(model: Any, batch: Batch) -> jax.Array:
+    """Mean cross entropy of `model(inputs)`, logits in float32, with the targets, in nats per token."""
+    check_is_text(batch, where="batch of next_token_loss")
+    logits = model(batch["inputs"]).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
+    """Checks that a batch has what the loss of a model file without `loss_fn` reads.
+
+    Args:
+        batch: arrays by key, abstract or real.
+        where: what gave it, for the error.
+
+    Raises:
+        ModelFileError: a key is missing.
+    """
+    missing = [key for key in ("inputs", "targets") if key not in batch]
+    if missing:
+        raise ModelFileError(
+            "The data need a loss_fn.",
+            where=where,
+            why=f"a sample has {', '.join(map(repr, batch))}, and no {' and no '.join(map(repr, missing))}:\n"
+            "without loss_fn the loss is the cross entropy of model(inputs) with the targets.",
+            do="def loss_fn(model, batch): ...  # in the model file: a mean over the batch",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class LinenUnits:
+    """What `annotate` returns for a Linen module whose units get other settings once its parameters are known.
+
+    Attributes:
+        module: what the file's own `annotate` returned.
+        settings: new values, by name.
+    """
+
+    module: Any
+    settings: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelFile:
+    """The names of a model file; see the module's docstring.
+
+    Attributes:
+        path: where it is.
+        recipes: `RECIPES`.
+        build: makes the model of a config.
+        annotate: says what is sharded; of a Linen module it returns the annotated copy.
+        loss_fn: the mean loss over the global batch.
+        data: makes the data of a recipe; None for text.
+        generate: continues prompts; None for no sample.
+        flops: of a step, with their formula; None for those of a dense transformer.
+        hf_names: what Hugging Face calls each parameter; None where nobody said.
+        wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
+    """
+
+    path: Path
+    recipes: Mapping[str, Callable[[], Recipe]]
+    build: Callable[[Any, nnx.Rngs], nnx.Module | nn.Module]
+    annotate: Callable[[Any, Mesh | AbstractMesh], Any]
+    loss_fn: LossFn = next_token_loss
+    data: Callable[[Any], Any] | None = None
+    generate: Callable[..., jax.Array] | None = None
+    flops: Callable[[Any], tuple[float, str]] | None = None
+    hf_names: Callable[[Any], Mapping[str, Any]] | None = None
+    wrt: Any = nnx.Param
+
+    @property
+    def name(self) -> str:
+        """How a run records it: by its name if it comes with jshard, as that works on any machine; else by its path."""
+        return self.path.stem if self.path.parent == shipped_folder() else str(self.path)
+
+    def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
+        """The named recipe, or the file's first, with its name.
+
+        Args:
+            name: a key of `RECIPES`; the first by default.
+
+        Raises:
+            ModelFileError: the file has no recipe of that name, or its function makes none.
+        """
+        name = next(iter(self.recipes)) if name is None else name
+        if name not in self.recipes:
+            near = difflib.get_close_matches(name, self.recipes, n=1)
+            raise ModelFileError(
+                f"There is no recipe {name!r}.",
+                where=str(self.path),
+                why=f"RECIPES of that file has: {', '.join(self.recipes)}.",
+                do=f"--recipe {near[0] if near else next(iter(self.recipes))}  # or add {name!r} to RECIPES",
+            )
+        return name, _made(self.path, name, self.recipes[name])
+
+    def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
+        """What `hf_names` says of a config; None where the file has no such function.
+
+        Args:
+            config: of the model.
+
+        Raises:
+            ModelFileError: there are no such names for this config.
+        """
+        if self.hf_names is None:
+            return None
+        try:
+            return self.hf_names(config)
+        except FourPartError:
+            raise
+        except ValueError as error:
+            raise ModelFileError(
+                "The parameters of this config have no names elsewhere.",
+                where=place_in(self.path, error),
+                why=f"hf_names says: {error}.",
+                do="choose a config that it knows; or a checkpoint of jshard, whose names are the model's own.",
+            ) from error
+
+
+def load_model_file(path: str | Path) -> ModelFile:
+    """Runs a model file and picks its names.
+
+    As with `python FILE`, the file's folder comes first in `sys.path`, so that it can import its neighbours; a file
+    that is loaded twice gives two modules. An error that the file raises is not changed.
+
+    Args:
+        path: a Python file, or the name of a model that comes with jshard, such as "gpt"; a file of that name in the
+            working folder comes first.
+
+    Returns:
+        Its names, checked as far as they can be without calling them.
+
+    Raises:
+        ModelFileError: the file cannot be read as Python, imports what is not installed, or lacks one of the names.
+    """
+    path = model_path(Path(path))
+    _check_file(path)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return _pick(_module(path), path)
+
+
+def _check_file(path: Path) -> None:
+    why = _unreadable(path)
+    if why:
+        near = next(iter(difflib.get_close_matches(path.stem, shipped_models(), n=1)), "gpt")
+        raise ModelFileError(
+            "The model file cannot be read.",
+            where=str(path),
+            why=why,
+            do="give the path of a Python file with a model, or the name of one that comes with jshard, such as"
+            f" {near};\njshard init {near} my_{near}.py  # copies it, to be changed",
+        )
+
+
+def _unreadable(path: Path) -> str | None:
+    try:
+        if not path.is_file():
+            missing = f"no such file, seen from {Path.cwd()}; with jshard come {', '.join(shipped_models())}."
+            return "it is a folder." if path.is_dir() else missing
+        if ".py" not in (path.suffix, path.resolve().suffix):
+            return f"a model file is Python and ends in .py; this is {path.name!r}."
+        return "it is not text: there are zero bytes in it." if b"\0" in path.read_bytes() else None
+    except OSError as error:
+        return f"{error.strerror}."
+
+
+def _module(path: Path) -> types.ModuleType:
+    # A name of its own in sys.modules, so that the file's classes can be pickled and that two
+    # files called model.py do not meet.
+    stem = MODULE_PREFIX + re.sub(r"\W", "_", path.stem)
+    name = next(name for name in _numbered(stem) if name not in sys.modules)
+    resolved = path.resolve()
+    module = types.ModuleType(name)
+    module.__file__ = str(resolved)
+    sys.modules[name] = module
+    try:
+        # As `python FILE` does, and unlike an import: compiled now, so that the last edit always counts.
+        exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
+    except BaseException as error:
+        del sys.modules[name]
+        told = _told(error, path)
+        if told is None:
+            raise
+        raise told from error
+    return module
+
+
+def _numbered(stem: str) -> Iterator[str]:
+    return itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+
+
+def _told(error: BaseException, path: Path) -> ModelFileError | None:
+    """Errors that four parts explain better than a traceback; None for the others."""
+    if isinstance(error, SyntaxError):
+        return ModelFileError(
+            "The model file is not valid Python.",
+            where=f"{error.filename or path}, line {error.lineno}" if error.lineno else str(error.filename or path),
+            why=f"{error.msg}." + (f"\n{error.text.strip()}" if error.text else ""),
+            do=f"correct it; python -m py_compile {shlex.quote(str(path))} shows the same.",
+        )
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return _not_there(error.name, place_in(path, error), path.resolve().parent)
+    if isinstance(error, SystemExit):
+        return ModelFileError(
+            "The model file ended the process.",
+            where=place_in(path, error),
+            why=f"it called sys.exit({'' if error.code is None else repr(error.code)}) while it was loaded.",
+            do='put what is a program of its own under: if __name__ == "__main__":',
+        )
+    return None
+
+
+def _not_there(module: str, place: str, folder: Path) -> ModelFileError:
+    top = module.partition(".")[0]
+    if top in sys.modules:
+        why = f"there is {top!r}, but not this part of it."
+        do = f"correct the name, or install a version of {top} that has it."
+    else:
+        why = f"no installed package and nothing in {folder} has that name."
+        do = f"install the package that brings it (often: pip install {top}), or put {top}.py into that folder."
+    return ModelFileError(f"The model file imports {module!r}, which is not there.", where=place, why=why, do=do)
+
+
+def refuses_batches(path: Path, error: ValueError) -> ModelFileError:
+    """What a model means that raises while its step is traced, as for a sequence that is too long for it."""
+    return ModelFileError(
+        "The model refuses the batches of the recipe.",
+        where=place_in(path, error),
+        why=f"{error}.",
+        do="change the recipe, for example --set sequence_length=...; --debug shows the traceback.",
+    )
+
+
+def place_in(path: Path, error: BaseException) -> str:
+    """The line of the model file from which the error came."""
+    resolved = str(path.resolve())
+    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == resolved]
+    return f"{path}, line {lines[-1]}" if lines else str(path)
+
+
+def _made(path: Path, name: str, make: Callable[[], Recipe]) -> Recipe:
+    try:
+        recipe = make()
+    except FourPartError:
+        raise
+    except Exception as error:
+        raise ModelFileError(
+            f"The recipe {name!r} cannot be made.",
+            where=place_in(path, error),
+            why=f"{type(error).__name__}: {error}",
+            do="correct that function in RECIPES; --debug shows the traceback.",
+        ) from error
+    if not isinstance(recipe, Recipe):
+        raise ModelFileError(
+            f"The recipe {name!r} is not a Recipe.",
+            where=f"{path}, RECIPES[{name!r}]",
+            why=f"its function returns {_kind(recipe)}.",
+            do="return jshard.train.Recipe(model=..., ...), or an object of a subclass of it.",
+        )
+    return recipe
+
+
+def _pick(module: Any, path: Path) -> ModelFile:
+    missing = [name for name in _NEEDED if getattr(module, name, None) in (None, {})]
+    if missing:
+        raise ModelFileError(
+            f"The model file lacks {', '.join(missing)}.",
+            where=str(path),
+            why="`jshard train` needs RECIPES, build and annotate in it.",
+            do="jshard init gpt my_gpt.py  # an example; python -m pydoc jshard.recipes.model_file explains it",
+        )
+    named = {name: getattr(module, name, None) for name in ("build", "annotate", *_OPTIONAL)}
+    named = {name: value for name, value in named.items() if value is not None}
+    wrt = getattr(module, "wrt", nnx.Param)
+    wrong = [*_not_recipes(module.RECIPES), *_not_functions(named), *_not_filter(wrt)]
+    if wrong:
+        raise ModelFileError(
+            "The model file has names that it cannot be used with.",
+            where=[f"{path}, {name}" for name, _ in wrong],
+            why="\n".join(why for _, why in wrong),
+            do='def build(config, rngs): ..., def annotate(model, mesh): ..., RECIPES = {"tiny": tiny}.',
+        )
+    return ModelFile(path=path, recipes=module.RECIPES, wrt=_filter(wrt), **named)
+
+
+def _not_recipes(recipes: Any) -> Iterator[tuple[str, str]]:
+    if not isinstance(recipes, Mapping):
+        yield "RECIPES", f"RECIPES is {_kind(recipes)}, not a dict of functions."
+        return
+    for name, make in recipes.items():
+        if not isinstance(name, str):
+            yield f"RECIPES[{name!r}]", f"the name {name!r} is {_kind(name)}, not text."
+        if not callable(make):
+            yield f"RECIPES[{name!r}]", f"RECIPES[{name!r}] is {_kind(make)}, not a function that returns a Recipe."
+
+
+def _not_functions(named: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for name, value in named.items():
+        if not callable(value):
+            yield name, f"{name} is {_kind(value)}, not a function."
+
+
+def _filter(wrt: Any) -> Any:
+    """The nnx filter that a file's `wrt` means: patterns choose among parameters."""
+    has_patterns = any(isinstance(one, str) for one in (wrt if isinstance(wrt, (list, tuple)) else [wrt]))
+    return nnx.All(nnx.Param, as_filter(wrt)) if has_patterns else wrt
+
+
+def _not_filter(wrt: Any) -> Iterator[tuple[str, str]]:
+    try:
+        nnx.filterlib.to_predicate(wrt)
+    except (TypeError, ValueError):
+        yield "wrt", f"wrt is {_kind(wrt)}, not an nnx filter, such as nnx.LoRAParam."
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0] in 'aeiou' else 'a'} {name}"

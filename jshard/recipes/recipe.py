@@ -1,0 +1,236 @@
+"""A recipe: a whole training run as a value, as JSON, and the values in it that cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import importlib.metadata
+import math
+import numbers
+import platform
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from jshard._errors import ShardingError
+from jshard._mesh import AnyMesh, data_axes, data_degree, degree
+
+_PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def versions() -> dict[str, str | None]:
+    """The versions of Python and of the packages that a run stands on; None for one that is not installed."""
+    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
+
+
+def tree(value: Any) -> Any:
+    """A value as JSON has it.
+
+    A dataclass is a dict that begins with its "class"; what JSON does not have is text: an enum by its name, inf,
+    a dtype, a function by its qualified name.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: tree(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return {"class": type(value).__qualname__, **fields}
+    if isinstance(value, Mapping):
+        return {str(key): tree(item) for key, item in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [tree(item) for item in value]
+        return sorted(items, key=str) if isinstance(value, set | frozenset) else items
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, np.generic):
+        return tree(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value if value is None or isinstance(value, bool | int | float | str) else _text(value)
+
+
+def _text(value: Any) -> str:
+    """A text without memory addresses, so that two runs of the same configuration print the same."""
+    if isinstance(value, Path | np.dtype):
+        return str(value)
+    name = getattr(value, "__qualname__", None)
+    if name is not None:
+        return f"{value.__module__}.{name}"
+    text = repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+# A recipe: a whole training run as a value.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A whole training run as a value.
+
+    Attributes:
+        model: the frozen config that the model file's `build` takes.
+        sequence_length: tokens per sequence.
+        batch_size: sequences per step, over all devices and microbatches.
+        num_steps: optimizer steps.
+        learning_rate: peak of the schedule: linear warmup, then a cosine down to a tenth.
+        warmup_steps: steps of warmup.
+        weight_decay: AdamW's decay, on matrices only (not on biases and norms).
+        b1: AdamW's decay of the first moment.
+        b2: AdamW's decay of the second moment.
+        clip_norm: largest global norm of the gradient.
+        loss_scale: "dynamic", "none", or "auto": dynamic where units compute or reduce in float16.
+        accumulate: microbatches per step.
+        eval_every: steps between two evaluations; the last step is always followed by one.
+        eval_sequences: held-out sequences per evaluation, spread evenly over the held-out text.
+        checkpoint_every: steps between two checkpoints; the last step is always followed by one.
+        keep_checkpoints: checkpoints that stay; older ones are deleted.
+        seed: seed of the parameters, of dropout and of the sample order.
+
+    A subclass may add settings of its own and override `schedule` and `optimizer`.
+    """
+
+    model: Any
+    sequence_length: int
+    batch_size: int
+    num_steps: int
+    learning_rate: float
+    warmup_steps: int
+    weight_decay: float = 0.1
+    b1: float = 0.9
+    b2: float = 0.95
+    clip_norm: float = 1.0
+    loss_scale: str = "auto"
+    accumulate: int = 1
+    eval_every: int = 1000
+    eval_sequences: int = 1024
+    checkpoint_every: int = 1000
+    keep_checkpoints: int = 3
+    seed: int = 0
+
+    def schedule(self) -> optax.Schedule:
+        """The learning rate as a function of the step."""
+        return optax.warmup_cosine_decay_schedule(
+            init_value=0.0,
+            peak_value=self.learning_rate,
+            warmup_steps=min(self.warmup_steps, self.num_steps),
+            decay_steps=max(self.num_steps, self.warmup_steps + 1),
+            end_value=self.learning_rate / 10,
+        )
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW behind a clip of the global gradient norm."""
+        adamw = optax.adamw(
+            self.schedule(),
+            b1=self.b1,
+            b2=self.b2,
+            weight_decay=self.weight_decay,
+            mask=lambda params: jax.tree.map(lambda p: p.ndim >= 2, params),
+        )
+        return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
+
+
+# Values of a recipe that cannot work, told before anything is built.
+
+# The least that each may be; the rest of a recipe is free.
+_LEAST = {
+    "num_steps": 1,
+    "batch_size": 1,
+    "accumulate": 1,
+    "sequence_length": 1,
+    "warmup_steps": 0,
+    "eval_every": 1,
+    "eval_sequences": 1,
+    "checkpoint_every": 1,
+    "keep_checkpoints": 1,
+    "seed": 0,
+}
+LOSS_SCALES = ("auto", "dynamic", "none")
+_SEEDS = 2**32  # the seeds that grain takes
+
+
+class RecipeError(ShardingError):
+    """A recipe with values that cannot work."""
+
+
+def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Checks the numbers of a recipe, all of them.
+
+    Args:
+        recipe: to be trained.
+        options: of the command line, by the settings that they were given for; the others are set by `--set`.
+
+    Raises:
+        RecipeError: counts below 1 or not whole, a batch that its microbatches do not divide, a seed that is not one,
+            a learning rate that is no finite number.
+    """
+    problems = [*_counts(recipe)] or [*_together(recipe)]  # the second speaks of numbers that the first has checked
+    if not problems:
+        return
+    keys, whys, values = zip(*problems, strict=True)
+    raise RecipeError(
+        "The recipe cannot work.",
+        where=[f"{key}={getattr(recipe, key)!r}" for key in keys],
+        why="\n".join(whys),
+        do=" ".join(
+            f"{options[key]} {value}" if key in options else f"--set {key}={value}"
+            for key, value in zip(keys, values, strict=True)
+        )
+        + "\nor the same in the model file.",
+    )
+
+
+def check_batch(recipe: Recipe, mesh: AnyMesh) -> None:
+    """Checks that a recipe's batches can be split over the data axes of a mesh, each microbatch evenly.
+
+    Raises:
+        RecipeError: they cannot.
+    """
+    rows, shards = recipe.batch_size // recipe.accumulate, data_degree(mesh)
+    if rows % shards == 0:
+        return
+    parts = f"{recipe.batch_size} / {recipe.accumulate} = {rows}" if recipe.accumulate > 1 else f"{rows}"
+    degrees = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in data_axes(mesh))
+    raise RecipeError(
+        f"The {'microbatch' if recipe.accumulate > 1 else 'batch'} does not split over the data axes of the mesh.",
+        where=[f"batch_size={recipe.batch_size}, accumulate={recipe.accumulate}", f"mesh {degrees}"],
+        why=f"{parts} sequences over {shards} data shards.",
+        do=f"--set batch_size={math.ceil(rows / shards) * shards * recipe.accumulate}"
+        + (f"  # or a smaller mesh: --mesh fsdp={math.gcd(rows, shards)}" if math.gcd(rows, shards) > 1 else ""),
+    )
+
+
+def _counts(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    for key, least in _LEAST.items():
+        value = getattr(recipe, key)
+        if not isinstance(value, numbers.Integral) or isinstance(value, bool):
+            is_whole = isinstance(value, float) and value.is_integer()
+            yield key, f"{key} is a {type(value).__name__}, not an int.", int(value) if is_whole else max(least, 1)
+        elif value < least:
+            yield key, f"{key} is at least {least}.", least
+    if recipe.loss_scale not in LOSS_SCALES:
+        yield "loss_scale", f"loss_scale is one of {', '.join(LOSS_SCALES)}.", "auto"
+    if not _is_finite(recipe.learning_rate):
+        yield "learning_rate", "learning_rate is a finite number, 0 or more.", 1e-3
+
+
+def _together(recipe: Recipe) -> Iterator[tuple[str, str, Any]]:
+    if recipe.batch_size % recipe.accumulate:
+        rest = recipe.batch_size % recipe.accumulate
+        why = f"batch_size={recipe.batch_size} does not split into {recipe.accumulate} microbatches: {rest} over."
+        fewer = range(min(recipe.accumulate, recipe.batch_size), 0, -1)
+        yield "accumulate", why, next(n for n in fewer if recipe.batch_size % n == 0)
+    if recipe.seed >= _SEEDS:
+        yield "seed", f"seed is below 2**32 = {_SEEDS}.", recipe.seed % _SEEDS
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value >= 0

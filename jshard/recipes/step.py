@@ -1,0 +1,278 @@
+"""The step of a run: one compiled program over a state that is taken apart once.
+
+`nnx.jit` walks the model and the optimizer on every call, in Python, which takes milliseconds for a deep model. A run
+calls one function millions of times on one state, so here the state is flattened when the step is made, travels as a
+flat list of donated arrays, and is put back into the objects only when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+import optax
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard import _compat
+from jshard._errors import AnnotationError
+from jshard._nnx import unit_of
+from jshard._offload import to_device
+from jshard._plan import root_forgotten
+from jshard.recipes.loss_scale import loss_scale_of, scaled_value_and_grad
+from jshard.recipes.model_file import LossFn
+
+Scalars = dict[str, jax.Array]
+M = TypeVar("M", bound=nnx.Module)
+
+
+class TrainStep:
+    """Loss, gradients and update as one program, compiled once, for one model and its optimizer.
+
+    From here on the step owns the arrays: each call replaces them by new ones and gives the old ones back to the
+    device. `model` and `optimizer` return the objects with the arrays of the moment in them. The program is compiled
+    here, for the shapes and shardings of `batch` and of the state; it is never traced again.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        model: an annotated model, its arrays on the mesh.
+        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state lies on the mesh. What it does
+            not update is frozen, and with a `LossScale` around it the loss is scaled.
+        batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
+        accumulate: microbatches that a batch is cut into.
+        compiler_options: of the compiler, as `js.compiler_options()` gives them; none by default.
+
+    Raises:
+        AnnotationError: the model is not annotated, or arrays of the state do not lie on its mesh.
+
+    Example:
+        >>> step = train.TrainStep(loss_fn, model, optimizer, batch)
+        >>> scalars = step(batch)  # at once; the devices are still at work
+        >>> float(scalars["loss"])
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFn,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Any,
+        *,
+        accumulate: int = 1,
+        compiler_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._objects = (model, optimizer)
+        self._mesh = _mesh(model)
+        self._graphdef, state = nnx.split(self._objects)
+        self._leaves, self._tree = jax.tree.flatten(_on_mesh(state, self._mesh))
+        self._num_model_leaves = len(jax.tree.leaves(nnx.state(model)))
+        traced = _traced(loss_fn, self._graphdef, self._tree, self._leaves, batch, self._mesh, accumulate)
+        self._program = traced.lower().compile(compiler_options=dict(compiler_options or {}))
+
+    def __call__(self, batch: Any) -> Scalars:
+        """Starts a step and returns without waiting for it.
+
+        Args:
+            batch: of the shapes and shardings that the step was made for.
+
+        Returns:
+            The scalars "loss" and "grad_norm" (before clipping), on the devices; with a loss scale also "loss_scale"
+            and "skipped_steps", after the step.
+        """
+        self._leaves, scalars = self._program(self._leaves, batch)
+        return scalars
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the model."""
+        return self._mesh
+
+    @property
+    def model(self) -> Any:
+        """The model, holding the arrays after the last step. Its arrays die with the next call of the step."""
+        return self._current()[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, likewise."""
+        return self._current()[1]
+
+    @property
+    def model_leaves(self) -> Sequence[jax.Array]:
+        """The model's arrays of the moment, in the order of its state; see `EvalStep`."""
+        return self._leaves[: self._num_model_leaves]
+
+    def delete(self) -> None:
+        """Gives the memory of its arrays back; the step cannot be called any more."""
+        for leaf in self._leaves:
+            leaf.delete()
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """The compiled program, to be read."""
+        return self._program
+
+    @functools.cached_property
+    def peak_bytes(self) -> int:
+        """Bytes per device that the compiled program holds at once: state, batch and temporaries."""
+        return program_bytes(self._program)
+
+    def _current(self) -> tuple[Any, Any]:
+        nnx.update(self._objects, jax.tree.unflatten(self._tree, self._leaves))
+        return self._objects
+
+
+def lower_step(
+    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+) -> jax.stages.Lowered:
+    """The program of a `TrainStep`, lowered and not compiled: model, optimizer and batch may be abstract.
+
+    Args:
+        loss_fn: as in `TrainStep`.
+        model: an annotated model on a mesh with devices, which may be those of a cluster that is not there.
+        optimizer: its optimizer; `abstract_optimizer` makes one without arrays.
+        batch: shapes, dtypes and shardings.
+        accumulate: microbatches that a batch is cut into.
+    """
+    return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
+
+
+def trace_step(
+    loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
+) -> jax.stages.Traced:
+    """`lower_step` before it is lowered: a program of JAX's, whose equations can be read.
+
+    Args:
+        loss_fn: as in `lower_step`.
+        model: likewise.
+        optimizer: likewise.
+        batch: likewise.
+        accumulate: likewise.
+    """
+    mesh = _mesh(model)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    graphdef, state = nnx.split((model, optimizer))
+    leaves, tree = jax.tree.flatten(state)
+    placed = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None) or everywhere)
+        for leaf in leaves
+    ]
+    return _traced(loss_fn, graphdef, tree, placed, batch, mesh, accumulate)
+
+
+def _traced(
+    loss_fn: LossFn, graphdef: Any, tree: Any, leaves: list[Any], batch: Any, mesh: Mesh, accumulate: int
+) -> jax.stages.Traced:
+    before = _paths(jax.tree.unflatten(tree, leaves))
+
+    def step(leaves: list[jax.Array], batch: Any) -> tuple[list[jax.Array], Scalars]:
+        model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, leaves))
+        loss, grads = scaled_value_and_grad(loss_fn, optimizer, accumulate=accumulate)(model, batch)
+        optimizer.update(model, grads)
+        state = nnx.state((model, optimizer))
+        _check_unchanged(before, _paths(state))
+        scalars = {"loss": loss, "grad_norm": optax.tree.norm(to_device(grads))}
+        if (found := loss_scale_of(optimizer)) is not None:
+            scalars |= {"loss_scale": found.scale, "skipped_steps": found.skipped}
+        return jax.tree.leaves(state), scalars
+
+    shardings = [_compat.asked_of_results(leaf.sharding) for leaf in leaves]
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere)).trace(leaves, batch)
+
+
+def _check_unchanged(before: set[str], after: set[str]) -> None:
+    """The state comes out of a step as it went in; a run could not go on with another."""
+    if before != after:
+        raise AnnotationError(
+            "The step changes what the model or the optimizer consists of.",
+            where=[f"{path}  new" for path in sorted(after - before)]
+            + [f"{path}  gone" for path in sorted(before - after)],
+            why=f"{len(before)} arrays went in, {len(after)} came out.",
+            do="create every variable in __init__; drop sown values with nnx.pop inside the loss.",
+        )
+
+
+class EvalStep:
+    """The loss without gradients, dropout off, statistics fixed: compiled once, for the arrays of a `TrainStep`.
+
+    Args:
+        loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
+        step: the step whose model is evaluated.
+        batch: a batch as the calls will get it.
+
+    Example:
+        >>> evaluate = train.EvalStep(loss_fn, step, batch)
+        >>> loss = evaluate(step.model_leaves, batch)
+    """
+
+    def __init__(self, loss_fn: LossFn, step: TrainStep, batch: Any) -> None:
+        graphdef, state = nnx.split(inference_view(step.model))
+        leaves, tree = jax.tree.flatten(state)
+
+        def evaluate(leaves: Sequence[jax.Array], batch: Any) -> jax.Array:
+            return loss_fn(nnx.merge(graphdef, jax.tree.unflatten(tree, leaves)), batch)
+
+        everywhere = NamedSharding(step.mesh, PartitionSpec())
+        self._program = jax.jit(evaluate, out_shardings=everywhere).lower(leaves, batch).compile()
+
+    def __call__(self, leaves: Sequence[jax.Array], batch: Any) -> jax.Array:
+        """The loss, on the devices, without waiting for it."""
+        return self._program(list(leaves), batch)
+
+
+def inference_view(model: M) -> M:
+    """The model with dropout off and statistics fixed. The arrays are shared, and `model` itself stays as it is."""
+    return nnx.with_attributes(model, raise_if_not_found=False, deterministic=True, use_running_average=True)
+
+
+def program_bytes(compiled: jax.stages.Compiled) -> int:
+    """Bytes per device of a compiled program: arguments, results that are not in their place, temporaries."""
+    memory: Any = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+
+
+def _mesh(model: nnx.Module) -> Mesh:
+    unit = unit_of(model)
+    if unit is None:
+        raise root_forgotten(model)
+    assert isinstance(unit.mesh, Mesh)  # the model has arrays, so it was annotated with devices
+    return unit.mesh
+
+
+def _on_mesh(state: Any, mesh: Mesh) -> Any:
+    """The state with arrays that were never placed (an optimizer's counters) on the mesh, and none elsewhere."""
+    flat, tree = jax.tree_util.tree_flatten_with_path(state)
+    devices = set(mesh.devices.flat)
+    elsewhere = [
+        f"{_path(path)}  on {', '.join(sorted(map(str, leaf.devices())))}"
+        for path, leaf in flat
+        if leaf.committed and leaf.sharding.device_set != devices
+    ]
+    if elsewhere:
+        raise AnnotationError(
+            f"{len(elsewhere)} arrays of the state do not lie on the mesh of the run.",
+            where=elsewhere,
+            why=f"the mesh has {len(devices)} devices ({_sizes(mesh)}).",
+            do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",
+        )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    placed = [leaf if leaf.sharding.device_set == devices else jax.device_put(leaf, everywhere) for _, leaf in flat]
+    return jax.tree.unflatten(tree, placed)
+
+
+def _paths(state: Any) -> set[str]:
+    return {_path(path) for path, _ in jax.tree_util.tree_flatten_with_path(state)[0]}
+
+
+def _path(path: tuple) -> str:
+    """A path in (model, optimizer) as people write it."""
+    first, *rest = (str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return "/".join(["model" if first == "0" else "optimizer", *(key for key in rest if key != "value")])
+
+
+def _sizes(mesh: Mesh) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in mesh.shape.items())

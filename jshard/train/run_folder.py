@@ -1,0 +1,366 @@
+"""The folder of a run: who may write into it, and whether a run may go on there.
+
+run.json          what was asked for, and every start
+metrics.jsonl     a line per step and evaluation
+checkpoints/      STEP/, and those before it
+loss.png, sample.txt, tensorboard/
+.lock             held while the run lives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import errno
+import json
+import os
+import re
+import secrets
+import shlex
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jshard import _processes
+from jshard._errors import FourPartError, RunError, ShardingError
+from jshard._mesh import num_processes
+from jshard.recipes.recipe import versions
+from jshard.train.run_record import RunLock, RunRecord, check_agree
+
+Gather = Callable[[str], list[str]]
+
+_RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
+_NEEDED = ("recipe", "data", "options", "versions", "starts")
+_BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+class RunFolder:
+    """The folder of a run, held until `close`.
+
+    Only the first process writes; all of them open it together, and what stops one stops all.
+
+    Attributes:
+        path: the folder.
+        is_primary: whether this process writes.
+        is_resumed: whether the run was begun before.
+        notices: what a resumed run does differently, and what else a person should know; a line each.
+        config: the recipe in values of JSON.
+
+    Example:
+        >>> with RunFolder.open("runs/gpt", record, resume=False) as folder:
+        ...     folder.started(step=0, mesh=mesh)
+    """
+
+    def __init__(self, path: Path, record: RunRecord, *, is_primary: bool, is_resumed: bool) -> None:
+        self.path, self.is_primary, self.is_resumed = path, is_primary, is_resumed
+        self.config, self.notices = record.recipe, list[str]()
+        self._record = record
+        self._lock: RunLock | None = None
+        self._batch_sizes: list[tuple[int, int]] = []
+
+    @classmethod
+    def open(
+        cls,
+        path: str | Path,
+        record: RunRecord,
+        *,
+        resume: bool = False,
+        is_primary: bool | None = None,
+        gather: Gather = _processes.gather_texts,
+        wait_s: float = 30.0,
+    ) -> RunFolder:
+        """Makes the folder, or with `resume` takes up the run that is in it. All processes call it.
+
+        Args:
+            path: absent or empty; with `resume` the folder of a run.
+            record: what the run is asked to do.
+            resume: whether to continue.
+            is_primary: whether this process writes; by default the first one does.
+            gather: gives a text to all processes and returns theirs, by process, the first one's first.
+            wait_s: how long the others look for what the first one wrote: network file systems show it late.
+
+        Raises:
+            ShardingError: the folder cannot be used for this run; nothing in it was changed.
+            RunError: a live run holds it, or the disk failed.
+        """
+        primary = _processes.is_primary() if is_primary is None else is_primary
+        folder = cls(Path(path), record, is_primary=primary, is_resumed=resume)
+        token = secrets.token_hex(8)
+        with contextlib.ExitStack() as undo:
+            undo.callback(folder.close)
+            error = None
+            if primary:
+                try:
+                    folder._take_up(record, token) if resume else folder._make(record, token)
+                except FourPartError as caught:
+                    error = caught
+            reports = [json.loads(report) for report in gather(folder._report(error, token))]
+            if error is not None:
+                raise error
+            said = reports[0]
+            folder._check_told(said)
+            if primary and not resume:
+                undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
+            check_agree([report["asked"] for report in reports], [report["host"] for report in reports])
+            folder.notices = said["notices"]
+            folder._batch_sizes = said["batch_sizes"]
+            _check_shared(gather(folder._view(said["token"], wait_s)), folder.path)
+            undo.pop_all()
+        return folder
+
+    @property
+    def metrics(self) -> Path:
+        """A line of JSON per step and evaluation."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder for a `Checkpointer`."""
+        return self.path / "checkpoints"
+
+    def samples_before(self, step: int) -> int:
+        """Samples that the steps before one were given: the batches of a resumed run may have had several sizes.
+
+        Args:
+            step: number of steps that are done.
+        """
+        sizes = self._batch_sizes or [(0, self.config["batch_size"])]
+        ends = [*(begin for begin, _ in sizes[1:]), step]
+        return sum(max(0, min(end, step) - begin) * size for (begin, size), end in zip(sizes, ends, strict=True))
+
+    def started(self, *, step: int, mesh: Mesh | Mapping[str, int]) -> None:
+        """Notes in run.json that the run goes on from a step, where and with which versions.
+
+        The settings there are from now on those of this start: a run that is resumed once more goes on with them.
+        """
+        if not self.is_primary:
+            return
+        degrees = dict(mesh.shape) if isinstance(mesh, Mesh) else dict(mesh)
+        start = {
+            "step": step,
+            "batch_size": self.config["batch_size"],
+            "mesh": degrees,
+            "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
+            "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "versions": versions(),
+            "changes": self.notices,
+        }
+        stored = _read(self.path)
+        with _writing(self.path):
+            # A run that was begun by an older jshard has the size of its batches in the recipe alone.
+            before = [{"batch_size": stored["recipe"]["batch_size"], **old} for old in stored["starts"]]
+            _write(self.path, stored | self._record.as_json() | {"starts": [*before, start]})
+
+    def close(self) -> None:
+        """Lets others have the folder."""
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @staticmethod
+    def options(path: str | Path) -> dict[str, Any]:
+        """The options that the run in a folder was last started with.
+
+        Raises:
+            ShardingError: there is no run in it, or its record cannot be read.
+        """
+        return _read(Path(path))["options"]
+
+    @staticmethod
+    def last_mesh(path: str | Path) -> dict[str, int]:
+        """The degrees of the mesh that the run in a folder was last started on; none if it was never.
+
+        Raises:
+            ShardingError: there is no run in it, or its record cannot be read.
+        """
+        starts = _read(Path(path))["starts"]
+        return dict(starts[-1]["mesh"]) if starts else {}
+
+    @staticmethod
+    def holds_run(path: str | Path) -> bool:
+        """Whether a run was begun in a folder."""
+        return os.path.lexists(Path(path) / _RECORD)
+
+    @staticmethod
+    def check_vacant(path: str | Path) -> None:
+        """Checks that a new run may have a folder: that it is absent, or empty.
+
+        Raises:
+            ShardingError: there is a run in it, or something else.
+            RunError: a live run holds it.
+        """
+        RunLock.check_free(Path(path) / _LOCK)
+        _check_empty(Path(path))
+
+    @staticmethod
+    def free_name(parent: str | Path, stem: str) -> Path:
+        """`parent/stem`, or the first of `stem-2`, `stem-3` and so on that is not there."""
+        path, number = Path(parent, stem), 2
+        while os.path.lexists(path):
+            path, number = Path(parent, f"{stem}-{number}"), number + 1
+        return path
+
+    @staticmethod
+    def newest(parent: str | Path, stem: str) -> Path | None:
+        """The run of that name with the highest number; None if there is none."""
+        found = [
+            (int(match[1] or 1), path.parent)
+            for path in Path(parent).glob(f"*/{_RECORD}")
+            if (match := re.fullmatch(re.escape(stem) + r"(?:-([1-9][0-9]*))?", path.parent.name))
+        ]
+        return max(found)[1] if found else None
+
+    def _make(self, record: RunRecord, token: str) -> None:
+        self.check_vacant(self.path)
+        with _writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = RunLock(self.path / _LOCK, token)
+        _check_empty(self.path)  # another run may have come, and gone, before we had the lock
+        with _writing(self.path):
+            _write(self.path, record.as_json() | {"versions": versions(), "starts": []})
+        self._note_lock()
+
+    def _take_up(self, record: RunRecord, token: str) -> None:
+        where = str(self.path / _RECORD)
+        RunLock.check_free(self.path / _LOCK)
+        stored = _read(self.path)
+        self.notices += record.check_continues(stored, where=where)
+        self._batch_sizes = _batch_sizes(stored)
+        with _writing(self.path):
+            self._lock = RunLock(self.path / _LOCK, token)
+        before = stored["starts"][-1]["versions"] if stored["starts"] else stored["versions"]
+        changed = [f"{k} {now} (was {before.get(k)})" for k, now in versions().items() if now != before.get(k)]
+        if changed:
+            self.notices.append(f"other versions: {', '.join(changed)}: the last bits of the numbers may differ")
+        self._note_lock()
+
+    def _note_lock(self) -> None:
+        if self._lock is not None and not self._lock.is_held:
+            self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
+
+    def _report(self, error: FourPartError | None, token: str) -> str:
+        """What each process tells the others; they go by what the first one says."""
+        parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
+        asked = {"resume": self.is_resumed, **self._record.said()}
+        told = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
+        told["batch_sizes"] = self._batch_sizes
+        return json.dumps(told | {"host": socket.gethostname()})
+
+    def _check_told(self, said: Mapping[str, Any]) -> None:
+        if said["error"] is not None:
+            failed, what, where, why, do = said["error"]
+            raise (RunError if failed else ShardingError)(what, where=where, why=why, do=do)
+
+    def _view(self, token: str, wait_s: float) -> str:
+        """Whether this process sees what the first one wrote, and on which host."""
+        until = time.monotonic() + wait_s
+        while not (sees := RunLock.token(self.path / _LOCK) == token) and time.monotonic() < until:
+            time.sleep(0.1)
+        return json.dumps({"sees": sees, "host": socket.gethostname()})
+
+
+def _check_empty(path: Path) -> None:
+    if not os.path.lexists(path):
+        return
+    with _writing(path):
+        names = sorted(set(os.listdir(path)) - {_LOCK, _DRAFT})
+    if _RECORD in names:
+        raise ShardingError(
+            "The folder holds another run.",
+            where=f"--out {path}",
+            why="its run.json is there, and a new run would overwrite it.",
+            do=f"{shlex.join(['--out', str(path)])} --resume  # continues that run; without --out a free name is taken",
+        )
+    if names:
+        raise ShardingError(
+            "The folder is not empty.",
+            where=[f"--out {path}", *names],
+            why="it does not hold a run, and what is in it may be of use to somebody.",
+            do="name a folder that is empty or does not exist; without --out a free name under runs/ is taken.",
+        )
+
+
+def _check_shared(views: list[str], path: Path) -> None:
+    found = [json.loads(view) for view in views]
+    blind = [f"process {number} on {view['host']}" for number, view in enumerate(found) if not view["sees"]]
+    if blind:
+        raise ShardingError(
+            "The folder of the run is not shared between the hosts.",
+            where=[f"--out {path}", *blind],
+            why=f"they do not see what process 0 on {found[0]['host']} wrote there.",
+            do="name a folder on a file system that every host mounts under the same path: --out FOLDER",
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What run.json holds."""
+    file = path / _RECORD
+    try:
+        stored = json.loads(file.read_text())
+        missing = [key for key in _NEEDED if key not in stored]
+        if missing:
+            raise ValueError(f"it lacks {', '.join(missing)}")
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ShardingError(
+            "There is no run to resume.",
+            where=f"--out {path}",
+            why="it has no run.json." if path.is_dir() else "no such folder.",
+            do="name the folder of a run, or leave out --resume to start one.",
+        ) from error
+    except (OSError, ValueError, TypeError) as error:
+        raise ShardingError(
+            "The record of the run cannot be read.",
+            where=str(file),
+            why=f"{error}.",
+            do="put a copy of that file back; the checkpoints are untouched, and a new run can start in another --out.",
+        ) from error
+    return stored
+
+
+def _batch_sizes(stored: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """From which step on the batches of a run had which size; a start at an earlier step has taken later ones back."""
+    found: list[tuple[int, int]] = []
+    for start in stored["starts"]:
+        size = start.get("batch_size", stored["recipe"]["batch_size"])
+        found = [*((begin, before) for begin, before in found if begin < start["step"]), (start["step"], size)]
+    return found
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    """Writes run.json whole or not at all."""
+    draft = path / _DRAFT
+    with draft.open("w") as file:
+        json.dump(record, file, indent=2, allow_nan=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(path / _RECORD)
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    """Tells an error of the operating system in four parts: a folder that will not do, or a disk that failed."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
+        if error.errno in _BROKEN_DISK:
+            raise RunError(
+                "The folder of the run could not be written.", where=str(path), why=why, do="make room."
+            ) from error
+        raise ShardingError(
+            "The folder of the run cannot be written.",
+            where=f"--out {path}",
+            why=why,
+            do="name a folder that you may write: --out FOLDER",
+        ) from error
