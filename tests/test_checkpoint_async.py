@@ -138,7 +138,7 @@ def test_a_failure_may_be_a_warning(tmp_path, gate):
         ckpt.wait()
     ckpt.save(2, state(2))
     assert ckpt.steps() == [2]
-    errors = [line["error"] for line in checkpoint.history.read(tmp_path)]
+    errors = [line["error"] for line in checkpoint.timeline.read(tmp_path)]
     assert [bool(error) for error in errors] == [True, False]
 
 
@@ -325,7 +325,7 @@ def test_what_others_log_meanwhile_is_shown(caplog):
 def test_metrics_may_be_arrays(tmp_path):
     ckpt = Checkpointer(tmp_path)
     ckpt.save(1, {"step": 1}, metrics={"val_loss": jnp.float32(0.5), "accuracy": np.float64(0.25)})
-    assert checkpoint.seal.read(ckpt.path(1)).metrics == {"val_loss": 0.5, "accuracy": 0.25}
+    assert checkpoint.manifest.read(ckpt.path(1)).metrics == {"val_loss": 0.5, "accuracy": 0.25}
 
 
 LOSSES = {1: 5.0, 2: 1.0, 3: 3.0, 4: float("nan"), 5: 2.0, 6: 4.0, 7: None}

@@ -45,7 +45,7 @@ def test_what_is_on_the_disk_does_not_hang_on_the_layout(folder, tmp_path):
 
 
 def seal(path):
-    return checkpoint.seal.read(path).leaves
+    return checkpoint.manifest.read(path).leaves
 
 
 def facts(leaf):

@@ -168,7 +168,7 @@ def test_the_commands_packages_are_not_imported_for_help():
 
 def test_a_process_that_only_starts_others_does_without_jax():
     program = (
-        "import sys; from jshard.cli import main, train; from jshard.train import launch\n"
+        "import sys; from jshard.cli import main, train; from jshard import launch\n"
         "train.launch.supervise = lambda command, **_: launch.detect({})\n"
         "main(['train', 'model.py', '--processes', '2'])\n"
         "sys.exit(any(name in sys.modules for name in ('jax', 'flax', 'grain', 'matplotlib')))"
@@ -180,7 +180,7 @@ def test_a_process_that_only_starts_others_does_without_jax():
 
 def test_a_process_that_asks_for_a_launcher_does_without_flax():
     program = (
-        "import sys; from jshard.train import launch\n"
+        "import sys; from jshard import launch\n"
         "launch.detect({'SLURM_JOB_ID': '1'})\n"
         "sys.exit('jax' not in sys.modules or 'flax' in sys.modules)"
     )

@@ -477,7 +477,7 @@ def test_what_is_on_disk_is_logical(folder):
     stored = ocp.metadata(str(folder / "run")).metadata["state"]
     moment = stored["opt_state"]["1"]["0"]["mu"]["table"]["embedding"]
     assert tuple(stored["params"]["table"]["embedding"].shape) == tuple(moment.shape) == (50257, 12)
-    leaves = checkpoint.seal.read(folder / "run").leaves
+    leaves = checkpoint.manifest.read(folder / "run").leaves
     assert leaves["state/params/table/embedding"].shape == (50257, 12)
     plain = creator(GPT2)()
     restored = checkpoint.restore(folder / "run", like={"state": plain}, only="params")["state"]

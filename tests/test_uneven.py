@@ -618,7 +618,7 @@ def test_layers_are_stacked_and_taken_apart_on_other_meshes(tmp_path):
 def test_a_state_within_a_pytree_and_what_others_wrote(tmp_path):
     model = placed(table, shard_table)
     checkpoint.save(tmp_path / "run", {"averages": {"slow": nnx.state(model)}})
-    (leaf,) = checkpoint.seal.read(tmp_path / "run").leaves.values()
+    (leaf,) = checkpoint.manifest.read(tmp_path / "run").leaves.values()
     assert leaf.shape == (501, 47)
     like = {"averages": {"slow": nnx.state(js.abstract_init(table, shard_table))}}
     restored = checkpoint.restore(tmp_path / "run", like=like)["averages"]["slow"]["kernel"]

@@ -59,7 +59,7 @@ def matrix():
 
 def not_shared():
     """Each process is given a folder of its own."""
-    checkpoint.shared_folder._SHOWN_S = 0.5
+    checkpoint.barrier._SHOWN_S = 0.5
     own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
     assert own.latest() is None and not own.folder.exists()
     return told(lambda: own.save(1, state(1)))
