@@ -178,6 +178,8 @@ def _shapes() -> dict[str, list[Case]]:
             Case(reshape(1, 16, 24), (floats(16, 24),)),
             Case(reshape(32, 8), (floats(2, 16, 8),)),
             Case(reshape(4, 4, 8), (floats(16, 8),)),
+            Case(reshape(16, 0, 3), (floats(16, 0),), sharded=False),
+            Case(reshape(8, 0), (floats(16, 0, 8),), sharded=False),
         ],
         "transpose": [Case(lambda a: lax.transpose(a, (2, 0, 1)), (x,))],
         "squeeze": [Case(lambda a: lax.squeeze(a, (1,)), (floats(8, 1, 16),))],
@@ -257,6 +259,15 @@ def _along() -> dict[str, list[Case]]:
         ]
     found["reduce_sum"].append(Case(bind("reduce_sum", axes=(0,), **_out("reduce_sum")), (ints(8, 16, below=99),)))
     found["reduce_max"].append(Case(bind("reduce_max", axes=(0,), **_out("reduce_max")), (complexes(8, 16),)))
+    holes = floats(8, 16)
+    holes[[2, 5], [3, 9]] = np.nan, -np.inf
+    for name in "reduce_max reduce_min".split():
+        narrow = lambda a, name=name: bind(name, axes=(0,), **_out(name))(a.astype(jnp.bfloat16)).astype(jnp.float32)
+        found[name] += [
+            Case(bind(name, axes=(0,), **_out(name)), (v,)) for v in (holes, -holes, holes - np.float32(0.5))
+        ]
+        found[name].append(Case(narrow, (holes - np.float32(0.5),), tolerance=2e-2))
+        found[name].append(Case(bind(name, axes=(0,), **_out(name)), (bools(8, 16),)))
     for name in "reduce_or reduce_and reduce_xor".split():
         found[name] = [Case(after(getattr(lax, name), (0,)), (v,)) for v in (ints(8, 16, below=99), bools(8, 16))]
     for name in "argmax argmin".split():
@@ -391,6 +402,7 @@ def _contraction() -> dict[str, list[Case]]:
                 (floats(8, 16), floats(16, 8)),
                 tolerance=1e-2,
             ),
+            Case(dot((((1,), (0,)), ((), ()))), (bools(8, 16), bools(16, 8))),
         ],
         "conv_general_dilated": [
             Case(conv(nhwc), (image, floats(3, 3, 8, 16))),
@@ -412,6 +424,9 @@ def _indexing() -> dict[str, list[Case]]:
     unique = lambda name: lambda a, u: getattr(a.at[np.asarray([3, 5, 1, 0, 2, 9, 8, 11])], name)(u)
     counted = lambda name: lambda a, i, u: getattr(a.at[jnp.arange(16), i], name)(u)
     batched = lambda a, i, u: jax.vmap(lambda a, i, u: a.at[i].add(u))(a, i, u)
+    counted_window = lambda a: jax.vmap(lambda i: lax.dynamic_slice(a, (i, 0), (2, 8)))(jnp.arange(16))
+    places = lambda: lax.concatenate([jnp.arange(16)[:, None], jnp.zeros((16, 1), int)], 1)
+    numbers = lax.ScatterDimensionNumbers((1, 2), (), (0, 1))
     windows = lambda name: lambda a, u: getattr(a.at[:, np.asarray([1, 4])], name)(u)
     found = {
         "dynamic_slice": [
@@ -434,6 +449,7 @@ def _indexing() -> dict[str, list[Case]]:
             Case(lambda a, i: a.at[i].get(mode="fill", fill_value=7.0), (floats(16), ints(8, below=32))),
             Case(lambda a, i: a.at[i].get(mode="fill"), (ints(16), ints(8, below=32))),
             Case(lambda a, i: a.at[i].get(mode="clip"), (table, ints(8, below=32))),
+            Case(counted_window, (table,), sharded=False),
         ],
     }
     for name, method in {"add": "add", "sub": "subtract", "mul": "multiply", "min": "min", "max": "max"}.items():
@@ -442,7 +458,10 @@ def _indexing() -> dict[str, list[Case]]:
             Case(windows(method), (floats(8, 16), floats(8, 2))),
             Case(counted(method), (table, labels, floats(16))),
         ]
-    found["scatter-add"].append(Case(batched, (floats(8, 16), ints(8, 3), floats(8, 3))))
+    found["scatter-add"] += [
+        Case(batched, (floats(8, 16), ints(8, 3), floats(8, 3))),
+        Case(lambda a, u: lax.scatter_add(a, places(), u, numbers), (table, floats(16, 2, 8))),
+    ]
     found["scatter"] = [
         Case(unique("set"), (table, floats(8, 8))),
         Case(windows("set"), (floats(8, 16), floats(8, 2))),
@@ -466,6 +485,7 @@ def _calls() -> dict[str, list[Case]]:
     branch = lambda a: lax.cond(a.sum() > 9, lambda a: a.sum(0), lambda a: a[3], a)
     optimised = jax.custom_vjp(lambda a: a * 2)
     optimised.defvjp(lambda a: (a * 2, (a,)), lambda r, g: (g * r[0],), optimize_remat=True)
+    over_rows = functools.partial(jax.vmap, axis_name="rows")
     metadata = importlib.import_module("jax.experimental.xla_metadata")
     compute_on = importlib.import_module("jax.experimental.compute_on")
     host = getattr(compute_on, "compute_on2", compute_on.compute_on)  # the first until 0.11
@@ -490,6 +510,9 @@ def _calls() -> dict[str, list[Case]]:
             Case(jax.vmap(lambda a: lax.while_loop(lambda c: c.sum() > 2, lambda c: c * 0.5, a)), (x,)),
         ],
         "cond": [Case(branch, (x,))],
+        "psum": [Case(over_rows(lambda r: r - lax.pmean(jnp.sin(r), "rows")), (x,))],
+        "pmax": [Case(over_rows(lambda r: r - lax.pmax(r.mean(), "rows")), (x,))],
+        "pmin": [Case(over_rows(lambda r: r - lax.pmin(r, "rows")), (x,))],
         "optimization_barrier": [Case(lambda a, b: lax.optimization_barrier((a, b)), (x, w))],
         "compute_on": [Case(on_host, (x,))],
         "xla_metadata_call": [Case(lambda a: metadata.xla_metadata_call(body, a="b")(a), (x,))]

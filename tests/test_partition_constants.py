@@ -85,6 +85,8 @@ FORMS: dict[str, Callable[[], Array]] = {
     "uniform, transposed": lambda: jax.random.uniform(jax.random.key(1), (16, 8)).T,
     "bits of 8": lambda: jax.random.bits(jax.random.key(2), (8, 5, 16), "uint8"),
     "bits of 16": lambda: jax.random.bits(jax.random.key(2), (8, 5, 16), "uint16"),
+    "rounded positions": lambda: lax.bitcast_convert_type(lax.iota(jnp.bfloat16, 8 * 1001), jnp.int16),
+    "words as bits": lambda: lax.bitcast_convert_type(picks(16, 8).astype(jnp.uint32), jnp.uint4).astype(int),
     "a key for each row": lambda: jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(jax.random.key(0), i), (3,)))(
         jnp.arange(16)
     ),

@@ -144,6 +144,8 @@ def constant(arg: Any) -> jax.Array:
 
 def difference(want: np.ndarray, got: np.ndarray) -> float:
     """The largest difference of any device's copy, relative to the largest number; NaN equals NaN."""
+    if want.dtype != got.dtype:
+        return np.inf
     if want.dtype.kind not in "fc" and want.dtype != jnp.bfloat16:
         return float((want != got).any())
     wide_type = np.complex128 if want.dtype.kind == "c" else np.float64

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from jshard.engine.rules.table import rule, same
+from jshard.engine.rules.table import can_be_partial, rule, same
 from jshard.engine.values import PARTIAL, Eqn, Value, array_bytes
 
 if TYPE_CHECKING:
@@ -23,6 +23,8 @@ def dot_general(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
     for mine, theirs in ((lb, rb), (lc, rc)):
         at = _shared(left, right, mine, theirs)
         if at is not None:
+            if mine is lc and not can_be_partial(left):
+                return None  # of bools, any of the products
             both = [p.split(left, mine[at]), p.split(right, theirs[at])]
             return same(p, eqn, both, at if mine is lb else PARTIAL)
     free_left, free_right = free_dims(left.ndim, lc, lb), free_dims(right.ndim, rc, rb)

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard.engine.rules import counted
-from jshard.engine.rules.shapes import can_be_partial, one_row
-from jshard.engine.rules.table import beside, rule, same
+from jshard.engine.rules.shapes import one_row
+from jshard.engine.rules.table import beside, can_be_partial, rule, same
 from jshard.engine.values import PARTIAL, Eqn, Value
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ def _counted_gather(p: "Partitioner", eqn: Eqn, operand: Value, indices: Value, 
     """Rows of a split operand that are counted by the indices: each shard takes its own."""
     if not operand.is_split and not operand.is_known:
         return None
-    at = _counted(p, operand, indices, eqn.params["dimension_numbers"].start_index_map)
+    dims, sizes = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    at = _counted(p, operand, indices, [d if sizes[d] == 1 else None for d in dims.start_index_map])
     if at is None:
         return None
     column, row, dim = at
@@ -92,14 +93,24 @@ def _counted_gather(p: "Partitioner", eqn: Eqn, operand: Value, indices: Value, 
     return Value(p.bind(eqn, [operand.x, x])[0], rows[row])
 
 
-def _counted(p: "Partitioner", operand: Value, indices: Value, indexed: Sequence[int]) -> tuple[int, int, int] | None:
+def _counted(
+    p: "Partitioner", operand: Value, indices: Value, indexed: Sequence[int | None]
+) -> tuple[int, int, int] | None:
     """A column of the indices that counts, the dim that it counts, and the operand's dim that it indexes.
 
     The two dims have one size and divide, so that a shard of the indices indexes the same shard of the operand.
+
+    Args:
+        p: the partitioner.
+        operand: what is indexed.
+        indices: one row for each place.
+        indexed: the operand's dim of each column; None where more than one element is taken, as windows at the end of a
+            shard reach into the next.
     """
     shape, rows = p.full_shape(operand), p.full_shape(indices)
     for column, row in counted.columns(indices).items():
-        dim = indexed[column]
+        if (dim := indexed[column]) is None:
+            continue
         fits = p.divides(shape[dim]) and shape[dim] == rows[row]
         if fits and operand.state in (None, dim) and indices.state in (None, row):
             return column, row, dim
@@ -128,7 +139,8 @@ def scatter(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     if at is not None:
         all_split = [p.split(operand, mine[at]), p.split(indices, theirs[at]), p.split(updates, rows[theirs[at]])]
         return same(p, eqn, all_split, mine[at])
-    if (at := _counted(p, operand, indices, dims.scatter_dims_to_operand_dims)) is not None:
+    indexed = [d if d in dims.inserted_window_dims else None for d in dims.scatter_dims_to_operand_dims]
+    if (at := _counted(p, operand, indices, indexed)) is not None:
         column, row, dim = at
         operand, indices, updates = p.split(operand, dim), p.split(indices, row), p.split(updates, rows[row])
         x = counted.on_shard(p, indices, column, p.shard * operand.shape[dim])

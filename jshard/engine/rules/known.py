@@ -101,8 +101,10 @@ def _shard_of(p: "Partitioner", value: Value, source: Source, dim: int) -> Any |
     name = eqn.primitive.name
     shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
     if name == "iota":
-        x = lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
-        return x + (p.shard * shape[dim]).astype(x.dtype) if dim == eqn.params["dimension"] else x
+        if dim != eqn.params["dimension"]:
+            return lax.broadcasted_iota(value.x.dtype, shape, eqn.params["dimension"])
+        # rounded once, as it is on one device
+        return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
     if name == "iota_2x32_shape":
         strides = [math.prod(value.shape[i + 1 :]) for i in range(value.ndim)]
         return positions(shape, strides, dim, p.shard * shape[dim])[index]
@@ -169,7 +171,7 @@ def backwards(p: "Partitioner", eqn: Eqn, values: list[Value], dim: int) -> list
     one = values[0]
     every = lambda d: [d] * len(values)
     if name in ELEMENTWISE:
-        return [dim if v.ndim and v.shape[dim] == shape[dim] else None for v in values]
+        return [dim if dim < v.ndim and v.shape[dim] == shape[dim] else None for v in values]
     match name:
         case "reshape" if params["dimensions"] is None:
             outer = math.prod(shape[:dim])

@@ -87,6 +87,7 @@ def rows(value: Value, x: Any) -> Value:
     """The value of one trip of what is scanned over."""
     row = value.with_array(x)
     row.state = value.dim - 1 if value.is_split else value.state
+    row.counted = {column: dim - 1 for column, dim in value.counted.items() if dim}
     return row
 
 

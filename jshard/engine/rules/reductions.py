@@ -1,8 +1,8 @@
 """Reductions, sorts, windows, linear algebra: operations that act along some dims and are batched over the others."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -12,8 +12,6 @@ from jshard.engine.values import PARTIAL, Eqn, Value, array_bytes
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
-
-_ACROSS: dict[str, Callable[..., Any]] = {"reduce_max": lax.pmax, "reduce_min": lax.pmin}
 
 
 @rule(*"reduce_sum reduce_max reduce_min reduce_or reduce_and reduce_prod reduce_xor".split())
@@ -25,12 +23,29 @@ def reduce(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | Non
     found = same(p, eqn, values, PARTIAL)
     if name == "reduce_sum":
         return found
-    if name in _ACROSS and not jnp.iscomplexobj(value.x):  # the largest of complex numbers has no all-reduce
+    is_extreme = name in ("reduce_max", "reduce_min")
+    if is_extreme and not jnp.iscomplexobj(value.x):  # the largest of complex numbers has no all-reduce
         with p.sends("max", eqn, found[0].bytes):
-            return [Value(_ACROSS[name](found[0].x, p.axes))]
+            return [Value(extreme(p, name, found[0].x))]
     with p.sends("whole", eqn, found[0].bytes * p.degree):
         every = p.gather(found[0].x[None], 0)
     return [Value(x) for x in p.bind(eqn, [every], axes=(0,))]
+
+
+def extreme(p: "Partitioner", name: str, x: Any) -> jax.Array:
+    """The largest or the smallest of the shards' arrays; NaN where one of them has NaN.
+
+    An all-reduce of floats may lose a NaN. So integers are compared, in the order of the floats, with NaN at the end.
+    """
+    across, is_max = (lax.pmax, True) if name == "reduce_max" else (lax.pmin, False)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return across(x, p.axes)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))  # integers of 16 bits have no all-reduce on GPUs
+    limits = jnp.iinfo(f"int{wide.dtype.itemsize * 8}")
+    ordered = lambda bits: jnp.where(bits < 0, bits ^ limits.max, bits)  # and back
+    last = jnp.asarray(limits.max if is_max else limits.min, limits.dtype)
+    bits = jnp.where(jnp.isnan(wide), last, ordered(lax.bitcast_convert_type(wide, limits.dtype)))
+    return lax.bitcast_convert_type(ordered(across(bits, p.axes)), wide.dtype).astype(x.dtype)
 
 
 @rule("argmax", "argmin")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.engine.rules.table import beside, rule, same, split_dim
+from jshard.engine.rules.table import beside, can_be_partial, rule, same, split_dim
 from jshard.engine.values import PARTIAL, Eqn, Value
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ def reshape(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | No
     as long as it takes: the outermost of those that are merged, else any that a reshape keeps.
     """
     (value,), old, new = values, eqn.invars[0].aval.shape, eqn.params["new_sizes"]
+    if 0 in old:
+        return None  # no elements, of which to find the dims
     if (order := eqn.params["dimensions"]) is not None:  # it transposes before
         value, old = Value(lax.transpose(value.x, order), order.index(value.dim)), [old[d] for d in order]
     mine, theirs = next(group for group in merged_dims(old, new) if value.dim in group[0])
@@ -139,11 +141,6 @@ def one_row(p: "Partitioner", value: Value, at: Any) -> Value:
     inside = (at >= 0) & (at < value.shape[value.dim])
     row = lax.dynamic_slice_in_dim(value.x, jnp.where(inside, at, 0), 1, value.dim)
     return Value(jnp.where(inside, row, jnp.zeros_like(row)), PARTIAL)
-
-
-def can_be_partial(value: Value) -> bool:
-    """Whether a dtype has sums."""
-    return jnp.issubdtype(value.x.dtype, jnp.number)
 
 
 @rule("random_wrap", "random_unwrap", "random_split")

@@ -147,13 +147,32 @@ def _degree(axes: _Axes, over: Sequence[str]) -> int:
 # ---- collectives over axes that are not the region's, in a body that is partitioned
 
 
-@rule("psum", "ppermute", takes_partial=True)
+_OVER_DIMS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+@rule(*_OVER_DIMS, takes_partial=True)
+def reduction(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Over dims first, which is what `jax.vmap(axis_name=...)` leaves. Then of each element; sums may stay open."""
+    dims = tuple(a for a in eqn.params["axes"] if isinstance(a, int))
+    names = tuple(a for a in eqn.params["axes"] if not isinstance(a, int))
+    if dims:
+        reduce = lambda *xs: [_OVER_DIMS[eqn.primitive.name](x, dims) for x in xs]
+        program = jax.make_jaxpr(reduce)(*[_full(p, v, v.x) for v in values])
+        values = p.run(program.jaxpr, program.consts, values)
+    if not names:
+        return values
+    if eqn.primitive.name != "psum":
+        values = [p.settle(v) for v in values]
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values], axes=names), strict=True)]
+
+
+@rule("ppermute", takes_partial=True)
 def linear_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """Of each element, and linear: all states stay."""
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 
-@rule("pmax", "pmin", "pbroadcast")
+@rule("pbroadcast")
 def collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """Of each element."""
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax.numpy as jnp
+
 from jshard.engine.values import Eqn, State, Value
 
 if TYPE_CHECKING:
@@ -52,6 +54,11 @@ def same(p: "Partitioner", eqn: Eqn, values: Sequence[Value], state: State, **pa
 def split_dim(values: Sequence[Value]) -> int:
     """The dim that the largest split operand is split along."""
     return max((v for v in values if v.is_split), key=lambda v: v.bytes).dim
+
+
+def can_be_partial(value: Value) -> bool:
+    """Whether a dtype has sums."""
+    return jnp.issubdtype(value.x.dtype, jnp.number)
 
 
 def free_dim(p: "Partitioner", shape: Sequence[int], taken: Collection[int]) -> int | None:
