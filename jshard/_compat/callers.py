@@ -2,6 +2,7 @@
 
 import itertools
 import pathlib
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -38,6 +39,14 @@ def user_place(eqn: Any) -> str:
         if not _is_library(frame.file_name):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def user_line() -> tuple[str, int]:
+    """File and line of the user's code that has called: the innermost frame outside jax, flax and jshard."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:

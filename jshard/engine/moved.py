@@ -133,7 +133,7 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Moved]) -> None:
     if len(_seen) >= _MAX_SEEN and key not in _seen:
         _seen.pop(next(iter(_seen)))
     _seen.setdefault(key, {})[call, part] = found
-    limit = max(WARNED_BYTES, WARNED_SHARE * _parameter_bytes(unit))
+    limit = warned_bytes(unit)
     large = [one for one in found if one.bytes >= limit and (key, one.where) not in _warned]
     if large:
         _warned.update((key, one.where) for one in large)
@@ -173,6 +173,11 @@ def _together(found: Iterable[Mixing]) -> list[Mixing]:
         Mixing(*key, sum(one.times for one in ones), sum(one.bytes for one in ones)) for key, ones in alike.items()
     ]
     return sorted(summed, key=lambda one: -one.bytes)
+
+
+def warned_bytes(unit: Unit) -> float:
+    """From how many bytes a model's call is warned of what is sent or held beside its parameters."""
+    return max(WARNED_BYTES, WARNED_SHARE * _parameter_bytes(unit))
 
 
 def _parameter_bytes(unit: Unit) -> int:

@@ -6,7 +6,6 @@ shards; everything else enters split along the batch, where it has one, or whole
 program stays in global view, so penalties, metrics and optimizers see whole parameters.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -27,6 +26,7 @@ from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
 from jshard.engine import experts, moved, stored
 from jshard.engine.ahead import gathered_in, tied
+from jshard.engine.batch import batch_size, warn_of_whole
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
@@ -67,6 +67,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         copied=[copy is not None for copy in copies],
         reshard=resharded(unit, is_root=not unit.nested),
     )
+    warn_of_whole(call, unit, region.batch, region.degree)
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)
@@ -156,20 +157,6 @@ def remat_of(unit: Unit) -> Any:
     """The remat policy of a unit as a program takes it."""
     asked = unit.policy.remat
     return asked if asked in ("none", "full") else checkpoint_policy(asked)
-
-
-def batch_size(arrays: Sequence[Any], degree: int) -> int:
-    """The size of the batch: the leading size that most of the arguments have, by count, then by elements.
-
-    It is only a matter of speed: an array that is split and has no batch, or has one and is whole, gives the same
-    numbers.
-    """
-    votes: dict[int, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
-    for x in arrays:
-        if x.ndim and x.shape[0] and x.shape[0] % degree == 0:
-            count, size = votes[x.shape[0]]
-            votes[x.shape[0]] = count + 1, size + x.size
-    return max(votes, key=lambda n: votes[n], default=0)
 
 
 class Region:
