@@ -3,6 +3,8 @@
 import itertools
 import pathlib
 import sys
+import sysconfig
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +16,7 @@ import jshard
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
 _MODELS = f"{_LIBRARY[-1]}/models/"
+_PYTHON = sysconfig.get_path("stdlib")
 _TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
 
 
@@ -41,12 +44,17 @@ def user_place(eqn: Any) -> str:
     return ""
 
 
-def user_line() -> tuple[str, int]:
-    """File and line of the user's code that has called: the innermost frame outside jax, flax and jshard."""
+def warn_user(text: str) -> None:
+    """Warns with the file and line of the user's code that has called: the innermost outside jax, flax and jshard."""
     frame: Any = sys._getframe(1)
-    while frame.f_back is not None and _is_library(frame.f_code.co_filename):
+    while frame.f_back is not None and _is_no_users(frame.f_code.co_filename):
         frame = frame.f_back
-    return frame.f_code.co_filename, frame.f_lineno
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_no_users(file: str) -> bool:
+    """Python's own library is between frames of jax: context managers, cached functions."""
+    return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
 def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:

@@ -7,9 +7,9 @@ right as it is, and it costs collectives that are neither a parameter's gather n
 import collections
 import dataclasses
 import re
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 
+from jshard import _compat
 from jshard._errors import CallError
 from jshard._nnx import Unit
 from jshard._placement import Placement
@@ -133,12 +133,12 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Moved]) -> None:
     if len(_seen) >= _MAX_SEEN and key not in _seen:
         _seen.pop(next(iter(_seen)))
     _seen.setdefault(key, {})[call, part] = found
-    limit = warned_bytes(unit)
+    limit = max(WARNED_BYTES, WARNED_SHARE * _parameter_bytes(unit))
     large = [one for one in found if one.bytes >= limit and (key, one.where) not in _warned]
     if large:
         _warned.update((key, one.where) for one in large)
         text = f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"
-        warnings.warn("\n  ".join([text, *_listed(large), *_advice(large)]), stacklevel=2)
+        _compat.warn_user("\n  ".join([text, *_listed(large), *_advice(large)]))
 
 
 def _refused(bad: Sequence[Mixing]) -> CallError:
@@ -173,11 +173,6 @@ def _together(found: Iterable[Mixing]) -> list[Mixing]:
         Mixing(*key, sum(one.times for one in ones), sum(one.bytes for one in ones)) for key, ones in alike.items()
     ]
     return sorted(summed, key=lambda one: -one.bytes)
-
-
-def warned_bytes(unit: Unit) -> float:
-    """From how many bytes a model's call is warned of what is sent or held beside its parameters."""
-    return max(WARNED_BYTES, WARNED_SHARE * _parameter_bytes(unit))
 
 
 def _parameter_bytes(unit: Unit) -> int:

@@ -67,7 +67,6 @@ def open_region(call: Call, unit: Unit) -> Any:
         copied=[copy is not None for copy in copies],
         reshard=resharded(unit, is_root=not unit.nested),
     )
-    warn_of_whole(call, unit, region.batch, region.degree)
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)
@@ -184,8 +183,8 @@ class Region:
         self.unit, self.name, self.program = unit, call.where, program
         mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
-        arguments = call.inputs[call.num_state :] or call.inputs
-        self.batch = batch_size(arguments, self.degree)
+        self.arguments = list(map(abstract, call.inputs[call.num_state :]))
+        self.batch = batch_size(self.arguments or call.inputs, self.degree)
         self.operands: list[Crossing] = [
             Crossing(
                 Own(None) if is_copy else None if p is None else Shard(p),
@@ -244,6 +243,8 @@ class Region:
                 stored_gradients = _in_states(p, outs[: len(wanted)], wanted)
             outs = [*stored_gradients, *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
             moved.note(self.unit, self.name, phase, p.moved)
+            if not is_backward:
+                warn_of_whole(self.name, self.arguments, self.batch, self.degree, p.products)
             found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
             more = {} if is_backward else self._kept(p)
             keeps.update({key: Crossing.of(v) for key, v in more.items()})

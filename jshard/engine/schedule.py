@@ -25,7 +25,7 @@ from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
 from jshard.engine.ungathered import read_inside
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Value
 
 
 class ShardedPartitioner(Partitioner):
@@ -50,7 +50,7 @@ class ShardedPartitioner(Partitioner):
         self.mesh, self.name = mesh, name
         self.level = Level([])
         self.kept_whole = dict(whole or {})
-        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
+        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | Product], Any]] = {}
         self._read: list[Value] = []
         self._outermost = False
         self._handover: Handover | None = None  # for the trip that is run next
@@ -136,7 +136,7 @@ class ShardedPartitioner(Partitioner):
         rotation = Rotation.of(scan)
         if rotation is None:
             return scan.run()
-        del self.moved[scan.mark :]  # the loop is traced again
+        del self.noted[scan.mark :]  # the loop is traced again
         return rotation.run(self)
 
     def run_trip(self, handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
@@ -280,7 +280,7 @@ class ShardedPartitioner(Partitioner):
         key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
         if key not in self._bodies:
             forms: list[Value] = []
-            mark = len(self.moved)
+            mark = len(self.noted)
 
             def body(xs: list[Any]) -> list[Any]:
                 given = [v.with_array(x) for x, v in zip(xs, args, strict=True)]
@@ -292,13 +292,13 @@ class ShardedPartitioner(Partitioner):
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
             xs = run([v.x for v in args])
-            moved = [dataclasses.replace(m, bytes=m.bytes // self.trips) for m in self.moved[mark:]]
-            self._bodies[key] = run, forms, moved, jaxpr
+            noted = [one.times(1 / self.trips) for one in self.noted[mark:]]
+            self._bodies[key] = run, forms, noted, jaxpr
         else:
-            run, forms, moved, _ = self._bodies[key]
-            mark = len(self.moved)
+            run, forms, noted, _ = self._bodies[key]
+            mark = len(self.noted)
             xs = run([v.x for v in args])
-            self.moved[mark:] = [dataclasses.replace(m, bytes=m.bytes * self.trips) for m in moved]
+            self.noted[mark:] = [one.times(self.trips) for one in noted]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod
