@@ -463,6 +463,21 @@ def every_device_computes(*shapes: tuple[int, ...]) -> None:
     nnx.jit(lambda model, xs: model(*xs)).lower(model, xs)
 
 
+def layers_in_a_loop() -> nnx.Module:
+    """64 MiB of layers, in a loop."""
+    make = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(64, 65536, use_bias=False, rngs=rngs)))
+    trip = nnx.scan(lambda x, layer: layer(x)[:, :64], in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+
+    class Tower(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            return trip(x, self.layers)
+
+    return shard(Tower(nnx.Rngs(0)))
+
+
 WARNINGS: dict[str, Callable[[], object]] = {
     "warning: settings that moved": lambda: shard(linear(), stacked=0, shard_dim=0),
     "warning: settings of a unit that moved": lambda: shard(nn.Dense(64), units={nn.Dense: {"min_size": 1}}),
@@ -475,6 +490,7 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: products of too few examples": lambda: every_device_computes((3, 340, 1024)),
     "warning: products of the examples beside the batch": lambda: every_device_computes((1024, 1024), (1020, 1024)),
     "warning: products of another dim of examples": lambda: every_device_computes((16, 1024), (12, 16, 64, 1024)),
+    "warning: layers that are no unit": lambda: call(layers_in_a_loop(), X),
     "warning: replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
     "warning: no parameters, and large": lambda: js.shard_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),

@@ -56,6 +56,10 @@ class Partitioner:
         """A value as stored shards. A subclass that has some says how."""
         raise NotImplementedError
 
+    def store_row(self, value: Value, stack: Any) -> Value:
+        """One row of what a loop stacks in a variable; a subclass stores those of gradients as shards."""
+        return value
+
     def run_scan(self, scan: "Scan") -> list[Value]:
         """Runs a loop; a subclass may choose another form of it."""
         return scan.run()

@@ -29,6 +29,7 @@ from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.batch import batch_size, warn_of_whole
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner
+from jshard.engine.stacks import note_layers
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
@@ -237,13 +238,14 @@ class Region:
             if is_backward:
                 gathered = gathered_in(jaxpr.jaxpr, values, {name for name, *_ in given})
                 _hold_back(gathered, [v for v in values if not v.is_stored])
-            gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
+            gradients = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
             with jax.named_scope(f"jshard[{name}]/{BACKWARD}"):
                 stored_gradients = _in_states(p, outs[: len(wanted)], wanted)
             outs = [*stored_gradients, *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
             moved.note(self.unit, self.name, phase, p.moved)
             if not is_backward:
+                note_layers(self.unit, p.layers_read)
                 warn_of_whole(self.name, self.arguments, self.batch, self.degree, p.products)
             found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
             more = {} if is_backward else self._kept(p)

@@ -18,8 +18,10 @@ from jax.sharding import Mesh
 from jshard._mesh import batch_axes, degree
 from jshard._nnx import OUTER, OWN
 from jshard._offload import fetched
+from jshard._placement import Placement
 from jshard.engine import stored
 from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, tied
+from jshard.engine.gradient_rows import stored_rows
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
@@ -52,7 +54,9 @@ class ShardedPartitioner(Partitioner):
         self.kept_whole = dict(whole or {})
         self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | Product], Any]] = {}
         self._read: list[Value] = []
+        self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
         self._outermost = False
+        self._stored_rows: dict[Any, Shard] = {}  # of the results of loops
         self._handover: Handover | None = None  # for the trip that is run next
 
     # ---- stored shards
@@ -62,6 +66,8 @@ class ShardedPartitioner(Partitioner):
             return value
         if not value.shard.placement.gathered and value.shard.placement.dim is not None:
             raise read_inside(value.parameter, value.shard.placement, self.place(self.eqn))
+        if value.parameter and self.trips > 1 and value.ndim < len(value.shard.placement.shape):
+            self.layers_read[value.parameter] = value.shard.placement
         key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
         found = self.level.whole.get(key, value)
         if found.is_stored:
@@ -79,12 +85,29 @@ class ShardedPartitioner(Partitioner):
             return Value(stored.reduce_scatter(value.x, placement, self.mesh), state)
         return Value(stored.cut(self.whole(value).x, placement), state)
 
+    def store_row(self, value: Value, stack: Any) -> Value:
+        """One row of what a loop stacks; of a gradient that is reduced the shard."""
+        state = self._stored_rows.get(stack)
+        from_end = None if state is None else state.placement.dim_from_end
+        if state is None or not value.is_partial or from_end is None or value.ndim + from_end < 0:
+            return value
+        with jax.named_scope(f"jshard[{self.name}]/{BACKWARD}"):
+            return self.store(value, state)
+
     # ---- programs
     def run_root(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Collection[int]
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Mapping[int, Shard]
     ) -> list[Value]:
-        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards."""
+        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards.
+
+        Args:
+            jaxpr: the program.
+            consts: its constants.
+            args: its arguments.
+            gradients: which of its results are gradients, and how they are stored.
+        """
         self._outermost = True
+        self._stored_rows = stored_rows(jaxpr, {jaxpr.outvars[i]: s for i, s in gradients.items()})
         return self.run_body(jaxpr, consts, args, gradients=gradients)
 
     def run_body(

@@ -168,7 +168,9 @@ class Scan:
         p = self.p
         shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
         with _times(p, trips):
-            return [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
+            outs = [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
+            rows = zip(outs[self.n_carry :], self.eqn.outvars[self.n_carry :], strict=True)
+            return [*outs[: self.n_carry], *(p.store_row(v, stack) for v, stack in rows)]
 
     def run(self) -> list[Value]:
         """The loop, as it was traced."""
