@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard._revise import revise
 from jshard.engine.rules import RULES
+from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers
 
@@ -120,7 +121,7 @@ def linear() -> nnx.Linear:
 def annotated(use: Callable = lambda model, x: model.out(model.inner(x)), **settings) -> Model:
     model = Model(use, nnx.Rngs(0))
     js.fully_shard(model.inner, mesh=js.mesh())
-    return js.fully_shard(model, mesh=js.mesh(), **settings)
+    return js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
 
 
 def call(model: nnx.Module, *args):
@@ -128,7 +129,7 @@ def call(model: nnx.Module, *args):
 
 
 def shard(module, **settings):
-    return js.fully_shard(module, **{"mesh": js.mesh(), **settings})
+    return js.fully_shard(module, **with_placement(**{"mesh": js.mesh(), **settings}))
 
 
 def scan_stacked(x=X, **settings):
@@ -306,7 +307,7 @@ def without_host_memory(mesh: Mesh) -> object:
     """Offload on devices that say that they have memory of their own only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jshard._compat.memory_kinds", lambda device: ["device"])
-        return js.fully_shard(linear(), mesh=mesh, offload="params")
+        return js.fully_shard(linear(), mesh=mesh, placement=js.ShardPlacement(offload="params"))
 
 
 ERRORS: dict[str, Callable[[], object]] = {
@@ -479,8 +480,10 @@ def layers_in_a_loop() -> nnx.Module:
 
 
 WARNINGS: dict[str, Callable[[], object]] = {
-    "warning: settings that moved": lambda: shard(linear(), stacked=0, shard_dim=0),
-    "warning: settings of a unit that moved": lambda: shard(nn.Dense(64), units={nn.Dense: {"min_size": 1}}),
+    "warning: settings that moved": lambda: js.fully_shard(linear(), mesh=js.mesh(), stacked=0, shard_dim=0),
+    "warning: settings of a unit that moved": lambda: js.fully_shard(
+        nn.Dense(64), mesh=js.mesh(), units={nn.Dense: {"min_size": 1}}
+    ),
     "warning: settings that are gone": lambda: shard(linear(), outputs="mean", batch_dim=1),
     "warning: a function that is gone": lambda: js.batch_mean(X),
     "warning: computed whole": lambda: call(
