@@ -4,7 +4,6 @@ import dataclasses
 import fnmatch
 import functools
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jshard import _compat
 from jshard._errors import AnnotationError
 from jshard._mesh import FSDP, degree
 from jshard._nnx import Path, Unit, dotted, numberless, walk
@@ -81,12 +81,11 @@ def warn_of_others(root: Unit, name: str, others: tuple[Other, ...]) -> None:
 def _warn_of_others(name: str, others: tuple[Other, ...], held: int, total: int) -> None:
     listed = "".join(f"\n  {other}" for other in sorted(others, key=lambda other: -other.bytes)[:_LISTED])
     listed += f"\n  ... and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
-    warnings.warn(
+    _compat.warn_user(
         f"{len(others)} float array(s) of {name} are not parameters, and each device holds them whole: {held} bytes,"
         f" beside {total} bytes of parameters:{listed}\n"
         "  If they are trained, make them parameters: nnx.Param(...), in Linen self.param(...). If not, accept it:"
         f" {_accepted(dotted(other.path) for other in others)}",
-        stacklevel=4,
     )
 
 
@@ -128,11 +127,10 @@ def _check_once(name: str, placed: _Placed, allowed: tuple[str, ...], precision:
     if odd:
         listed = [f"\n  {_describe(*one)}" for one in list(odd.items())[:_LISTED]]
         listed += [f"\n  ... and {len(odd) - _LISTED} more"] * (len(odd) > _LISTED)
-        warnings.warn(
+        _compat.warn_user(
             f"{len(odd)} parameter(s) of {name} are replicated, as no dim divides by {axis}. Each device holds all"
             f" {held} bytes of them, {held / total:.1%} of the model:{''.join(listed)}\n  To accept it:"
             f" {_accepted(odd)}. To pad them: placement=js.ShardPlacement(shard_dim=0).",
-            stacklevel=4,
         )
 
 
@@ -159,10 +157,9 @@ def warn_of_unplanned(paths: list[str], where: str) -> None:
     """Warns of parameters that the annotation never saw: they are right, but whole on every device."""
     if paths:
         listed = "".join(f"\n  {path}" for path in paths)
-        warnings.warn(
+        _compat.warn_user(
             f"{where}: {len(paths)} parameter(s) came after the annotation and stay replicated:{listed}\n"
             "  Change the model first, then js.fully_shard it.",
-            stacklevel=3,
         )
 
 

@@ -108,6 +108,14 @@ def builder(config: Config = Config(), seed: int = 0) -> Callable[[], Decoder]:
     return lambda: Decoder(config, nnx.Rngs(seed))
 
 
+def with_placement(**settings: Any) -> dict[str, Any]:
+    """Settings of `fully_shard`, those of a placement as one value; so are those of units that have their own."""
+    fields = {name: settings.pop(name) for name in [*settings] if name in js.ShardPlacement.__dataclass_fields__}
+    if isinstance(units := settings.get("units"), dict):
+        settings["units"] = {unit: with_placement(**of_unit) for unit, of_unit in units.items()}
+    return settings | ({"placement": js.ShardPlacement(**fields)} if fields else {})
+
+
 def annotator(mesh: Any, **settings: Any) -> Callable[[Decoder], None]:
     """The annotation: a unit per block with these settings of `js.fully_shard`, then the root.
 
@@ -117,11 +125,11 @@ def annotator(mesh: Any, **settings: Any) -> Callable[[Decoder], None]:
 
     def annotate(model: Decoder) -> None:
         if model.config.scanned:
-            js.fully_shard(model.blocks, mesh=mesh, stacked=1, **settings)
+            js.fully_shard(model.blocks, mesh=mesh, **with_placement(stacked=1, **settings))
         else:
             for block in model.blocks:
-                js.fully_shard(block, mesh=mesh, **settings)
-        js.fully_shard(model, mesh=mesh, **dtypes)
+                js.fully_shard(block, mesh=mesh, **with_placement(**settings))
+        js.fully_shard(model, mesh=mesh, **with_placement(**dtypes))
 
     return annotate
 

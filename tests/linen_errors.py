@@ -11,6 +11,7 @@ import optax
 from flax import nnx
 
 import jshard as js
+from tests.helpers import with_placement
 
 X = np.arange(16 * 64, dtype=np.float32).reshape(16, 64) / 1024
 KEY = jax.random.key(0)
@@ -104,7 +105,7 @@ def never(model: nn.Module, **units: Any) -> Any:
 
 
 def shard(model: nn.Module | None = None, **settings: Any) -> Any:
-    return js.fully_shard(model or Model(), **{"mesh": js.mesh(), **settings})
+    return js.fully_shard(model or Model(), **with_placement(**{"mesh": js.mesh(), **settings}))
 
 
 def init(**settings: Any) -> Any:

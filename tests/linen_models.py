@@ -11,6 +11,7 @@ import numpy as np
 import optax
 
 import jshard as js
+from tests.helpers import with_placement
 
 VOCAB, WIDTH = 128, 32
 
@@ -129,7 +130,7 @@ def assert_equal(
 ) -> nn.Module:
     """Holds loss, gradients and changed variables of the sharded model against one device; returns that model."""
     variables, wanted = reference(plain, call)
-    model = js.fully_shard(plain, mesh=mesh or js.mesh(), **settings)
+    model = js.fully_shard(plain, mesh=mesh or js.mesh(), **with_placement(**settings))
     found = results(model, variables, call)
     assert_same(found, wanted, tolerance)
     return model

@@ -31,6 +31,7 @@ from tests.helpers import (
     placed,
     sharded,
     token_batch,
+    with_placement,
 )
 from tests.parity import GRADIENT_TOLERANCE, compare, flat, train, worst
 from tests.wide import wide
@@ -412,7 +413,7 @@ SHAPES = {
 
 def shapes(mesh=MESH, sizes=SHAPES, **settings):
     model = nnx.eval_shape(lambda: Shapes(sizes))
-    return js.plan(js.fully_shard(model, mesh=mesh, **settings))
+    return js.plan(js.fully_shard(model, mesh=mesh, **with_placement(**settings)))
 
 
 def dims(plan: js.ShardPlan) -> dict[str, int | None]:
@@ -476,7 +477,9 @@ def test_ignored(ignored, left_out):
 
 
 def test_ignored_parameters_train():
-    annotate = lambda model: js.fully_shard(model, mesh=js.mesh(replica=2), units=Block, ignored="*kernel")
+    annotate = lambda model: js.fully_shard(
+        model, mesh=js.mesh(replica=2), units=Block, placement=js.ShardPlacement(ignored="*kernel")
+    )
     assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
 
 
@@ -498,7 +501,9 @@ def test_shard_dim_is_a_number_or_a_function():
 
 def test_another_shard_dim_trains():
     last = lambda path, shape: len(shape) - 1 if len(shape) > 1 else None
-    annotate = lambda model: js.fully_shard(model, mesh=js.mesh(), units=Block, shard_dim=last)
+    annotate = lambda model: js.fully_shard(
+        model, mesh=js.mesh(), units=Block, placement=js.ShardPlacement(shard_dim=last)
+    )
     model = placed(builder(SLIM), annotate)
     assert model.blocks[0].down.kernel.get_raw_value().sharding.spec == P(None, "fsdp")
     assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
@@ -554,7 +559,10 @@ def test_a_large_replicated_parameter_is_an_error_wherever_the_model_is_first_us
     with pytest.raises(js.AnnotationError, match="odd  float32"):
         model(ODD_ROWS)
     with pytest.raises(js.AnnotationError, match="odd  float32"):  # another name does not help
-        js.abstract_init(Cube, lambda model: js.fully_shard(model, mesh=MESH, allow_replicated=["even/*"]))
+        js.abstract_init(
+            Cube,
+            lambda model: js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["even/*"])),
+        )
 
 
 class VAE(nnx.Module):
@@ -606,7 +614,7 @@ def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning(ki
 
 def test_it_may_be_allowed_by_name():
     def annotate(model):
-        return js.fully_shard(model, mesh=MESH, allow_replicated=["odd/*"])
+        return js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["odd/*"]))
 
     build = lambda: Odd(nnx.Rngs(0), wide=72)
     model = js.shard_init(build, annotate)  # without a word: warnings are errors here
@@ -677,7 +685,7 @@ def test_a_model_that_nothing_divides_still_trains():
     mesh = js.mesh(devices=jax.devices()[:7])
 
     def annotate(model):
-        js.fully_shard(model, mesh=mesh, units=Block, allow_replicated=["*"])
+        js.fully_shard(model, mesh=mesh, units=Block, placement=js.ShardPlacement(allow_replicated=["*"]))
 
     plan = js.plan(js.abstract_init(builder(ODD_CONFIG), annotate))
     assert plan.bytes_per_device == plan.logical_bytes

@@ -24,6 +24,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard._revise import revise
 from jshard.engine.rules import RULES
+from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers
 
@@ -120,7 +121,7 @@ def linear() -> nnx.Linear:
 def annotated(use: Callable = lambda model, x: model.out(model.inner(x)), **settings) -> Model:
     model = Model(use, nnx.Rngs(0))
     js.fully_shard(model.inner, mesh=js.mesh())
-    return js.fully_shard(model, mesh=js.mesh(), **settings)
+    return js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
 
 
 def call(model: nnx.Module, *args):
@@ -128,7 +129,7 @@ def call(model: nnx.Module, *args):
 
 
 def shard(module, **settings):
-    return js.fully_shard(module, **{"mesh": js.mesh(), **settings})
+    return js.fully_shard(module, **with_placement(**{"mesh": js.mesh(), **settings}))
 
 
 def scan_stacked(x=X, **settings):
@@ -306,7 +307,7 @@ def without_host_memory(mesh: Mesh) -> object:
     """Offload on devices that say that they have memory of their own only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jshard._compat.memory_kinds", lambda device: ["device"])
-        return js.fully_shard(linear(), mesh=mesh, offload="params")
+        return js.fully_shard(linear(), mesh=mesh, placement=js.ShardPlacement(offload="params"))
 
 
 ERRORS: dict[str, Callable[[], object]] = {
@@ -447,14 +448,52 @@ def gathered_again() -> None:
     js.value_and_grad(loss, accumulate=2, sync="last")(annotated(), X)
 
 
+def every_device_computes(*shapes: tuple[int, ...]) -> None:
+    """Traces a call of a model that sums products of each argument. Under a name of its own, as what was said is not
+    said again."""
+
+    class Wide(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.kernel = nnx.Param(jnp.zeros((1024, 1024)))
+
+        def __call__(self, *xs):
+            return sum((x @ self.kernel).sum() for x in xs)
+
+    model = js.abstract_init(lambda: type(f"Wide{len(str(shapes))}", (Wide,), {})(nnx.Rngs(0)), shard)
+    xs = [jax.ShapeDtypeStruct(shape, np.float32) for shape in shapes]
+    nnx.jit(lambda model, xs: model(*xs)).lower(model, xs)
+
+
+def layers_in_a_loop() -> nnx.Module:
+    """64 MiB of layers, in a loop."""
+    make = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(64, 65536, use_bias=False, rngs=rngs)))
+    trip = nnx.scan(lambda x, layer: layer(x)[:, :64], in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+
+    class Tower(nnx.Module):
+        def __init__(self, rngs: nnx.Rngs):
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            return trip(x, self.layers)
+
+    return shard(Tower(nnx.Rngs(0)))
+
+
 WARNINGS: dict[str, Callable[[], object]] = {
-    "warning: settings that moved": lambda: shard(linear(), stacked=0, shard_dim=0),
-    "warning: settings of a unit that moved": lambda: shard(nn.Dense(64), units={nn.Dense: {"min_size": 1}}),
+    "warning: settings that moved": lambda: js.fully_shard(linear(), mesh=js.mesh(), stacked=0, shard_dim=0),
+    "warning: settings of a unit that moved": lambda: js.fully_shard(
+        nn.Dense(64), mesh=js.mesh(), units={nn.Dense: {"min_size": 1}}
+    ),
     "warning: settings that are gone": lambda: shard(linear(), outputs="mean", batch_dim=1),
     "warning: a function that is gone": lambda: js.batch_mean(X),
     "warning: computed whole": lambda: call(
         annotated(orthogonal_examples), np.random.default_rng(0).random((4096, 64), np.float32)
     ),
+    "warning: products of all examples": lambda: every_device_computes((1020, 1024)),
+    "warning: products of too few examples": lambda: every_device_computes((3, 340, 1024)),
+    "warning: products of the examples beside the batch": lambda: every_device_computes((1024, 1024), (1020, 1024)),
+    "warning: products of another dim of examples": lambda: every_device_computes((16, 1024), (12, 16, 64, 1024)),
+    "warning: layers that are no unit": lambda: call(layers_in_a_loop(), X),
     "warning: replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
     "warning: no parameters, and large": lambda: js.shard_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
@@ -567,7 +606,7 @@ def test_every_error_in_the_source_has_its_golden_text():
 
 
 def test_every_warning_in_the_source_has_its_golden_text():
-    count = sum(path.read_text().count("warnings.warn(") for path in sources())
+    count = sum(len(re.findall(r"(warnings|_compat)\.warn(_user)?\(", path.read_text())) for path in sources())
     kinds = {re.sub(r"\d+|[A-Z]\w+(\.\w+)?", "", golden()[name].splitlines()[0]) for name in WARNINGS}
     assert len(kinds) == count
 

@@ -130,7 +130,9 @@ def test_arrays_that_are_no_parameters_are_listed_and_state_of_flax_is_not():
 
 @pytest.mark.parametrize(("size", "allowed"), [(64, ()), (128, ()), (128, ("averages/*",))])
 def test_a_warning_says_so_where_they_are_large(size, allowed):
-    model = js.fully_shard(Averaged(nnx.Rngs(0), size), mesh=js.mesh(), allow_replicated=allowed)
+    model = js.fully_shard(
+        Averaged(nnx.Rngs(0), size), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=allowed)
+    )
     warns = pytest.warns(UserWarning, match="2 float array.* of Averaged are not parameters.*: 131072 bytes")
     with warns if size == 128 and not allowed else contextlib.nullcontext():
         model(jnp.ones((8, size)))

@@ -58,7 +58,12 @@ def compiled(
     def annotate(model: Decoder) -> None:
         for unit in [model.blocks] if loop else model.blocks:
             js.fully_shard(
-                unit, mesh=mesh, mixed_precision=policy, remat="full", prefetch=ahead, stacked=1 if loop else 0
+                unit,
+                mesh=mesh,
+                mixed_precision=policy,
+                remat="full",
+                prefetch=ahead,
+                placement=js.ShardPlacement(stacked=1 if loop else 0),
             )
         js.fully_shard(model.head, mesh=mesh, mixed_precision=policy, reshard_after_forward=False)
         js.fully_shard(model, mesh=mesh, mixed_precision=policy)

@@ -11,7 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jshard as js
-from tests.helpers import compile_to_read
+from tests.helpers import compile_to_read, with_placement
 from tests.linen_models import (
     VOCAB,
     WIDTH,
@@ -252,7 +252,7 @@ KINDS = "all-gather", "reduce-scatter"
 def traced(**settings: Any) -> tuple[Region, Region]:
     """The forward and the backward region of a step."""
     mesh = js.mesh(replica=2, fsdp=4)
-    model = js.fully_shard(Decoder(depth=LAYERS), mesh=mesh, units=Block, **settings)
+    model = js.fully_shard(Decoder(depth=LAYERS), mesh=mesh, units=Block, **with_placement(**settings))
     params = js.abstract_init(lambda: model.init(jax.random.key(0), X), model)["params"]
     loss = lambda params: cross_entropy(model.apply({"params": params}, X), Y)
     found = regions(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)

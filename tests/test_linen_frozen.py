@@ -19,7 +19,7 @@ from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFileError
 from jshard.recipes.state import check_source, create_from
 from jshard.train import TrainStep, create, load_model_file
-from tests.helpers import compile_to_read
+from tests.helpers import compile_to_read, with_placement
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat
 from tests.test_frozen import sent_in
@@ -48,7 +48,9 @@ class Scanned(nn.Module):
 
 
 def annotated(plain: nn.Module | None = None, **settings: Any) -> nn.Module:
-    return js.fully_shard(plain or Decoder(LAYERS), **{"mesh": js.mesh(), "units": [Block], **settings})
+    return js.fully_shard(
+        plain or Decoder(LAYERS), **with_placement(**{"mesh": js.mesh(), "units": [Block], **settings})
+    )
 
 
 def abstract(model: nn.Module) -> Any:

@@ -18,6 +18,7 @@ from jshard._mesh import batch_sharding
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
 from tests.gpu_compiler import needs_gpu_compiler
+from tests.helpers import with_placement
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE
 from tests.test_linen_frozen import Layer, Scanned
@@ -36,7 +37,7 @@ class Tabled(nn.Module):
 
 
 def annotated(**settings: Any) -> Any:
-    return js.fully_shard(Decoder(depth=2), **{"mesh": js.mesh(), "units": Block, **settings})
+    return js.fully_shard(Decoder(depth=2), **with_placement(**{"mesh": js.mesh(), "units": Block, **settings}))
 
 
 def creator(model: Any, tx: Any) -> Any:
@@ -73,7 +74,9 @@ def trained(
 ) -> TrainState:
     """After two steps; without `offload` on plain Optax."""
     mesh = js.mesh(devices=jax.devices()[:fsdp])
-    model = js.fully_shard(plain or Decoder(depth=2), mesh=mesh, units=units, offload=offload, remat=remat)
+    model = js.fully_shard(
+        plain or Decoder(depth=2), mesh=mesh, units=units, placement=js.ShardPlacement(offload=offload), remat=remat
+    )
     taken = step if accumulate == 1 else in_microbatches(model, accumulate)
     state = js.shard_init(creator(model, js.shard_optimizer(model, tx) if offload else tx), model)
     before = kinds(state)
@@ -179,7 +182,7 @@ def test_an_update_that_was_changed_or_is_for_others_is_added_anew():
 
 
 def test_a_call_in_global_view_fetches_parameters():
-    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block, offload="params")
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block, placement=js.ShardPlacement(offload="params"))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), X), model)
     js.check(model, variables, X)
     with js.global_view():  # a sum of both memories would raise
@@ -189,7 +192,9 @@ def test_a_call_in_global_view_fetches_parameters():
 @functools.cache
 def uneven(offload: str | None) -> TrainState:
     """After a step on three devices."""
-    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(devices=jax.devices()[:3]), offload=offload, **UNEVEN)
+    model = js.fully_shard(
+        Decoder(depth=1), mesh=js.mesh(devices=jax.devices()[:3]), **with_placement(offload=offload, **UNEVEN)
+    )
     state = js.shard_init(creator(model, js.shard_optimizer(model, TX)), model)
     return step(state, X[:15], tokens()[1][:15])
 
@@ -207,7 +212,9 @@ def test_state_that_is_padded_lives_there_too(offload: str):
 
 
 def test_logical_arrays_on_the_host_are_padded_on_the_device():
-    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(devices=jax.devices()[:3]), offload="params", **UNEVEN)
+    model = js.fully_shard(
+        Decoder(depth=1), mesh=js.mesh(devices=jax.devices()[:3]), **with_placement(offload="params", **UNEVEN)
+    )
     params = jax.eval_shape(model.init, jax.random.key(0), X[:15])["params"]
     there = jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), jax.memory.Space.Host), params)
     found = on_host_in(jax.make_jaxpr(lambda params: model.apply({"params": params}, X[:15]))(there).jaxpr)
@@ -280,7 +287,7 @@ def test_units_may_differ_in_what_is_offloaded():
 
 def test_of_a_table_that_is_never_gathered_the_state_alone_is_there():
     units = {"table": {"placement": js.ShardPlacement(gathered=False, offload="optimizer")}, Block: {}}
-    model = js.fully_shard(Tabled(), mesh=js.mesh(), units=units, offload="params")
+    model = js.fully_shard(Tabled(), mesh=js.mesh(), units=units, placement=js.ShardPlacement(offload="params"))
     state = js.abstract_init(creator(model, js.shard_optimizer(model, TX)), model)
     memory = lambda tree: tree["table"]["embedding"].sharding.memory_kind
     assert (memory(state.params), memory(state.opt_state[1][0].mu)) == ("device", "pinned_host")

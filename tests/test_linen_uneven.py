@@ -19,6 +19,7 @@ from orbax.checkpoint import v1 as ocp
 import jshard as js
 from jshard import checkpoint
 from jshard._linen.padded import Padded, is_padded, unboxed
+from tests.helpers import with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
 from tests.wide import wide
 
@@ -51,7 +52,9 @@ def mesh_of(degree: str) -> Any:
 
 def annotated(degree: str = "8", plain: nn.Module | None = None, **settings: Any) -> Any:
     """Cut along the first dim, biases too: all are padded where that is odd."""
-    return js.fully_shard(plain or Decoder(), mesh=mesh_of(degree), **{"units": Block, "shard_dim": 0, **settings})
+    return js.fully_shard(
+        plain or Decoder(), mesh=mesh_of(degree), **with_placement(**{"units": Block, "shard_dim": 0, **settings})
+    )
 
 
 def creator(model: nn.Module, tx: Any = ADAMW, inputs: Any = IDS[0, :, :-1]) -> Any:
@@ -363,7 +366,10 @@ class Deep(nn.Module):
 def test_in_a_stack_of_layers_it_sends_what_the_plan_says():
     x = np.random.default_rng(0).standard_normal((16, WIDTH), np.float32)
     model = js.fully_shard(
-        Deep(), mesh=js.mesh(), units=Block, shard_dim=lambda path, shape: 1 if len(shape) == 3 else None
+        Deep(),
+        mesh=js.mesh(),
+        units=Block,
+        placement=js.ShardPlacement(shard_dim=lambda path, shape: 1 if len(shape) == 3 else None),
     )
     state = born(model, ADAMW, x)
     up = state.params["layers"]["Dense_1"]["kernel"]
@@ -382,7 +388,7 @@ def test_beside_a_tensor_axis_that_the_model_names():
     init = nn.with_partitioning(nn.initializers.normal(1.0), (None, "tensor"))
     plain = nn.Dense(48, use_bias=False, kernel_init=init)
     x = np.random.default_rng(0).standard_normal((8, WIDTH), np.float32)
-    model = js.fully_shard(plain, mesh=js.mesh(fsdp=4, tensor=2), shard_dim=0)
+    model = js.fully_shard(plain, mesh=js.mesh(fsdp=4, tensor=2), placement=js.ShardPlacement(shard_dim=0))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), x), model)
     kernel = variables["params"]["kernel"]
     assert isinstance(kernel, nn.Partitioned) and is_padded(kernel.value)
@@ -397,11 +403,13 @@ def test_beside_a_tensor_axis_that_the_model_names():
 def test_what_is_small_or_named_stays_replicated():
     x = np.zeros((8, VOCAB), np.float32)
     for settings in ({"allow_replicated": ["kernel"]}, {"min_size": 10**6}, {"ignored": "kernel"}):
-        model = js.fully_shard(Table(), mesh=js.mesh(), **settings)
+        model = js.fully_shard(Table(), mesh=js.mesh(), **with_placement(**settings))
         made = js.shard_init(lambda model=model: model.init(jax.random.key(0), x), model)
         assert isinstance(made["params"]["kernel"], jax.Array)
         assert js.plan(model).leaf("kernel").placement.dim is None
-    named = js.fully_shard(Table(), mesh=js.mesh(), allow_replicated=["kernel"], shard_dim=0)
+    named = js.fully_shard(
+        Table(), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=["kernel"], shard_dim=0)
+    )
     with pytest.raises(js.AnnotationError, match="it is in allow_replicated, and not padded"):
         jax.eval_shape(named.init, jax.random.key(0), x)
 

@@ -15,7 +15,7 @@ from flax.training.train_state import TrainState
 import jshard as js
 from jshard.recipes.building import new_model
 from jshard.train import load_model_file
-from tests.helpers import compile_to_read
+from tests.helpers import compile_to_read, with_placement
 from tests.linen_models import WIDTH, Block, assert_same
 from tests.wide import wide
 
@@ -72,7 +72,7 @@ MESHES = pytest.mark.parametrize("degrees", [wide({}), {"replica": 2}], ids=["ze
 
 def made(plain: nn.Module, mesh: Any, **settings: Any) -> tuple[nn.Module, Any]:
     """An annotated model, and its variables without arrays."""
-    model = js.fully_shard(plain, mesh=mesh, **{"units": UNITS, **settings})
+    model = js.fully_shard(plain, mesh=mesh, **with_placement(**{"units": UNITS, **settings}))
     js.shard_optimizer(model, optax.sgd(0.1))  # the table is padded
     return model, js.abstract_init(lambda: model.init(jax.random.key(0), IDS), model)
 
@@ -194,7 +194,7 @@ def test_regions_that_flax_transforms_gather_for_themselves_and_are_told():
 
 def test_a_whole_model_may_be_one():
     plain = nn.Embed(ROWS, WIDTH)
-    model = js.fully_shard(plain, mesh=js.mesh(), gathered=False, shard_dim=0)
+    model = js.fully_shard(plain, mesh=js.mesh(), placement=js.ShardPlacement(gathered=False, shard_dim=0))
     js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     assert [unit.gathered for unit in js.plan(model).units] == [False]

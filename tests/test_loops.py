@@ -15,7 +15,7 @@ from jax.extend import core as jex
 
 import jshard as js
 from jshard.inspect import collectives, full_bytes
-from tests.helpers import compile_to_read, fresh, placed
+from tests.helpers import compile_to_read, fresh, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 from tests.wide import wide
 
@@ -162,7 +162,7 @@ def builder(name: str) -> Callable[[], Model]:
 
 def annotate(mesh: jax.sharding.Mesh, model: Model, **settings: Any) -> None:
     for part, stacked in zip(model.parts, FORMS[model.name].stacked, strict=True):
-        js.fully_shard(part, mesh=mesh, stacked=stacked, min_size=WIDTH, **settings)
+        js.fully_shard(part, mesh=mesh, **with_placement(stacked=stacked, min_size=WIDTH, **settings))
     js.fully_shard(model, mesh=mesh)
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import placed
+from tests.helpers import placed, with_placement
 from tests.parity import PARAMETER_TOLERANCE, flat
 from tests.test_frozen import sent
 
@@ -56,8 +56,8 @@ def loss_fn(model, x):
 def annotator(**settings):
     def annotate(model):
         for block in model.blocks:
-            js.fully_shard(block, mesh=js.mesh(), **settings)
-        js.fully_shard(model, mesh=js.mesh(), **settings)
+            js.fully_shard(block, mesh=js.mesh(), **with_placement(**settings))
+        js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
 
     return annotate
 

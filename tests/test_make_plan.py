@@ -16,7 +16,7 @@ from jshard._placement import PlacementRule
 from jshard._policies import MixedPrecision, UnitPolicy
 from jshard._revise import revise
 from jshard._shard_plan import Leaf, make_plan
-from tests.helpers import Config, abstract, sharded
+from tests.helpers import Config, abstract, sharded, with_placement
 
 WIDTH = 128
 
@@ -87,8 +87,12 @@ def test_nnx_and_linen_have_one_plan():
 
     mesh = js.mesh()
     settings = {"mesh": mesh, "ignored": "layer/up/bias", "mixed_precision": js.MixedPrecision(param="bfloat16")}
-    one = js.plan(js.abstract_init(lambda: Model(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Layer, **settings)))
-    linen = js.fully_shard(LinenModel(), units=LinenLayer, **settings)
+    one = js.plan(
+        js.abstract_init(
+            lambda: Model(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Layer, **with_placement(**settings))
+        )
+    )
+    linen = js.fully_shard(LinenModel(), units=LinenLayer, **with_placement(**settings))
     jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((8, WIDTH)))
     other = js.plan(linen)
     assert {leaf.path: leaf for leaf in one.leaves} == {leaf.path: leaf for leaf in other.leaves}

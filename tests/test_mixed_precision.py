@@ -203,12 +203,16 @@ def test_what_keeps_its_dtype():
             seen.update({"/".join(map(str, path)): v.dtype.name for path, v in nnx.to_flat_state(nnx.state(self))})
             return self.linear(x)
 
-    model = js.fully_shard(Seen(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=KEPT, min_size=1)
+    model = js.fully_shard(
+        Seen(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=KEPT, placement=js.ShardPlacement(min_size=1)
+    )
     with pytest.raises(js.AnnotationError, match="No parameter matches") as error:
         jax.eval_shape(lambda x: model(x), np.ones((16, 64), np.float32))
     assert "'mlp_norm/*'; paths are linear/bias" in str(error.value)
     kept_norm = js.MixedPrecision(param="bfloat16", keep="norm/*")
-    model = js.fully_shard(Seen(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=kept_norm, min_size=1)
+    model = js.fully_shard(
+        Seen(nnx.Rngs(0)), mesh=js.mesh(), mixed_precision=kept_norm, placement=js.ShardPlacement(min_size=1)
+    )
     jax.eval_shape(lambda x: model(x), np.ones((16, 64), np.float32))
     assert seen == {"linear/bias": "bfloat16", "linear/kernel": "bfloat16", "norm/scale": "float32"}
 

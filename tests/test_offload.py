@@ -23,7 +23,7 @@ from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
-from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch
+from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch, with_placement
 from tests.parity import PARAMETER_TOLERANCE, flat
 from tests.wide import wide
 
@@ -69,8 +69,8 @@ def builder(config: Config) -> Any:
 def annotated(config: Config, mesh: Mesh, make: Any = placed, offload: str | None = None, **settings: Any) -> Any:
     def annotate(model: Decoder) -> None:
         for block in [model.blocks] if config.scanned else model.blocks:
-            js.fully_shard(block, mesh=mesh, stacked=int(config.scanned), offload=offload, **settings)
-        js.fully_shard(model, mesh=mesh, offload=offload)
+            js.fully_shard(block, mesh=mesh, **with_placement(stacked=int(config.scanned), offload=offload, **settings))
+        js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(offload=offload))
 
     return make(builder(config), annotate)
 

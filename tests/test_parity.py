@@ -91,9 +91,12 @@ def annotate(case: Case, mesh: jax.sharding.Mesh, model: Decoder) -> None:
     ignored = nnx.Param if case.strategy == "replicate" else None  # on 2x4 the fsdp axis would shard
     for block in [model.blocks] if model.config.scanned else model.blocks:
         js.fully_shard(
-            block, mesh=mesh, reshard_after_forward=reshard, ignored=ignored, stacked=int(model.config.scanned)
+            block,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            placement=js.ShardPlacement(ignored=ignored, stacked=int(model.config.scanned)),
         )
-    js.fully_shard(model, mesh=mesh, ignored=ignored)
+    js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(ignored=ignored))
 
 
 def train(model: nnx.Module, optimizer: nnx.Optimizer, grad_fn) -> Trained:

@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from tests.helpers import Block, Config, abstract, annotator, builder, sharded
+from tests.helpers import Block, Config, abstract, annotator, builder, sharded, with_placement
 
 WIDTH = 64
 
@@ -28,7 +28,7 @@ class Pair(nnx.Module):
 def plan_of(module_type, *, mesh=None, **settings) -> js.ShardPlan:
     mesh = mesh or js.mesh()
     build = lambda: module_type(nnx.Rngs(0))
-    return js.plan(js.abstract_init(build, lambda m: js.fully_shard(m, mesh=mesh, **settings)))
+    return js.plan(js.abstract_init(build, lambda m: js.fully_shard(m, mesh=mesh, **with_placement(**settings))))
 
 
 @pytest.mark.parametrize("scanned", [False, True])

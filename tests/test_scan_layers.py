@@ -12,7 +12,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.inspect import collectives, full_bytes
-from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch
+from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 from tests.wide import wide
 
@@ -39,10 +39,10 @@ def builder(config: Config) -> Any:
 
 def annotate(model: Scanning, mesh: Any, **settings: Any) -> None:
     if model.config.scanned:
-        js.fully_shard(model.blocks, mesh=mesh, stacked=1, **settings)
+        js.fully_shard(model.blocks, mesh=mesh, **with_placement(stacked=1, **settings))
     else:
         for block in model.blocks:
-            js.fully_shard(block, mesh=mesh, **settings)
+            js.fully_shard(block, mesh=mesh, **with_placement(**settings))
     js.fully_shard(model, mesh=mesh)
 
 
@@ -213,7 +213,7 @@ def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str
 
     model = NoisyStack(nnx.Rngs(0), loop)
     for layer in model.layers:
-        js.fully_shard(layer, mesh=mesh, remat=remat, min_size=256)
+        js.fully_shard(layer, mesh=mesh, remat=remat, placement=js.ShardPlacement(min_size=256))
     js.fully_shard(model, mesh=mesh)
     grad = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, nnx.Param)))
     return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))

@@ -19,7 +19,7 @@ from flax import nnx
 import jshard as js
 from jshard import cli
 from jshard.train import load_model_file
-from tests.helpers import compile_to_read, placed
+from tests.helpers import compile_to_read, placed, with_placement
 from tests.micro_gpt import MODELS, micro
 from tests.parity import assert_parity, compare, train, worst
 from tests.wide import wide
@@ -174,7 +174,7 @@ def annotate_split(table, *, mesh=None, **settings):
     def annotate(model):
         on = mesh or js.mesh(fsdp=1, tensor=8)
         js.parallel.split(model, table)
-        js.fully_shard(model, units=nnx.Linear, mesh=on, **settings)
+        js.fully_shard(model, units=nnx.Linear, mesh=on, **with_placement(**settings))
 
     return annotate
 

@@ -329,7 +329,14 @@ def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
 def test_gradients_of_units_of_all_kinds(prefetch, remat):
     x, expected = mixed_gradients()
     model, mesh = Mixed(nnx.Rngs(0)), js.mesh(replica=2, fsdp=4)
-    js.fully_shard(model, units=[nnx.Linear, Nested], mesh=mesh, prefetch=prefetch, remat=remat, min_size=1)
+    js.fully_shard(
+        model,
+        units=[nnx.Linear, Nested],
+        mesh=mesh,
+        prefetch=prefetch,
+        remat=remat,
+        placement=js.ShardPlacement(min_size=1),
+    )
     found = flat(nnx.jit(nnx.grad(mixed_loss))(model, x))
     assert max(worst(found[k], expected[k]) for k in expected) <= GRADIENT_TOLERANCE
 

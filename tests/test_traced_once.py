@@ -58,7 +58,7 @@ class Model(nnx.Module):
 def sharded(how: str = "") -> Any:
     def annotate(model: Any) -> None:
         for block in [model.blocks] if how == "scan" else model.blocks:
-            js.fully_shard(block, mesh=mesh, stacked=int(how == "scan"))
+            js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(stacked=int(how == "scan")))
         js.fully_shard(model, mesh=mesh)
 
     mesh = js.mesh()

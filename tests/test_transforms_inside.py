@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.experimental import checkify
 
 import jshard as js
 from jshard._errors import CallError
@@ -145,3 +146,25 @@ def test_collectives_over_an_axis_of_a_vmap_around_are_an_error():
     with pytest.raises(CallError, match="over an axis that a vmap or pmap around it names") as error:
         nnx.grad(loss)(model)
     assert "Normed.__call__: 'batch'" in str(error.value)
+
+
+@pytest.mark.parametrize("degree", [1, 8])
+def test_checkify_looks_into_units(degree):
+    """On one device a unit is a call like any other. Seen to fail there while it was an equation."""
+
+    class Checked(Block):
+        def __call__(self, x):
+            checkify.check(jnp.all(x < 3), "large: {x}", x=x.max())
+            return super().__call__(x)
+
+    mesh = js.mesh(fsdp=degree, devices=jax.devices()[:degree])
+    build = lambda block: nnx.Sequential(block(nnx.Rngs(0)), block(nnx.Rngs(1)))
+    model = js.shard_init(lambda: build(Checked), lambda m: js.fully_shard(m, units=Checked, mesh=mesh))
+    graph, state = nnx.split(model)
+    grad = jax.grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).mean())
+    of_plain = jax.tree.leaves(nnx.grad(lambda model, x: (model(x) ** 2).mean())(build(Block), X / 10))
+    for x, is_large in ((X / 10, False), (X, True)):
+        error, grads = jax.jit(checkify.checkify(grad))(state, x)
+        assert ("large: " in (error.get() or "")) == is_large
+        for a, b in zip(jax.tree.leaves(grads), of_plain, strict=True) if not is_large else ():
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

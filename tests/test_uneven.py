@@ -18,7 +18,7 @@ import jshard as js
 from jshard import checkpoint
 from jshard._padded import padding_of
 from jshard.inspect.memory import memory_of
-from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch
+from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat, train, worst
 from tests.wide import wide
 
@@ -47,9 +47,9 @@ def annotator(mesh, **settings):
         stacked = int(model.config.scanned)
         first = lambda path, shape: stacked
         for block in [model.blocks] if stacked else model.blocks:
-            js.fully_shard(block, mesh=mesh, shard_dim=first, stacked=stacked, **settings)
+            js.fully_shard(block, mesh=mesh, **with_placement(shard_dim=first, stacked=stacked, **settings))
         precision = {k: v for k, v in settings.items() if k == "mixed_precision"}
-        js.fully_shard(model, mesh=mesh, shard_dim=0, **precision)
+        js.fully_shard(model, mesh=mesh, **with_placement(shard_dim=0, **precision))
 
     return annotate
 
@@ -158,7 +158,7 @@ def tower() -> Tower:
 
 
 def shard_tower(model: Tower) -> None:
-    js.fully_shard(model, mesh=js.mesh(replica=2), units=nnx.Linear, shard_dim=0)
+    js.fully_shard(model, mesh=js.mesh(replica=2), units=nnx.Linear, placement=js.ShardPlacement(shard_dim=0))
 
 
 def test_a_loop_over_layers_and_reads_outside_their_units():
@@ -177,7 +177,9 @@ def test_with_a_tensor_axis_on_another_dim():
         return model
 
     mesh = js.mesh(fsdp=4, tensor=2)
-    model = js.shard_init(build, lambda model: js.fully_shard(model, mesh=mesh, shard_dim=0))
+    model = js.shard_init(
+        build, lambda model: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+    )
     assert model.kernel.get_raw_value().addressable_shards[0].data.shape == (12, 24)
     rows = np.random.default_rng(0).standard_normal((8, 47)).astype(np.float32)
     js.shard_optimizer(model, ADAMW)
@@ -445,7 +447,9 @@ def test_an_optimizer_counts_for_its_model_only_and_for_copies_of_it():
 def plan_of(vocab: int, width: int, mesh, **settings) -> js.ShardPlan:
     made = Config(layers=1, width=width, hidden=4 * width, vocab=vocab, heads=1, attends=False)
     settings = {"allow_replicated": ["*/bias"]} | settings
-    return js.plan(js.abstract_init(builder(made), lambda model: js.fully_shard(model, mesh=mesh, **settings)))
+    return js.plan(
+        js.abstract_init(builder(made), lambda model: js.fully_shard(model, mesh=mesh, **with_placement(**settings)))
+    )
 
 
 @pytest.mark.parametrize("devices", [8, 512])
@@ -488,7 +492,7 @@ def test_a_dim_that_divides_comes_first_and_the_least_padding_next():
 
 def test_small_parameters_and_those_that_are_named_stay_replicated():
     placement = lambda **settings: js.plan(js.abstract_init(table, lambda m: shard(m, **settings))).leaf("kernel")
-    shard = lambda model, **settings: js.fully_shard(model, mesh=js.mesh(), **settings)
+    shard = lambda model, **settings: js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
     assert placement().placement.padding == 3
     assert placement(allow_replicated=["kernel"]).placement.because == "no dim divides by 8 (shape (501, 47))"
     assert placement(min_size=10**6).placement.because.startswith("smaller than min_size")
@@ -510,7 +514,7 @@ def test_the_root_may_name_what_a_unit_would_pad():
             return self.tables[0](x)
 
     root = Root(model)
-    js.fully_shard(root, mesh=js.mesh(), allow_replicated=["tables/0/kernel"])
+    js.fully_shard(root, mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=["tables/0/kernel"]))
     assert js.plan(root).leaf("tables/0/kernel").placement.dim is None
     assert padding_of(root.tables[0].kernel) is None
     np.testing.assert_array_equal(root.tables[0].kernel.get_raw_value(), plain_values())
@@ -532,7 +536,9 @@ GPT2_TABLE = Config(layers=1, width=12, hidden=20, vocab=GPT2_VOCABULARY, heads=
 
 
 def trained(mesh) -> tuple[Decoder, nnx.Optimizer]:
-    annotate = lambda model: js.fully_shard(model, mesh=mesh, allow_replicated=["blocks/*"])
+    annotate = lambda model: js.fully_shard(
+        model, mesh=mesh, placement=js.ShardPlacement(allow_replicated=["blocks/*"])
+    )
     model = placed(builder(GPT2_TABLE), annotate)
     return model, js.shard_optimizer(model, ADAMW)
 
@@ -582,7 +588,7 @@ def test_what_is_on_disk_is_logical(folder):
 def test_a_checkpoint_goes_to_any_mesh(folder, degree):
     wanted, _ = saved(folder)
     mesh = mesh_of(degree)
-    annotate = lambda model: js.fully_shard(model, mesh=mesh, shard_dim=0)
+    annotate = lambda model: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
     model = js.abstract_init(builder(GPT2_TABLE, seed=1), annotate)
     like = {"model": model, "optimizer": js.shard_optimizer(model, ADAMW)}
     restored = checkpoint.restore(folder / "run", like=like)

@@ -18,7 +18,7 @@ from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.memory import activations, memory_of
 from jshard.inspect.model_traffic import gathered_anyway, told_apart
-from tests.helpers import compile_to_read, placed
+from tests.helpers import compile_to_read, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, assert_parity, compare, train
 
 ROWS, WIDTH, BATCH = 1001, 32, 16  # rows divide by nothing: the table is stored padded
@@ -71,7 +71,7 @@ def by_row(path, shape):
 
 def annotator(mesh, **settings):
     def annotate(model):
-        js.fully_shard(model.table, mesh=mesh, gathered=False, shard_dim=by_row, **settings)
+        js.fully_shard(model.table, mesh=mesh, **with_placement(gathered=False, shard_dim=by_row, **settings))
         js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)
 
     return annotate
@@ -174,7 +174,7 @@ def test_plan_traffic_and_memory_know_that_nothing_is_gathered():
 
 def test_activations_do_not_count_a_parameter_that_is_used_where_it_lies():
     model = nnx.Linear(256, 256, use_bias=False, rngs=nnx.Rngs(0))
-    js.fully_shard(model, mesh=js.mesh(), gathered=False)
+    js.fully_shard(model, mesh=js.mesh(), placement=js.ShardPlacement(gathered=False))
     loss = lambda model, x: (model(model(x)) ** 2).sum()
     saved = activations(model, loss, np.zeros((8, 256), np.float32)).saved_bytes
     assert 0 < saved < 256 * 256 * 4 // 8  # what is multiplied; not the kernel's part on a device
@@ -264,7 +264,7 @@ def test_a_call_in_global_view_and_one_of_the_model_check_out():
 
 def test_it_may_stand_alone_and_its_state_comes_back():
     table = Table(nnx.Rngs(0))
-    js.fully_shard(table, mesh=js.mesh(), gathered=False, shard_dim=by_row)
+    js.fully_shard(table, mesh=js.mesh(), placement=js.ShardPlacement(gathered=False, shard_dim=by_row))
     np.testing.assert_allclose(table(DATA[0]), Table(nnx.Rngs(0))(DATA[0]), rtol=1e-6)
     assert int(table.calls[...]) == 1
 

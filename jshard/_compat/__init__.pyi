@@ -3,6 +3,7 @@ from jshard._compat.callers import scope_of as scope_of
 from jshard._compat.callers import user_frame as user_frame
 from jshard._compat.callers import user_frames as user_frames
 from jshard._compat.callers import user_place as user_place
+from jshard._compat.callers import warn_user as warn_user
 from jshard._compat.cuda import CUDA_VERSIONS as CUDA_VERSIONS
 from jshard._compat.cuda import hide_useless_cuda as hide_useless_cuda
 from jshard._compat.cuda import is_cuda_useless as is_cuda_useless

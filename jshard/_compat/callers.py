@@ -2,6 +2,9 @@
 
 import itertools
 import pathlib
+import sys
+import sysconfig
+import warnings
 from collections.abc import Collection
 from typing import Any
 
@@ -13,6 +16,7 @@ import jshard
 
 _LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
 _MODELS = f"{_LIBRARY[-1]}/models/"
+_PYTHON = sysconfig.get_path("stdlib")
 _TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
 
 
@@ -38,6 +42,19 @@ def user_place(eqn: Any) -> str:
         if not _is_library(frame.file_name):
             return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num} ({frame.function_name})"
     return ""
+
+
+def warn_user(text: str) -> None:
+    """Warns with the file and line of the user's code that has called: the innermost outside jax, flax and jshard."""
+    frame: Any = sys._getframe(1)
+    while frame.f_back is not None and _is_no_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    warnings.warn_explicit(text, UserWarning, frame.f_code.co_filename, frame.f_lineno)
+
+
+def _is_no_users(file: str) -> bool:
+    """Python's own library is between frames of jax: context managers, cached functions."""
+    return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
 
 
 def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:

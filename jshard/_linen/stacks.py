@@ -1,8 +1,8 @@
 """Layers that `nn.scan` stacks and no unit names: nothing of them is gathered ahead."""
 
 import functools
-import warnings
 
+from jshard import _compat
 from jshard._shard_plan import ShardPlan
 
 _LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers; below that nobody would miss the time
@@ -26,8 +26,7 @@ def warn_of_stacks(kind: str, plan: ShardPlan, units: tuple[str, ...]) -> None:
 def _warn(kind: str, stacks: tuple[tuple[str, str], ...], units: tuple[str, ...]) -> None:
     listed = "".join(f"\n  {path}  {how}" for path, how in stacks)
     named = ", ".join([*units, *(repr(path) for path, _ in stacks)])
-    warnings.warn(
+    _compat.warn_user(
         f"{len(stacks)} stack(s) of layers of {kind} are not gathered ahead of their use, as no unit is inside their"
         f" loop:{listed}\n  js.fully_shard(model, mesh=mesh, units=[{named}])",
-        stacklevel=3,
     )

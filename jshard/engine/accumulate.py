@@ -1,7 +1,6 @@
 """Gradient accumulation: reduce every microbatch into a sharded sum, or gather once and reduce once."""
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jshard import _compat
 from jshard._errors import CallError
 from jshard._nnx import Unit
 from jshard._offload import back, to_device
@@ -87,8 +87,7 @@ def _tell_of_left(names: list[str], total: int, missed: bool, model: str) -> Non
         )
     if missed:
         listed = "".join(f"\n  {name}" for name in names)
-        warnings.warn(
+        _compat.warn_user(
             f"{len(names)} parameter(s) of {model} are gathered once for all microbatches, and then again in each:"
             f" {why}.{listed}",
-            stacklevel=2,
         )

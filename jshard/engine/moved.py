@@ -7,9 +7,9 @@ right as it is, and it costs collectives that are neither a parameter's gather n
 import collections
 import dataclasses
 import re
-import warnings
 from collections.abc import Hashable, Iterable, Sequence
 
+from jshard import _compat
 from jshard._errors import CallError
 from jshard._nnx import Unit
 from jshard._placement import Placement
@@ -90,13 +90,13 @@ def named_in(name: str) -> tuple[Mixing, ...]:
     return tuple(found[-1:])
 
 
-_Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Placement, int]]]
-_seen: dict[_Key, dict[Hashable, list[Mixing]]] = {}
+Key = tuple[str, tuple[tuple[str, int], ...], frozenset[tuple[Placement, int]]]
+_seen: dict[Key, dict[Hashable, list[Mixing]]] = {}
 _MAX_SEEN = 64
-_warned: set[tuple[_Key, str]] = set()
+_warned: set[tuple[Key, str]] = set()
 
 
-def _key(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> _Key:
+def key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
     """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters lie."""
     return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
 
@@ -110,7 +110,7 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
             for leaf in plan.leaves
             if i == 0 or any(f"{leaf.path}/".startswith(f"{name}/") for name in unit.name.split("+"))
         ]
-        keys[_key(unit.kind, plan.mesh, inside)] = None
+        keys[key_of(unit.kind, plan.mesh, inside)] = None
     return tuple(_together(one for key in keys for found in _seen.get(key, {}).values() for one in found))
 
 
@@ -129,7 +129,7 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Moved]) -> None:
     found = _together(Mixing(one.kind, one.operation, one.where, 1, one.bytes) for one in moved)
     if unit.policy.fallback == "error" and (bad := [one for one in found if one.kind in COMPUTED_WHOLE]):
         raise _refused(bad)
-    key = _key(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
+    key = key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
     if len(_seen) >= _MAX_SEEN and key not in _seen:
         _seen.pop(next(iter(_seen)))
     _seen.setdefault(key, {})[call, part] = found
@@ -138,7 +138,7 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Moved]) -> None:
     if large:
         _warned.update((key, one.where) for one in large)
         text = f"{call.split('.')[0]} mixes the examples of its batch, which sends data between the data shards:"
-        warnings.warn("\n  ".join([text, *_listed(large), *_advice(large)]), stacklevel=2)
+        _compat.warn_user("\n  ".join([text, *_listed(large), *_advice(large)]))
 
 
 def _refused(bad: Sequence[Mixing]) -> CallError:

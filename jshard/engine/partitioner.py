@@ -19,8 +19,9 @@ from jshard import _compat
 from jshard._errors import CallError, FourPartError
 from jshard.engine.moved import scope_of
 from jshard.engine.rules import known, linear
+from jshard.engine.rules.contraction import flops
 from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Source, State, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Source, State, Value
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan
@@ -39,7 +40,7 @@ class Partitioner:
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
         self.axes, self.degree = tuple(axes), degree
         self.batch_sizes = set(batch_sizes)
-        self.moved: list[Moved] = []
+        self.noted: list[Moved | Product] = []  # in the order of the trace; what is traced again is noted again
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.trips = 1  # product of the lengths of the loops around
         self.eqn: Eqn | None = None  # the equation that is run
@@ -55,6 +56,10 @@ class Partitioner:
         """A value as stored shards. A subclass that has some says how."""
         raise NotImplementedError
 
+    def store_row(self, value: Value, stack: Any) -> Value:
+        """One row of what a loop stacks in a variable; a subclass stores those of gradients as shards."""
+        return value
+
     def run_scan(self, scan: "Scan") -> list[Value]:
         """Runs a loop; a subclass may choose another form of it."""
         return scan.run()
@@ -68,15 +73,32 @@ class Partitioner:
     @contextlib.contextmanager
     def sends(self, kind: Any, eqn: Eqn | None, size: int) -> Iterator[None]:
         """Inside, a collective is traced for the equation: it is recorded, and has a name in the compiled program."""
-        self.note(kind, eqn, size)
-        with jax.named_scope(scope_of(self.moved[-1], size)):
+        with jax.named_scope(scope_of(self.note(kind, eqn, size), size)):
             yield
 
-    def note(self, kind: Any, eqn: Eqn | None, size: int) -> None:
+    def note(self, kind: Any, eqn: Eqn | None, size: int) -> Moved:
         """Records what the equation needs of other shards; None: what the program returns needs it."""
         shapes = " ".join(a.aval.str_short() for a in eqn.invars[:3]) if eqn is not None else ""
         operation = eqn.primitive.name if eqn is not None else "output"
-        self.moved.append(Moved(kind, operation, size * self.trips, self.place(eqn), shapes))
+        self.noted.append(one := Moved(kind, operation, size * self.trips, self.place(eqn), shapes))
+        return one
+
+    def _note_product(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
+        """Records a product, but for one of constants, of which each device makes its part."""
+        if (work := flops(eqn)) and found[0].source is None:
+            is_whole = not any(v.is_split or v.is_partial for v in values)
+            share = 1 if is_whole else self.degree
+            self.noted.append(Product(work * self.trips / share, is_whole, self.place(eqn) if is_whole else ""))
+
+    @property
+    def moved(self) -> list[Moved]:
+        """What was sent."""
+        return [one for one in self.noted if isinstance(one, Moved)]
+
+    @property
+    def products(self) -> list[Product]:
+        """What was multiplied."""
+        return [one for one in self.noted if isinstance(one, Product)]
 
     def place(self, eqn: Eqn | None) -> str:
         """The user's line of an equation; of what the library traced once, that of its call. Empty if none is known."""
@@ -226,6 +248,7 @@ class Partitioner:
         try:
             found = self.equation(eqn, values)
             self._check(eqn, values, found)
+            self._note_product(eqn, values, found)
         except FourPartError:
             raise
         except Exception as error:

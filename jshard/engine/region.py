@@ -6,7 +6,6 @@ shards; everything else enters split along the batch, where it has one, or whole
 program stays in global view, so penalties, metrics and optimizers see whole parameters.
 """
 
-import collections
 import dataclasses
 import functools
 import itertools
@@ -27,8 +26,10 @@ from jshard._plan import resharded
 from jshard._policies import checkpoint_policy
 from jshard.engine import experts, moved, stored
 from jshard.engine.ahead import gathered_in, tied
+from jshard.engine.batch import batch_size, warn_of_whole
 from jshard.engine.context import gathered_copies
 from jshard.engine.schedule import ShardedPartitioner
+from jshard.engine.stacks import note_layers
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
@@ -158,20 +159,6 @@ def remat_of(unit: Unit) -> Any:
     return asked if asked in ("none", "full") else checkpoint_policy(asked)
 
 
-def batch_size(arrays: Sequence[Any], degree: int) -> int:
-    """The size of the batch: the leading size that most of the arguments have, by count, then by elements.
-
-    It is only a matter of speed: an array that is split and has no batch, or has one and is whole, gives the same
-    numbers.
-    """
-    votes: dict[int, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
-    for x in arrays:
-        if x.ndim and x.shape[0] and x.shape[0] % degree == 0:
-            count, size = votes[x.shape[0]]
-            votes[x.shape[0]] = count + 1, size + x.size
-    return max(votes, key=lambda n: votes[n], default=0)
-
-
 class Region:
     """One call's region.
 
@@ -197,8 +184,8 @@ class Region:
         self.unit, self.name, self.program = unit, call.where, program
         mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
-        arguments = call.inputs[call.num_state :] or call.inputs
-        self.batch = batch_size(arguments, self.degree)
+        self.arguments = list(map(abstract, call.inputs[call.num_state :]))
+        self.batch = batch_size(self.arguments or call.inputs, self.degree)
         self.operands: list[Crossing] = [
             Crossing(
                 Own(None) if is_copy else None if p is None else Shard(p),
@@ -251,12 +238,15 @@ class Region:
             if is_backward:
                 gathered = gathered_in(jaxpr.jaxpr, values, {name for name, *_ in given})
                 _hold_back(gathered, [v for v in values if not v.is_stored])
-            gradients = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
+            gradients = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
             outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
             with jax.named_scope(f"jshard[{name}]/{BACKWARD}"):
                 stored_gradients = _in_states(p, outs[: len(wanted)], wanted)
             outs = [*stored_gradients, *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
             moved.note(self.unit, self.name, phase, p.moved)
+            if not is_backward:
+                note_layers(self.unit, p.layers_read)
+                warn_of_whole(self.name, self.arguments, self.batch, self.degree, p.products)
             found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
             more = {} if is_backward else self._kept(p)
             keeps.update({key: Crossing.of(v) for key, v in more.items()})

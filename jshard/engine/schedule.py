@@ -18,14 +18,16 @@ from jax.sharding import Mesh
 from jshard._mesh import batch_axes, degree
 from jshard._nnx import OUTER, OWN
 from jshard._offload import fetched
+from jshard._placement import Placement
 from jshard.engine import stored
 from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, tied
+from jshard.engine.gradient_rows import stored_rows
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
 from jshard.engine.ungathered import read_inside
 from jshard.engine.units import BACKWARD, FORWARD
-from jshard.engine.values import PARTIAL, Eqn, Moved, Shard, Value
+from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Value
 
 
 class ShardedPartitioner(Partitioner):
@@ -50,9 +52,11 @@ class ShardedPartitioner(Partitioner):
         self.mesh, self.name = mesh, name
         self.level = Level([])
         self.kept_whole = dict(whole or {})
-        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
+        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | Product], Any]] = {}
         self._read: list[Value] = []
+        self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
         self._outermost = False
+        self._stored_rows: dict[Any, Shard] = {}  # of the results of loops
         self._handover: Handover | None = None  # for the trip that is run next
 
     # ---- stored shards
@@ -62,6 +66,8 @@ class ShardedPartitioner(Partitioner):
             return value
         if not value.shard.placement.gathered and value.shard.placement.dim is not None:
             raise read_inside(value.parameter, value.shard.placement, self.place(self.eqn))
+        if value.parameter and self.trips > 1 and value.ndim < len(value.shard.placement.shape):
+            self.layers_read[value.parameter] = value.shard.placement
         key = (value.parameter, value.x.dtype, value.x.shape) if value.parameter else id(value)
         found = self.level.whole.get(key, value)
         if found.is_stored:
@@ -79,12 +85,29 @@ class ShardedPartitioner(Partitioner):
             return Value(stored.reduce_scatter(value.x, placement, self.mesh), state)
         return Value(stored.cut(self.whole(value).x, placement), state)
 
+    def store_row(self, value: Value, stack: Any) -> Value:
+        """One row of what a loop stacks; of a gradient that is reduced the shard."""
+        state = self._stored_rows.get(stack)
+        from_end = None if state is None else state.placement.dim_from_end
+        if state is None or not value.is_partial or from_end is None or value.ndim + from_end < 0:
+            return value
+        with jax.named_scope(f"jshard[{self.name}]/{BACKWARD}"):
+            return self.store(value, state)
+
     # ---- programs
     def run_root(
-        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Collection[int]
+        self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Mapping[int, Shard]
     ) -> list[Value]:
-        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards."""
+        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards.
+
+        Args:
+            jaxpr: the program.
+            consts: its constants.
+            args: its arguments.
+            gradients: which of its results are gradients, and how they are stored.
+        """
         self._outermost = True
+        self._stored_rows = stored_rows(jaxpr, {jaxpr.outvars[i]: s for i, s in gradients.items()})
         return self.run_body(jaxpr, consts, args, gradients=gradients)
 
     def run_body(
@@ -136,7 +159,7 @@ class ShardedPartitioner(Partitioner):
         rotation = Rotation.of(scan)
         if rotation is None:
             return scan.run()
-        del self.moved[scan.mark :]  # the loop is traced again
+        del self.noted[scan.mark :]  # the loop is traced again
         return rotation.run(self)
 
     def run_trip(self, handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
@@ -280,7 +303,7 @@ class ShardedPartitioner(Partitioner):
         key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
         if key not in self._bodies:
             forms: list[Value] = []
-            mark = len(self.moved)
+            mark = len(self.noted)
 
             def body(xs: list[Any]) -> list[Any]:
                 given = [v.with_array(x) for x, v in zip(xs, args, strict=True)]
@@ -292,13 +315,13 @@ class ShardedPartitioner(Partitioner):
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
             xs = run([v.x for v in args])
-            moved = [dataclasses.replace(m, bytes=m.bytes // self.trips) for m in self.moved[mark:]]
-            self._bodies[key] = run, forms, moved, jaxpr
+            noted = [one.times(1 / self.trips) for one in self.noted[mark:]]
+            self._bodies[key] = run, forms, noted, jaxpr
         else:
-            run, forms, moved, _ = self._bodies[key]
-            mark = len(self.moved)
+            run, forms, noted, _ = self._bodies[key]
+            mark = len(self.noted)
             xs = run([v.x for v in args])
-            self.moved[mark:] = [dataclasses.replace(m, bytes=m.bytes * self.trips) for m in moved]
+            self.noted[mark:] = [one.times(self.trips) for one in noted]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod

@@ -2,13 +2,14 @@
 
 A unit is traced once for all calls that are equal. Its call is a function with a derivative of its own, whose forward
 and backward are each a `unit` equation: so both are found in the region's programs, whatever jit, scan, remat or vmap
-of the user's stands around. What the equation means on a data shard is `jshard.engine.schedule`'s; anywhere else it is
-the program in it.
+of the user's stands around. What the equation means on a data shard is `jshard.engine.schedule`'s; where there is but
+one, the program in it is called instead.
 """
 
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching
 from jax.sharding import Mesh
 
 from jshard import _compat
+from jshard._mesh import data_degree
 from jshard._nnx import NESTED, OWN
 from jshard._policies import MixedPrecision, Prefetch
 from jshard.engine.per_example import traced_for
@@ -59,16 +61,12 @@ Params:
 unit_p.multiple_results = True
 
 
-def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, settings: "UnitSettings", **_: Any) -> list[Any]:
+def _run(*operands: Any, jaxpr: Any, out_dtypes: tuple, settings: "UnitSettings") -> list[Any]:
+    """A unit where one data shard has the whole batch: an ordinary function, for whatever transforms the program."""
     cast = [x if x.dtype == v.dtype else x.astype(v.dtype) for x, v in zip(operands, jaxpr.in_avals, strict=True)]
     with jax.named_scope(f"jshard[{settings.name}]"):
         outs = evaluate_jaxpr(jaxpr, cast)
     return [x if x.dtype == dtype else x.astype(dtype) for x, dtype in zip(outs, out_dtypes, strict=True)]
-
-
-@unit_p.def_impl
-def _impl(*operands: Any, **params: Any) -> list[Any]:
-    return jax.jit(lambda *xs: _run(*xs, **params))(*operands)
 
 
 @unit_p.def_effectful_abstract_eval
@@ -95,13 +93,17 @@ def _batched(operands: Sequence[Any], dims: Sequence[Any], *, jaxpr: Any, **para
 
 
 batching.primitive_batchers[unit_p] = _batched
-mlir.register_lowering(unit_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 class Traces:
-    """The units of one region's trace."""
+    """The units of one region's trace.
 
-    def __init__(self) -> None:
+    Args:
+        are_equations: False where one data shard has the whole batch, and the program runs as it is.
+    """
+
+    def __init__(self, *, are_equations: bool) -> None:
+        self.are_equations = are_equations
         self.programs: dict[Any, tuple[Program, Any]] = {}  # with what `finish` needs
         self.functions: dict[tuple[Program, UnitSettings], Callable[..., list[Any]]] = {}
 
@@ -117,7 +119,7 @@ def in_region_trace() -> bool:
 @contextlib.contextmanager
 def region_trace(mesh: Mesh) -> Iterator[None]:
     """Inside, the global program of a region over a mesh is traced."""
-    token = _traces.set(Traces())
+    token = _traces.set(Traces(are_equations=data_degree(mesh) > 1))
     try:
         with traced_for(mesh):
             yield
@@ -148,7 +150,8 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     program, result = found
     run = traces.functions.get((program, settings))
     if run is None:
-        run = traces.functions[program, settings] = _differentiable(program, tuple(call.owners), settings, call.where)
+        run = _differentiable(program, tuple(call.owners), settings, call.where, as_equations=traces.are_equations)
+        traces.functions[program, settings] = run
     return call.finish(run(*call.params, *call.inputs, *consts), result)
 
 
@@ -178,13 +181,19 @@ def _cast(x: Any, dtype: str | None) -> Any:
 
 
 def _differentiable(
-    program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str
+    program: Program, owners: tuple[str, ...], settings: UnitSettings, where: str, *, as_equations: bool
 ) -> Callable[..., list[Any]]:
     """The program as a function whose derivative is a unit's, too."""
     n, own = program.num_params, [owner == OWN for owner in owners]
     num_kept = 0 if settings.reshard is True else sum(own)
 
+    @functools.cache
+    def function(jaxpr: Any, dtypes: tuple[Any, ...]) -> Callable[..., list[Any]]:
+        return jax.jit(functools.partial(_run, jaxpr=jaxpr, out_dtypes=dtypes, settings=settings))
+
     def bind(jaxpr: Any, operands: Sequence[Any], dtypes: Sequence[Any], **phase: Any) -> list[Any]:
+        if not as_equations:
+            return function(jaxpr, tuple(dtypes))(*operands)
         return unit_p.bind(
             *operands, jaxpr=jaxpr, out_dtypes=tuple(dtypes), owners=owners, settings=settings, where=where, **phase
         )

@@ -136,6 +136,29 @@ class Moved:
     where: str
     shapes: str
 
+    def times(self, trips: float) -> "Moved":
+        """The same, as a loop makes it."""
+        return dataclasses.replace(self, bytes=round(self.bytes * trips))
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product of arrays, or all of a loop.
+
+    Args:
+        flops: of one device.
+        is_whole: every device computes the same: no operand is split.
+        where: "file:line (function)" of the user's code.
+    """
+
+    flops: float
+    is_whole: bool
+    where: str
+
+    def times(self, trips: float) -> "Product":
+        """The same, as a loop makes it."""
+        return dataclasses.replace(self, flops=self.flops * trips)
+
 
 def array_bytes(x: Any) -> int:
     """Bytes of an array or of its shape and dtype; a typed key counts as one word."""

@@ -17,6 +17,7 @@ from rich.text import Text
 from jshard._errors import ShardingError
 from jshard._plan import plan as make_plan
 from jshard._shard_plan import ShardPlan
+from jshard.engine.stacks import as_traced
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes
@@ -268,7 +269,7 @@ def audit(
     if memory is None and isinstance(program, jax.stages.Compiled):
         memory = CompiledMemory.of(program)
     if plan is None and model is not None:
-        plan = make_plan(model)
+        plan = as_traced(make_plan(model))
     mesh = None if plan is None else AbstractMesh(tuple(n for _, n in plan.mesh), tuple(a for a, _ in plan.mesh))
     schedule = read_schedule(program, mesh=mesh, expect_collectives=True)
     on_cpu = isinstance(program, jax.stages.Compiled) and _platform(program) == "cpu"

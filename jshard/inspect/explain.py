@@ -18,6 +18,7 @@ from jshard._plan import plan as make_plan
 from jshard._replicated import Other, others_of
 from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.engine.moved import Mixing, mixing_of
+from jshard.engine.stacks import as_traced
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.model_traffic import traced_table
@@ -154,11 +155,12 @@ def explain(
             why="the estimate calls the loss with an nnx model.",
             do="print(js.audit(jax.jit(step).lower(state, batch).compile(), model=model))  # the compiler's figures",
         )
+    mixing, plan = mixing_of(plan), as_traced(plan)
     held = memory_of(plan, optimizer=optimizer)
     if loss is not None and batch is not None and isinstance(model_or_plan, nnx.Module):
         held = held.with_activations(activations(model_or_plan, loss, batch, wrt=wrt))
     others = others_of(model_or_plan) if isinstance(model_or_plan, nnx.Module) else ()
-    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing_of(plan))
+    return Explanation(plan, held, traffic_of(plan), leaves, others, mixing)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -318,8 +318,7 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
     for leaf in leaves:
         p = leaf.placement
         if p.dim is not None and p.gathered and leaf.trained:
-            layers = 1 if leaf.by_layer else p.layers  # the root reduces those of all layers after the loop
-            total += p.stored_size * p.degree // p.shards // layers * jnp.dtype(p.reduce_dtype).itemsize
+            total += p.stored_size * p.degree // p.shards // p.layers * jnp.dtype(p.reduce_dtype).itemsize
     return total
 
 

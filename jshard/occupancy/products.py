@@ -99,8 +99,6 @@ def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator
         name = eqn.primitive.name
         # What is traced into a loop does not say where the loop is.
         place = f"{around}/{eqn.source_info.name_stack}"
-        if name == "unit":
-            place += f"/jshard[{eqn.params['settings'].name}]"
         if name == "dot_general" and inside:
             yield from _product(eqn, place, rounds)
         if name.startswith("custom_vjp_call") and _kernel(place)[1] in ("mosaic", "interpret"):

@@ -1,5 +1,6 @@
 """Products: dot_general, convolutions, ragged products."""
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,19 @@ if TYPE_CHECKING:
 def free_dims(ndim: int, *taken: Sequence[int]) -> list[int]:
     """The dims of an operand that are neither contracted nor batched."""
     return [i for i in range(ndim) if not any(i in dims for dims in taken)]
+
+
+def flops(eqn: Eqn) -> float:
+    """Floating-point operations of a product in global view; 0 of any other equation."""
+    if eqn.primitive.name == "dot_general":
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+    elif eqn.primitive.name == "conv_general_dilated":
+        kernel = eqn.invars[1].aval.shape
+        terms = math.prod(kernel) // max(kernel[eqn.params["dimension_numbers"].rhs_spec[0]], 1)
+    else:
+        return 0
+    return 2.0 * math.prod(eqn.outvars[0].aval.shape) * terms
 
 
 @rule("dot_general")

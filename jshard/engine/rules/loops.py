@@ -43,7 +43,7 @@ def fixed_point(
     key = id(body), tuple((v.state, v.is_known) for v in operands), tuple(states)
     _, states = p.settled.get(key, (body, states))
     for _ in range(2 * len(states) + 3):
-        mark = len(p.moved)
+        mark = len(p.noted)
         out, made = once(states)
         new: list[State] = []
         for k, (before, after) in enumerate(zip(states, out, strict=True)):
@@ -58,7 +58,7 @@ def fixed_point(
             p.settled[key] = body, states  # the body stays alive, as its id is the key
             return states, made
         states = new
-        del p.moved[mark:]
+        del p.noted[mark:]
     raise RuntimeError("The states of a loop do not settle.")
 
 
@@ -119,13 +119,14 @@ class Scan:
         self.carry = values[n_consts:end]
         scanned = [p.land(p.settle(v), skip=(0,)) for v in values[end:]]
         self.scanned = [p.whole(v) if v.state == 0 or is_stored_along_trips(v) else v for v in scanned]
-        self.mark = len(p.moved)
+        self.mark = len(p.noted)
         self.row_states: list[State] = []
         self.through: list[int | None] = []
         self._settle([v.state for v in self.carry])
         landed = [p.land(v) if s is None else v for v, s in zip(self.carry, self.states, strict=True)]
         if any(v.is_split and s is None for v, s in zip(landed, self.states, strict=True)):
             # what no trip splits, and is as large as the batch: it is carried as a shard
+            del p.noted[self.mark :]
             self._settle([v.state if s is None else s for v, s in zip(landed, self.states, strict=True)])
 
     def _settle(self, states: list[State]) -> None:
@@ -168,7 +169,9 @@ class Scan:
         p = self.p
         shared = _inside(p, self.shared, [v.x for v in self.shared] if shared_xs is None else shared_xs)
         with _times(p, trips):
-            return [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
+            outs = [p.land(v) for v in p.run_body(self.jaxpr, self.consts, [*shared, *carry, *scanned])]
+            rows = zip(outs[self.n_carry :], self.eqn.outvars[self.n_carry :], strict=True)
+            return [*outs[: self.n_carry], *(p.store_row(v, stack) for v, stack in rows)]
 
     def run(self) -> list[Value]:
         """The loop, as it was traced."""
@@ -273,13 +276,13 @@ def cond(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
         program = jax.make_jaxpr(outs)(*xs)
         return found, jex.jaxpr_as_fun(program)
 
-    mark = len(p.moved)
+    mark = len(p.noted)
     traced = [trace(branch) for branch in branches]
     states = [_joined(states) for states in zip(*(states for states, _ in traced), strict=True)]
     if all(own == states for own, _ in traced):
         functions = [function for _, function in traced]
     else:  # traced again: what is known without data takes another state from its equation
-        del p.moved[mark:]
+        del p.noted[mark:]
         in_states = lambda outs: [p.in_state(v, state).x for v, state in zip(outs, states, strict=True)]
         functions = [lambda *xs, branch=branch: in_states(run(branch, xs)) for branch in branches]
     return [Value(x, state) for x, state in zip(lax.switch(index.x, functions, *xs), states, strict=True)]
