@@ -190,6 +190,37 @@ class Decodes(nn.Module):
         return nn.MultiHeadDotProductAttention(4, decode=True)(h, h)
 
 
+class Alone(nn.Module):
+    """A block for one example, normed over all of them by the name of the vmap around."""
+
+    @nn.compact
+    def __call__(self, x):
+        h = nn.Dense(WIDTH, use_bias=False)(x)
+        h = nn.BatchNorm(use_running_average=False, axis_name="rows")(h)
+        h = x + nn.Dropout(0.3, deterministic=False)(h)
+        return h - 0.1 * jax.lax.pmax(jax.lax.stop_gradient(h), "rows")
+
+
+class OfOne(nn.Module):
+    """A model for one example, with a parameter and blocks of its own making."""
+
+    def setup(self):
+        self.blocks = [Alone() for _ in range(2)]
+        self.scale = self.param("scale", nn.initializers.ones, (WIDTH,))
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = nn.gelu(block(x))
+        return (x * self.scale).mean(0)
+
+
+OfAll = nn.vmap(
+    OfOne,
+    variable_axes={"params": None, "batch_stats": None},
+    split_rngs={"params": False, "dropout": True},
+    axis_name="rows",
+)
+
 squared = lambda out, *batch: (out**2).mean()
 itself = lambda out, *batch: out
 next_token = lambda out, ids, targets: entropy(out, targets).mean()
@@ -211,5 +242,6 @@ LINEN = {
     "recomputed blocks": LinenCase(GPT("remat"), next_token, (IDS, TARGETS), units=Block),
     "jitted blocks": LinenCase(GPT("jitted"), next_token, (IDS, TARGETS), units=Block),
     "scanned blocks": LinenCase(GPT("scanned", norm=False), next_token, (IDS, TARGETS), units=Block),
+    "a vmapped model, normed over its rows": LinenCase(OfAll(), squared, (SEQUENCES,)),
     "a cache of tokens before": LinenCase(Decodes(), squared, (SEQUENCES[:, :1],)),
 }

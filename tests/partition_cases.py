@@ -274,6 +274,9 @@ def _along() -> dict[str, list[Case]]:
         found[name] = [Case(after(getattr(lax, name), k, np.int32), (x,)) for k in (0, 1, 2)]
     ties = Case(lambda a: lax.argmax(a, 0, np.int32), (ints(64, 8, below=3),))
     found["argmax"] += [ties, Case(after(lax.argmax, 0, np.int32), (floats(16),), sharded=False)]
+    for name in "psum pmax pmin".split():  # over a dim: by a vmap that names its axis
+        across = lambda a, name=name: a - getattr(lax, name)(a, "rows")
+        found[name] = [Case(jax.vmap(across, in_axes=k, axis_name="rows"), (x,)) for k in (0, 1, 2)]
     weighted = lambda a, b: a + b * np.float32(1)
     found["reduce"] = [Case(lambda a: lax.reduce(a, np.float32(0), weighted, (1,)), (x,))]
     for name in "cumsum cumprod cummax cummin cumlogsumexp".split():

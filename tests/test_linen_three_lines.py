@@ -1,5 +1,6 @@
 """A Linen model after mesh and `fully_shard`: its `init` makes sharded parameters, and a plain `TrainState` trains."""
 
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
@@ -8,6 +9,10 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from tests.linen_models import Block, Decoder, X, Y, assert_same, cross_entropy
+
+
+def of_rows(kind):
+    return nn.vmap(kind, variable_axes={"params": None}, split_rngs={"params": False})
 
 
 def trained(model, params):
@@ -39,6 +44,18 @@ def test_parameters_and_state_are_sharded_from_the_start(init):
         for tree in (state.params, state.opt_state[0].mu):
             kernel = tree["block_0"]["Dense_0"]["kernel"]
             assert kernel.addressable_shards[0].data.size * 8 == kernel.size
+
+
+@pytest.mark.parametrize("transformed", [nn.remat, nn.jit, of_rows])
+def test_init_of_a_root_that_a_transformation_made_shards_its_parameters(transformed):
+    kind = transformed(Decoder)
+    model = js.fully_shard(kind(depth=1), mesh=js.mesh(), units=Block)
+    wanted = kind(depth=1).init(jax.random.key(0), X)["params"]
+    for made in (model.init, jax.jit(model.init)):
+        params = made(jax.random.key(0), X)["params"]
+        assert_same(params, wanted, 1e-6)
+        kernel = params["block_0"]["Dense_0"]["kernel"]
+        assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
 def test_other_parameters_are_placed_by_one_line():

@@ -16,7 +16,9 @@ from jshard._compat.installed import jax_version as jax_version
 from jshard._compat.installed import versions as versions
 from jshard._compat.linen import exported_state as exported_state
 from jshard._compat.linen import in_state_of as in_state_of
+from jshard._compat.linen import is_transformed as is_transformed
 from jshard._compat.linen import run_method as run_method
+from jshard._compat.linen import transformed_methods as transformed_methods
 from jshard._compat.memories import asked_of_results as asked_of_results
 from jshard._compat.memories import host_rows as host_rows
 from jshard._compat.memories import host_sharding as host_sharding

@@ -1,12 +1,28 @@
 """What Flax's own wrapper does around a method of a Linen module."""
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import flax.linen as nn
 from flax.linen import module as _linen
+
+_HANDLED = "method_handler_wrapped"  # Flax's mark of a method that it has wrapped
+
+
+def is_transformed(method: Any) -> bool:
+    """Whether a method was made by one of Flax's transformations, as `nn.vmap(Model)` or `@nn.remat` make one.
+
+    Flax handles the method inside of it, and this one not again.
+    """
+    return hasattr(method, _HANDLED) and hasattr(getattr(method, "__wrapped__", None), _HANDLED)
+
+
+def transformed_methods(base: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class that Flax's transformations made."""
+    return {name: method for name in dir(base) if is_transformed(method := inspect.getattr_static(base, name))}
 
 
 def run_method(
@@ -18,6 +34,8 @@ def run_method(
     see the copy.
     """
     call: Callable[..., Any] = functools.partial(function, module)
+    if is_transformed(function):  # the module inside does all of this
+        return call(*args, **kwargs)
     context = nn.module.InterceptorContext(module, function.__name__, call)
     for interceptor in itertools.takewhile(lambda one: one is not ours, _linen._global_interceptor_stack):
         inner = call

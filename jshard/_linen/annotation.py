@@ -5,12 +5,14 @@ and choices; the layout follows when `init` or `apply` is traced, and is kept wi
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import flax.linen as nn
 
 from jshard import _annotation_checks as checks
+from jshard import _compat
 from jshard._choices import UnitChoice, chosen
 from jshard._compat import LINEN_CALL
 from jshard._errors import AnnotationError
@@ -124,7 +126,7 @@ def annotation_of(model: Any) -> Annotation | None:
 
 
 def annotated(module: L, root: Unit, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
-    """A copy of the module whose calls go through `call(module, plain_call)`."""
+    """A copy of the module whose calls go through `call(module, method, *args, **kwargs)`."""
     _check(module, record)
     annotation = Annotation(type(module), root, tuple(_choices(units, record)), ignored)
     return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
@@ -144,9 +146,13 @@ def _annotated_class(annotation: Annotation, call: Callable[..., Any]) -> type[n
 
     @nn.nowrap
     def routed(self: nn.Module, *args: Any) -> Any:
-        return call(self, lambda: getattr(base, LINEN_CALL)(self, *args))
+        return call(self, getattr(base, LINEN_CALL), *args)
+
+    def through(method: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.wraps(method)(lambda self, *args, **kwargs: call(self, method, *args, **kwargs))
 
     body: dict[str, Any] = {
+        **{name: through(method) for name, method in _compat.transformed_methods(base).items()},
         "_jshard_linen": annotation,
         "_jshard_plan": staticmethod(lambda wrt: annotation.layout.plan_for(wrt)),
         LINEN_CALL: routed,

@@ -7,6 +7,7 @@ it the calls of the chosen submodules; everything else runs as it stands.
 import contextlib
 import contextvars
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 from jax import lax
 from jax.sharding import NamedSharding
 
+from jshard import _compat
 from jshard._annotation_checks import nothing_to_shard
 from jshard._errors import CallError
 from jshard._linen.annotation import Annotation, annotation_of, check_found
@@ -63,10 +65,16 @@ _intercepting: contextvars.ContextVar[bool] = contextvars.ContextVar("intercepti
 _tracing = jax.make_user_context(default_value=None)
 
 
-def call_annotated(module: nn.Module, plain: Callable[[], Any]) -> Any:
-    """Runs a method call of an annotated module with the interceptor in place."""
+def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a method of an annotated module with the interceptor in place.
+
+    Flax intercepts no call of a method that one of its transformations made, only that of the method inside.
+    """
     with _interception():
-        return plain()
+        if not _compat.is_transformed(method):
+            return method(module, *args, **kwargs)
+        plain = functools.partial(method, module)
+        return _intercept(plain, args, kwargs, nn.module.InterceptorContext(module, method.__name__, plain))
 
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:

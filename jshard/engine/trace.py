@@ -133,7 +133,8 @@ def _refuse_axis_names(call: Call, closed: Any) -> None:
             "The model has collectives over an axis that a vmap or pmap around it names.",
             where=f"{call.where}: {', '.join(map(repr, names))}",
             why="an annotated model is called on the whole batch: its means are those of the batch already.",
-            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).",
+            do="call it without the vmap, and without the name: nn.BatchNorm(axis_name=None).\n"
+            "Where the vmap is inside of the model: js.fully_shard(model, mesh=mesh)  # and no units in it",
         )
 
 
