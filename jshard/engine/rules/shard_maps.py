@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
 from jshard._errors import CallError
 from jshard.engine.rules.table import free_dim, rule, same
-from jshard.engine.values import PARTIAL, Eqn, State, Value, array_bytes
+from jshard.engine.values import Eqn, State, Value, array_bytes
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -169,49 +168,14 @@ def reduction(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
 
 @rule("ppermute", takes_partial=True)
 def linear_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Of each element, and linear: all states stay. Over the split dim the sum is partial."""
-    if not (dims := _positions(eqn)):
-        return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
-    return [Value(_reduced(eqn, v.x), PARTIAL if v.state in dims else _state_without(dims, v)) for v in values]
+    """Of each element, and linear: all states stay."""
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 
 @rule("pbroadcast")
 def collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Of each element. Over the split dim: first on each shard, then over the shards."""
-    if not (dims := _positions(eqn)):
-        return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
-    found = []
-    for v in values:
-        x = _reduced(eqn, v.x)
-        if v.state in dims:
-            with p.sends("max", eqn, array_bytes(x)):
-                x = getattr(lax, eqn.primitive.name)(x, p.axes)
-        found.append(Value(x, None if v.state in dims else _state_without(dims, v)))
-    return found
-
-
-_LOCALLY: dict[str, Callable[..., Any]] = {
-    "psum": lambda x, dims: jnp.sum(x, dims, dtype=x.dtype),
-    "pmax": jnp.max,
-    "pmin": jnp.min,
-}
-
-
-def _positions(eqn: Eqn) -> tuple[int, ...]:
-    """The dims that a collective reduces; its other axes have names."""
-    return tuple(axis for axis in eqn.params.get("axes", ()) if isinstance(axis, int))
-
-
-def _reduced(eqn: Eqn, x: Any) -> Any:
-    """A collective of what a shard holds, over its dims and named axes."""
-    x = _LOCALLY[eqn.primitive.name](x, _positions(eqn))
-    names = tuple(axis for axis in eqn.params["axes"] if not isinstance(axis, int))
-    return getattr(lax, eqn.primitive.name)(x, names) if names else x
-
-
-def _state_without(dims: Sequence[int], value: Value) -> State:
-    """The state of a value that has lost dims along which it is not split."""
-    return value.dim - sum(dim < value.dim for dim in dims) if value.is_split else value.state
+    """Of each element."""
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 
 @rule("all_gather", "reduce_scatter", "all_to_all")
