@@ -384,28 +384,18 @@ class ShardedPartitioner(Partitioner):
     def store_unit(
         self, values: list[Value], states: list[Shard], *, unfinished: dict[Value, Any] | None = None
     ) -> list[Value]:
-        """Values as stored shards; the small ones that are summed whole travel in one array.
+        """Values as stored shards.
 
         Args:
             values: to be stored.
             states: of each.
             unfinished: takes those that are left to be summed over the replicas, with their dtype; none are by default.
         """
-        together: dict[Any, list[int]] = {}
-        for i, (v, state) in enumerate(zip(values, states, strict=True)):
-            if v.is_partial and stored.travels_with_others(v.x, state.placement):
-                together.setdefault((v.x.dtype, state.placement.reduce_dtype), []).append(i)
-        found = {}
-        for at in together.values():
-            if len(at) > 1:
-                xs = stored.all_reduce_joined([values[i].x for i in at], states[at[0]].placement, self.mesh)
-                found |= {i: Value(x, states[i]) for i, x in zip(at, xs, strict=True)}
-        for i, (v, state) in enumerate(zip(values, states, strict=True)):
-            if i in found:
-                continue
-            if unfinished is None or not v.is_partial or not stored.has_two_steps(v.x, state.placement, self.mesh):
-                found[i] = self.store(v, state)
-            else:
-                found[i] = Value(stored.scatter(v.x, state.placement, self.mesh), state)
-                unfinished[found[i]] = v.x.dtype
-        return [found[i] for i in range(len(values))]
+        at = [i for i, v in enumerate(values) if v.is_partial]
+        found, xs, placements = list(values), [values[i].x for i in at], [states[i].placement for i in at]
+        summed = stored.reduce_unit(xs, placements, self.mesh, first_step=unfinished is not None) if at else []
+        for i, x, before, placement in zip(at, summed, xs, placements, strict=True):
+            found[i] = Value(x, states[i])
+            if unfinished is not None and stored.has_two_steps(before, placement, self.mesh):
+                unfinished[found[i]] = before.dtype
+        return [self.store(v, state) for v, state in zip(found, states, strict=True)]
