@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
@@ -241,9 +242,17 @@ def cut_rows(values: Sequence[Value], at: Any) -> list[Value]:
 
 @jax.jit
 def _rows(stacks: list[Any], at: Any) -> list[Any]:
-    """It stands in the program once. `at` is never negative: leaving that open costs six equations a row."""
-    cut = lambda x, at: lax.dynamic_slice(x, (at, *[0] * (x.ndim - 1)), (1, *x.shape[1:]), allow_negative_indices=False)
-    return [lax.squeeze(cut(x, at), (0,)) for x in stacks]
+    """It stands in the program once."""
+    cut = lambda x: lax.dynamic_slice(x, row_start(x, at), (1, *x.shape[1:]), allow_negative_indices=False)
+    return [lax.squeeze(cut(x), (0,)) for x in stacks]
+
+
+def row_start(x: Any, at: Any) -> tuple[Any, ...]:
+    """Where a row begins. It is never negative: leaving that open costs six equations; each integer costs one, too."""
+    return (at, *[_ZERO] * (x.ndim - 1))
+
+
+_ZERO = np.zeros((), np.int32)
 
 
 def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._nnx import OWN
-from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, cut_rows, gathered_operands, tied
+from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, cut_rows, gathered_operands, row_start, tied
 from jshard.engine.rules import calls, loops
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
@@ -104,7 +105,7 @@ class Rotation:
         beyond = {} if num_later == self.count else p.units_after()
         handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
-        scanned = [loops.rows(v, jax.ShapeDtypeStruct(v.shape[1:], v.x.dtype)) for v in scan.scanned]
+        scanned = [loops.rows(v, loops.row_type(v.x)) for v in scan.scanned]
         for k, v in zip(self._read, cut_rows([scan.scanned[k] for k in self._read], at), strict=True):
             scanned[k] = v
         outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
@@ -233,11 +234,15 @@ def _has_units(eqn: Eqn) -> bool:
 def _rows_of(aval: Any, length: int) -> jax.Array:
     """Rows of a type, to be written; in host memory, if that is where the type lies."""
     shape = (length, *aval.shape)
-    return _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else jnp.zeros(shape, aval.dtype)
+    return (
+        _compat.host_rows(shape, aval.dtype)
+        if _compat.on_host(aval)
+        else lax.broadcast(np.zeros((), aval.dtype), shape)
+    )
 
 
 @jax.jit
 def _written(buffers: list[Any], rows: list[Any], at: Any) -> list[Any]:
     """Arrays with a row of each written. It stands in the program once."""
-    write = lambda x, row: lax.dynamic_update_slice(x, row[None], (at, *[0] * row.ndim), allow_negative_indices=False)
+    write = lambda x, row: lax.dynamic_update_slice(x, row[None], row_start(x, at), allow_negative_indices=False)
     return [write(x, row) for x, row in zip(buffers, rows, strict=True)]

@@ -12,7 +12,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jshard._mesh import batch_axes, degree
@@ -228,9 +227,9 @@ class ShardedPartitioner(Partitioner):
         for i, x in zip(which, full, strict=True):
             values[i] = Value(x)
         for i in unread:
-            if values[i].is_stored:
+            if values[i].is_stored:  # its type alone
                 aval = eqn.params["jaxpr"].in_avals[i]
-                values[i] = Value(jnp.zeros(aval.shape, aval.dtype))
+                values[i] = Value(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return values
 
     def _scheduled(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
@@ -277,13 +276,17 @@ class ShardedPartitioner(Partitioner):
             outs = self.run(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients)
             self._finish(outs)
             return self._cast(outs, dtypes)
-        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
+        at = [i for i, v in enumerate(args) if not isinstance(v.x, jax.ShapeDtypeStruct)]  # others are never read
+        xs = [args[i].x for i in at]
+        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args), tuple(at)
         if key not in self._bodies:
             forms: list[Value] = []
             mark = len(self.moved)
 
             def body(xs: list[Any]) -> list[Any]:
-                given = [v.with_array(x) for x, v in zip(xs, args, strict=True)]
+                given = list(args)
+                for i, x in zip(at, xs, strict=True):
+                    given[i] = args[i].with_array(x)
                 outs = self.run_body(jaxpr.jaxpr, jaxpr.consts, given, gradients=gradients)
                 outs = [self.land(v) for v in self._cast(outs, dtypes)]
                 forms[:] = [v.with_array(None) for v in outs]
@@ -291,13 +294,13 @@ class ShardedPartitioner(Partitioner):
 
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
-            xs = run([v.x for v in args])
+            xs = run(xs)
             moved = [dataclasses.replace(m, bytes=m.bytes // self.trips) for m in self.moved[mark:]]
             self._bodies[key] = run, forms, moved, jaxpr
         else:
             run, forms, moved, _ = self._bodies[key]
             mark = len(self.moved)
-            xs = run([v.x for v in args])
+            xs = run(xs)
             self.moved[mark:] = [dataclasses.replace(m, bytes=m.bytes * self.trips) for m in moved]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
