@@ -88,6 +88,10 @@ class Level:
         self.at = start + count
         return range(start, start + count)
 
+    def after(self) -> dict[int, Planned]:
+        """The units that come next, by position."""
+        return dict(enumerate(self.plan[self.at :], self.at))
+
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""
         found: list[int] = []
@@ -143,6 +147,8 @@ def planned(
         with_loops: also those of the first trips of loops that are gathered a trip ahead.
     """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
+    if not env and before is None:
+        return  # nothing is gathered
     before, pieces, stacks = [] if before is None else before, set(), {}
     for e in jaxpr.eqns:
         operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]

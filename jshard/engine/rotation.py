@@ -68,8 +68,11 @@ class Rotation:
         handed = {id(one.eqn) for one in plan.units[: plan.count]}
         read = _read_in(scan.jaxpr, scan.jaxpr.outvars[: scan.n_carry], handed)
         variables = scan.jaxpr.invars[len(scan.jaxpr.invars) - len(scan.scanned) :]
-        rows = list(zip(variables, scan.scanned, strict=True))
-        self._read = [k for k, (a, v) in enumerate(rows) if a in read or not v.is_stored]
+        self._unread = {
+            k: loops.rows(v, loops.row_type(v.x))
+            for k, (a, v) in enumerate(zip(variables, scan.scanned, strict=True))
+            if v.is_stored and a not in read
+        }
 
     @classmethod
     def of(cls, scan: Scan) -> "Rotation | None":
@@ -102,13 +105,12 @@ class Rotation:
         """
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
-        beyond = {} if num_later == self.count else p.units_after()
-        handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
+        beyond = {} if num_later == self.count else p.level.after()
+        handover = p.handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
-        scanned = [loops.rows(v, loops.row_type(v.x)) for v in scan.scanned]
-        for k, v in zip(self._read, cut_rows([scan.scanned[k] for k in self._read], at), strict=True):
-            scanned[k] = v
-        outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
+        read = iter(cut_rows([v for k, v in enumerate(scan.scanned) if k not in self._unread], at))
+        scanned = [self._unread[k] if k in self._unread else next(read) for k in range(len(scan.scanned))]
+        outs = scan.trip(values, scanned, trips=trips)
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
         buffers = self._stored(buffers, zip(left, handover.reduced, strict=True), trip - 1)
         left, found = {}, {}
@@ -244,5 +246,7 @@ def _rows_of(aval: Any, length: int) -> jax.Array:
 @jax.jit
 def _written(buffers: list[Any], rows: list[Any], at: Any) -> list[Any]:
     """Arrays with a row of each written. It stands in the program once."""
-    write = lambda x, row: lax.dynamic_update_slice(x, row[None], row_start(x, at), allow_negative_indices=False)
+    write = lambda x, row: lax.dynamic_update_slice(
+        x, lax.broadcast(row, (1,)), row_start(x, at), allow_negative_indices=False
+    )
     return [write(x, row) for x, row in zip(buffers, rows, strict=True)]

@@ -8,7 +8,7 @@ the reduction of unit i waits for that of the unit before.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,7 @@ class ShardedPartitioner(Partitioner):
         self._bodies: dict[Any, tuple[Any, list[Value], list[Moved], Any]] = {}
         self._read: list[Value] = []
         self._outermost = False
-        self._handover: Handover | None = None  # for the trip that is run next
+        self.handover: Handover | None = None  # for the trip that is run next
 
     # ---- stored shards
     def read(self, value: Value) -> Value:
@@ -93,7 +93,7 @@ class ShardedPartitioner(Partitioner):
         outer, self.level = self.level, Level(list(planned(jaxpr, args, with_loops=self._outermost)))
         if self._outermost:
             self.level.whole, self._outermost = self.kept_whole, False
-        handover, self._handover = self._handover, None
+        handover, self.handover = self.handover, None
         try:
             if handover is None:
                 outs = self.run(jaxpr, consts, args, gradients=gradients)
@@ -126,10 +126,6 @@ class ShardedPartitioner(Partitioner):
         outer.gathered |= {at: level.gathered[i] for i, at in after.items() if i in level.gathered}
         return outs
 
-    def units_after(self) -> dict[int, Planned]:
-        """The units that come next in this schedule, by position."""
-        return dict(enumerate(self.level.plan[self.level.at :], self.level.at))
-
     def run_scan(self, scan: Scan) -> list[Value]:
         """Runs a loop; where units can be, they are gathered a trip ahead."""
         rotation = Rotation.of(scan)
@@ -137,11 +133,6 @@ class ShardedPartitioner(Partitioner):
             return scan.run()
         del self.moved[scan.mark :]  # the loop is traced again
         return rotation.run(self)
-
-    def run_trip(self, handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
-        """Runs a function that runs one trip."""
-        self._handover = handover
-        return run()
 
     def gather_planned(self, one: Planned, xs: Sequence[Any] | None = None) -> list[Any]:
         """Gathers what a unit gathers, from other arrays if given."""
@@ -284,9 +275,8 @@ class ShardedPartitioner(Partitioner):
             mark = len(self.moved)
 
             def body(xs: list[Any]) -> list[Any]:
-                given = list(args)
-                for i, x in zip(at, xs, strict=True):
-                    given[i] = args[i].with_array(x)
+                inside = dict(zip(at, xs, strict=True))
+                given = [v.with_array(inside.get(i, v.x)) for i, v in enumerate(args)]
                 outs = self.run_body(jaxpr.jaxpr, jaxpr.consts, given, gradients=gradients)
                 outs = [self.land(v) for v in self._cast(outs, dtypes)]
                 forms[:] = [v.with_array(None) for v in outs]
