@@ -117,12 +117,13 @@ def test_shards_of_constants_are_cut_from_the_same_array() -> None:
 
 def test_positions_are_those_of_the_whole_array_beyond_32_bits() -> None:
     shapes = [((512 * 8, 1024, 8192), 0, 512), ((8, 4096 * 16, 4096, 64), 1, 64), ((1 << 20, 1 << 20, 1 << 10), 1, 8)]
+    shapes += [((8, 1 << 16, 1 << 13), 1, 8), ((64, 1 << 16, 1 << 10), 0, 8)]  # the last that one word holds
     for shape, dim, shards in shapes:
         strides = [int(np.prod(np.asarray(shape[i + 1 :], object), initial=1)) for i in range(len(shape))]
         rows = shape[dim] // shards
         for shard in (0, shards - 1):
             start = [shard * rows if i == dim else 0 for i in range(len(shape))]
-            high, low = positions([3] * len(shape), strides, dim, jnp.uint32(start[dim]))
+            high, low = positions([3] * len(shape), shape, dim, jnp.uint32(start[dim]))
             for at in np.ndindex(*high.shape):
                 want = sum((i + s) * stride for i, s, stride in zip(at, start, strides, strict=True))
                 assert int(high[at]) << 32 | int(low[at]) == want % 2**64

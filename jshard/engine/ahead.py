@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
@@ -87,6 +88,10 @@ class Level:
         self.at = start + count
         return range(start, start + count)
 
+    def after(self) -> dict[int, Planned]:
+        """The units that come next, by position."""
+        return dict(enumerate(self.plan[self.at :], self.at))
+
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""
         found: list[int] = []
@@ -142,6 +147,8 @@ def planned(
         with_loops: also those of the first trips of loops that are gathered a trip ahead.
     """
     env = {v: a for v, a in zip(jaxpr.invars, args, strict=True) if a.is_stored}
+    if not env and before is None:
+        return  # nothing is gathered
     before, pieces, stacks = [] if before is None else before, set(), {}
     for e in jaxpr.eqns:
         operands = [Value(None) if isinstance(a, jex.Literal) else env.get(a, Value(None)) for a in e.invars]
@@ -203,10 +210,21 @@ class LoopPlan:
             return cls(units, known, 0)
         return cls(units, known, min(gathered_ahead(units, length), len(units) * (length - 1)))
 
-    def unit(self, position: int, trip: Any, find: Callable[[bool, int, Any], Value]) -> Planned:
-        """A unit, counted from the first of a trip; `find` is given a source and a trip."""
+    def unit(
+        self, position: int, trip: Any, shared: Sequence[Value], cut: Callable[[list[int], Any], list[Value]]
+    ) -> Planned:
+        """A unit, counted from the first of a trip.
+
+        Args:
+            position: of the unit.
+            trip: the trip.
+            shared: what every trip reads.
+            cut: returns the rows of some of what is scanned over, for a trip.
+        """
         later, i = divmod(position, len(self.units))
-        return Planned([find(*source, trip + later) for source in self.sources[i]], self.units[i].eqn)
+        at = [k for is_row, k in self.sources[i] if is_row]
+        found = dict(zip(at, cut(at, trip + later), strict=True))
+        return Planned([found[k] if is_row else shared[k] for is_row, k in self.sources[i]], self.units[i].eqn)
 
 
 def gathered_ahead(units: Sequence[Planned], trips: int) -> int:
@@ -222,14 +240,25 @@ def gathered_ahead(units: Sequence[Planned], trips: int) -> int:
     return max(found, 0)
 
 
-def row(value: Value, at: Any) -> Value:
-    """One trip's row of what is scanned over. It is never negative: leaving that open costs six equations a row."""
-    x = value.x
-    if isinstance(at, int):
-        return loops.rows(value, lax.index_in_dim(x, at, keepdims=False))
-    starts = (at, *[0] * (x.ndim - 1))
-    found = lax.dynamic_slice(x, starts, (1, *x.shape[1:]), allow_negative_indices=False)
-    return loops.rows(value, lax.squeeze(found, (0,)))
+def cut_rows(values: Sequence[Value], at: Any) -> list[Value]:
+    """One trip's rows of what is scanned over."""
+    found = _rows([v.x for v in values], jnp.int32(at)) if values else []
+    return [loops.rows(v, x) for v, x in zip(values, found, strict=True)]
+
+
+@jax.jit
+def _rows(stacks: list[Any], at: Any) -> list[Any]:
+    """It stands in the program once."""
+    cut = lambda x: lax.dynamic_slice(x, row_start(x, at), (1, *x.shape[1:]), allow_negative_indices=False)
+    return [lax.squeeze(cut(x), (0,)) for x in stacks]
+
+
+def row_start(x: Any, at: Any) -> tuple[Any, ...]:
+    """Where a row begins. It is never negative: leaving that open costs six equations; each integer costs one, too."""
+    return (at, *[_ZERO] * (x.ndim - 1))
+
+
+_ZERO = np.zeros((), np.int32)
 
 
 def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[Value]]) -> Iterator[Planned]:
@@ -249,10 +278,14 @@ def _first_in_loop(eqn: Eqn, operands: Sequence[Value], rows: Sequence[Sequence[
     if any(v.x is None or _compat.on_host(v.x) for v in (*shared, *scanned) if v.is_stored):
         return  # their rows are cut when the loop begins
     at = lambda trip: length - 1 - trip if eqn.params["reverse"] else trip
-    cut = lambda k, trip: stacks[k][at(trip)] if stacks[k] else row(scanned[k], at(trip))
-    find = lambda is_row, k, trip: cut(k, trip) if is_row else shared[k]
+
+    def cut(ks: list[int], trip: int) -> list[Value]:
+        whole = [k for k in ks if not stacks[k]]
+        found = dict(zip(whole, cut_rows([scanned[k] for k in whole], at(trip)), strict=True))
+        return [found[k] if k in found else stacks[k][at(trip)] for k in ks]
+
     for i in range(plan.count):
-        yield dataclasses.replace(plan.unit(i, 0, find), loop=eqn)
+        yield dataclasses.replace(plan.unit(i, 0, shared, cut), loop=eqn)
 
 
 def _kept_in_pieces(eqn: Eqn, operands: Sequence[Value]) -> dict[Any, Value]:

@@ -42,6 +42,7 @@ class Partitioner:
         self.batch_sizes = set(batch_sizes)
         self.noted: list[Moved | Product] = []  # in the order of the trace; what is traced again is noted again
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
+        self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
         self.eqn: Eqn | None = None  # the equation that is run
         self._around: list[Eqn] = []  # and the equations whose programs it is part of

@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, row, tied
-from jshard.engine.rules import calls
+from jshard._nnx import OWN
+from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, cut_rows, gathered_operands, row_start, tied
+from jshard.engine.rules import calls, loops
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Shard, Value
@@ -63,6 +65,14 @@ class Rotation:
         self.last_trips = -(-plan.count // len(plan.units))
         self._stacked = [k for k, i in enumerate(scan.through) if i is None]
         self._avals = scan.traced.out_avals[scan.n_carry :]
+        handed = {id(one.eqn) for one in plan.units[: plan.count]}
+        read = _read_in(scan.jaxpr, scan.jaxpr.outvars[: scan.n_carry], handed)
+        variables = scan.jaxpr.invars[len(scan.jaxpr.invars) - len(scan.scanned) :]
+        self._unread = {
+            k: loops.rows(v, loops.row_type(v.x))
+            for k, (a, v) in enumerate(zip(variables, scan.scanned, strict=True))
+            if v.is_stored and a not in read
+        }
 
     @classmethod
     def of(cls, scan: Scan) -> "Rotation | None":
@@ -80,9 +90,8 @@ class Rotation:
 
     def _unit(self, position: int, trip: Any) -> Planned:
         """A unit, counted from the first of a trip."""
-        scan = self.scan
-        find = lambda is_row, k, trip: row(scan.scanned[k], self._at(trip)) if is_row else scan.shared[k]
-        return self._plan.unit(position, trip, find)
+        cut = lambda ks, trip: cut_rows([self.scan.scanned[k] for k in ks], self._at(trip))
+        return self._plan.unit(position, trip, self.scan.shared, cut)
 
     def _trip(self, p: "ShardedPartitioner", trip: Any, state: tuple, num_later: int, trips: int = 1) -> tuple:
         """One trip: the carry, what is gathered for later ones, what is not reduced yet, and what is stacked so far.
@@ -96,11 +105,12 @@ class Rotation:
         """
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
-        beyond = {} if num_later == self.count else p.units_after()
-        handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
+        beyond = {} if num_later == self.count else p.level.after()
+        handover = p.handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
-        scanned = [row(v, at) for v in scan.scanned]
-        outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
+        read = iter(cut_rows([v for k, v in enumerate(scan.scanned) if k not in self._unread], at))
+        scanned = [self._unread[k] if k in self._unread else next(read) for k in range(len(scan.scanned))]
+        outs = scan.trip(values, scanned, trips=trips)
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
         buffers = self._stored(buffers, zip(left, handover.reduced, strict=True), trip - 1)
         left, found = {}, {}
@@ -119,9 +129,11 @@ class Rotation:
 
     def _stored(self, buffers: list[Any], found: Iterable[tuple[int, Value]], trip: Any) -> list[Any]:
         """The buffers with some of one trip's rows."""
-        at, buffers = self._at(trip), list(buffers)
-        for i, v in found:
-            buffers[i] = _written(buffers[i], v.x, at)
+        new, at, buffers = {i: v.x for i, v in found}, self._at(trip), list(buffers)
+        if new:
+            written = _written([buffers[i] for i in new], list(new.values()), jnp.int32(at))
+            for i, x in zip(new, written, strict=True):
+                buffers[i] = x
         return buffers
 
     def run(self, p: "ShardedPartitioner") -> list[Value]:
@@ -137,7 +149,7 @@ class Rotation:
             return self._trip(p, trip, state, self.count, looped - begin), None
 
         if looped > begin:
-            state, _ = lax.scan(step, state, jnp.arange(begin, looped))
+            state, _ = lax.scan(step, state, jnp.arange(begin, looped, dtype=jnp.int32))
         for trip in range(looped, scan.length):
             state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan.units)))
         carry, _, left, buffers = state
@@ -183,6 +195,33 @@ def _late_in(jaxpr: Any, stacked: Collection[Any]) -> Eqn | None:
     return last if gradients and all(v in free for v in gradients) else None
 
 
+def _read_in(jaxpr: Any, wanted: Iterable[Any], handed: Collection[int]) -> set[Any]:
+    """The variables of a program that are read as they are.
+
+    Of others nothing but the types is: what units are handed gathered, and what their programs do not read.
+
+    Args:
+        jaxpr: the program.
+        wanted: which of its results count.
+        handed: ids of the units.
+    """
+    found = _variables(wanted)
+    for e in jaxpr.eqns:
+        if e.primitive.name == "unit":
+            gathered, owners = gathered_operands(e), e.params["owners"]
+            free = {i for i, owner in enumerate(owners) if owner == OWN and i not in gathered}
+            free |= {*gathered} if id(e) in handed else set()
+            found |= _variables(a for i, a in enumerate(e.invars) if i not in free)
+        elif e.primitive.name in calls.CALLS:
+            inner, _ = calls.program(e)
+            inside = _read_in(inner, inner.outvars, handed)
+            given = zip(calls.operands(e, e.invars), inner.invars, strict=True)
+            found |= _variables(a for a, v in given if v in inside)
+        else:
+            found |= _variables(e.invars)
+    return found
+
+
 def _variables(atoms: Iterable[Any]) -> set[Any]:
     return {a for a in atoms if not isinstance(a, jex.Literal)}
 
@@ -197,9 +236,17 @@ def _has_units(eqn: Eqn) -> bool:
 def _rows_of(aval: Any, length: int) -> jax.Array:
     """Rows of a type, to be written; in host memory, if that is where the type lies."""
     shape = (length, *aval.shape)
-    return _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else jnp.zeros(shape, aval.dtype)
+    return (
+        _compat.host_rows(shape, aval.dtype)
+        if _compat.on_host(aval)
+        else lax.broadcast(np.zeros((), aval.dtype), shape)
+    )
 
 
-def _written(x: Any, row: Any, at: Any) -> Any:
-    """An array with a row written."""
-    return lax.dynamic_update_slice(x, row[None], (at, *[0] * row.ndim), allow_negative_indices=False)
+@jax.jit
+def _written(buffers: list[Any], rows: list[Any], at: Any) -> list[Any]:
+    """Arrays with a row of each written. It stands in the program once."""
+    write = lambda x, row: lax.dynamic_update_slice(
+        x, lax.broadcast(row, (1,)), row_start(x, at), allow_negative_indices=False
+    )
+    return [write(x, row) for x, row in zip(buffers, rows, strict=True)]

@@ -8,11 +8,10 @@ the reduction of unit i waits for that of the unit before.
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jshard._mesh import batch_axes, degree
@@ -57,7 +56,7 @@ class ShardedPartitioner(Partitioner):
         self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
         self._outermost = False
         self._stored_rows: dict[Any, Shard] = {}  # of the results of loops
-        self._handover: Handover | None = None  # for the trip that is run next
+        self.handover: Handover | None = None  # for the trip that is run next
 
     # ---- stored shards
     def read(self, value: Value) -> Value:
@@ -117,7 +116,7 @@ class ShardedPartitioner(Partitioner):
         outer, self.level = self.level, Level(list(planned(jaxpr, args, with_loops=self._outermost)))
         if self._outermost:
             self.level.whole, self._outermost = self.kept_whole, False
-        handover, self._handover = self._handover, None
+        handover, self.handover = self.handover, None
         try:
             if handover is None:
                 outs = self.run(jaxpr, consts, args, gradients=gradients)
@@ -150,10 +149,6 @@ class ShardedPartitioner(Partitioner):
         outer.gathered |= {at: level.gathered[i] for i, at in after.items() if i in level.gathered}
         return outs
 
-    def units_after(self) -> dict[int, Planned]:
-        """The units that come next in this schedule, by position."""
-        return dict(enumerate(self.level.plan[self.level.at :], self.level.at))
-
     def run_scan(self, scan: Scan) -> list[Value]:
         """Runs a loop; where units can be, they are gathered a trip ahead."""
         rotation = Rotation.of(scan)
@@ -161,11 +156,6 @@ class ShardedPartitioner(Partitioner):
             return scan.run()
         del self.noted[scan.mark :]  # the loop is traced again
         return rotation.run(self)
-
-    def run_trip(self, handover: Handover, run: Callable[[], list[Value]]) -> list[Value]:
-        """Runs a function that runs one trip."""
-        self._handover = handover
-        return run()
 
     def gather_planned(self, one: Planned, xs: Sequence[Any] | None = None) -> list[Any]:
         """Gathers what a unit gathers, from other arrays if given."""
@@ -251,9 +241,9 @@ class ShardedPartitioner(Partitioner):
         for i, x in zip(which, full, strict=True):
             values[i] = Value(x)
         for i in unread:
-            if values[i].is_stored:
+            if values[i].is_stored:  # its type alone
                 aval = eqn.params["jaxpr"].in_avals[i]
-                values[i] = Value(jnp.zeros(aval.shape, aval.dtype))
+                values[i] = Value(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
         return values
 
     def _scheduled(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
@@ -300,13 +290,16 @@ class ShardedPartitioner(Partitioner):
             outs = self.run(jaxpr.jaxpr, jaxpr.consts, args, gradients=gradients)
             self._finish(outs)
             return self._cast(outs, dtypes)
-        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args)
+        at = [i for i, v in enumerate(args) if not isinstance(v.x, jax.ShapeDtypeStruct)]  # others are never read
+        xs = [args[i].x for i in at]
+        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args), tuple(at)
         if key not in self._bodies:
             forms: list[Value] = []
             mark = len(self.noted)
 
             def body(xs: list[Any]) -> list[Any]:
-                given = [v.with_array(x) for x, v in zip(xs, args, strict=True)]
+                inside = dict(zip(at, xs, strict=True))
+                given = [v.with_array(inside.get(i, v.x)) for i, v in enumerate(args)]
                 outs = self.run_body(jaxpr.jaxpr, jaxpr.consts, given, gradients=gradients)
                 outs = [self.land(v) for v in self._cast(outs, dtypes)]
                 forms[:] = [v.with_array(None) for v in outs]
@@ -314,13 +307,13 @@ class ShardedPartitioner(Partitioner):
 
             body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
             run = jax.jit(body)
-            xs = run([v.x for v in args])
+            xs = run(xs)
             noted = [one.times(1 / self.trips) for one in self.noted[mark:]]
             self._bodies[key] = run, forms, noted, jaxpr
         else:
             run, forms, noted, _ = self._bodies[key]
             mark = len(self.noted)
-            xs = run([v.x for v in args])
+            xs = run(xs)
             self.noted[mark:] = [one.times(self.trips) for one in noted]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
@@ -407,28 +400,18 @@ class ShardedPartitioner(Partitioner):
     def store_unit(
         self, values: list[Value], states: list[Shard], *, unfinished: dict[Value, Any] | None = None
     ) -> list[Value]:
-        """Values as stored shards; the small ones that are summed whole travel in one array.
+        """Values as stored shards.
 
         Args:
             values: to be stored.
             states: of each.
             unfinished: takes those that are left to be summed over the replicas, with their dtype; none are by default.
         """
-        together: dict[Any, list[int]] = {}
-        for i, (v, state) in enumerate(zip(values, states, strict=True)):
-            if v.is_partial and stored.travels_with_others(v.x, state.placement):
-                together.setdefault((v.x.dtype, state.placement.reduce_dtype), []).append(i)
-        found = {}
-        for at in together.values():
-            if len(at) > 1:
-                xs = stored.all_reduce_joined([values[i].x for i in at], states[at[0]].placement, self.mesh)
-                found |= {i: Value(x, states[i]) for i, x in zip(at, xs, strict=True)}
-        for i, (v, state) in enumerate(zip(values, states, strict=True)):
-            if i in found:
-                continue
-            if unfinished is None or not v.is_partial or not stored.has_two_steps(v.x, state.placement, self.mesh):
-                found[i] = self.store(v, state)
-            else:
-                found[i] = Value(stored.scatter(v.x, state.placement, self.mesh), state)
-                unfinished[found[i]] = v.x.dtype
-        return [found[i] for i in range(len(values))]
+        at = [i for i, v in enumerate(values) if v.is_partial]
+        found, xs, placements = list(values), [values[i].x for i in at], [states[i].placement for i in at]
+        summed = stored.reduce_unit(xs, placements, self.mesh, first_step=unfinished is not None) if at else []
+        for i, x, before, placement in zip(at, summed, xs, placements, strict=True):
+            found[i] = Value(x, states[i])
+            if unfinished is not None and stored.has_two_steps(before, placement, self.mesh):
+                unfinished[found[i]] = before.dtype
+        return [self.store(v, state) for v, state in zip(found, states, strict=True)]

@@ -3,6 +3,7 @@
 The collectives of a parameter on one data shard, inside a region that is manual over the data axes.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from jshard._offload import fetched, to_host
 from jshard._padded import Padding
 from jshard._placement import Placement, axes_of
 from jshard.engine import experts, gloo
-from jshard.engine.values import Value
+from jshard.engine.values import Shard, Value
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
 _JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
@@ -47,16 +48,27 @@ def gather_unit(values: Sequence[Value], mesh: Mesh, dtypes: Sequence[Any]) -> l
     Collectives share the wires, one after another. The compiler takes a small one for quick and lets the program wait
     for it early; behind a large one it is not.
     """
-    first = _small_ones(values, mesh)
-    full = {i: gather(values[i], mesh, dtypes[i]) for i in first}
-    rest = [i for i in range(len(values)) if i not in full]
-    shards = [values[i].x for i in rest]
-    if first:
-        small, shards = lax.optimization_barrier(([full[i] for i in first], shards))
-        full = dict(zip(first, small, strict=True))
-    for i, x in zip(rest, shards, strict=True):
-        full[i] = gather(values[i].with_array(x), mesh, dtypes[i])
-    return [full[i] for i in range(len(values))]
+    return _gathering(tuple(v.shard for v in values), mesh, tuple(dtypes))([v.x for v in values])
+
+
+@functools.lru_cache(maxsize=1024)
+def _gathering(shards: tuple[Shard, ...], mesh: Mesh, dtypes: tuple[Any, ...]) -> Callable[[list[Any]], list[Any]]:
+    """The same as one function for all units that are stored alike: it stands in the program once."""
+
+    def gather_unit(xs: list[Any]) -> list[Any]:
+        gathered = lambda i: gather(Value(xs[i], shards[i]), mesh, dtypes[i])
+        first = _small_ones(shards, mesh)
+        full = {i: gathered(i) for i in first}
+        rest = [i for i in range(len(xs)) if i not in full]
+        if first:
+            small, behind = lax.optimization_barrier(([full[i] for i in first], [xs[i] for i in rest]))
+            full = dict(zip(first, small, strict=True))
+            for i, x in zip(rest, behind, strict=True):
+                xs[i] = x
+        full |= {i: gathered(i) for i in rest}
+        return [full[i] for i in range(len(xs))]
+
+    return jax.jit(gather_unit)
 
 
 def is_small(x: jax.Array) -> bool:
@@ -64,15 +76,15 @@ def is_small(x: jax.Array) -> bool:
     return x.size * x.dtype.itemsize < _SMALL_BYTES
 
 
-def _small_ones(values: Sequence[Value], mesh: Mesh) -> list[int]:
+def _small_ones(shards: Sequence[Shard], mesh: Mesh) -> list[int]:
     """Positions of the parameters that are gathered first.
 
     On a TPU there are none: it fuses gathers into products. Nor of pieces: between neighbours all are quick, and the
     compiler joins the small ones with others.
     """
-    if (isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu") or any(v.shard.pieces for v in values):
+    if (isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu") or any(s.pieces for s in shards):
         return []
-    sizes = [v.shard.placement.gathered_bytes // v.shard.placement.layers for v in values]
+    sizes = [s.placement.gathered_bytes // s.placement.layers for s in shards]
     return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
 
 
@@ -117,7 +129,44 @@ def _replica_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(a for a in batch_axes(mesh) if a != FSDP)
 
 
-def travels_with_others(x: jax.Array, placement: Placement) -> bool:
+def reduce_unit(
+    xs: Sequence[jax.Array], placements: Sequence[Placement], mesh: Mesh, *, first_step: bool = False
+) -> list[jax.Array]:
+    """The gradients of a unit, summed: stored shards; the small ones that are summed whole travel in one array.
+
+    Args:
+        xs: the gradients.
+        placements: of each.
+        mesh: the mesh.
+        first_step: those with two steps are left after the first.
+    """
+    return _reducing(tuple(placements), mesh, first_step)(list(xs))
+
+
+@functools.lru_cache(maxsize=1024)
+def _reducing(placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -> Callable[[list[Any]], list[Any]]:
+    """The same as one function for all units that are stored alike: it stands in the program once."""
+
+    def reduce_unit(xs: list[Any]) -> list[Any]:
+        together: dict[Any, list[int]] = {}
+        for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+            if _travels_with_others(x, one):
+                together.setdefault((x.dtype, one.reduce_dtype), []).append(i)
+        found = {}
+        for at in together.values():
+            if len(at) > 1:
+                joined = _all_reduce_joined([xs[i] for i in at], placements[at[0]], mesh)
+                found |= dict(zip(at, joined, strict=True))
+        for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
+            if i not in found:
+                run = scatter if first_step and has_two_steps(x, one, mesh) else reduce_scatter
+                found[i] = run(x, one, mesh)
+        return [found[i] for i in range(len(xs))]
+
+    return jax.jit(reduce_unit)
+
+
+def _travels_with_others(x: jax.Array, placement: Placement) -> bool:
     """Whether a gradient that is summed whole is copied together with others sooner than it is sent alone.
 
     What is split over other axes, too, is not: it could not be joined without being gathered over them.
@@ -125,7 +174,7 @@ def travels_with_others(x: jax.Array, placement: Placement) -> bool:
     return placement.shards == 1 and x.size * x.dtype.itemsize < _JOINED_BYTES
 
 
-def all_reduce_joined(arrays: Sequence[jax.Array], placement: Placement, mesh: Mesh) -> list[jax.Array]:
+def _all_reduce_joined(arrays: Sequence[jax.Array], placement: Placement, mesh: Mesh) -> list[jax.Array]:
     """The sums over the batch's axes of arrays of one dtype, which travel as one."""
     dtype = arrays[0].dtype
     joined = jnp.concatenate([x.astype(placement.reduce_dtype).ravel() for x in arrays])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine.rules.contraction import free_dims
@@ -106,8 +107,7 @@ def _shard_of(p: "Partitioner", value: Value, source: Source, dim: int) -> Any |
         # rounded once, as it is on one device
         return (lax.broadcasted_iota(jnp.int32, shape, dim) + p.shard * shape[dim]).astype(value.x.dtype)
     if name == "iota_2x32_shape":
-        strides = [math.prod(value.shape[i + 1 :]) for i in range(value.ndim)]
-        return positions(shape, strides, dim, p.shard * shape[dim])[index]
+        return positions(shape, value.shape, dim, p.shard * shape[dim])[index]
     if name == "broadcast_in_dim":
         dims, (operand, *_) = eqn.params["broadcast_dimensions"], values
         if dim in dims and operand.shape[dims.index(dim)] == value.shape[dim]:
@@ -131,36 +131,43 @@ def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
         return p.bind(eqn, [p.split(key, dim).x])[0] if dim < key.ndim else None
     if value.ndim == 0 or "threefry" not in str(jax.random.key_impl(key.x)):
         return None
-    data = jax.random.key_data(key.x)
-    bits = lambda data: _compat.threefry_bits(data, eqn.params["bit_width"], value.shape)
-    program = jax.make_jaxpr(bits)(data)
-    (found,) = p.run(program.jaxpr, program.consts, [Value(data)])
-    return p.split(found, dim).x
+    data, width = jax.random.key_data(key.x), eqn.params["bit_width"]
+    if (width, value.shape, dim) not in p.random_bits:
+
+        def of_shard(data: Any) -> Any:
+            program = jax.make_jaxpr(lambda data: _compat.threefry_bits(data, width, value.shape))(data)
+            (found,) = p.run(program.jaxpr, program.consts, [Value(data)])
+            return p.split(found, dim).x
+
+        closed, _ = _compat.without_dead_code(jax.make_jaxpr(of_shard)(data), [True])
+        p.random_bits[width, value.shape, dim] = jax.jit(lambda data: jex.jaxpr_as_fun(closed)(data)[0])
+    return p.random_bits[width, value.shape, dim](data)
 
 
-def positions(shape: Sequence[int], strides: Sequence[int], dim: int, start: Any) -> tuple[jax.Array, jax.Array]:
+def positions(shape: Sequence[int], whole: Sequence[int], dim: int, start: Any) -> tuple[jax.Array, jax.Array]:
     """`iota_2x32_shape` of one shard: positions in the whole array as (high, low) words, also beyond 2**32.
 
     Args:
         shape: of the shard.
-        strides: of the whole array.
+        whole: of the whole array.
         dim: the dim that it is split along.
         start: index of the shard's first element along `dim`.
     """
     high, low, half = jnp.zeros(shape, jnp.uint32), jnp.zeros(shape, jnp.uint32), np.uint32(16)
     word = lambda n: np.uint32(n & 0xFFFFFFFF)
-    for i, stride in enumerate(strides):
+    for i in range(len(shape)):
+        stride = math.prod(whole[i + 1 :])
         at = lax.broadcasted_iota(jnp.uint32, shape, i)
         if i == dim:
             at = at + start.astype(jnp.uint32)
-        # at * stride in two words, by halves of words
-        at_low, at_high = at & np.uint32(0xFFFF), at >> half
-        by_low, by_high = word(stride & 0xFFFF), word(stride >> 16 & 0xFFFF)
-        middle = at_high * by_low + (at_low * by_low >> half)
-        other = at_low * by_high + (middle & np.uint32(0xFFFF))
-        product_high = at_high * by_high + (middle >> half) + (other >> half) + at * word(stride >> 32)
         total = low + at * word(stride)
-        high = high + product_high + (total < low).astype(jnp.uint32)
+        if math.prod(whole) > 2**32:  # at * stride in two words, by halves of words
+            at_low, at_high = at & np.uint32(0xFFFF), at >> half
+            by_low, by_high = word(stride & 0xFFFF), word(stride >> 16 & 0xFFFF)
+            middle = at_high * by_low + (at_low * by_low >> half)
+            other = at_low * by_high + (middle & np.uint32(0xFFFF))
+            product_high = at_high * by_high + (middle >> half) + (other >> half) + at * word(stride >> 32)
+            high = high + product_high + (total < low).astype(jnp.uint32)
         low = total
     return high, low
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core as jex
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.rules.calls import opened
@@ -91,6 +92,12 @@ def rows(value: Value, x: Any) -> Value:
     return row
 
 
+def row_type(x: Any) -> jax.ShapeDtypeStruct:
+    """The type of a row, on the mesh of this trace: a program that was traced for it is that of rows that are cut."""
+    sharding = NamedSharding(jax.typeof(x).sharding.mesh, PartitionSpec())
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=sharding)
+
+
 def is_stored_along_trips(value: Value) -> bool:
     """Whether a stored parameter is split along the dim that a loop runs over, so that no trip has its row."""
     from_end = value.shard.placement.dim_from_end if value.is_stored else None
@@ -136,7 +143,7 @@ class Scan:
     def _once(self, states: list[State]) -> tuple[list[State], Any]:
         """Traces one trip for states of the carry."""
         start = [self.p.in_state(v, state).x for v, state in zip(self.carry, states, strict=True)]
-        row = [jax.ShapeDtypeStruct(v.shape[1:], v.x.dtype) for v in self.scanned]
+        row = [row_type(v.x) for v in self.scanned]
         found: list[State] = []
 
         def step(shared_xs: list[Any], carry_xs: list[Any], row_xs: list[Any]) -> tuple[list[Any], list[Any]]:
