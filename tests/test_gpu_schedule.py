@@ -152,8 +152,15 @@ def test_unrolled_the_chain_overlaps_and_bounds_memory():
     assert chain.memory.peak_bytes < free.memory.peak_bytes - UNIT_BYTES  # without a schedule several are there at once
 
 
-@pytest.mark.parametrize("settings", [{"scan": True}, {}], ids=["scan", "chain"])
-def test_each_unit_ahead_adds_one_unit_at_most(settings):
+@pytest.mark.parametrize(("settings", "first"), [({"scan": True}, 3), ({}, 1)], ids=["scan", "chain"])
+def test_each_unit_ahead_adds_one_unit_at_most(settings, first):
+    """The first one adds gradients in a loop, of a unit, in float32: without it they are reduced in their own trip."""
     peaks = [compiled(ahead=n, profile=None, **settings).memory.peak_bytes / UNIT_BYTES for n in (0, 1, 2)]
     assert peaks[0] < peaks[1] < peaks[2]
-    assert max(peaks[1] - peaks[0], peaks[2] - peaks[1]) < 1.05
+    assert peaks[1] - peaks[0] < first + 0.1
+    assert peaks[2] - peaks[1] < 1.05
+
+
+def test_without_prefetch_a_loop_holds_one_unit():
+    """Its trips are double-buffered, and yet there are gradients of one."""
+    assert compiled(scan=True, ahead=0).memory.peak_bytes < 0.7 * compiled(scan=True).memory.peak_bytes

@@ -68,7 +68,8 @@ class Region:
 
     def __init__(self, jaxpr: Any) -> None:
         self.nodes: list[Node] = []
-        live = set(opened(jaxpr, [object() for _ in jaxpr.invars], self.nodes))
+        self.results = opened(jaxpr, [object() for _ in jaxpr.invars], self.nodes)
+        live = set(self.results)
         edges = {}
         for node in reversed(self.nodes):
             if not any(v in live for v in node.outputs):
@@ -256,9 +257,9 @@ class Looped(nnx.Module):
         return self.last(js.scan_layers(self.layers, jax.numpy.tanh(self.first(x))))
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
-    """Its first layers are gathered beside the unit before it, and the unit after it beside its last layers."""
+@functools.cache
+def looped(ahead: int) -> tuple[Any, Any]:
+    """The programs of the forward and the backward region."""
     mesh = js.mesh(replica=2, fsdp=4)
 
     def annotate(model: Looped) -> None:
@@ -268,7 +269,14 @@ def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
     graphdef, params = nnx.split(model)
     loss = lambda params, x: (nnx.merge(graphdef, params, copy=True)(x) ** 2).mean()
     x = jax.ShapeDtypeStruct((16, 32), "float32")
-    found = regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)
+    forward, backward = regions(jax.make_jaxpr(jax.grad(loss))(params, x).jaxpr)
+    return forward, backward
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
+    """Its first layers are gathered beside the unit before it, and the unit after it beside its last layers."""
+    found = looped(ahead)
     for region, before, after, is_backward in (
         (Region(found[0]), "first", "last", False),
         (Region(found[1]), "last", "first", True),
@@ -280,6 +288,43 @@ def test_a_loop_stands_in_the_order_of_the_units_around_it(ahead):
         last_trips = region.find("dot_general", "layers/*", is_backward)
         for gather in region.find("all_gather", after, is_backward):  # backward of the first needs no kernel
             assert region.waits_for(gather, [loop]) and not region.waits_for(gather, last_trips)
+
+
+def test_reductions_go_on_in_order_through_a_loop():
+    """Else gradients of the unit before a loop, and of the last trip, would be held until the step ends."""
+    backward = Region(looped(1)[1])
+    (loop,) = (node for node in backward.live if node.kind == "scan")
+    before = backward.find("reduce_scatter", "last", backward=True)
+    assert before and all(backward.waits_for(loop, [reduce]) for reduce in before)
+    of_last_trip = backward.find("reduce_scatter", "layers/*", backward=True)[-1:]
+    after = backward.find("reduce_scatter", "first", backward=True)
+    assert after and all(backward.waits_for(reduce, of_last_trip) for reduce in after)
+
+
+def body_of_loop(jaxpr: Any) -> Any:
+    (loop,) = (eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    return loop.params["jaxpr"].jaxpr
+
+
+def test_what_a_loop_is_scanned_over_is_cut_when_it_is_read():
+    """No gather or reduction of a trip waits until the trip has cut its activations from what forward stacked."""
+    body = Region(body_of_loop(looped(1)[1]))
+    rows = body.of_kind("dynamic_slice")
+    assert len(rows) > 1
+    for sent in [*body.of_kind("all_gather"), *body.of_kind("reduce_scatter")]:
+        assert sum(body.waits_for(sent, [row]) for row in rows) == 1  # the shard of the next trip, which is small
+
+
+def test_without_prefetch_a_trip_ends_when_its_gradients_are_reduced():
+    """The compiler runs two trips as one: there would be gradients of two."""
+    body = body_of_loop(looped(0)[1])
+    region = Region(body)
+    (reduce,) = region.of_kind("reduce_scatter")
+    late = set(reduce.outputs)
+    for node in region.nodes:
+        if late.intersection(node.inputs):
+            late.update(node.outputs)
+    assert late.issuperset(region.results)
 
 
 class Mixed(nnx.Module):

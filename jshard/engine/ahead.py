@@ -55,6 +55,7 @@ class Level:
             with its dtype. Whoever reads it first finishes it.
         late: the unit whose gradients are reduced after this program, in the next trip of a loop.
         handover: of this trip, until what the trip before has left is reduced.
+        rows: of what a loop is scanned over, in this trip: there when it begins.
         whole: values gathered by whoever read them, by parameter, dtype and shape, or by id; pieces of some, to begin.
         recent: what the forward unit before gathered, and the pieces that it keeps of that: the user's `jax.checkpoint`
             runs it again right before backward.
@@ -68,6 +69,7 @@ class Level:
         self.unfinished: dict[Value, Any] = {}
         self.late: Eqn | None = None
         self.handover: Any = None
+        self.rows: list[Value] = []
         self.whole: dict[Any, Value] = {}
         self.recent: dict[int, tuple[Value, Any]] | None = None
 

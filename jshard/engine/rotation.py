@@ -38,7 +38,9 @@ class Handover:
         beyond: the units after the loop that it may gather, by position in the schedule around.
         late: its unit whose gradients leave it unreduced.
         left: those that the trip before has left, the dtype to reduce them in, and as what they are stored.
-        reduced: what became of them.
+        before: what was reduced before the loop; for the first trip.
+        rows: of what is scanned over. Nothing has to wait for them: behind a barrier they would be cut before all else.
+        reduced: what became of those left.
         passed_on: the parameters of those.
     """
 
@@ -47,6 +49,8 @@ class Handover:
     beyond: dict[int, Planned]
     late: Eqn | None
     left: list[tuple[Any, Any, Shard]]
+    before: list[Value]
+    rows: list[Value]
     reduced: list[Value] = dataclasses.field(default_factory=list)
     passed_on: list[list[Any]] = dataclasses.field(default_factory=list)
 
@@ -106,10 +110,11 @@ class Rotation:
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
         beyond = {} if num_later == self.count else p.level.after()
-        handover = p.handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left))
+        before = p.level.reduced if isinstance(trip, int) and not left else []
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
         read = iter(cut_rows([v for k, v in enumerate(scan.scanned) if k not in self._unread], at))
         scanned = [self._unread[k] if k in self._unread else next(read) for k in range(len(scan.scanned))]
+        handover = p.handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left), before, scanned)
         outs = scan.trip(values, scanned, trips=trips)
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
         buffers = self._stored(buffers, zip(left, handover.reduced, strict=True), trip - 1)
@@ -154,7 +159,9 @@ class Rotation:
             state = self._trip(p, trip, state, min(self.count, (scan.length - 1 - trip) * len(self._plan.units)))
         carry, _, left, buffers = state
         reduced = zip(left, p.reduce_left(self._to_reduce(left), self._late), strict=True)
-        return scan.results(carry, self._stored(buffers, reduced, scan.length - 1))
+        results = scan.results(carry, self._stored(buffers, reduced, scan.length - 1))
+        p.level.reduced = [results[scan.n_carry + self._stacked[i]] for i in left] or p.level.reduced
+        return results
 
     def _first(self, p: "ShardedPartitioner") -> tuple[list[list[Any]], list[Any]]:
         """What the first units gather, before the loop where that can be, and the carry at the start."""

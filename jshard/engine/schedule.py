@@ -137,6 +137,7 @@ class ShardedPartitioner(Partitioner):
         level, end = self.level, len(self.level.plan)
         level.gathered = dict(enumerate(handover.gathered))
         level.late, level.handover = handover.late, handover
+        level.reduced, level.rows = handover.before, handover.rows
         after = dict(enumerate(handover.beyond, end + len(handover.later)))
         level.plan += [*handover.later, *handover.beyond.values()]
         level.gathered |= {i: outer.gathered[at] for i, at in after.items() if at in outer.gathered}
@@ -185,7 +186,10 @@ class ShardedPartitioner(Partitioner):
         if name == "stack" and eqn.params["axis"] == 0 and all(v.state == values[0].state for v in values):
             return [values[0].with_array(self.bind(eqn, [v.x for v in values])[0])]
         if name == "unstack" and eqn.params["axis"] == 0:
-            return [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
+            stack, rows = values[0], [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
+            if stack in self.level.reduced:  # its last row was reduced last: the first one, where a loop ran in reverse
+                self.level.reduced = [*(v for v in self.level.reduced if v is not stack), rows[0], rows[-1]]
+            return rows
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
             one, dtype = values[0], eqn.outvars[0].aval.dtype
             if one.parameter and (name == "neg" or dtype.itemsize > one.x.dtype.itemsize):
@@ -251,7 +255,8 @@ class ShardedPartitioner(Partitioner):
         level, prefetch, is_backward = self.level, eqn.params["settings"].prefetch, eqn.params["phase"] == BACKWARD
         shards = [values[i] for i in which]
         at = level.find(eqn, shards)
-        inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which]
+        rows = {id(v) for v in level.rows}  # are there when the trip begins
+        inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which and id(v) not in rows]
         wanted = [dtypes[i] for i in which]
         full = None if at is None else level.gathered.pop(at, None)
         if full is None and shards:
@@ -263,7 +268,7 @@ class ShardedPartitioner(Partitioner):
             full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
         full = full or []
         ahead = level.ahead(at) if at is not None and prefetch is not None else []
-        if prefetch is not None and (full or ahead):
+        if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with what is there first
             soon = [level.plan[i] for i in ahead]
             shards_ahead = [[v.x for v in one.gathers] for one in soon]
             full, moved, shards_ahead = tied(full, [values[i].x for i in inputs], shards_ahead)
@@ -361,6 +366,12 @@ class ShardedPartitioner(Partitioner):
         for i, v in zip(at, found, strict=True):
             outs[i] = v
         level.reduced = [outs[i] for i in at]
+        prefetch = eqn.params["settings"].prefetch
+        if prefetch is not None and prefetch.units == 0 and self.trips > 1:
+            # One unit at a time: the compiler runs two trips of a loop as one, with the gradients of both.
+            self._finish(level.reduced)
+            self._replace(outs, list(range(len(outs))), tied([v.x for v in outs])[0])
+            level.reduced = [outs[i] for i in at]
         return outs
 
     def _reduce_handed_over(self, ahead: Sequence[int]) -> None:
