@@ -37,7 +37,8 @@ class Handover:
         late: its unit whose gradients leave it unreduced.
         left: those that the trip before has left, the dtype to reduce them in, and as what they are stored.
         before: what was reduced before the loop; for the first trip.
-        rows: of what is scanned over. Nothing has to wait for them: behind a barrier they would be cut before all else.
+        rows: of what is scanned over, in the loop: behind a barrier they would be cut before all else. Outside of it a
+            trip that did not wait for its turn would compute ahead.
         reduced: what became of those left.
         passed_on: the parameters of those.
     """
@@ -104,7 +105,8 @@ class Rotation:
         before = p.level.reduced if isinstance(trip, int) and not left else []
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
         scanned = [row(v, at) for v in scan.scanned]
-        handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left), before, scanned)
+        rows = [] if isinstance(trip, int) else scanned
+        handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left), before, rows)
         outs = p.run_trip(handover, lambda: scan.trip(values, scanned, trips=trips))
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
         buffers = self._stored(buffers, zip(left, handover.reduced, strict=True), trip - 1)
