@@ -51,6 +51,7 @@ class Level:
         at: position of the next unit.
         gathered: parameters gathered ahead, by position.
         reduced: results of the reduction before.
+        stacked: results of the reductions of the loop before; what it left is reduced beside the loop after it.
         unfinished: what is reduced over shards, and left to be summed over the replicas while the next unit computes;
             with its dtype. Whoever reads it first finishes it.
         late: the unit whose gradients are reduced after this program, in the next trip of a loop.
@@ -66,6 +67,7 @@ class Level:
         self.at = 0
         self.gathered: dict[int, list[Any]] = {}
         self.reduced: list[Value] = []
+        self.stacked: list[Value] = []
         self.unfinished: dict[Value, Any] = {}
         self.late: Eqn | None = None
         self.handover: Any = None
@@ -93,6 +95,12 @@ class Level:
     def after(self) -> dict[int, Planned]:
         """The units that come next, by position."""
         return dict(enumerate(self.plan[self.at :], self.at))
+
+    def unstack(self, stack: Value, rows: Sequence[Value]) -> None:
+        """Its ends stand for a stack among what was reduced: a loop in reverse stores the first row last."""
+        ends = [rows[0], rows[-1]]
+        self.reduced = [v for one in self.reduced for v in (ends if one is stack else [one])]
+        self.stacked = [v for one in self.stacked for v in (ends if one is stack else [one])]
 
     def ahead(self, at: int) -> list[int]:
         """Positions of the units to gather while unit `at` computes."""

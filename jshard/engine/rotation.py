@@ -38,8 +38,9 @@ class Handover:
         beyond: the units after the loop that it may gather, by position in the schedule around.
         late: its unit whose gradients leave it unreduced.
         left: those that the trip before has left, the dtype to reduce them in, and as what they are stored.
-        before: what was reduced before the loop; for the first trip.
-        rows: of what is scanned over. Nothing has to wait for them: behind a barrier they would be cut before all else.
+        before: what the loop before left and has reduced since; for the first trip.
+        rows: of what is scanned over, in the loop: behind a barrier they would be cut before all else. Outside of it a
+            trip that did not wait for its turn would compute ahead.
         reduced: what became of those left.
         passed_on: the parameters of those.
     """
@@ -110,11 +111,12 @@ class Rotation:
         scan, at, (carry, gathered, left, buffers) = self.scan, self._at(trip), state
         later = [self._unit(len(self._plan.units) + i, trip) for i in range(num_later)]
         beyond = {} if num_later == self.count else p.level.after()
-        before = p.level.reduced if isinstance(trip, int) and not left else []
+        before = p.level.stacked if isinstance(trip, int) and not left else []
         values = [Value(x, s) for x, s in zip(carry, scan.states, strict=True)]
         read = iter(cut_rows([v for k, v in enumerate(scan.scanned) if k not in self._unread], at))
         scanned = [self._unread[k] if k in self._unread else next(read) for k in range(len(scan.scanned))]
-        handover = p.handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left), before, scanned)
+        rows = [] if isinstance(trip, int) else scanned
+        handover = p.handover = Handover(gathered, later, beyond, self._late, self._to_reduce(left), before, rows)
         outs = scan.trip(values, scanned, trips=trips)
         kept = [p.in_state(v, s).x for v, s in zip(outs, scan.states, strict=False)]
         buffers = self._stored(buffers, zip(left, handover.reduced, strict=True), trip - 1)
@@ -160,7 +162,8 @@ class Rotation:
         carry, _, left, buffers = state
         reduced = zip(left, p.reduce_left(self._to_reduce(left), self._late), strict=True)
         results = scan.results(carry, self._stored(buffers, reduced, scan.length - 1))
-        p.level.reduced = [results[scan.n_carry + self._stacked[i]] for i in left] or p.level.reduced
+        if left:
+            p.level.stacked = p.level.reduced = [results[scan.n_carry + self._stacked[i]] for i in left]
         return results
 
     def _first(self, p: "ShardedPartitioner") -> tuple[list[list[Any]], list[Any]]:

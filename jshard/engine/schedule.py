@@ -187,8 +187,7 @@ class ShardedPartitioner(Partitioner):
             return [values[0].with_array(self.bind(eqn, [v.x for v in values])[0])]
         if name == "unstack" and eqn.params["axis"] == 0:
             stack, rows = values[0], [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
-            if stack in self.level.reduced:  # its last row was reduced last: the first one, where a loop ran in reverse
-                self.level.reduced = [*(v for v in self.level.reduced if v is not stack), rows[0], rows[-1]]
+            self.level.unstack(stack, rows)
             return rows
         if name in ("convert_element_type", "neg", "copy", "copy_p", "stop_gradient"):
             one, dtype = values[0], eqn.outvars[0].aval.dtype
