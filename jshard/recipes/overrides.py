@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dataclasses
 import difflib
 import enum
@@ -32,7 +33,10 @@ if TYPE_CHECKING:
 R = TypeVar("R", bound=Recipe)
 Names = tuple[str, ...]
 
-_BOOLS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
+_BOOLS: dict[str, Any] = {
+    **dict.fromkeys(("true", "yes", "on", "1"), True),
+    **dict.fromkeys(("false", "no", "off", "0"), False),
+}
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
 _UNIONS = (typing.Union, types.UnionType)
 
@@ -192,10 +196,8 @@ def _first_that_fits(text: str, kinds: Sequence[Any]) -> Any:
 def _literal(text: str, kind: Any) -> Any:
     """A Python literal of a class; of `Any` also a text."""
     value: Any = text
-    try:
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        pass
     try:
         fits = kind is Any or isinstance(value, typing.get_origin(kind) or kind)
     except TypeError:  # a form of typing that isinstance does not know

@@ -10,13 +10,14 @@ from typing import Annotated, Literal
 import tyro
 
 from jshard._errors import RunError, ShardingError
+from jshard._text import human_bytes
 from jshard.checkpoint.boxes import CheckpointSource, Part, part_of
 from jshard.checkpoint.formats import ForeignSource, Source, whole_leaves, write_safetensors
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.listing import checkpoint_at
 from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import Model, as_json, progress, size
+from jshard.cli.ckpt._shared import Model, as_json, progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,8 @@ def run(argv: Sequence[str]) -> int:
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
-        print(f"{args.out}: {len(source.leaves)} arrays, {size(total)}: {', '.join(file.name for file in files)}")
+        names = ", ".join(file.name for file in files)
+        print(f"{args.out}: {len(source.leaves)} arrays, {human_bytes(total, 1)}: {names}")
     return 0
 
 

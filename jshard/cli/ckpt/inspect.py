@@ -12,12 +12,13 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import ShardingError, printable
+from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.listing import checkpoint_at
 from jshard.checkpoint.manifest import Seal, StoredLeaf
 from jshard.checkpoint.opened import Opened, open_checkpoint
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text, size
+from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 
@@ -68,14 +69,16 @@ def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) ->
         indented = "  " * level + name
         if isinstance(node, StoredLeaf):
             kind = node.dtype if node.key is None else f"key<{node.key}>"
-            cells = (shape_text(node.shape), kind, size(count * node.nbytes), node.spec or "")
+            cells = (shape_text(node.shape), kind, human_bytes(count * node.nbytes, 1), node.spec or "")
             chunk = "" if node.chunk in (None, node.shape) else shape_text(node.chunk)
             add_row(table, indented, *(cells if node.is_array else ("", kind, "", "")), chunk)
         else:
             below = _leaves.flat(node).values()
-            add_row(table, indented + "/", _count(count * len(below)), "", size(count * _bytes(below)), "", "")
+            add_row(
+                table, indented + "/", _count(count * len(below)), "", human_bytes(count * _bytes(below), 1), "", ""
+            )
     path, *lines = map(printable, _head(opened))
-    sums = Text(f"{_count(len(shown))}, {size(_bytes(shown.values()))}")
+    sums = Text(f"{_count(len(shown))}, {human_bytes(_bytes(shown.values()), 1)}")
     return Group(whole_line(path), *map(Text, lines), table, sums)
 
 

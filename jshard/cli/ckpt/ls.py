@@ -11,9 +11,10 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import printable
+from jshard._text import human_bytes
 from jshard.checkpoint.listing import Entry, Listing, listing
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import as_json, mesh_text, moment, size
+from jshard.cli.ckpt._shared import as_json, mesh_text, moment
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 
@@ -48,7 +49,7 @@ def _table(found: Listing) -> Group:
     )
     for entry in found.entries:
         metrics = ", ".join(f"{name}={value:g}" for name, value in entry.metrics.items())
-        cells = ("?" if entry.step is None else str(entry.step), size(entry.num_bytes), str(entry.num_leaves))
+        cells = ("?" if entry.step is None else str(entry.step), human_bytes(entry.num_bytes, 1), str(entry.num_leaves))
         cells += (moment(entry.saved_at), mesh_text(entry.mesh), str(entry.processes or ""), _version(entry))
         add_row(table, *cells, metrics, _state(entry))
     lines = []

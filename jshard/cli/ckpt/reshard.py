@@ -9,11 +9,12 @@ from typing import Annotated
 
 import tyro
 
+from jshard._text import human_bytes
 from jshard.checkpoint.listing import checkpoint_at, listing
 from jshard.checkpoint.manifest import Seal
 from jshard.checkpoint.reshard import reshard
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress, size
+from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
 def told(out: Path, seal: Seal) -> str:
     """One line on a checkpoint that was written."""
     found = written(out, seal)
-    return f"{out}: {found['leaves']} leaves, {size(sum(leaf.nbytes for leaf in seal.leaves.values()))}"
+    return f"{out}: {found['leaves']} leaves, {human_bytes(sum(leaf.nbytes for leaf in seal.leaves.values()), 1)}"
 
 
 def written(out: Path, seal: Seal) -> dict[str, object]:

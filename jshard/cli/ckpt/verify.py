@@ -8,10 +8,11 @@ from pathlib import Path
 
 import tyro
 
+from jshard._text import human_bytes
 from jshard.checkpoint.listing import Entry, checkpoint_at, listing
 from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import as_json, progress, size
+from jshard.cli.ckpt._shared import as_json, progress
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
 
 
@@ -55,7 +56,7 @@ def _incomplete(entry: Entry) -> Verdict:
 
 
 def _told(verdict: Verdict) -> str | FittedTable:
-    read = f"{verdict.num_leaves} leaves, {size(verdict.num_bytes)}, {verdict.num_files} files"
+    read = f"{verdict.num_leaves} leaves, {human_bytes(verdict.num_bytes, 1)}, {verdict.num_files} files"
     if verdict.is_good and not verdict.num_files:
         return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
     if verdict.is_good:
