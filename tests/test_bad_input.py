@@ -45,7 +45,7 @@ def data(recipe):
 
 SAMPLES = """\
 import numpy as np
-from jshard.train import Data
+from jshard.data import Data
 from tests.micro_gpt import RECIPES, annotate, build
 def data(recipe):
     return Data(train=[SAMPLE] * 64, held_out=[SAMPLE] * 64, description="made up", fingerprint="made up")

@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from jshard.train.metrics.progress import Progress, Speed
+from jshard.train.progress import Progress, Speed
 
 
 class Clock:
@@ -246,7 +246,7 @@ def test_no_standard_output_at_all(monkeypatch, capsys):
 def test_a_reader_that_is_gone_does_not_end_the_run():
     script = """
         import sys
-        from jshard.train.metrics.progress import Progress
+        from jshard.train.progress import Progress
         progress = Progress(3)
         sys.stdin.readline()  # the reader is gone now
         for step in (1, 2, 3):

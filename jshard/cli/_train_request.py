@@ -20,9 +20,9 @@ from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, check_recipe, tree, versions
 from jshard.recipes.units import parse_units, with_units
-from jshard.train.metrics.trackers import available
 from jshard.train.profile import check_profile
 from jshard.train.run_folder import RunFolder
+from jshard.train.trackers import available
 
 
 def config_json(

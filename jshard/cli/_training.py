@@ -135,7 +135,7 @@ def own_data(request: Request) -> Data:
             "The model file's `data` gives no data.",
             where=f"{request.model_file.path}: data(recipe)",
             why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
-            do="return jshard.train.Data(train=..., held_out=..., description=..., fingerprint=...).",
+            do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
         )
     return data
 

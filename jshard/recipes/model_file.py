@@ -10,7 +10,7 @@ and six are optional:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
-    data(recipe)               a `jshard.train.Data` instead of text
+    data(recipe)               a `jshard.data.Data` instead of text
     generate(model, prompt, num_tokens, *, key)
                                continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU

@@ -29,7 +29,7 @@ class StepProfile:
         say: prints a line.
 
     Example:
-        >>> profile = js.train.StepProfile("runs/own", range(11, 16), program=step.compiled.as_text)
+        >>> profile = StepProfile("runs/own", range(11, 16), program=step.compiled.as_text)
         >>> js.train.fit(step, batches, num_steps=100, profile=profile)
         >>> print(js.trace("runs/own"))
     """
