@@ -142,7 +142,7 @@ def test_as_text_and_as_pictures(run, capsys):
             ["--step", "99"],
             "CheckpointError: There is no record of such a save or restore.\n"
             "  where: run\n"
-            "  why:   history.jsonl there tells of the steps 10, 20, 30, 40.\n"
+            "  why:   history.jsonl there has the steps 10, 20, 30, 40.\n"
             "  do:    give the folder of a run that has saved with this jshard; it writes the history by itself.\n",
         ),
         (

@@ -183,7 +183,7 @@ def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypa
     assert stop.left_s(90) is None
     for now_s, left_s in ((10.0, 90), (30.0, 70), (200.0, 0)):  # by a signal, or by what another process says
         monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
-        stop.told()
+        stop.report()
         assert stop.left_s(90) == left_s and stop.left_s(None) is None
 
 

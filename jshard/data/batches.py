@@ -64,14 +64,14 @@ def _steps(dataset: Any) -> Iterator[str]:
     if name == "Slice":
         yield str(dataset).replace("SliceMapDataset", "slice").replace(str(ENDLESS), "")
     elif not same_samples:
-        # Grain tells the seed of a shuffle to nobody; without the attribute the seed is not compared.
+        # Grain has no public name for the seed of a shuffle; without the attribute the seed is not compared.
         seed = getattr(dataset, "_seed", None)
-        told = "without end" if size >= ENDLESS else f"of {size}"
-        yield f"{name.lower()} {told}" + ("" if seed is None else f", seed {seed}")
+        length = "without end" if size >= ENDLESS else f"of {size}"
+        yield f"{name.lower()} {length}" + ("" if seed is None else f", seed {seed}")
 
 
 def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
-    """The rows of a global batch that lie on this process's devices, in order.
+    """The rows of a global batch that are on this process's devices, in order.
 
     Args:
         batch_size: samples in the global batch.
@@ -224,7 +224,7 @@ class GlobalBatches(Batches):
         dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
             filter leaves numbers without a sample.
         batch_size: samples in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that lie on this process's devices.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
         start: number of the first sample.
         read_options: Grain's; how many threads read, and how many samples ahead.
 

@@ -96,7 +96,7 @@ class PackedBatches(Batches):
             `tokens`, `tokens_segment_ids` and `tokens_positions`). Or a function from a `grain.IterDataset` of
             documents to one of sequences, which may use any of Grain's iterators that have a state.
         batch_size: sequences in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that lie on this process's devices.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
         lanes: how many; by default `batch_size`, or what a restored position says.
         start: number of the first document.
         read_ahead: batches that are read ahead, by one thread.

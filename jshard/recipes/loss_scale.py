@@ -63,7 +63,7 @@ class LossScale:
     def __post_init__(self) -> None:
         if not (self.factor > 1 and self.growth_interval >= 1 and 1 <= self.initial < float("inf")):
             raise AnnotationError(
-                "There is no such loss scale.",
+                "The loss scale cannot work.",
                 where=str(self),
                 why="factor is above 1, growth_interval at least 1, initial at least 1 and finite.",
                 do="LossScale(initial=2.0**16, growth_interval=2000)",

@@ -241,10 +241,10 @@ def _module(path: Path) -> types.ModuleType:
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
-        told = _told(error, path)
-        if told is None:
+        plain = _file_error(error, path)
+        if plain is None:
             raise
-        raise told from error
+        raise plain from error
     return module
 
 
@@ -252,7 +252,7 @@ def _numbered(stem: str) -> Iterator[str]:
     return itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
 
 
-def _told(error: BaseException, path: Path) -> ModelFileError | None:
+def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
     """Errors that four parts explain better than a traceback; None for the others."""
     if isinstance(error, SyntaxError):
         return ModelFileError(

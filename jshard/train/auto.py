@@ -204,7 +204,7 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[An
     if not found.ranked:
         raise _nothing_fits(found)
     feedback = with_feedback(found, measure)
-    say(Group(told(feedback), *map(Text, found.left_out)))
+    say(Group(tried_table(feedback), *map(Text, found.left_out)))
     if feedback.best is None:
         raise _nothing_fits(found)
     return feedback.best
@@ -275,7 +275,7 @@ def _steps_s(
     return found[1:]
 
 
-def told(feedback: Feedback) -> FittedTable:
+def tried_table(feedback: Feedback) -> FittedTable:
     """The ways that were tried, as a table."""
     factors = feedback.factors
     caption = (

@@ -163,7 +163,7 @@ def fit(
         batches: this process's rows of the batches of steps `start_step` on, as `Loader.train` gives them.
         num_steps: steps of the whole run, those before `start_step` included.
         start_step: steps that were done before, by a run that this one continues.
-        tracker: is told the scalars of every step and evaluation. None where nothing is recorded, as in all
+        tracker: takes the scalars of every step and evaluation. None where nothing is recorded, as in all
             processes but the first.
         meter: measures; its figures are among the scalars.
         evaluation: its `do` returns the validation loss.
@@ -233,7 +233,7 @@ class _Loop:
             asked = int(self._agreement.start(self._stop.received or 0))
             if asked:
                 self._stopped_by = signal.Signals(asked)
-                self._stop.told()
+                self._stop.report()
         return Fitted(done, self._val_loss, self._stopped_by)
 
     def _do(self, batch: Any, number: int) -> Scalars:
@@ -276,7 +276,7 @@ class _Loop:
             self._check_finite(step, batch, scalars)
             if asked:
                 self._stopped_by = signal.Signals(int(asked))
-                self._stop.told()
+                self._stop.report()
 
     def _between_steps(self, step: int, *, last: int) -> None:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""

@@ -159,7 +159,7 @@ class _Job:
         self._checkpoints = RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s)
 
     def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
-        """Trains, and tells with an error how to go on after it."""
+        """Trains; an error carries a note on how to go on after it."""
         try:
             with self._stop:
                 model, optimizer, start_step = self._checkpoints.state(self._init_from)

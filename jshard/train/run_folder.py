@@ -249,12 +249,12 @@ class RunFolder:
             self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
 
     def _report(self, error: FourPartError | None, token: str) -> str:
-        """What each process tells the others; they go by what the first one says."""
+        """What each process sends the others; they go by what the first one says."""
         parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
         asked = {"resume": self.is_resumed, **self._record.said()}
-        told = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
-        told["batch_sizes"] = self._batch_sizes
-        return json.dumps(told | {"host": socket.gethostname()})
+        message = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
+        message["batch_sizes"] = self._batch_sizes
+        return json.dumps(message | {"host": socket.gethostname()})
 
     def _check_told(self, said: Mapping[str, Any]) -> None:
         if said["error"] is not None:

@@ -40,7 +40,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         total_bytes: how many there are.
 
     Yields:
-        A function to be told of bytes that are done, by any thread.
+        A function that takes the number of bytes that are done since, from any thread.
     """
     if not sys.stderr.isatty():
         yield lambda num_bytes: None

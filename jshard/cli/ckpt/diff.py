@@ -48,11 +48,11 @@ def run(argv: Sequence[str]) -> int:
         leaves = [dataclasses.asdict(leaf) for leaf in found]
         print(as_json({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}))
     else:
-        show(_told(paths, found, args))
+        show(_described(paths, found, args))
     return 1 if differing(found) else 0
 
 
-def _told(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
+def _described(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
     counts = collections.Counter(leaf.kind for leaf in found)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     lines = [whole_line(f"a: {paths[0]}"), whole_line(f"b: {paths[1]}")]

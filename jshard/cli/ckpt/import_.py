@@ -19,7 +19,7 @@ from jshard.checkpoint.opened import by_path
 from jshard.checkpoint.reshard import import_leaves
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
-from jshard.cli.ckpt.reshard import told, written
+from jshard.cli.ckpt.reshard import summary, written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +63,7 @@ def run(argv: Sequence[str]) -> int:
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("import", total) as note:
         seal = import_leaves(source, args.out.absolute(), mesh, paths=paths, values=values, on_written=note)
-    print(as_json(written(args.out, seal)) if args.json else told(args.out, seal))
+    print(as_json(written(args.out, seal)) if args.json else summary(args.out, seal))
     return 0
 
 

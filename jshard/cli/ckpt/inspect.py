@@ -37,7 +37,7 @@ class InspectArgs:
     below: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = ""
     """Only leaves whose paths begin so, such as model/blocks."""
     depth: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Only so many levels; what lies below is summed up."""
+    """Only so many levels; what is below is summed up."""
     json: bool = False
     """Print JSON and nothing else."""
 
@@ -59,11 +59,11 @@ def run(argv: Sequence[str]) -> int:
     if args.json:
         print(as_json(_to_json(opened, shown)))
     else:
-        show(_told(opened, shown, args.depth))
+        show(_described(opened, shown, args.depth))
     return 0
 
 
-def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
+def _described(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
         indented = "  " * level + name

@@ -51,11 +51,11 @@ def run(argv: Sequence[str]) -> int:
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
         seal = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
-    print(as_json(written(args.out, seal)) if args.json else told(args.out, seal))
+    print(as_json(written(args.out, seal)) if args.json else summary(args.out, seal))
     return 0
 
 
-def told(out: Path, seal: Seal) -> str:
+def summary(out: Path, seal: Seal) -> str:
     """One line on a checkpoint that was written."""
     found = written(out, seal)
     return f"{out}: {found['leaves']} leaves, {human_bytes(sum(leaf.nbytes for leaf in seal.leaves.values()), 1)}"

@@ -44,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
         for entry in entries:
             verdicts.append(verify(entry.path, on_read=note) if entry.is_complete else _incomplete(entry))
             if not args.json:
-                show(_told(verdicts[-1]))
+                show(_described(verdicts[-1]))
     if args.json:
         print(as_json([_to_json(verdict) for verdict in verdicts]))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
@@ -55,7 +55,7 @@ def _incomplete(entry: Entry) -> Verdict:
     return Verdict(path=entry.path, findings=findings, num_leaves=0, num_bytes=0, num_files=0)
 
 
-def _told(verdict: Verdict) -> str | FittedTable:
+def _described(verdict: Verdict) -> str | FittedTable:
     read = f"{verdict.num_leaves} leaves, {human_bytes(verdict.num_bytes, 1)}, {verdict.num_files} files"
     if verdict.is_good and not verdict.num_files:
         return f"{verdict.path}: all can be read ({read}). jshard did not write it: it has no sums to compare with."
