@@ -44,7 +44,7 @@ class TimelineArgs:
     """Print JSON and nothing else."""
 
 
-def run(argv: Sequence[str]) -> int:
+def run_timeline(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt timeline`."""
     args = parse(TimelineArgs, argv, command="jshard ckpt timeline", example="runs/gpt-tiny")
     _check(args)
