@@ -37,8 +37,10 @@ import jshard as js
 from benchmarks.iterations import Instant, Iterations, Terminal
 from benchmarks.tables import markdown_table
 from jshard import train
-from jshard.recipes.mfu import Peak, peak_bytes
-from jshard.train.metrics.trackers import available, open_trackers
+from jshard.recipes.mfu import Mfu, Peak, dense_flops, peak_bytes
+from jshard.recipes.state import create
+from jshard.train.jsonl import Jsonl
+from jshard.train.trackers import available, open_trackers
 
 TITLE = "Host work per step"
 MEASURES_TIME = True
@@ -155,14 +157,14 @@ class _Setup:
         mesh = js.mesh(devices=jax.devices()[: case.num_devices])
         assert isinstance(mesh, Mesh)
         self.mesh = mesh
-        self._loader = train.Loader(
-            data=train.load_text([_MODEL], sequence_length=self.recipe.sequence_length),
+        self._loader = js.data.Loader(
+            data=js.data.load_text([_MODEL], sequence_length=self.recipe.sequence_length),
             batch_size=self.recipe.batch_size,
             seed=0,
-            rows=train.local_rows(self.recipe.batch_size, mesh),
+            rows=js.data.local_rows(self.recipe.batch_size, mesh),
         )
         self.batch = js.shard_batch(next(self._loader.train(1)), mesh)
-        self.step = train.TrainStep(_GPT.loss_fn, *train.create(_GPT, self.recipe, mesh), self.batch)
+        self.step = train.TrainStep(_GPT.loss_fn, *create(_GPT, self.recipe, mesh), self.batch)
 
     def leaves(self) -> list[jax.Array]:
         """The arrays of the model and the optimizer."""
@@ -209,7 +211,7 @@ class _Setup:
         folder = self._folder / name
         folder.mkdir()
         tracker = train.Trackers(
-            train.Jsonl(folder / "metrics.jsonl"),
+            Jsonl(folder / "metrics.jsonl"),
             train.Progress(_FOREVER, stream=Terminal()),
             optional=open_trackers({"tensorboard"} & set(available()), out=folder, config={}),
         )
@@ -218,7 +220,7 @@ class _Setup:
 
     def _meter(self) -> train.Meter:
         num_tokens = self.recipe.batch_size * self.recipe.sequence_length
-        mfu = train.Mfu(*train.dense_flops(num_parameters=1, num_tokens=num_tokens), Peak(1.0, "made up"))
+        mfu = Mfu(*dense_flops(num_parameters=1, num_tokens=num_tokens), Peak(1.0, "made up"))
         devices, compiled_bytes = list(self.mesh.devices.flat), self.step.peak_bytes
         return train.Meter(
             tokens_per_step=num_tokens, mfu=mfu, peak_bytes=lambda: peak_bytes(devices, compiled_bytes)[0]

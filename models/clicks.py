@@ -15,7 +15,7 @@ import functools
 
 import numpy as np
 
-from jshard.train import Data
+from jshard.data import Data
 
 
 def uniform(*keys: int | np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard.train import Data, DataError
+from jshard.data import Data, DataError
 
 NUM_CLASSES = 10
 IMAGE_SHAPE = (8, 8, 1)  # height, width, channels

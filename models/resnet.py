@@ -27,7 +27,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
-from jshard.train import Batch, Data, Recipe
+from jshard.data import Data
+from jshard.train import Batch, Recipe
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

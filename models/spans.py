@@ -11,8 +11,8 @@ import dataclasses
 
 import numpy as np
 
-from jshard.data import Source
-from jshard.train import Data, Recipe, load_text
+from jshard.data import Data, Source, load_text
+from jshard.train import Recipe
 
 PAD, END, FIRST_BYTE = 0, 1, 3  # token ids as in ByT5: byte b is b + 3; the last ones of the vocabulary are sentinels
 

@@ -31,7 +31,8 @@ from spans import PAD, SpanRecipe, corrupted_text, lengths
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
-from jshard.train import Batch, Data
+from jshard.data import Data
+from jshard.train import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
-from jshard.train import Batch, Data, Recipe
+from jshard.data import Data
+from jshard.train import Batch, Recipe
 
 NUM_SINUSOIDS = 256
 
@@ -257,8 +258,10 @@ def sample(
     Guidance (Ho & Salimans 2022, arXiv 2207.12598) goes beyond the velocity with class, away from that without; 1 is
     none. `jshard train` samples text only, so this is for a script or a notebook, where this file is `vdit`:
 
+        from jshard.recipes.state import restore
+
         checkpoints = js.checkpoint.Checkpointer("runs/vdit-tiny/checkpoints")
-        model, _, _ = js.train.restore(js.train.load_model_file("vdit.py"), vdit.tiny(), js.mesh(), checkpoints)
+        model, _, _ = restore(js.train.load_model_file("vdit.py"), vdit.tiny(), js.mesh(), checkpoints)
         videos = vdit.sample(model, jnp.arange(16) % 10, key=jax.random.key(0))  # as many as split over the devices
     """
     config, graphdef, state = model.config, *nnx.split(model)  # the loop below is JAX's: it takes arrays

@@ -22,7 +22,8 @@ import numpy as np
 from flax import nnx
 
 import jshard as js
-from jshard.train import Data, Loader, ModelFile, Recipe, load_model_file, load_text
+from jshard.data import Data, Loader, load_text
+from jshard.train import ModelFile, Recipe, load_model_file
 from tests.helpers import fresh, placed
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Difference, Trained, compare, flat
 

@@ -17,8 +17,9 @@ from jshard.inspect.audit import Audit, CompiledMemory, audit
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.differences import differences, hlo_dtype
 from jshard.inspect.hlo.steps import Window
+from jshard.recipes.state import create
 from jshard.recipes.step import lower_step
-from jshard.train import create, load_model_file
+from jshard.train import load_model_file
 from tests.helpers import Config, Decoder, abstract, compile_to_read, program, token_batch
 from tests.micro_gpt import micro
 from tests.scheduled_text import body, dot, gather, gathered, loop, scatter, scattered

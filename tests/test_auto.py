@@ -93,7 +93,7 @@ def test_no_more_is_tried_than_could_win_or_than_was_allowed():
 def test_what_does_not_run_is_not_chosen():
     found = with_feedback(FOUND, lambda cost: math.inf if cost is AGAIN else 2.0)
     assert found.best is not None and found.best.cost is not AGAIN
-    assert "does not run" in printed(auto.told(found)) and printed(auto.told(found)).count("chosen") == 1
+    assert "does not run" in printed(auto.tried_table(found)) and printed(auto.tried_table(found)).count("chosen") == 1
     assert with_feedback(FOUND, lambda cost: math.inf).best is None
 
 

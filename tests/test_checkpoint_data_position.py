@@ -239,7 +239,7 @@ def test_the_saved_number_of_lanes_is_taken_over():
     after = processes(packed_batches, 3, 3)
     for batches in after:
         check_position(batches, text)
-        assert batches.sequences == 0 and batches.lanes == 3
+        assert batches.samples == 0 and batches.lanes == 3
         set_position(batches, text)
         assert batches.lanes == 6
     assert np.array_equal(np.concatenate([first, taken(after, 4)["tokens"]]), wanted)

@@ -17,7 +17,7 @@ from jshard.cli import _training
 from jshard.cli._devices import open_mesh
 from jshard.cli._train_args import TrainArgs, num_devices, parse_mesh
 from jshard.cli._train_request import request_of
-from jshard.train.metrics.jsonl import read_metrics
+from jshard.train.jsonl import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
 from tests.helpers import programs_kept_in

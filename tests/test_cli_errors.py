@@ -1,6 +1,5 @@
 """How a command ends: exit codes, four parts or a traceback, `--debug`, pipes, Ctrl-C; and `--print-config`."""
 
-import dataclasses
 import enum
 import importlib.metadata
 import json
@@ -17,9 +16,7 @@ import pytest
 import jshard as js
 from jshard import cli
 from jshard._errors import MeshError, RunError
-from jshard.cli._train_request import config_json, print_config
 from jshard.recipes.recipe import tree, versions
-from tests.micro_gpt import micro
 
 WRONG = MeshError("The mesh is wrong.", where="--mesh fsdp=3", why="8 / 3.", do="--mesh fsdp=8")
 FAILED = RunError("The disk is full.", where="runs/a", why="0 bytes are free.", do="rm -r runs/old")
@@ -188,37 +185,30 @@ def test_a_process_that_asks_for_a_launcher_does_without_flax():
     assert done.returncode == 0, done.stderr
 
 
-def config(**changes):
-    values = {"model_file": Path("models/gpt.py"), "recipe_name": "tiny", "recipe": micro(), "mesh": {"fsdp": 8}}
-    return config_json(**values | changes)
+def config(capsys, line):
+    assert cli.main(["train", "gpt", "--print-config", *line.split()]) == 0
+    return json.loads(capsys.readouterr().out)
 
 
 def test_config_is_the_resolved_tree(capsys):
-    recipe = dataclasses.replace(micro(), num_steps=7)
-    print_config(
-        config(
-            recipe=recipe,
-            mesh={"replica": 1, "fsdp": 8, "tensor": 1},
-            data=[Path("text.txt")],
-            tokenizer=Path("tok.json"),
-            out=Path("runs/a"),
-            options={"workers": 2, "track": ("tensorboard",)},
-        )
+    read = config(
+        capsys,
+        "--recipe tiny --steps 7 --set model.n_layer=3 --mesh replica=1,fsdp=8 --data text.txt --tokenizer tok.json"
+        " --out runs/a --workers 2 --track tensorboard",
     )
-    read = json.loads(capsys.readouterr().out)
     assert list(read) == "model_file recipe_name recipe mesh data tokenizer out options versions".split()
     assert read["recipe"]["class"] == "Recipe"
     assert read["recipe"]["num_steps"] == 7
     assert read["recipe"]["model"]["class"] == "GPTConfig"
-    assert read["recipe"]["model"]["n_layer"] == 2
+    assert read["recipe"]["model"]["n_layer"] == 3
     assert read["mesh"] == {"replica": 1, "fsdp": 8, "tensor": 1}
     assert (read["data"], read["tokenizer"], read["out"]) == (["text.txt"], "tok.json", "runs/a")
-    assert read["options"] == {"workers": 2, "track": ["tensorboard"]}
+    assert read["options"] == {"workers": 2, "processes": 1, "init_from": None, "track": ["tensorboard"]}
 
 
-def test_config_without_options():
-    read = config()
-    assert (read["data"], read["tokenizer"], read["out"], read["options"]) == ([], None, None, {})
+def test_config_without_options(capsys):
+    read = config(capsys, "")
+    assert (read["data"], read["tokenizer"], read["out"]) == ([], None, None)
 
 
 def test_versions(monkeypatch):

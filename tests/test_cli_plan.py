@@ -22,7 +22,8 @@ from jshard.cluster.compile import (
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
 from jshard.recipes.building import batch_like
-from jshard.train import TrainStep, create, load_model_file
+from jshard.recipes.state import create
+from jshard.train import TrainStep, load_model_file
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 from tests.micro_gpt import MODELS, micro
 
@@ -255,7 +256,7 @@ def test_the_child_touches_no_accelerator_and_gets_no_flags():
 def test_the_program_is_that_of_a_run(folder):
     """The child's program, which is made without arrays, is the one that training compiles."""
     model_file, recipe, mesh = load_model_file(MODELS / "gpt.py"), micro(), js.mesh()
-    data = js.train.load_text([_text(folder)], sequence_length=recipe.sequence_length)
+    data = js.data.load_text([_text(folder)], sequence_length=recipe.sequence_length)
     run = TrainStep(model_file.loss_fn, *create(model_file, recipe, mesh), batch_like(data, recipe.batch_size, mesh))
     _, lowered = lowered_step(model_file, recipe, mesh)
     compiled = lowered.compile()

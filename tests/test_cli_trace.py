@@ -12,7 +12,7 @@ import pytest
 import jshard as js
 from jshard import cli
 from jshard.cli.trace import TraceArgs
-from jshard.train import read_metrics
+from jshard.train.jsonl import read_metrics
 from jshard.train.profile import StepProfile
 from tests.helpers import programs_kept_in
 from tests.made_up_profiles import event, plane, thunk, write

@@ -14,9 +14,9 @@ from flax import nnx
 from rich.console import Console
 
 import jshard as js
+from jshard._text import human_bytes, human_count
 from jshard.inspect.explain import explain, folded_units
 from jshard.inspect.memory import memory_of, optimizer_bytes
-from jshard.inspect.tables import human_bytes, human_count
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, program, sharded, token_batch
 from tests.wide import wide
 

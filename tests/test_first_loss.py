@@ -12,9 +12,10 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.data import Data
 from jshard.recipes.building import new_model
 from jshard.recipes.model_file import ModelFile, next_token_loss
-from jshard.train import Data, Recipe, TrainStep, first_loss, fit, run_recipe
+from jshard.train import Recipe, TrainStep, first_loss, fit, run_recipe
 from jshard.train.first_loss import explained
 
 HERE = pathlib.Path(__file__)

@@ -17,8 +17,8 @@ import jshard as js
 from jshard.checkpoint import CheckpointWarning
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFileError
-from jshard.recipes.state import check_source, create_from
-from jshard.train import TrainStep, create, load_model_file
+from jshard.recipes.state import check_source, create, create_from
+from jshard.train import TrainStep, load_model_file
 from tests.helpers import compile_to_read, with_placement
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat

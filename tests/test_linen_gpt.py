@@ -11,7 +11,9 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from jshard import cli
-from jshard.train import TrainStep, create
+from jshard.recipes.state import create
+from jshard.train import TrainStep
+from jshard.train.jsonl import read_metrics
 from tests.model_files import MODELS, model_file, module, tiny
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE
 from tests.wide import wide
@@ -77,5 +79,5 @@ def test_it_learns_real_text_and_writes_some(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "block_0..1" in said
     assert "a sample; its first words are of held-out text" in said
-    losses = [line["loss"] for line in js.train.read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert losses[-1] < 0.8 * losses[0]

@@ -23,22 +23,16 @@ import jshard as js
 from jshard import cli
 from jshard.checkpoint import Checkpointer, CheckpointWarning
 from jshard.cluster.child import lowered_step
+from jshard.data import load_text
 from jshard.engine.context import plain_flax
 from jshard.inspect.memory import activations
 from jshard.recipes.building import abstract_model, batch_of, new_model
-from jshard.recipes.state import restore
+from jshard.recipes.model_file import next_token_loss
+from jshard.recipes.state import create, restore
 from jshard.recipes.step import inference_view
 from jshard.recipes.units import with_units
-from jshard.train import (
-    Recipe,
-    TrainStep,
-    create,
-    load_model_file,
-    load_text,
-    next_token_loss,
-    read_metrics,
-    run_recipe,
-)
+from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
+from jshard.train.jsonl import read_metrics
 from tests.compiling import environment
 from tests.helpers import programs_kept_in
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences

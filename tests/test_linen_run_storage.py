@@ -9,7 +9,8 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from jshard.engine.context import plain_flax
-from jshard.train import TrainStep, create
+from jshard.recipes.state import create
+from jshard.train import TrainStep
 from tests.test_linen_model_file import RECIPE, VOCAB, Block, Decoder, batches, cross_entropy, file_of
 
 

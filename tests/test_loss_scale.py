@@ -17,20 +17,13 @@ from flax.training.dynamic_scale import DynamicScale
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.data import Data, load_text
 from jshard.recipes import state as state_of_a_run
+from jshard.recipes.loss_scale import LossScale, loss_scale_of, scaled_value_and_grad
+from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.state import optimizer_of
-from jshard.train import (
-    Data,
-    LossScale,
-    ModelFile,
-    Recipe,
-    load_text,
-    loss_scale_of,
-    next_token_loss,
-    read_metrics,
-    run_recipe,
-    scaled_value_and_grad,
-)
+from jshard.train import ModelFile, Recipe, run_recipe
+from jshard.train.jsonl import read_metrics
 from tests.helpers import compile_to_read, programs_kept_in
 
 HALF = js.MixedPrecision(param="float16", reduce="float32")

@@ -21,6 +21,7 @@ from jshard._mesh import batch_sharding
 from jshard._optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
+from jshard.recipes.loss_scale import LossScale, scaled_value_and_grad
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch, with_placement
@@ -176,12 +177,12 @@ def on_host_in(jaxpr: Any) -> list[Any]:
 
 def test_nothing_is_computed_in_host_memory_and_what_is_frozen_is_fetched_for_the_model_alone():
     model = annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="params")
-    optimizer = abstract_optimizer(model, js.train.LossScale().around(optax.adamw(1e-3)), wrt=ups)
+    optimizer = abstract_optimizer(model, LossScale().around(optax.adamw(1e-3)), wrt=ups)
     graphdef, state = nnx.split((model, optimizer))
 
     def step(state: Any, *batch: Any) -> Any:
         model, optimizer = nnx.merge(graphdef, state, copy=True)
-        _, grads = js.train.scaled_value_and_grad(loss_fn, optimizer, accumulate=2)(model, *batch)
+        _, grads = scaled_value_and_grad(loss_fn, optimizer, accumulate=2)(model, *batch)
         optimizer.update(model, grads)
         return nnx.state((model, optimizer))
 

@@ -14,8 +14,9 @@ import pytest
 
 import jshard as js
 from jshard._errors import RunError
-from jshard.train import Every, Fitted, Meter, StopSignal, fit, to_devices
+from jshard.train import Every, Meter, StopSignal, fit, to_devices
 from jshard.train import loop as loop_module
+from jshard.train.loop import Fitted
 
 MESH = js.mesh()
 
@@ -182,7 +183,7 @@ def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypa
     assert stop.left_s(90) is None
     for now_s, left_s in ((10.0, 90), (30.0, 70), (200.0, 0)):  # by a signal, or by what another process says
         monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
-        stop.told()
+        stop.report()
         assert stop.left_s(90) == left_s and stop.left_s(None) is None
 
 

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from jshard._errors import RunError, ShardingError
-from jshard.train import metrics
-from jshard.train.metrics.jsonl import plot_loss
+from jshard.train import jsonl as metrics
+from jshard.train.jsonl import plot_loss
+from jshard.train.trackers import Trackers
 
 
 class Fake:
@@ -175,7 +176,7 @@ def test_a_folder_that_is_not_there_is_told(tmp_path):
 
 def test_several_trackers_are_one():
     one, two, three = Fake(), Fake(), Fake()
-    both = metrics.Trackers(one, two, optional=[three])
+    both = Trackers(one, two, optional=[three])
     both.log(1, {"loss": 1.0})
     both.close()
     assert one.calls == two.calls == three.calls == [1, "close"]
@@ -183,7 +184,7 @@ def test_several_trackers_are_one():
 
 def test_an_optional_tracker_that_fails_is_left_out_with_one_warning():
     needed, remote = Fake(), Fake(fails=1)
-    trackers = metrics.Trackers(needed, optional=[remote])
+    trackers = Trackers(needed, optional=[remote])
     trackers.log(1, {})
     with pytest.warns(UserWarning, match=r"Fake failed \(ConnectionError: no route to host\).*from step 2 on"):
         trackers.log(2, {})
@@ -195,19 +196,19 @@ def test_an_optional_tracker_that_fails_is_left_out_with_one_warning():
 
 def test_the_warning_goes_where_it_is_asked_to():
     said = []
-    metrics.Trackers(optional=[Fake(fails=0)], warn=said.append).log(1, {})
+    Trackers(optional=[Fake(fails=0)], warn=said.append).log(1, {})
     assert len(said) == 1
 
 
 def test_a_needed_tracker_that_fails_ends_the_run():
     with pytest.raises(ConnectionError):
-        metrics.Trackers(Fake(fails=0)).log(1, {})
+        Trackers(Fake(fails=0)).log(1, {})
 
 
 def test_every_tracker_is_closed_though_one_fails():
     first, last, remote, said = Fake(fails=0), Fake(), Fake(fails=0), []
     with pytest.raises(ConnectionError):
-        metrics.Trackers(first, last, optional=[remote], warn=said.append).close()
+        Trackers(first, last, optional=[remote], warn=said.append).close()
     assert first.calls == last.calls == remote.calls == ["close"]
     assert "last steps may be missing" in said[0]
 

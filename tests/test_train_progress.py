@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from jshard.train.metrics.progress import Progress, Speed
+from jshard.train.progress import Progress, Speed
 
 
 class Clock:
@@ -92,7 +92,7 @@ def test_the_first_step_has_no_speed_yet(columns, clock):
         ({"step_s": 0.00431}, "4.31 ms/step  ETA 0:00"),
         ({"step_s": 12.34}, "12.3 s/step  ETA 19:45"),
         ({"step_s": 60.0}, "60.0 s/step  ETA 1:36:00"),
-        ({"step_s": 3600.0}, "3600.0 s/step  ETA 4d 00:00:00"),
+        ({"step_s": 3600.0}, "3600 s/step  ETA 4d 00:00:00"),
         ({"loss": float("nan")}, "loss nan"),
         ({"mfu": 0.004}, "MFU 0.4%"),
     ],
@@ -201,10 +201,10 @@ def test_a_log_file_has_a_plain_line_every_ten_seconds_and_the_last(columns, clo
         clock.now_s += 1.0
     progress.close()
     assert stream.getvalue().splitlines() == [
-        "step 471/500  loss 1.0000  1000 ms/step  ETA 0:29",
-        "step 481/500  loss 1.0000  1000 ms/step  ETA 0:19",
-        "step 491/500  loss 1.0000  1000 ms/step  ETA 0:09",
-        "step 500/500  loss 1.0000  1000 ms/step  ETA 0:00",
+        "step 471/500  loss 1.0000  1.00 s/step  ETA 0:29",
+        "step 481/500  loss 1.0000  1.00 s/step  ETA 0:19",
+        "step 491/500  loss 1.0000  1.00 s/step  ETA 0:09",
+        "step 500/500  loss 1.0000  1.00 s/step  ETA 0:00",
     ]
 
 
@@ -246,7 +246,7 @@ def test_no_standard_output_at_all(monkeypatch, capsys):
 def test_a_reader_that_is_gone_does_not_end_the_run():
     script = """
         import sys
-        from jshard.train.metrics.progress import Progress
+        from jshard.train.progress import Progress
         progress = Progress(3)
         sys.stdin.readline()  # the reader is gone now
         for step in (1, 2, 3):

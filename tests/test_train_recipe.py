@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jshard.recipes.model_file import ModelFileError
 from jshard.recipes.recipe import RecipeError, check_recipe
-from jshard.train import ModelFileError, load_model_file
+from jshard.train import load_model_file
 from tests.micro_gpt import MODELS, micro
 
 NAMES = "RECIPES = {'a': print}\nbuild = annotate = print\n"

@@ -15,7 +15,9 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.train import EvalStep, Jsonl, Meter, Progress, Trackers, TrainStep, create, evaluate, fit, load_model_file
+from jshard.recipes.state import create
+from jshard.train import EvalStep, Meter, Progress, Trackers, TrainStep, evaluate, fit, load_model_file
+from jshard.train.jsonl import Jsonl
 from tests.micro_gpt import micro
 
 GPT = load_model_file(Path(__file__).parent / "micro_gpt.py")

@@ -1,5 +1,6 @@
 """Worker processes change where samples are read, and nothing else; one that dies ends the run with a report."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -158,7 +159,7 @@ def test_workers_leave_signals_to_the_run():
 def test_workers_leave_signals_to_the_run_from_their_first_moment():
     source = Deadly(None)
     reader = Reader(source=source, part="train", spec=first_spec(source, RunError), error=RunError)
-    with WorkerPool(reader, num_workers=1, ids=lambda step: [step], steps=range(3)) as pool:
+    with contextlib.closing(WorkerPool(reader, num_workers=1, ids=lambda step: [step], steps=range(3))) as pool:
         (worker,) = multiprocessing.active_children()
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(worker.pid, number)  # while it imports

@@ -118,6 +118,20 @@ def test_public_names_are_imported_as_themselves(stub):
     assert all(getattr(package, name) is not None for name in package.__all__)
 
 
+MOVED = [
+    (module, name) for module, names in importlib.import_module("jshard.train")._MOVED.items() for name in names.split()
+]
+
+
+@pytest.mark.parametrize(("module", "name"), MOVED)
+def test_a_name_that_left_train_works_and_says_the_new_line(module, name):
+    train = importlib.import_module("jshard.train")
+    with pytest.warns(FutureWarning, match=re.escape(f"from jshard.{module} import {name}")):
+        old = getattr(train, name)
+    assert old is getattr(importlib.import_module(f"jshard.{module}"), name)
+    assert name not in dir(train)
+
+
 @pytest.mark.parametrize("name", PUBLIC)
 def test_every_public_thing_has_a_docstring(name):
     value = PUBLIC[name]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jshard._text import human_bytes
 from jshard.checkpoint.manifest import StoredLeaf
 
 Bounds = tuple[tuple[int, int], ...]
@@ -39,9 +40,10 @@ class Forecast:
         return self.touched_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
 
     def __str__(self) -> str:
-        text = f"{_size(self.touched_bytes)} to read for {_size(self.wanted_bytes)} (x{self.amplification:.2f})"
+        touched, wanted = human_bytes(self.touched_bytes, 1), human_bytes(self.wanted_bytes, 1)
+        text = f"{touched} to read for {wanted} (x{self.amplification:.2f})"
         worst = f", most in vain for {self.worst}" if self.worst is not None else ""
-        return f"{text}{worst}; up to {_size(self.host_bytes)} of host memory beside the state"
+        return f"{text}{worst}; up to {human_bytes(self.host_bytes, 1)} of host memory beside the state"
 
 
 def forecast_reads(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_flight_bytes: int) -> Forecast:
@@ -91,11 +93,3 @@ def _touched(box: Bounds, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int
         step = max(step, 1)
         count *= min(-(-stop // step) * step, size) - start // step * step
     return count
-
-
-def _size(num_bytes: float) -> str:
-    units = itertools.chain(("B", "KiB", "MiB"), itertools.repeat("GiB"))
-    unit = next(units)
-    while num_bytes >= 1024 and unit != "GiB":
-        num_bytes, unit = num_bytes / 1024, next(units)
-    return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -12,8 +12,9 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
+from jshard._text import duration, human_bytes
 from jshard.checkpoint.timeline import SLOWER, Timeline
-from jshard.inspect.drawing import LANE, Box, duration, legend, opened, page, rectangle, text_at
+from jshard.inspect.drawing import LANE, Box, legend, opened, page, rectangle, text_at
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
 FORMULA = "ETTR = I / (I + B) * (1 - (L + S + (I + B) / 2) / M)"
@@ -148,7 +149,7 @@ class TimelineReport:
         if not shown.rows:
             return f"{what}: failed"
         count = "1 process" if len(shown.rows) == 1 else f"{len(shown.rows)} processes"
-        return f"{what}: {count}, {duration(shown.total_s)}, {shown.num_bytes / _MIB:.1f} MiB"
+        return f"{what}: {count}, {duration(shown.total_s)}, {human_bytes(shown.num_bytes, 1)}"
 
     def __str__(self) -> str:
         return printed(self)
@@ -181,7 +182,9 @@ class TimelineReport:
             moved_s = row.phase_s("write", "read")
             rate = f"{row.num_bytes / _MIB / moved_s:.0f}" if moved_s > 0 else ""
             cells = [f"{row.phase_s(phase):.3f}" for phase in phases]
-            add_row(table, str(row.process), row.host, f"+{row.began_s:.3f}", *cells, _mib(row.num_bytes), rate)
+            add_row(
+                table, str(row.process), row.host, f"+{row.began_s:.3f}", *cells, f"{row.num_bytes / _MIB:.1f}", rate
+            )
         return table
 
     def _sums(self) -> FittedTable:
@@ -219,10 +222,6 @@ class TimelineReport:
 
 def _median(times: Sequence[float]) -> float:
     return statistics.median(times) if times else 0.0
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / _MIB:.1f}"
 
 
 # The pictures of a save or a restore: a row of phases for each process, and the mesh coloured by their times.

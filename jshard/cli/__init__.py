@@ -1,6 +1,6 @@
 """The `jshard` command: one module per subcommand, each imported only when it is asked for.
 
-Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C before the work began. An error is told in
+Exit codes: 0 done, 1 the work failed, 2 the request was wrong, 130 Ctrl-C before the work began. An error has
 four parts; `--debug` anywhere, or JSHARD_DEBUG=1, shows its traceback as well.
 """
 
@@ -47,7 +47,7 @@ _XLA_CPU_FLAGS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command, and tells its error in plain words.
+    """Runs one command, and prints its error in plain words.
 
     Args:
         argv: the arguments after the program's name; those of the process by default.
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except SystemExit:  # of the parser: it has printed its message, or the help
             raise
         except BaseException as error:
-            code = _tell(error, arguments)
+            code = _report(error, arguments)
             leave_if_worker(code, error)
             return code
         finally:
@@ -104,16 +104,16 @@ def _run(argv: Sequence[str]) -> int:
     return _command(name, rest)(rest)
 
 
-def _tell(error: BaseException, argv: Sequence[str]) -> int:
+def _report(error: BaseException, argv: Sequence[str]) -> int:
     """Prints what there is to say about an error; the exit code of it."""
     if isinstance(error, BrokenPipeError) and _nobody_reads():
         return 1
     if _is_out_of_memory(error):
         error = _out_of_memory(error, argv)
-    told = isinstance(error, FourPartError | KeyboardInterrupt)
+    is_plain = isinstance(error, FourPartError | KeyboardInterrupt)
     with contextlib.suppress(BrokenPipeError):
         if (
-            os.environ.get(_DEBUG, "0") not in ("", "0") or not told
+            os.environ.get(_DEBUG, "0") not in ("", "0") or not is_plain
         ):  # an error in the user's file or in ours: its traceback is what helps
             traceback.print_exception(error)
         if isinstance(error, FourPartError):
@@ -144,7 +144,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
-    told = RunError(
+    plain = RunError(
         "The devices are out of memory.",
         where=shlex.join(["jshard", *argv]),
         why=next(iter(str(error).splitlines())),
@@ -153,9 +153,9 @@ def _out_of_memory(error: BaseException, argv: Sequence[str]) -> RunError:
         'or keep less for the backward pass: js.fully_shard(block, mesh=mesh, remat="full") in annotate.\n'
         "--dry-run  # prints the bytes that the plan needs",
     )
-    told.__cause__ = error
-    told.__notes__ = getattr(error, "__notes__", [])  # how to go on
-    return told
+    plain.__cause__ = error
+    plain.__notes__ = getattr(error, "__notes__", [])  # how to go on
+    return plain
 
 
 def _nobody_reads() -> bool:

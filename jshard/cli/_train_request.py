@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from jshard._errors import ShardingError
 from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
@@ -20,53 +19,9 @@ from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, check_recipe, tree, versions
 from jshard.recipes.units import parse_units, with_units
-from jshard.train.metrics.trackers import available
 from jshard.train.profile import check_profile
 from jshard.train.run_folder import RunFolder
-
-
-def config_json(
-    *,
-    model_file: str | Path,
-    recipe_name: str,
-    recipe: Recipe,
-    mesh: Mapping[str, int],
-    data: Sequence[Path] = (),
-    tokenizer: str | Path | None = None,
-    out: Path | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> dict[str, Any]:
-    """The configuration of a run as values of JSON.
-
-    Args:
-        model_file: path of the model file, or its name if it comes with jshard.
-        recipe_name: name of the recipe.
-        recipe: the recipe with every option and setting in it.
-        mesh: degree of every mesh axis.
-        data: the paths given; none for the default corpus.
-        tokenizer: the tokenizer's file; None for bytes.
-        out: the folder of the run, if it is decided.
-        options: the other options of the command.
-    """
-    return {
-        "model_file": str(model_file),
-        "recipe_name": recipe_name,
-        "recipe": tree(recipe),
-        "mesh": dict(mesh),
-        "data": [str(path) for path in data],
-        "tokenizer": None if tokenizer is None else str(tokenizer),
-        "out": None if out is None else str(out),
-        "options": tree(dict(options or {})),
-        "versions": versions(),
-    }
-
-
-def print_config(config: Mapping[str, Any], file: TextIO | None = None) -> None:
-    """Prints a configuration, by default on stdout, and nothing else: it can be piped into a file or `jq`."""
-    print(json.dumps(config, indent=2, allow_nan=False), file=file)
-
-
-# What `jshard train` is asked for: the recipe that its options make, and what a resumed run takes over.
+from jshard.train.trackers import available
 
 _RUNS = Path("runs")
 # Options that a resumed run takes over.
@@ -113,7 +68,7 @@ class Request:
         return dataclasses.replace(self, sizes=sizes) if math.prod(sizes.values()) == devices else self
 
     def with_variant(self, variant: Variant) -> Request:
-        """The request that asks for a way to train by its own options, and not to choose one."""
+        """The request that asks for a variant by its own options, and not to choose one."""
         texts = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
         changed = {"--unit": {*map(_key, texts)}, "--set": {*map(_key, variant.settings)}}
         args = dataclasses.replace(
@@ -136,17 +91,19 @@ class Request:
 
     def config(self) -> dict[str, Any]:
         """Everything, as JSON."""
-        return config_json(
-            model_file=self.model_file.name,
-            recipe_name=self.name,
-            recipe=self.recipe,
-            mesh=dict(open_mesh(self.sizes, devices=num_devices(self.sizes)).shape),
-            data=self.args.data,
-            tokenizer=self.args.tokenizer,
-            out=self.out,
-            options={key: getattr(self.args, key) for key in ("workers", "processes", "init_from")}
-            | {"track": self.track},
-        )
+        args = self.args
+        options = {"workers": args.workers, "processes": args.processes, "init_from": args.init_from}
+        return {
+            "model_file": str(self.model_file.name),
+            "recipe_name": self.name,
+            "recipe": tree(self.recipe),
+            "mesh": dict(open_mesh(self.sizes, devices=num_devices(self.sizes)).shape),
+            "data": [str(path) for path in args.data],
+            "tokenizer": None if args.tokenizer is None else str(args.tokenizer),
+            "out": None if self.out is None else str(self.out),
+            "options": tree({**options, "track": self.track}),
+            "versions": versions(),
+        }
 
 
 def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
@@ -190,7 +147,7 @@ def check_profile_name(name: str) -> None:
 
 
 def _refuse_doubles(args: TrainArgs) -> None:
-    """Of a number that is given by its own option and by --set too, nobody can tell which is meant."""
+    """Of a number that is given by its own option and by --set too, nobody knows which is meant."""
     settings = {_key(setting): setting for setting in args.set}
     for option, key in _KEYS.items():
         if getattr(args, option) is not None and key in settings:

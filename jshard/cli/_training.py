@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from jshard._mesh import AnyMesh
 from jshard._processes import gather_texts
 from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
 from jshard.cli._train_args import TrainArgs, num_devices
-from jshard.cli._train_request import Request, print_config, request_of
+from jshard.cli._train_request import Request, request_of
 from jshard.data import Data
 from jshard.data.text import load_text
 from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
@@ -34,7 +35,7 @@ def train(args: TrainArgs, argv: Sequence[str]) -> int:
     """Trains, or prints what would be trained; the exit code."""
     request = request_of(args, argv)
     if args.print_config:
-        print_config(request.config())
+        print(json.dumps(request.config(), indent=2, allow_nan=False))  # and nothing else: for a file, or jq
         return 0
     if args.dry_run:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
@@ -135,7 +136,7 @@ def own_data(request: Request) -> Data:
             "The model file's `data` gives no data.",
             where=f"{request.model_file.path}: data(recipe)",
             why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
-            do="return jshard.train.Data(train=..., held_out=..., description=..., fingerprint=...).",
+            do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
         )
     return data
 

@@ -73,7 +73,7 @@ def _source(args: InitArgs) -> Path:
 
 
 def _check_free(model: str, out: Path, copies: Mapping[Path, Path]) -> None:
-    """Raises where a file would be overwritten; a neighbour that another copy has brought may lie there already."""
+    """Raises where a file would be overwritten; a neighbour that another copy has brought may be there already."""
     taken = [copy for copy, file in copies.items() if copy.exists() and (copy == out or not _same(copy, file))]
     if taken:
         raise ShardingError(

@@ -87,7 +87,7 @@ def _report(args: OccupancyArgs, facts: GpuFacts) -> OccupancyReport:
     kernels = _of_numbers(args.block) if args.block else _named(args.kernel, shipped_kernels(facts))
     if args.block and args.gpu:
         check(facts, kernels[0].block)
-    # What collectives take on an AMD GPU is not known: its blocks are told, and it is an error to ask for more.
+    # What collectives take on an AMD GPU is not known: its blocks are printed, and it is an error to ask for more.
     kinds = args.footprint or (("ring",) if facts.is_nvidia else ())
     if not args.gpu and not facts.is_nvidia:
         kinds = tuple(kind for kind in kinds if kind == COPY_ENGINE.name)
@@ -129,7 +129,7 @@ def _named(names: Sequence[str], kernels: Sequence[ShippedKernel]) -> tuple[Ship
         known = list(dict.fromkeys(kernel.name for kernel in kernels))
         near = difflib.get_close_matches(wrong[0], [*known, *(name.split("_")[0] for name in known)], n=1) or known
         raise OccupancyError(
-            "There is no such kernel.",
+            "The kernel is not known.",
             where=[f"--kernel {name}" for name in wrong],
             why=f"there are {', '.join(known)}.",
             do=f"--kernel {near[0]}  # or any by its numbers: --block 128,90,90176",

@@ -107,7 +107,7 @@ class PlanArgs:
     """Says what training a recipe of a model file needs: without a device, and without memory for parameters.
 
     Without --topology: the plan of the annotation and its memory. With it the train step is compiled for that cluster
-    by the compiler of its devices, and two things are told, never mixed: what was compiled (memory, every collective
+    by the compiler of its devices, and it prints two things, never mixed: what was compiled (memory, every collective
     and what is computed beside it), and what is estimated from that (times, as a range over stated assumptions).
     Exit codes: 0 it fits, 1 it does not fit or could not be compiled, 2 the request was wrong.
     """
@@ -130,7 +130,7 @@ class PlanArgs:
     assume: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
     """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9 --assume matmul_efficiency=.7."""
     xla_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
-    """What a run would have in XLA_FLAGS, for what no option of one program can say; auto tells the scheduler how
+    """What a run would have in XLA_FLAGS, for what no option of one program can say; auto says to the scheduler how
     long collectives take on this cluster and mesh."""
     compare: Annotated[str, tyro.conf.arg(metavar="NAME,...")] = ""
     """Strategies to compile beside it: replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd, which is plain
@@ -212,14 +212,14 @@ class _Job:
         self._plan: ClusterPlan | None = None
 
     def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
-        """Compiles what was asked for, then what is told beside it."""
+        """Compiles what was asked for, then what is printed beside it."""
         args, bench = self._args, self._bench
         what = f"compiling {args.model}, recipe {self._request.name}, for {self._cluster.topology.describe()}"
         with at_work(what, say=_say, stream=sys.stderr):
             step = compile_step(self._asked, timeout_s=args.timeout)
         plan = ClusterPlan.of(step, cluster=self._cluster, name=f"{args.model.stem}, recipe {self._request.name}")
-        told = [unused_flags(os.environ), *_on_latencies(plan, self._asked)]
-        plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, told)))
+        notes = [unused_flags(os.environ), *_on_latencies(plan, self._asked)]
+        plan = dataclasses.replace(plan, notes=(*plan.notes, *filter(None, notes)))
         self._plan = plan
         comparison = compare(self._asked, variants, bench) if variants else None
         tried = chosen = None

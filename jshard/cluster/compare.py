@@ -15,10 +15,11 @@ from rich.text import Text
 from jshard._errors import AnnotationError, FourPartError
 from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, data_shards
+from jshard._text import duration, three_digits
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Cluster
-from jshard.cluster.report import ClusterPlan, percent, seconds, three_digits
+from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
@@ -172,9 +173,9 @@ def _add(table: FittedTable, row: Compared, *, is_quickest: bool = False) -> Non
 def _estimates(plan: ClusterPlan) -> tuple[list[str], list[str], str]:
     found = plan.estimates
     return (
-        _span(found.stated.step_s, found.step_s, seconds),
-        _span(found.stated.hidden, found.hidden, percent),
-        percent(plan.mfu(found.stated)),
+        _span(found.stated.step_s, found.step_s, duration),
+        _span(found.stated.hidden, found.hidden, "{:.1%}".format),
+        f"{plan.mfu(found.stated):.1%}",
     )
 
 

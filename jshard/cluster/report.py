@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
+from jshard._text import duration, human_bytes
 from jshard.cluster.compile import CompiledStep
 from jshard.cluster.estimate import Cluster, Estimate, EstimateRange
 from jshard.cluster.replay import Assumptions, Replay, Segment, Span
@@ -23,7 +23,6 @@ from jshard.inspect.drawing import (
     LEAST,
     OTHER_KIND,
     Box,
-    duration,
     legend,
     merged,
     opened,
@@ -33,7 +32,7 @@ from jshard.inspect.drawing import (
 )
 from jshard.inspect.hlo.schedule import Schedule
 from jshard.inspect.hlo.steps import Window
-from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
 _MARGIN, _GAP = 110, 14  # left of the lanes; between segments
 _COMPUTE, _LINKS, _HEIGHT = 72, 120, 228  # tops of the lanes; height of the picture
@@ -172,7 +171,7 @@ class ClusterPlan:
         away, rate = self.step.memory.host_bytes, self.cluster.assumptions.host_bytes_per_s
         if not away:
             return ()
-        once = f"; to move that once takes {seconds(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
+        once = f"; to move that once takes {duration(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
         return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} lie{once}",)
 
     def mfu(self, estimate: Estimate) -> float:
@@ -253,12 +252,12 @@ class ClusterPlan:
         found, n = self.estimates, self.topology.num_devices
         table = made_table("", "", "from>", "to>", "stated>")
         rows: tuple[tuple[str, Callable[[Estimate], float], Callable[[float], str]], ...] = (
-            ("step", lambda e: e.step_s, seconds),
-            ("communication not hidden", lambda e: e.exposed_s, seconds),
-            ("communication hidden", lambda e: e.hidden, percent),
-            ("communication in loops hidden", lambda e: e.hidden_in_loops, percent),
+            ("step", lambda e: e.step_s, duration),
+            ("communication not hidden", lambda e: e.exposed_s, duration),
+            ("communication hidden", lambda e: e.hidden, "{:.1%}".format),
+            ("communication in loops hidden", lambda e: e.hidden_in_loops, "{:.1%}".format),
             ("TFLOP/s by device (the model's)", lambda e: self.step.flops / e.step_s / n / 1e12, "{:.0f}".format),
-            ("MFU, of dense bf16", self.mfu, percent),
+            ("MFU, of dense bf16", self.mfu, "{:.1%}".format),
         )
         for name, value, written in rows:
             if "loops" in name and not self.audit.schedule.in_loops:
@@ -284,18 +283,3 @@ class ClusterPlan:
             f"flops of a step: {self.step.flops_formula}",
         )
         return "\n".join(lines)
-
-
-def seconds(value: float) -> str:
-    """A time as text."""
-    return f"{three_digits(value)} s" if value >= 1 else f"{three_digits(value * 1e3)} ms"
-
-
-def three_digits(value: float) -> str:
-    """A positive number as text, to three significant digits, at most as many after the point."""
-    return f"{value:.{min(3, max(0, 2 - math.floor(math.log10(value))))}f}" if 0 < value < math.inf else f"{value:.0f}"
-
-
-def percent(value: float) -> str:
-    """A part as text."""
-    return f"{value:.1%}"

@@ -14,10 +14,11 @@ from rich.text import Text
 from jshard._errors import AnnotationError
 from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, data_shards
+from jshard._text import duration
 from jshard.cluster.compare import Bench, Compared, Comparison
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.report import ClusterPlan, seconds
+from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import add_row, broken_line, made_table, printed
 from jshard.recipes.overrides import SettingError
@@ -297,7 +298,7 @@ def _ranking(found: Search) -> Any:
 def _cells(cost: Cost) -> list[str]:
     mesh = " ".join(f"{axis}={n}" for axis, n in cost.variant.mesh.items() if n > 1)
     times = cost.step_s, cost.compute_s, cost.exposed_s
-    return [cost.variant.name, mesh, f"{cost.memory.step_bytes / 2**30:.1f}", *map(seconds, times)]
+    return [cost.variant.name, mesh, f"{cost.memory.step_bytes / 2**30:.1f}", *map(duration, times)]
 
 
 def _way(cost: Cost) -> dict[str, Any]:

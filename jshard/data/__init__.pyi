@@ -1,6 +1,6 @@
 from jshard.data.batches import GlobalBatches as GlobalBatches
+from jshard.data.batches import local_rows as local_rows
 from jshard.data.loader import Loader as Loader
-from jshard.data.loader import local_rows as local_rows
 from jshard.data.packed_batches import PackedBatches as PackedBatches
 from jshard.data.source import Data as Data
 from jshard.data.source import DataError as DataError

@@ -1,15 +1,21 @@
-"""Batches of samples that are read by number, and their position: any mesh and batch size can go on from it."""
+"""Batches of samples that are read by number, and their position: any mesh and batch size can go on from it.
+
+Row `r` of the batch after `n` samples is sample `n + r` of the run. Neither the mesh nor the number of processes
+enters, so a run may continue on other machines with the very samples it would have seen.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
 from jshard._errors import RunError, ShardingError
+from jshard._mesh import batch_sharding, data_degree
 from jshard.checkpoint.errors import CheckpointError
+from jshard.data.source import DataError
 
 ENDLESS = sys.maxsize  # the length of `dataset.repeat()`
 
@@ -58,25 +64,49 @@ def _steps(dataset: Any) -> Iterator[str]:
     if name == "Slice":
         yield str(dataset).replace("SliceMapDataset", "slice").replace(str(ENDLESS), "")
     elif not same_samples:
-        # Grain tells the seed of a shuffle to nobody; without the attribute the seed is not compared.
+        # Grain has no public name for the seed of a shuffle; without the attribute the seed is not compared.
         seed = getattr(dataset, "_seed", None)
-        told = "without end" if size >= ENDLESS else f"of {size}"
-        yield f"{name.lower()} {told}" + ("" if seed is None else f", seed {seed}")
+        length = "without end" if size >= ENDLESS else f"of {size}"
+        yield f"{name.lower()} {length}" + ("" if seed is None else f", seed {seed}")
 
 
-# What both kinds of batches share: rows of a global batch, a position, and a reader that is ahead of it.
+def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
+    """The rows of a global batch that are on this process's devices, in order.
+
+    Args:
+        batch_size: samples in the global batch.
+        mesh: the mesh of the model.
+
+    Returns:
+        Their indices, 0 to `batch_size - 1`; what `Loader(rows=...)` takes.
+
+    Raises:
+        DataError: the batch does not split evenly over the data axes of the mesh.
+    """
+    degree = data_degree(mesh)
+    if batch_size % degree:
+        raise DataError(
+            f"A batch of {batch_size} sequences does not split over {degree} data shards.",
+            where=f"mesh {dict(mesh.shape)}",
+            why=f"{batch_size} = {batch_size // degree} x {degree} + {batch_size % degree}.",
+            do=f"use a batch size that is a multiple of {degree}, or a smaller mesh.",
+        )
+    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
+    return sorted({row for index in slices if index for row in range(*index[0].indices(batch_size))})
 
 
 class Batches:
     """An iterator over this process's rows of each global batch, with a position that is the same on every process.
 
-    The position counts what was handed out, not what was read ahead.
+    The position counts the samples that were handed out, not what was read ahead. A subclass says how batches are made
+    (`_begin`), and what its position holds beside the count.
     """
 
-    # Told to `position_text`: the state is that of the run, not of a process.
+    # For `position_text`: the state is that of the run, not of a process.
     global_position: ClassVar[bool] = True
+    _read_ahead: int = 2  # batches, made one after another by one thread
 
-    def __init__(self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int) -> None:
+    def __init__(self, dataset: Any, *, batch_size: int, rows: Sequence[int] | Mesh, start: int = 0) -> None:
         self.dataset = numbered(dataset)
         self.batch_size, self.rows = batch_size, _checked_rows(batch_size, rows)
         if start < 0:
@@ -86,7 +116,7 @@ class Batches:
                 why="it counts what is left out at the front.",
                 do="start=0.",
             )
-        self.order = order_of(self.dataset)
+        self.order, self.samples = order_of(self.dataset), start
         self._reading: Any = None
 
     def __iter__(self) -> Batches:
@@ -96,10 +126,12 @@ class Batches:
         if self._reading is None:
             self._reading = self._reader()
         try:
-            return self._handed_out(next(self._reading))
+            read = next(self._reading)
         except Exception:
             self.close()  # the next call tries the same batch again
             raise
+        self.samples += self.batch_size
+        return self._handed_out(read)
 
     def close(self) -> None:
         """Ends the reading ahead; what was read and not handed out is read again when it is asked for."""
@@ -142,35 +174,39 @@ class Batches:
             yield f"       here  {'; '.join(self.order)}"
 
     def _reader(self) -> Any:
+        """An iterator over the batches from the position on, which reads ahead."""
+        import grain
+
+        first, size, rows = self.samples, self.batch_size, self.rows
+        num_batches = max(0, len(self.dataset) - first) // size
+        batch = self._begin(lambda step: [first + step * size + row for row in rows], num_batches)
+        steps = grain.MapDataset.range(num_batches).map(lambda step: batch(int(step)))
+        return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._read_ahead)))
+
+    def _begin(self, numbers: Callable[[int], list[int]], num_batches: int) -> Callable[[int], Any]:
+        """A function that makes the batch `step`, called in order; `numbers(step)` are those of its samples."""
         raise NotImplementedError
 
     def _handed_out(self, read: Any) -> Any:
-        raise NotImplementedError
+        return read
 
     def _position(self) -> dict[str, Any]:
-        raise NotImplementedError
+        return {"samples": self.samples}
 
     def _move_to(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError
+        self.samples = int(state["samples"])
 
 
 def _checked_rows(batch_size: int, rows: Sequence[int] | Mesh) -> tuple[int, ...]:
-    if isinstance(rows, Mesh):
-        from jshard.data.loader import local_rows  # here: the trainer imports checkpoints
-
-        rows = local_rows(batch_size, rows)
-    found = tuple(map(int, rows))
+    found = tuple(map(int, local_rows(batch_size, rows) if isinstance(rows, Mesh) else rows))
     if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] >= batch_size:
         raise ShardingError(
             "These are not rows of a global batch.",
             where=f"rows={list(found)}",
             why=f"rows are some of the numbers 0 to {batch_size - 1}, in order, each once, and at least one.",
-            do=f"rows=js.train.local_rows({batch_size}, mesh), or rows=mesh.",
+            do=f"rows=js.data.local_rows({batch_size}, mesh), or rows=mesh.",
         )
     return found
-
-
-# Batches of samples that are read by number; the position is how many were handed out.
 
 
 class GlobalBatches(Batches):
@@ -188,7 +224,7 @@ class GlobalBatches(Batches):
         dataset: a `grain.MapDataset` with its shuffles and repeats, or any sequence of samples. Not filtered: a
             filter leaves numbers without a sample.
         batch_size: samples in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that lie on this process's devices.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
         start: number of the first sample.
         read_options: Grain's; how many threads read, and how many samples ahead.
 
@@ -219,9 +255,10 @@ class GlobalBatches(Batches):
                 why=f"there are {len(self.dataset)} samples.",
                 do="GlobalBatches(dataset.repeat(), ...), or a smaller batch.",
             )
-        self.samples, self._read_options = start, read_options
+        self._read_options = read_options
 
     def _reader(self) -> Any:
+        """Samples are read in parallel, where the other batches are made one after another."""
         import grain
 
         first, size, rows = self.samples, self.batch_size, self.rows
@@ -253,13 +290,3 @@ class GlobalBatches(Batches):
                 "PackedBatches(dataset.repeat(), pack=lambda samples: samples, ...)",
             )
         return sample
-
-    def _handed_out(self, read: Any) -> Any:
-        self.samples += self.batch_size
-        return read
-
-    def _position(self) -> dict[str, Any]:
-        return {"samples": self.samples}
-
-    def _move_to(self, state: dict[str, Any]) -> None:
-        self.samples = int(state["samples"])

@@ -1,58 +1,23 @@
-"""Samples in, batches out, in an order that depends on nothing but the seed.
+"""The batches of a run: the samples of a `Source` in an order that depends on nothing but the seed.
 
-A `Source` is anything with a length whose items are dicts of arrays: windows of text, or images, or what a
-model file makes up. The sample that row `r` of step `s` reads is a pure function of (seed, number of
-samples, `s * batch_size + r`); a run whose batches have changed their size counts the samples of the steps before.
-Neither the mesh nor the number of processes enters, so a run may continue on other machines with the very samples it
-would have seen.
+A `Source` is anything with a length whose items are dicts of arrays: windows of text, or images, or what a model file
+makes up. A run whose batches have changed their size counts the samples of the steps before.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from jshard._errors import FourPartError, RunError
+from jshard.data.batches import Batches
 from jshard.data.source import Data, DataError, Reader, Sample, Spec, first_spec
 from jshard.data.worker_pool import WorkerPool, pickled
-
-if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
-Batches = Generator[Sample, None, None]
-
-_PREFETCHED_BATCHES = 2
-
-
-def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
-    """The rows of a global batch that lie on this process's devices, in order.
-
-    Args:
-        batch_size: samples in the global batch.
-        mesh: the mesh of the model.
-
-    Returns:
-        Their indices, 0 to `batch_size - 1`; what `Loader(rows=...)` takes.
-
-    Raises:
-        DataError: the batch does not split evenly over the data axes of the mesh.
-    """
-    from jshard._mesh import batch_sharding, data_degree  # here: the processes that read data do without jax
-
-    degree = data_degree(mesh)
-    if batch_size % degree:
-        raise DataError(
-            f"A batch of {batch_size} sequences does not split over {degree} data shards.",
-            where=f"mesh {dict(mesh.shape)}",
-            why=f"{batch_size} = {batch_size // degree} x {degree} + {batch_size % degree}.",
-            do=f"use a batch size that is a multiple of {degree}, or a smaller mesh.",
-        )
-    slices = batch_sharding(mesh).addressable_devices_indices_map((batch_size,)).values()
-    return sorted({row for index in slices if index for row in range(*index[0].indices(batch_size))})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,9 +70,12 @@ class Loader:
         Args:
             step: number of the step, from 0, in a run whose batches all have this size.
         """
-        return self._ids(self._order(), step * self.batch_size, range(self.batch_size))
+        order = self._order()
+        return [int(order[step * self.batch_size + row]) for row in range(self.batch_size)]
 
-    def train(self, num_steps: int, *, start_step: int = 0, start_sample: int | None = None) -> Batches:
+    def train(
+        self, num_steps: int, *, start_step: int = 0, start_sample: int | None = None
+    ) -> Generator[Sample, None, None]:
         """The batches of a run, shuffled anew in every pass over the data.
 
         Args:
@@ -122,16 +90,11 @@ class Loader:
             ShardingError: the data cannot be sent to worker processes.
             RunError: a sample cannot be read, or a worker process died; when the batch with it is asked for.
         """
-        reader, order = self._reader("train", RunError), self._order()
-        start_sample = start_step * self.batch_size if start_sample is None else start_sample
-        ids = lambda step: self._ids(order, start_sample + (step - start_step) * self.batch_size, self.rows)
-        if not self.workers:
-            yield from _prefetched(lambda step: reader.batch(ids(step)), start_step, num_steps)
-            return
-        with WorkerPool(reader, num_workers=self.workers, ids=ids, steps=range(start_step, num_steps)) as pool:
-            yield from _prefetched(pool.batch, start_step, num_steps)
+        start = start_step * self.batch_size if start_sample is None else start_sample
+        end = start + max(0, num_steps - start_step) * self.batch_size
+        return self._batches("train", self._order()[:end], start, workers=self.workers)
 
-    def held_out(self, num_sequences: int) -> Batches:
+    def held_out(self, num_sequences: int) -> Generator[Sample, None, None]:
         """The same samples every time, spread evenly over the held-out ones.
 
         Args:
@@ -143,10 +106,21 @@ class Loader:
         """
         size = len(self.data.held_out)
         num_batches = max(1, min(num_sequences, size) // self.batch_size)
-        picked = np.linspace(0, size - 1, num_batches * self.batch_size).astype(int)
-        ids = picked.reshape(num_batches, self.batch_size)[:, list(self.rows)].tolist()
-        reader = self._reader("held_out", RunError)
-        yield from _prefetched(lambda number: reader.batch(ids[number]), 0, num_batches)
+        return self._batches("held_out", np.linspace(0, size - 1, num_batches * self.batch_size).astype(int))
+
+    def _batches(self, part: str, ids: Any, start: int = 0, *, workers: int = 0) -> Generator[Sample, None, None]:
+        if start >= len(ids):
+            return
+        batches = SampleBatches(
+            ids,
+            reader=self._reader(part, RunError),
+            workers=workers,
+            batch_size=self.batch_size,
+            rows=self.rows,
+            start=start,
+        )
+        with contextlib.closing(batches):
+            yield from batches
 
     def _reader(self, part: str, error: type[FourPartError]) -> Reader:
         return Reader(source=getattr(self.data, part), part=part, spec=self._spec, error=error)
@@ -160,20 +134,32 @@ class Loader:
 
         return grain.MapDataset.range(len(self.data.train)).shuffle(self.seed).repeat()
 
-    def _ids(self, order: Any, first: int, rows: Sequence[int]) -> list[int]:
-        return [int(order[first + row]) for row in rows]
 
+class SampleBatches(Batches):
+    """Batches of the samples of a reader.
 
-def _prefetched(batch: Callable[[int], Sample], start: int, stop: int) -> Batches:
-    """`batch(start)` to `batch(stop - 1)`, made one after another in a thread, a few ahead."""
-    if start >= stop:
-        return
-    import grain
+    Args:
+        ids: which sample of the reader each sample of the run is.
+        reader: reads them.
+        workers: processes that do; 0 for a thread.
+        **how: as of `Batches`.
+    """
 
-    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=_PREFETCHED_BATCHES)
-    numbers = grain.MapDataset.range(start, stop)
-    batches = iter(numbers.map(lambda number: batch(int(number))).to_iter_dataset(options))
-    try:
-        yield from batches
-    finally:
-        batches.close()
+    def __init__(self, ids: Any, *, reader: Reader, workers: int, **how: Any) -> None:
+        super().__init__(ids, **how)
+        self._samples_of, self._num_workers = reader, workers
+        self._pool: WorkerPool | None = None
+
+    def close(self) -> None:
+        """As of `Batches`; the worker processes end, too."""
+        super().close()
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
+
+    def _begin(self, numbers: Callable[[int], list[int]], num_batches: int) -> Callable[[int], Any]:
+        ids = lambda step: [int(self.dataset[number]) for number in numbers(step)]
+        if not self._num_workers:
+            return lambda step: self._samples_of.batch(ids(step))
+        self._pool = WorkerPool(self._samples_of, num_workers=self._num_workers, ids=ids, steps=range(num_batches))
+        return self._pool.batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -74,41 +73,6 @@ class Lane:
         )
 
 
-class LaneReader:
-    """Reads the rows of batches, one batch after another.
-
-    Args:
-        lanes: how many there are.
-        handed_out: sequences of the run before the first batch.
-        batch_size: sequences in a global batch.
-        rows: which of them are read here.
-        begin: makes a lane, at its position.
-    """
-
-    def __init__(
-        self, *, lanes: int, handed_out: int, batch_size: int, rows: Sequence[int], begin: Callable[[int], Lane]
-    ) -> None:
-        self._lanes, self._first, self._batch_size, self._rows = lanes, handed_out, batch_size, rows
-        self._begin = begin
-        self._begun: dict[int, Lane] = {}
-
-    def batch(self, step: int) -> tuple[Any, dict[int, Position]]:
-        """The sequences of the rows, stacked, and where the lanes are that they came from."""
-        sequences, touched = [], set()
-        for row in self._rows:
-            number, lane = divmod(self._first + step * self._batch_size + row, self._lanes)
-            if lane not in self._begun:
-                self._begun[lane] = self._begin(lane)
-            sequences.append(self._begun[lane].sequence(number))
-            touched.add(lane)
-        return (
-            jax.tree.map(lambda *leaves: np.stack(leaves), *sequences),
-            {lane: self._begun[lane].position() for lane in touched},
-        )
-
-
-# Batches of sequences that are packed from documents; the position is that of every packer, and of no process.
-
 Pack = Callable[[Any], Any]
 
 
@@ -132,7 +96,7 @@ class PackedBatches(Batches):
             `tokens`, `tokens_segment_ids` and `tokens_positions`). Or a function from a `grain.IterDataset` of
             documents to one of sequences, which may use any of Grain's iterators that have a state.
         batch_size: sequences in a global batch.
-        rows: the rows of each global batch to read here, in order; of a mesh, those that lie on this process's devices.
+        rows: the rows of each global batch to read here, in order; of a mesh, those that are on this process's devices.
         lanes: how many; by default `batch_size`, or what a restored position says.
         start: number of the first document.
         read_ahead: batches that are read ahead, by one thread.
@@ -160,6 +124,7 @@ class PackedBatches(Batches):
         read_ahead: int = 2,
     ) -> None:
         super().__init__(dataset, batch_size=batch_size, rows=rows, start=start)
+        self.samples = 0  # sequences, which `start` does not count
         if len(self.dataset) < ENDLESS:
             raise ShardingError(
                 "Packed batches need documents without an end.",
@@ -175,27 +140,28 @@ class PackedBatches(Batches):
                 do="lanes=1.",
             )
         self.order = [*self.order, *([f"from document {start}"] if start else [])]
-        self.lanes, self.sequences = lanes or batch_size, 0
+        self.lanes = lanes or batch_size
         self._pack = _cut_to(pack) if isinstance(pack, int) else pack
         self._asked_lanes, self._start, self._read_ahead = lanes, start, read_ahead
         self._looks: dict[str, str] | None = None  # of a sequence
         self._restored: dict[int, Position] = {}  # known to every process
         self._moved: dict[int, Position] = {}  # since then, here
 
-    def _reader(self) -> Any:
-        import grain
-
+    def _begin(self, numbers: Callable[[int], list[int]], num_batches: int) -> Callable[[int], Any]:
         known = {**self._restored, **self._moved}
-        reader = LaneReader(
-            lanes=self.lanes,
-            handed_out=self.sequences,
-            batch_size=self.batch_size,
-            rows=self.rows,
-            begin=lambda lane: Lane(lane, self._sequences(lane), known.get(lane)),
-        )
-        steps = grain.MapDataset.range(sys.maxsize).map(lambda step: reader.batch(int(step)))
-        # One thread: lanes are read in order.
-        return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=self._read_ahead)))
+        begun: dict[int, Lane] = {}
+
+        def batch(step: int) -> tuple[Any, dict[int, Position]]:
+            """The sequences of the rows, stacked, and where the lanes are that they came from."""
+            places = [divmod(number, self.lanes) for number in numbers(step)]
+            for _, lane in places:
+                if lane not in begun:
+                    begun[lane] = Lane(lane, self._sequences(lane), known.get(lane))
+            sequences = [begun[lane].sequence(number) for number, lane in places]
+            stacked = jax.tree.map(lambda *leaves: np.stack(leaves), *sequences)
+            return stacked, {lane: begun[lane].position() for _, lane in places}
+
+        return batch
 
     def _sequences(self, lane: int) -> Any:
         import grain
@@ -207,13 +173,12 @@ class PackedBatches(Batches):
     def _handed_out(self, read: Any) -> Any:
         batch, positions = read
         self._moved.update(positions)
-        self.sequences += self.batch_size
         self._looks = self._looks or _looks(batch, without_dims=1)
         return batch
 
     def _position(self) -> dict[str, Any]:
         """Each process knows where the lanes of its rows are: together they know all."""
-        mine = {"at": (self.sequences, self.lanes), "looks": self._looks, "moved": self._moved}
+        mine = {"at": (self.samples, self.lanes), "looks": self._looks, "moved": self._moved}
         parts = [from_text(text) for text in gather_texts(to_text(mine))]
         _check_in_step([part["at"] for part in parts])
         found = dict(self._restored)
@@ -224,11 +189,11 @@ class PackedBatches(Batches):
             self._check_known(lane, found.get(lane, (0, None))[0])
         states = [found[lane][1] if lane in found else None for lane in range(self.lanes)]
         looks = next((part["looks"] for part in parts if part["looks"]), None)
-        return {"sequences": self.sequences, "lanes": self.lanes, "looks": looks, "states": states}
+        return {"sequences": self.samples, "lanes": self.lanes, "looks": looks, "states": states}
 
     def _move_to(self, state: dict[str, Any]) -> None:
-        self.sequences, self.lanes, self._looks = state["sequences"], state["lanes"], state["looks"]
-        given = [sequences_of(lane, handed_out=self.sequences, lanes=self.lanes) for lane in range(self.lanes)]
+        self.samples, self.lanes, self._looks = state["sequences"], state["lanes"], state["looks"]
+        given = [sequences_of(lane, handed_out=self.samples, lanes=self.lanes) for lane in range(self.lanes)]
         self._restored = {lane: (n, state["states"][lane]) for lane, n in enumerate(given) if n}
         self._moved = {}
 
@@ -247,7 +212,7 @@ class PackedBatches(Batches):
                     yield f"{key}  saved {saved}  here {now}"
 
     def _check_known(self, lane: int, known: int) -> None:
-        given = sequences_of(lane, handed_out=self.sequences, lanes=self.lanes)
+        given = sequences_of(lane, handed_out=self.samples, lanes=self.lanes)
         if known != given:
             raise RunError(
                 "Rows of the global batch are read by no process.",

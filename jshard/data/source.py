@@ -42,7 +42,7 @@ class Data:
         held_out: samples that training never sees, for the validation loss.
         description: one line, printed before the run: where the data is from, and how much it is.
         fingerprint: a text that differs where the data differ; a resumed run must find the one it began with.
-        tokens_per_sample: tokens in a sample; without it speed is told in samples per second.
+        tokens_per_sample: tokens in a sample; without it speed is in samples per second.
         tokenizer: of text: reads generated tokens back, and its vocabulary is held against the model's.
     """
 
@@ -64,7 +64,7 @@ class Data:
             )
 
 
-# Samples of a source, read, held against the others and stacked.
+# Samples of a source: read, compared with the first and stacked.
 
 Spec = dict[str, str]  # key -> shape and dtype in words
 

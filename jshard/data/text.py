@@ -143,7 +143,7 @@ def load_text(paths: Sequence[str | Path] = (), *, sequence_length: int, tokeniz
         The two parts as windows of tokens, "inputs" and "targets".
 
     Raises:
-        DataError: a path is missing, empty, unreadable or not text (all such paths are told at once), or the text is
+        DataError: a path is missing, empty, unreadable or not text (all such paths in one message), or the text is
             shorter than a sequence.
     """
     texts = read_texts(paths) if paths else _stdlib_texts()

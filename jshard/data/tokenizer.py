@@ -23,7 +23,7 @@ class Tokenizer(Protocol):
     """Turns text into token ids.
 
     Attributes:
-        name: what tells it from others, e.g. in the fingerprint of the data.
+        name: what identifies it, e.g. in the fingerprint of the data.
         vocab_size: every id is smaller than this; a model needs at least as many rows of embeddings.
         end_of_text: the id put after every text, or None where the vocabulary has no such token.
     """
@@ -91,7 +91,7 @@ class HuggingFaceTokenizer:
         # The ids of a file may have gaps: their count is not enough.
         self.vocab_size: int = max(vocabulary.values()) + 1
         self.end_of_text: int | None = next((vocabulary[t] for t in _END_OF_TEXT if t in vocabulary), None)
-        # By content and not by path: the file may lie elsewhere on the next machine.
+        # By content and not by path: the file may be elsewhere on the next machine.
         self.name = f"{path.name} {zlib.crc32(content):08x}"
 
     def encode(self, text: bytes) -> np.ndarray:

@@ -30,7 +30,7 @@ _DYING_S = 1.0  # from the end of its pipe to the end of a worker
 
 
 class WorkerPool:
-    """Worker processes with a copy of a reader each; they end with the `with` block.
+    """Worker processes with a copy of a reader each; they end with `close`, or with the process.
 
     Workers leave SIGINT and SIGTERM to the run: it may still need batches to come to an end.
 
@@ -50,12 +50,6 @@ class WorkerPool:
         self._pickled: bytes | None = pickled(reader)
         self._workers = [_Worker(number, num_workers) for number in range(num_workers)]
         atexit.register(self.close)
-
-    def __enter__(self) -> WorkerPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Ends the workers, in the middle of a sample if need be."""

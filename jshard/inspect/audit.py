@@ -17,6 +17,7 @@ from rich.text import Text
 from jshard._errors import ShardingError
 from jshard._plan import plan as make_plan
 from jshard._shard_plan import ShardPlan
+from jshard._text import human_bytes
 from jshard.engine.stacks import as_traced
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo.collectives import KINDS
@@ -33,7 +34,7 @@ from jshard.inspect.model_traffic import (
     total_of,
     without_mixing,
 )
-from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's

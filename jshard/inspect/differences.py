@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jshard._mesh import DATA_AXES, EXPERT, FSDP
 from jshard._shard_plan import ShardPlan
+from jshard._text import folded_names, human_bytes
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
@@ -21,7 +22,6 @@ from jshard.inspect.model_traffic import (
     told_apart,
     without_mixing,
 )
-from jshard.inspect.tables import folded_names, human_bytes
 
 # Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
 # scalars fall below.

@@ -96,13 +96,6 @@ def text_at(x: float, y: float, text: str, *, fill: str = "#222", weight: str = 
     return f'<text x="{x:.1f}" y="{y:g}" fill="{fill}" font-weight="{weight}">{html.escape(text)}</text>'
 
 
-def duration(seconds: float) -> str:
-    """Seconds in a unit that suits them."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.1f} us"
-
-
 def page(title: str, subtitle: str, picture: str, report: str) -> str:
     """One page that needs nothing else: a picture, and a report below it."""
     escaped = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}

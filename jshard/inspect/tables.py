@@ -4,7 +4,7 @@ import io
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich import box
@@ -198,53 +198,3 @@ def _unbroken(word: str) -> int:
 
 def _parts(path: str) -> list[str]:
     return re.findall(r"[^/]*/|[^/]+", path)
-
-
-def name_pattern(name: str) -> tuple[str, int | None]:
-    """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may differ."""
-    numbers = list(re.finditer(r"(?<=[/_])\d+(?=/|$)", name))
-    if not numbers or "+" in name:
-        return name, None
-    last = numbers[-1]
-    return f"{name[: last.start()]}*{name[last.end() :]}", int(last.group())
-
-
-def joined_name(pattern: str, indices: Iterable[int | None]) -> str:
-    """`blocks/0..2,5` of `blocks/*` and 0, 1, 2, 5."""
-    numbers = sorted(i for i in indices if i is not None)
-    if not numbers:  # `blocks/*` of a loop over stacked layers is a name as it is
-        return pattern
-    runs: list[list[int]] = []
-    for i in numbers:
-        if runs and i == runs[-1][1] + 1:
-            runs[-1][1] = i
-        else:
-            runs.append([i, i])
-    return pattern.replace("*", ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs))
-
-
-def folded_names(names: Iterable[str]) -> list[str]:
-    """Names with those that differ in their last number folded into one."""
-    groups: dict[str, list[int | None]] = {}
-    for name in dict.fromkeys(names):
-        pattern, index = name_pattern(name)
-        groups.setdefault(pattern, []).append(index)
-    return [joined_name(pattern, indices) for pattern, indices in groups.items()]
-
-
-def human_bytes(count: float) -> str:
-    """Bytes as text, in B, KiB, MiB, GiB or TiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
-
-
-def human_count(count: float) -> str:
-    """A number of parameters as text: 1.23M."""
-    for unit in ("", "K", "M"):
-        if count < 1000:
-            return f"{count:.0f}" if not unit else f"{count:.2f}{unit}"
-        count /= 1000
-    return f"{count:.2f}B"

@@ -11,9 +11,10 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._shard_plan import ShardPlan, UnitPlan
+from jshard._text import duration, human_bytes, joined_name, name_pattern
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.tables import FittedTable, add_row, human_bytes, joined_name, made_table, name_pattern, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import CommFootprint
@@ -143,14 +144,6 @@ def _reasons_table(title: str, column: str, reasons: list[Reason]) -> FittedTabl
 
 def _times(pair: tuple[float, float]) -> str:
     return " + ".join(map(duration, pair)) if any(pair) else "-"
-
-
-def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
 
 
 # What a step takes if multiprocessors are left to collectives, against waiting for them: the stated model.

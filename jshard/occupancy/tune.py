@@ -18,8 +18,9 @@ from jshard import _compat
 from jshard._errors import ShardingError
 from jshard._plan import plan as plan_of
 from jshard._shard_plan import ShardPlan
+from jshard._text import duration, folded_names, human_bytes
 from jshard.cluster.replay import Assumptions
-from jshard.inspect.tables import FittedTable, add_row, folded_names, human_bytes, made_table, printed
+from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.occupancy import CommFootprint
 from jshard.occupancy import cache as stored
 from jshard.occupancy.cache import Entry, of_first
@@ -136,7 +137,13 @@ class TuneReport:
                 and timing.setting == dataclasses.replace(entry.choice.setting, latency_ns=None)
             )
             mark = "chosen" if chosen else ""
-            add_row(table, told(timing.setting), _us(timing.alone_ns), _us(timing.both_ns), mark)
+            add_row(
+                table,
+                told(timing.setting),
+                duration(timing.alone_ns / 1e9),
+                duration(timing.both_ns / 1e9),
+                mark,
+            )
         return table
 
 
@@ -146,17 +153,17 @@ def _ranked(row: Row) -> FittedTable:
     shown = row.ranked[:_SHOWN]
     plain = [one for one in row.ranked[_SHOWN:] if one.setting is None]
     for one in (*shown, *plain):
-        add_row(table, told(one.setting), _us(one.alone_ns), _us(one.both_ns), one.how)
+        add_row(table, told(one.setting), duration(one.alone_ns / 1e9), duration(one.both_ns / 1e9), one.how)
     return table
 
 
 def _title(row: Row) -> str:
-    load = f", beside {human_bytes(row.load_bytes)} of collectives, est. {_us(row.load_ns)}" if row.load_bytes else ""
+    load = (
+        f", beside {human_bytes(row.load_bytes)} of collectives, est. {duration(row.load_ns / 1e9)}"
+        if row.load_bytes
+        else ""
+    )
     return f"{row.product.kernel} {row.product.shape} {row.product.dtype}, x{row.count} in {row.units}{load}"
-
-
-def _us(ns: float) -> str:
-    return f"{ns / 1e3:,.0f} us"
 
 
 # `tune`: measures the products of a model on the GPU that is here; `rank` orders their settings by the model alone.

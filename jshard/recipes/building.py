@@ -27,7 +27,7 @@ from jshard.recipes.recipe import Recipe
 
 
 class _IsLinen(Exception):
-    """`build` has made a Linen module; it is told by a trace, as an nnx model holds its parameters when it is made."""
+    """`build` has made a Linen module; a trace shows it, as an nnx model holds its parameters when it is made."""
 
 
 def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.Module:

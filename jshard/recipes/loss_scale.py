@@ -51,8 +51,8 @@ class LossScale:
         factor: by which it grows and shrinks; it does not shrink below 1.
 
     Example:
-        >>> optimizer = js.shard_optimizer(model, js.train.LossScale().around(optax.adamw(1e-3)))
-        >>> loss, grads = js.train.scaled_value_and_grad(loss_fn, optimizer)(model, x, y)
+        >>> optimizer = js.shard_optimizer(model, LossScale().around(optax.adamw(1e-3)))
+        >>> loss, grads = scaled_value_and_grad(loss_fn, optimizer)(model, x, y)
         >>> optimizer.update(model, grads)  # nothing happens if they are not finite
     """
 
@@ -63,10 +63,10 @@ class LossScale:
     def __post_init__(self) -> None:
         if not (self.factor > 1 and self.growth_interval >= 1 and 1 <= self.initial < float("inf")):
             raise AnnotationError(
-                "There is no such loss scale.",
+                "The loss scale cannot work.",
                 where=str(self),
                 why="factor is above 1, growth_interval at least 1, initial at least 1 and finite.",
-                do="js.train.LossScale(initial=2.0**16, growth_interval=2000)",
+                do="LossScale(initial=2.0**16, growth_interval=2000)",
             )
 
     def around(self, tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

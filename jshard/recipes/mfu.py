@@ -78,7 +78,7 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
 
 
 def _table_entry(kind: str) -> tuple[float, str] | None:
-    if re.search(r"\bMIG\b", kind):  # a slice of a GPU, of a size that the name tells only in part
+    if re.search(r"\bMIG\b", kind):  # a slice of a GPU, of a size that the name gives only in part
         return None
     return next(((flops, source) for pattern, flops, source in _PEAKS if re.search(pattern, kind)), None)
 

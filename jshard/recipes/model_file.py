@@ -10,7 +10,7 @@ and six are optional:
 
     loss_fn(model, batch)      the mean loss over the global batch, a scalar;
                                without it `next_token_loss`, the cross entropy of `model(inputs)` with the targets
-    data(recipe)               a `jshard.train.Data` instead of text
+    data(recipe)               a `jshard.data.Data` instead of text
     generate(model, prompt, num_tokens, *, key)
                                continues prompts, (batch, length) token ids; a run then ends with a sample
     flops(recipe)              floating-point operations of a step, and their formula in words, for the MFU
@@ -241,10 +241,10 @@ def _module(path: Path) -> types.ModuleType:
         exec(compile(resolved.read_bytes(), str(resolved), "exec"), module.__dict__)
     except BaseException as error:
         del sys.modules[name]
-        told = _told(error, path)
-        if told is None:
+        plain = _file_error(error, path)
+        if plain is None:
             raise
-        raise told from error
+        raise plain from error
     return module
 
 
@@ -252,7 +252,7 @@ def _numbered(stem: str) -> Iterator[str]:
     return itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
 
 
-def _told(error: BaseException, path: Path) -> ModelFileError | None:
+def _file_error(error: BaseException, path: Path) -> ModelFileError | None:
     """Errors that four parts explain better than a traceback; None for the others."""
     if isinstance(error, SyntaxError):
         return ModelFileError(

@@ -1,14 +1,19 @@
-"""`--set key=value`: a recipe with other values in it, read by the types of its dataclasses."""
+"""`--set key=value`: a recipe with other values in it. The key of a nested field is dotted.
+
+Tyro reads the values by the types of the recipe's dataclasses, as it reads the other options of a command, with a
+few texts more: `1e6` for an int, `yes` and `off` for a bool, `none`, and `1,2` for a tuple.
+"""
 
 from __future__ import annotations
 
 import ast
 import collections
+import contextlib
 import dataclasses
-import decimal
 import difflib
 import enum
 import functools
+import inspect
 import math
 import shlex
 import sys
@@ -17,218 +22,27 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jshard._errors import FourPartError, ShardingError
 from jshard.recipes.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec
+
+R = TypeVar("R", bound=Recipe)
+Names = tuple[str, ...]
 
 _BOOLS: dict[str, Any] = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
-_NONES: dict[str, Any] = dict.fromkeys(("none", "null"))
 _WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}  # as Python writes them, in any case
 _UNIONS = (typing.Union, types.UnionType)
-_MOST_DIGITS = 30  # of an integer written 1e6: 1e999999999 would fill the memory
-
-
-def read_value(text: str, kind: Any) -> Any:
-    """The value that a text means for a type.
-
-    Args:
-        text: as typed, e.g. `1e-3`, `yes`, `none`, `1,2`.
-        kind: int, float, bool, str, Path, None, a union, a Literal, an enum (by name), tuple or list of these; `Any`
-            takes a Python literal, true, false and none, and any other text as text. Another class takes a Python
-            literal of that class.
-
-    Raises:
-        ValueError: the text is no such value.
-    """
-    kind = _bare(kind)
-    origin = typing.get_origin(kind)
-    if kind is Any:
-        return _anything(text)
-    if kind is None or kind is types.NoneType:
-        return _choice(text.lower(), _NONES)
-    if origin in _UNIONS:
-        return _first_that_fits(text, typing.get_args(kind))
-    if origin is typing.Literal:
-        return _choice(text, {written(value) or "": value for value in typing.get_args(kind)})
-    if origin in (tuple, list):
-        return _items(text, kind, origin)
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _choice(text, kind.__members__)
-    return _READERS[kind](text) if kind in _READERS else _literal_of_class(text, origin or kind)
-
-
-def type_text(kind: Any) -> str:
-    """A type as a user reads it: `int`, `float | none`, `'none' | 'full'`, `tuple[int, ...]`."""
-    kind = _bare(kind)
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return "any value"
-    if kind is None or kind is types.NoneType:
-        return "none"
-    if origin in _UNIONS:
-        return " | ".join(map(type_text, args))
-    if origin is typing.Literal:
-        return " | ".join(map(repr, args))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return " | ".join(kind.__members__)
-    if origin is not None and args:
-        inner = ("..." if arg is ... else type_text(arg) for arg in args)
-        return f"{getattr(origin, '__name__', origin)}[{', '.join(inner)}]"
-    return getattr(kind, "__name__", str(kind))
-
-
-def written(value: Any) -> str | None:
-    """The text that `read_value` reads as this value; None where there is none, as for a function."""
-    if value is None or isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, enum.Enum):
-        return value.name
-    if isinstance(value, str | int | float | Path):
-        return str(value)
-    if isinstance(value, tuple | list):
-        items = [written(item) for item in value]
-        return None if None in items else ",".join(map(str, items))
-    return repr(value) if isinstance(value, dict) else None
-
-
-def example(kind: Any, value: Any) -> str | None:
-    """A text that the type takes: the present value where it has one to write, else any."""
-    kind = _bare(kind)
-    if value is not None:
-        return written(value)
-    if typing.get_origin(kind) in _UNIONS:
-        kinds = [each for each in typing.get_args(kind) if each is not types.NoneType]
-        return next(filter(None, (example(each, None) for each in kinds)), "none")
-    if typing.get_origin(kind) is typing.Literal:
-        return written(typing.get_args(kind)[0])
-    if typing.get_origin(kind) in (tuple, list):
-        items = [example(each, None) for each in typing.get_args(kind) if each is not ...]
-        return None if None in items else ",".join(map(str, items))
-    if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return next(iter(kind.__members__), None)
-    return {int: "8", float: "0.1", bool: "true", str: "text", Path: "some/path"}.get(kind)
-
-
-def _bare(kind: Any) -> Any:
-    """The type below the names that `NewType` and `type X = ...` give it, and below `Annotated`."""
-    while True:
-        if typing.get_origin(kind) is typing.Annotated:
-            kind = typing.get_args(kind)[0]
-        elif isinstance(kind, typing.NewType):
-            kind = kind.__supertype__
-        elif type(kind).__name__ == "TypeAliasType":  # Python 3.12
-            kind = kind.__value__
-        else:
-            return kind
-
-
-def _bool(text: str) -> bool:
-    return _choice(text.lower(), _BOOLS)
-
-
-def _int(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        number = _decimal(text)
-    # 1e6 is how people write steps; a float would lose digits of large ones.
-    if number.is_finite() and number.adjusted() < _MOST_DIGITS and number == number.to_integral_value():
-        return int(number)
-    raise ValueError(f"{text!r} is not a whole number")
-
-
-def _decimal(text: str) -> decimal.Decimal:
-    try:
-        return decimal.Decimal(text)
-    except decimal.InvalidOperation:
-        raise ValueError(f"{text!r} is not a number") from None
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if math.isnan(value):  # inf has a meaning, as in clip_norm=inf
-        raise ValueError("nan is not a number")
-    return value
-
-
-_READERS: Mapping[Any, Callable[[str], Any]] = {bool: _bool, int: _int, float: _float, str: str, Path: Path}
-
-
-def _choice(text: str, choices: Mapping[str, Any]) -> Any:
-    if text not in choices:
-        raise ValueError(f"{text!r} is not one of {', '.join(choices)}")
-    return choices[text]
-
-
-def _first_that_fits(text: str, kinds: tuple[Any, ...]) -> Any:
-    for kind in sorted(kinds, key=lambda kind: _bare(kind) is str):  # str, which takes everything, comes last
-        try:
-            return read_value(text, kind)
-        except ValueError:
-            continue
-    raise ValueError(f"{text!r} fits none of {' | '.join(map(type_text, kinds))}")
-
-
-def _items(text: str, kind: Any, origin: type) -> Any:
-    for opening, closing in ("()", "[]"):
-        if text.startswith(opening) and text.endswith(closing):
-            text = text[1:-1]
-    parts = [part.strip() for part in text.removesuffix(",").split(",")] if text else []
-    kinds = typing.get_args(kind)
-    if origin is list or kinds[1:] == (...,):
-        kinds = kinds[:1] * len(parts)
-    if len(kinds) != len(parts):
-        raise ValueError(f"{text!r} has {len(parts)} items, not {len(kinds)}")
-    return origin(read_value(part, each) for part, each in zip(parts, kinds, strict=True))
-
-
-def _anything(text: str) -> Any:
-    if text.lower() in _WORDS:
-        return _WORDS[text.lower()]
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return text
-
-
-def _literal_of_class(text: str, cls: Any) -> Any:
-    value = _anything(text)
-    try:
-        fits = isinstance(value, cls)
-    except TypeError:  # a form of typing that isinstance does not know
-        fits = False
-    if not fits:
-        raise ValueError(f"{text!r} is not a {type_text(cls)}")
-    return value
-
-
-# `--set key=value`: a recipe with other values in it, read by the types of its dataclasses.
-
-R = TypeVar("R", bound=Recipe)
-Names = tuple[str, ...]
 
 
 class SettingError(ShardingError):
     """A `--set` that names no key of the recipe, or whose value does not fit."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Key:
-    path: Names
-    kind: Any
-    value: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Problem:
-    owner: Names  # of the dataclass that cannot be built because of it
-    where: str
-    why: str
-    do: str
 
 
 def override(recipe: R, settings: Sequence[str]) -> R:
@@ -236,7 +50,7 @@ def override(recipe: R, settings: Sequence[str]) -> R:
 
     Args:
         recipe: a dataclass, with more of them in its fields. They are not changed.
-        settings: texts `key=value`; the key of a nested field is dotted. Values are read by the field's annotation.
+        settings: texts `key=value`; values are read by the field's annotation.
 
     Raises:
         SettingError: unknown keys, values of another type, or that the dataclass itself refuses; all of
@@ -252,29 +66,155 @@ def override(recipe: R, settings: Sequence[str]) -> R:
     given, problems = _split(settings, table)
     values: dict[Names, tuple[str, Any]] = {}
     for key, texts in given.items():
-        read = _read(key, texts, table, recipe)
-        if isinstance(read, _Problem):
-            problems.append(read)
-        else:
-            values[table[key].path] = (_line(key, texts[0]), read.value)
+        problem = _wrong_key(key, texts, table, recipe)
+        if problem is None:
+            try:
+                values[table[key].path] = _line(key, texts[0]), read_value(texts[0], table[key].kind)
+            except ValueError:
+                problem = _wrong_value(key, texts[0], table[key])
+        problems += [problem] if problem else []
     changed = _rebuilt(recipe, (), values, table, problems)
     if problems:
         raise _error(problems, table)
     return changed
 
 
-def _split(settings: Sequence[str], table: Mapping[str, _Key]) -> tuple[dict[str, list[str]], list[_Problem]]:
-    given: dict[str, list[str]] = collections.defaultdict(list)
-    problems: list[_Problem] = []
-    for setting in settings:
-        key, equals, text = (part.strip() for part in setting.partition("="))
-        if equals and key:
-            given[key].append(text)
-        else:
-            near = _nearest(setting.strip(), list(table)) or next(iter(table))
-            why = f"{setting!r} is not key=value."
-            problems.append(_Problem((), f"--set {shlex.quote(setting)}", why, _example_line(near, table[near])))
-    return given, problems
+# Values.
+
+
+def read_value(text: str, kind: Any) -> Any:
+    """The value that a text means for a type.
+
+    Args:
+        text: as typed, e.g. `1e-3`, `yes`, `none`, `1,2`.
+        kind: a type that tyro reads; items of a tuple or a list are separated by commas. `Any` takes a Python literal,
+            true, false and none, and any other text as text; another class takes a Python literal of that class.
+
+    Raises:
+        ValueError: the text is no such value.
+    """
+    spec, args = _spec(kind), typing.get_args(kind)
+    if typing.get_origin(kind) in _UNIONS:  # str, which takes everything, comes last, and none after a Literal "none"
+        return _first_that_fits(text, sorted(args, key=lambda kind: (kind is str, kind is types.NoneType)))
+    if spec is None:
+        return _literal(text, kind)
+    parts = [text]
+    if spec.nargs != 1:
+        for opening, closing in ("()", "[]"):
+            if text.startswith(opening) and text.endswith(closing):
+                text = text[1:-1]
+        parts = [part.strip() for part in text.removesuffix(",").split(",")] if text else []
+    if spec.nargs not in ("*", len(parts)) or (spec.choices and not {*parts} <= {*spec.choices}):
+        raise ValueError(f"{text!r} is not {spec.metavar}")
+    return spec.instance_from_str(parts)
+
+
+def written(value: Any) -> str | None:
+    """The text that `read_value` reads as this value; None where there is none, as for a function."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, tuple | list):
+        items = [written(item) for item in value]
+        return None if None in items else ",".join(map(str, items))
+    return str(value) if isinstance(value, str | int | float | Path | dict) else None
+
+
+def _spec(kind: Any) -> PrimitiveConstructorSpec[Any] | None:
+    """How tyro reads a type from its arguments; None where it does not."""
+    from tyro.constructors import PrimitiveTypeInfo, UnsupportedTypeAnnotationError  # here: of the extra "train"
+
+    registry = _registry()
+    with registry:
+        spec = registry.get_primitive_spec(PrimitiveTypeInfo.make(kind, set()))
+    is_plain = kind is Any or kind is object or (typing.get_origin(kind) or kind) is dict
+    return None if isinstance(spec, UnsupportedTypeAnnotationError) or is_plain else spec
+
+
+@functools.cache
+def _registry() -> ConstructorRegistry:
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+    readers: dict[Any, tuple[str, Callable[[str], Any]]] = {
+        int: ("int", _int),
+        float: ("float", _float),
+        bool: ("true|false", lambda text: _word(text, _BOOLS)),
+        types.NoneType: ("none", lambda text: _word(text, {"none": None, "null": None})),
+    }
+    registry = ConstructorRegistry()
+
+    @registry.primitive_rule
+    def with_more_texts(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+        kind: Any = info.type
+        if kind not in readers:
+            return None
+        name, read = readers[kind]
+        return PrimitiveConstructorSpec(
+            nargs=1,
+            metavar=name,
+            instance_from_str=lambda args: read(args[0]),
+            is_instance=lambda value: isinstance(value, kind),
+            str_from_instance=lambda value: [str(value)],
+        )
+
+    return registry
+
+
+def _int(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        number = float(text)  # 1e6 is how people write steps
+    if number.is_integer() and abs(number) < 2**53:
+        return int(number)
+    raise ValueError(f"{text!r} is not a whole number")
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if math.isnan(value):  # inf has a meaning, as in clip_norm=inf
+        raise ValueError("nan is not a number")
+    return value
+
+
+def _word(text: str, words: Mapping[str, Any]) -> Any:
+    if text.lower() not in words:
+        raise ValueError(f"{text!r} is not one of {', '.join(words)}")
+    return words[text.lower()]
+
+
+def _first_that_fits(text: str, kinds: Sequence[Any]) -> Any:
+    for kind in kinds:
+        try:
+            return read_value(text, kind)
+        except ValueError:
+            continue
+    raise ValueError(f"{text!r} fits none of {kinds}")
+
+
+def _literal(text: str, kind: Any) -> Any:
+    """A Python literal of a class; of `Any` also a text."""
+    value: Any = text
+    with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        value = _WORDS[text.lower()] if text.lower() in _WORDS else ast.literal_eval(text)
+    try:
+        fits = kind is Any or isinstance(value, typing.get_origin(kind) or kind)
+    except TypeError:  # a form of typing that isinstance does not know
+        fits = False
+    if not fits:
+        raise ValueError(f"{text!r} is not a {kind}")
+    return value
+
+
+# Keys.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Key:
+    path: Names
+    kind: Any
+    value: Any
 
 
 def _table(recipe: Recipe) -> dict[str, _Key]:
@@ -287,75 +227,46 @@ def _walk(node: Any, path: Names) -> Iterator[_Key]:
     hints = _hints(type(node))
     for field in filter(lambda field: field.init, dataclasses.fields(node)):
         value = getattr(node, field.name)
-        below = (*path, field.name)
-        if _is_nested(value):
-            yield from _walk(value, below)
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            yield from _walk(value, (*path, field.name))
         else:
-            yield _Key(below, hints.get(field.name, Any), value)
-
-
-def _is_nested(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+            yield _Key((*path, field.name), hints.get(field.name, Any), value)
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The types of a dataclass's fields; `Any` for an annotation that cannot be resolved."""
-    try:
-        return typing.get_type_hints(cls)
-    except Exception:  # a name known to type checkers only, for one field: the other fields keep their types
-        hints: dict[str, Any] = {}
-        for base in reversed(cls.__mro__):
-            names = vars(sys.modules.get(base.__module__, types))
-            for name, annotation in vars(base).get("__annotations__", {}).items():
-                holder = types.SimpleNamespace(__annotations__={name: annotation})
-                try:
-                    hints |= typing.get_type_hints(holder, globalns=names)
-                except Exception:
-                    hints[name] = Any
-        return hints
+    """The types of a dataclass's fields; `Any` for an annotation that only type checkers can resolve."""
+    hints: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        names = vars(sys.modules.get(base.__module__, types))
+        for name, annotation in inspect.get_annotations(base).items():
+            holder = types.SimpleNamespace(__annotations__={name: annotation})
+            try:  # one by one: the other fields keep their types
+                hints |= typing.get_type_hints(holder, globalns=names)
+            except (NameError, AttributeError, TypeError, SyntaxError):
+                hints[name] = Any
+    return hints
 
 
-@dataclasses.dataclass(frozen=True)
-class _Read:
-    value: Any
-
-
-def _read(key: str, texts: list[str], table: Mapping[str, _Key], recipe: Recipe) -> _Read | _Problem:
-    owner = tuple(key.split(".")[:-1])
-    if key not in table:
-        return _unknown(key, texts[-1], table, recipe)
-    if len(texts) > 1:
-        lines = [_line(key, text) for text in texts]
-        return _Problem(owner, " ".join(lines), f"{key} is set {len(texts)} times.", lines[-1])
-    kind, value = table[key].kind, table[key].value
-    try:
-        return _Read(read_value(texts[0], kind))
-    except ValueError:
-        no_text = example(kind, value) is None
-        do = "change it in the model file: it has no text form." if no_text else _example_line(key, table[key])
-        return _Problem(owner, _line(key, texts[0]), f"{key} takes {type_text(kind)}, not {texts[0]!r}.", do)
-
-
-def _unknown(key: str, text: str, table: Mapping[str, _Key], recipe: Recipe) -> _Problem:
-    owner, asked = tuple(key.split(".")[:-1]), _line(key, text)
-    fields = [other for other in table if other.startswith(f"{key}.")]
-    if fields:
-        node = functools.reduce(getattr, key.split("."), recipe)
-        why = f"{key} is a {type(node).__name__}, which is set field by field."
-        return _Problem(owner, asked, why, _example_line(fields[0], table[fields[0]]))
-    why, near = f"the recipe has no key {key!r}.", _nearest(key, list(table))
-    if near is None:
-        return _Problem(owner, asked, why, f"take one of its keys, for example {next(iter(table))}.")
-    fits = not isinstance(_read(near, [text], table, recipe), _Problem)
-    return _Problem(owner, asked, why, _line(near, text) if fits else _example_line(near, table[near]))
-
-
-def _nearest(key: str, known: list[str]) -> str | None:
+def _nearest(key: str, known: Sequence[str]) -> str | None:
     """The key that was meant: one with the most similar last name, and of several the most similar as a whole."""
     last = {other: other.rpartition(".")[2] for other in known}
     names = difflib.get_close_matches(key.rpartition(".")[2], list(last.values()), n=1)
     same = [other for other in known if last[other] in names]
     return next(iter(difflib.get_close_matches(key, same, n=1, cutoff=0.0)), None)
+
+
+def _split(settings: Sequence[str], table: Mapping[str, _Key]) -> tuple[dict[str, list[str]], list[_Problem]]:
+    given: dict[str, list[str]] = collections.defaultdict(list)
+    problems: list[_Problem] = []
+    for setting in settings:
+        key, equals, text = (part.strip() for part in setting.partition("="))
+        if equals and key:
+            given[key].append(text)
+        else:
+            near = _nearest(setting.strip(), list(table)) or next(iter(table))
+            why = f"{setting!r} is not key=value."
+            problems.append(_Problem((), f"--set {shlex.quote(setting)}", why, _present(near, table[near])))
+    return given, problems
 
 
 def _rebuilt(
@@ -377,9 +288,47 @@ def _rebuilt(
         text = f"{error.what} {error.why}" if isinstance(error, FourPartError) else str(error)
         why = f"{type(node).__name__} refuses it: {text or 'an assertion of it does not hold.'}"
         asked = " ".join(line for line, _ in here.values())
-        now = " ".join(_example_line(name, table[name]) for name in map(".".join, here))
+        now = " ".join(_present(name, table[name]) for name in map(".".join, here))
         problems.append(_Problem(path, asked, why, f"{now}  # the recipe's own"))
         return node
+
+
+# What is wrong with them.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Problem:
+    owner: Names  # of the dataclass that cannot be built because of it
+    where: str
+    why: str
+    do: str
+
+
+def _wrong_key(key: str, texts: list[str], table: Mapping[str, _Key], recipe: Recipe) -> _Problem | None:
+    owner, lines = tuple(key.split(".")[:-1]), [_line(key, text) for text in texts]
+    if key in table:
+        why = f"{key} is set {len(texts)} times."
+        return _Problem(owner, " ".join(lines), why, lines[-1]) if len(texts) > 1 else None
+    why, near = f"the recipe has no key {key!r}.", _nearest(key, list(table))
+    fields = [other for other in table if other.startswith(f"{key}.")]
+    if fields:
+        node = functools.reduce(getattr, key.split("."), recipe)
+        why, near = f"{key} is a {type(node).__name__}, which is set field by field.", fields[0]
+    if near is None:
+        return _Problem(owner, lines[-1], why, f"take one of its keys, for example {next(iter(table))}.")
+    try:
+        read_value(texts[-1], table[near].kind)
+        fits = not fields
+    except ValueError:
+        fits = False
+    return _Problem(owner, lines[-1], why, _line(near, texts[-1]) if fits else _present(near, table[near]))
+
+
+def _wrong_value(key: str, text: str, known: _Key) -> _Problem:
+    spec = _spec(known.kind)
+    name = getattr(known.kind, "__name__", known.kind) if spec is None else spec.metavar
+    do = "change it in the model file: it has no text form." if written(known.value) is None else _present(key, known)
+    return _Problem(known.path[:-1], _line(key, text), f"{key} takes {name}, not {text!r}.", do)
 
 
 def _error(problems: Sequence[_Problem], table: Mapping[str, _Key]) -> SettingError:
@@ -395,8 +344,9 @@ def _error(problems: Sequence[_Problem], table: Mapping[str, _Key]) -> SettingEr
     )
 
 
-def _example_line(name: str, key: _Key) -> str:
-    return _line(name, example(key.kind, key.value) or "VALUE")
+def _present(name: str, key: _Key) -> str:
+    """The line that sets a key as it is."""
+    return _line(name, written(key.value) or "VALUE")
 
 
 def _line(key: str, text: str) -> str:

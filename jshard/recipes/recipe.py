@@ -138,7 +138,7 @@ class Recipe:
         return optax.chain(optax.clip_by_global_norm(self.clip_norm), adamw)
 
 
-# Values of a recipe that cannot work, told before anything is built.
+# Values of a recipe that cannot work, refused before anything is built.
 
 # The least that each may be; the rest of a recipe is free.
 _LEAST = {

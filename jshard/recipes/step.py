@@ -38,14 +38,14 @@ class TrainStep:
     Args:
         loss_fn: `loss_fn(model, batch)`, the mean loss over the global batch.
         model: an annotated model, its arrays on the mesh.
-        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state lies on the mesh. What it does
+        optimizer: its `nnx.Optimizer`; `js.shard_optimizer` makes one whose whole state is on the mesh. What it does
             not update is frozen, and with a `LossScale` around it the loss is scaled.
         batch: a batch as the calls will get it (`js.shard_batch`); only shapes and shardings are read.
         accumulate: microbatches that a batch is cut into.
         compiler_options: of the compiler, as `js.compiler_options()` gives them; none by default.
 
     Raises:
-        AnnotationError: the model is not annotated, or arrays of the state do not lie on its mesh.
+        AnnotationError: the model is not annotated, or arrays of the state are not on its mesh.
 
     Example:
         >>> step = train.TrainStep(loss_fn, model, optimizer, batch)
@@ -96,7 +96,7 @@ class TrainStep:
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, likewise."""
+        """The optimizer, with the state after the last step."""
         return self._current()[1]
 
     @property
@@ -142,15 +142,7 @@ def lower_step(
 def trace_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Traced:
-    """`lower_step` before it is lowered: a program of JAX's, whose equations can be read.
-
-    Args:
-        loss_fn: as in `lower_step`.
-        model: likewise.
-        optimizer: likewise.
-        batch: likewise.
-        accumulate: likewise.
-    """
+    """`lower_step` before it is lowered, with the same arguments: a program of JAX's, whose equations can be read."""
     mesh = _mesh(model)
     everywhere = NamedSharding(mesh, PartitionSpec())
     graphdef, state = nnx.split((model, optimizer))
@@ -254,7 +246,7 @@ def _on_mesh(state: Any, mesh: Mesh) -> Any:
     ]
     if elsewhere:
         raise AnnotationError(
-            f"{len(elsewhere)} arrays of the state do not lie on the mesh of the run.",
+            f"{len(elsewhere)} arrays of the state are not on the mesh of the run.",
             where=elsewhere,
             why=f"the mesh has {len(devices)} devices ({_sizes(mesh)}).",
             do="optimizer = js.shard_optimizer(model, tx), and js.shard_init or js.fully_shard for the model.",

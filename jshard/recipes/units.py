@@ -29,7 +29,7 @@ def parse_units(texts: Sequence[str]) -> dict[str, Any]:
         name, _, value = (part.strip() for part in text.partition("="))
         if name not in SETTINGS or not value or name in found:
             raise ShardingError(
-                "There is no such setting of the units." if name not in found else "A setting is given twice.",
+                "The units have no such setting." if name not in found else "A setting is given twice.",
                 where=f"--unit {text}",
                 why=f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard, and given once.",
                 do="--unit remat=full --unit prefetch=2 --unit reshard_after_forward=false",
@@ -51,7 +51,7 @@ def _check(name: str, value: Any) -> None:
         Prefetch.parse(value)
     elif not (value is None or isinstance(value, int)):
         raise ShardingError(
-            "There is no such setting of the units.",
+            "The units have no such setting.",
             where=f"--unit {name}={value}",
             why="it is true, false, none, or a number of neighbours.",
             do="--unit reshard_after_forward=true",

@@ -1,16 +1,13 @@
 """The trainer behind `jshard train`, in pieces that a loop of one's own can use.
 
-`run_recipe` is the whole run. It is made of the pieces below, and keeps its record in a folder:
+    Recipe, ModelFile, load_model_file, Batch     what to train
+    run_recipe                                    the whole run, with its record in a folder
+    TrainStep, EvalStep                           one compiled program each
+    fit, to_devices, evaluate, Every, StopSignal  the loop
+    Tracker, Trackers, Progress, Meter            what is shown and recorded
 
-    Recipe, load_model_file                    what to train
-    load_text, Data, Loader                    samples in an order of their own, batches ahead of time
-    create, restore                            model and optimizer, born sharded, or from a checkpoint
-    TrainStep, EvalStep                        one compiled program each
-    LossScale, scaled_value_and_grad           gradients in float16
-    fit, evaluate, Every, StopSignal, Meter    the loop
-    StepProfile                                a profile of some of its steps, for js.trace
-    Jsonl, Progress, Trackers                  what is shown and recorded
-    sample_text, plot_loss                     the end
+Data are in `js.data`, float16 in `jshard.recipes.loss_scale`, and what remains in the modules of this package and of
+`jshard.recipes`.
 
 Example:
     >>> import jshard as js
@@ -18,6 +15,36 @@ Example:
     >>> js.train.fit(step, loader.train(1000), num_steps=1000, tracker=js.train.Progress(1000))
 """
 
+import warnings as _warnings
+from importlib import import_module as _import_module
+
 from jshard._lazy import attach as _attach
 
-__getattr__, __dir__, __all__ = _attach(__name__, __file__)
+_load, __dir__, __all__ = _attach(__name__, __file__)
+
+_MOVED = {
+    "data": "ByteTokenizer Data DataError HuggingFaceTokenizer Loader Source Tokenizer load_text local_rows",
+    "recipes.loss_scale": "LossScale LossScaleState loss_scale_of scaled_value_and_grad",
+    "recipes.mfu": "Mfu Peak dense_flops device_peak",
+    "recipes.model_file": "ModelFileError next_token_loss",
+    "recipes.state": "create restore",
+    "train.jsonl": "Jsonl plot_loss read_metrics",
+    "train.loop": "Fitted sample_text",
+    "train.profile": "StepProfile",
+    "train.run": "Finished",
+    "train.trackers": "TensorBoard WeightsAndBiases",
+}
+
+
+def __getattr__(name: str) -> object:
+    """A public name, loaded when it is first asked for; for one release also one that is now in its module alone."""
+    for module, names in _MOVED.items():
+        if name in names.split():
+            _warnings.warn(
+                f"js.train.{name} has moved, and goes with the next release. The new line:\n"
+                f"  from jshard.{module} import {name}",
+                FutureWarning,
+                stacklevel=2,
+            )
+            return getattr(_import_module(f"jshard.{module}"), name)
+    return _load(name)

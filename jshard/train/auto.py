@@ -24,9 +24,9 @@ from jshard._mesh import FSDP, REPLICA, shard_batch
 from jshard._mesh import mesh as make_mesh
 from jshard._processes import gather_texts, is_primary
 from jshard._remembered import Choice, key_of, recall, remember
+from jshard._text import duration
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Machine, machine_here
-from jshard.cluster.report import seconds
 from jshard.cluster.search import Search, is_same, search
 from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
@@ -186,7 +186,7 @@ def chosen_variant(
         what = f"--auto: [{next(tries)} of at most {TRIES}] {cost.variant.command}"
         with at_work(what, say=say, stream=stream) as work:
             step_s = _measured_s(model_file, recipe, mesh, data, cost.variant, compiler_options)
-            work.result = f"{seconds(step_s)} a step" if math.isfinite(step_s) else "does not run"
+            work.result = f"{duration(step_s)} a step" if math.isfinite(step_s) else "does not run"
         return step_s
 
     with at_work("--auto: estimating every way", say=say, stream=stream) as work:
@@ -204,7 +204,7 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[An
     if not found.ranked:
         raise _nothing_fits(found)
     feedback = with_feedback(found, measure)
-    say(Group(told(feedback), *map(Text, found.left_out)))
+    say(Group(tried_table(feedback), *map(Text, found.left_out)))
     if feedback.best is None:
         raise _nothing_fits(found)
     return feedback.best
@@ -275,7 +275,7 @@ def _steps_s(
     return found[1:]
 
 
-def told(feedback: Feedback) -> FittedTable:
+def tried_table(feedback: Feedback) -> FittedTable:
     """The ways that were tried, as a table."""
     factors = feedback.factors
     caption = (
@@ -285,9 +285,14 @@ def told(feedback: Feedback) -> FittedTable:
     table = made_table("Ways that were tried", "way", "mesh", "estimated>", "measured>", "", caption=caption)
     for one in feedback.tried:
         mesh = " ".join(f"{axis}={n}" for axis, n in one.cost.variant.mesh.items() if n > 1)
-        measured = seconds(one.step_s) if math.isfinite(one.step_s) else "does not run"
+        measured = duration(one.step_s) if math.isfinite(one.step_s) else "does not run"
         add_row(
-            table, one.cost.variant.name, mesh, seconds(one.cost.step_s), measured, "chosen" * (one is feedback.best)
+            table,
+            one.cost.variant.name,
+            mesh,
+            duration(one.cost.step_s),
+            measured,
+            "chosen" * (one is feedback.best),
         )
     return table
 

@@ -1,7 +1,7 @@
 """The loop: steps, evaluations and checkpoints until the run is done, is asked to stop, or has failed.
 
-Nothing here is private magic. `fit` strings together a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which a
-script of one's own can call in the same order.
+`fit` strings together a `TrainStep`, a `Loader`, trackers and a `Checkpointer`, which a script of one's own can call in
+the same order. `sample_text` lets the trained model write.
 
 The host runs one step ahead of the devices: while a step is at work, the scalars of the step before are read. A
 thread of its own reads the next batches and copies them to the devices.
@@ -21,15 +21,19 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from jshard._errors import RunError
-from jshard._mesh import shard_batch
-from jshard.recipes.step import EvalStep, Scalars, TrainStep
-from jshard.train.metrics.progress import Meter
-from jshard.train.metrics.trackers import Tracker
+from jshard._mesh import data_degree, shard_batch
+from jshard.data import Data, local_rows
+from jshard.recipes.model_file import ModelFile
+from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view
 from jshard.train.profile import StepProfile
+from jshard.train.progress import Meter
 from jshard.train.stop import Agreement, StopSignal
+from jshard.train.trackers import Tracker
 
 FirstLoss = Callable[[int, Any, Mapping[str, float]], RunError]
 """Makes the error of a step before any update: of its number, its batch, and the scalars that are not finite."""
@@ -159,7 +163,7 @@ def fit(
         batches: this process's rows of the batches of steps `start_step` on, as `Loader.train` gives them.
         num_steps: steps of the whole run, those before `start_step` included.
         start_step: steps that were done before, by a run that this one continues.
-        tracker: is told the scalars of every step and evaluation. None where nothing is recorded, as in all
+        tracker: takes the scalars of every step and evaluation. None where nothing is recorded, as in all
             processes but the first.
         meter: measures; its figures are among the scalars.
         evaluation: its `do` returns the validation loss.
@@ -229,7 +233,7 @@ class _Loop:
             asked = int(self._agreement.start(self._stop.received or 0))
             if asked:
                 self._stopped_by = signal.Signals(asked)
-                self._stop.told()
+                self._stop.report()
         return Fitted(done, self._val_loss, self._stopped_by)
 
     def _do(self, batch: Any, number: int) -> Scalars:
@@ -272,7 +276,7 @@ class _Loop:
             self._check_finite(step, batch, scalars)
             if asked:
                 self._stopped_by = signal.Signals(int(asked))
-                self._stop.told()
+                self._stop.report()
 
     def _between_steps(self, step: int, *, last: int) -> None:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""
@@ -327,3 +331,35 @@ def _diverged(step: int, wrong: Mapping[str, float]) -> RunError:
         why="an update with it would spoil every parameter; nothing was saved since.",
         do="lower the learning rate (--set learning_rate=...) or warm up longer, and resume from a checkpoint.",
     )
+
+
+# Text that a trained model writes, for the eye.
+
+_PROMPT_TOKENS = 32
+
+
+def sample_text(model_file: ModelFile, model: Any, data: Data, mesh: Mesh, *, num_tokens: int, seed: int) -> str | None:
+    """The first tokens of the held-out text and how the model goes on.
+
+    Every data shard writes one continuation, as a batch of one cannot be split; the first is taken. All processes
+    call it.
+
+    Args:
+        model_file: its `generate` does the work.
+        model: with the trained parameters.
+        data: its tokenizer reads the tokens back, and its held-out text begins the sample.
+        mesh: the mesh of the model.
+        num_tokens: tokens to write after the prompt.
+        seed: of the draw.
+
+    Returns:
+        Prompt and continuation as text; None where the file has no `generate` or the data no tokenizer.
+    """
+    if model_file.generate is None or data.tokenizer is None:
+        return None
+    start = np.asarray(data.held_out[0]["inputs"])[:_PROMPT_TOKENS]
+    rows = local_rows(data_degree(mesh), mesh)
+    prompts = shard_batch(np.tile(start, (len(rows), 1)).astype(np.int32), mesh)
+    text = model_file.generate(inference_view(model), prompts, num_tokens, key=jax.random.key(seed))
+    text = text if jax.process_count() == 1 else multihost_utils.process_allgather(text, tiled=True)
+    return data.tokenizer.decode(np.asarray(text)[0])

@@ -20,7 +20,7 @@ _FAILURES = (RuntimeError, OSError, ValueError)  # jax's errors are RuntimeError
 class StepProfile:
     """Records a profile of some steps into the folder of a run; each process writes a file of its own.
 
-    A profile that cannot be recorded is told in a warning, and the run goes on.
+    A profile that cannot be recorded is a warning, and the run goes on.
 
     Args:
         out: folder of the run; the profile goes into `profile/steps-FIRST-LAST/` there.
@@ -29,7 +29,7 @@ class StepProfile:
         say: prints a line.
 
     Example:
-        >>> profile = js.train.StepProfile("runs/own", range(11, 16), program=step.compiled.as_text)
+        >>> profile = StepProfile("runs/own", range(11, 16), program=step.compiled.as_text)
         >>> js.train.fit(step, batches, num_steps=100, profile=profile)
         >>> print(js.trace("runs/own"))
     """

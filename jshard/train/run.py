@@ -32,16 +32,15 @@ from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.state import check_source
 from jshard.recipes.step import EvalStep, TrainStep
 from jshard.train.first_loss import explained
-from jshard.train.loop import Every, Fitted, evaluate, fit
-from jshard.train.metrics.jsonl import Jsonl, plot_loss
-from jshard.train.metrics.progress import Meter, Progress
-from jshard.train.metrics.trackers import Tracker, Trackers, check_names, open_trackers
+from jshard.train.jsonl import Jsonl, plot_loss
+from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
 from jshard.train.profile import StepProfile, check_profile, left_to_profile
+from jshard.train.progress import Meter, Progress
 from jshard.train.run_checkpoints import RunCheckpoints
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunRecord
-from jshard.train.sample import sample_text
 from jshard.train.stop import StopSignal
+from jshard.train.trackers import Tracker, Trackers, check_names, open_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -160,7 +159,7 @@ class _Job:
         self._checkpoints = RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s)
 
     def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
-        """Trains, and tells with an error how to go on after it."""
+        """Trains; an error carries a note on how to go on after it."""
         try:
             with self._stop:
                 model, optimizer, start_step = self._checkpoints.state(self._init_from)

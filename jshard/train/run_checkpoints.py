@@ -19,7 +19,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.state import create, create_from, restore
 from jshard.recipes.step import TrainStep
-from jshard.train.metrics.jsonl import keep_on_disk
+from jshard.train.jsonl import keep_on_disk
 from jshard.train.run_folder import RunFolder
 
 _LOOK_S = 0.02
@@ -76,7 +76,7 @@ class RunCheckpoints:
         """
         latest = self._series.agreed_latest()
         if latest is None:
-            self._series.set_aside_newer(-1)  # what was copied by half would stand in the way of a save
+            self._series.set_aside_newer(-1)  # what was copied by half would hinder a save
             return *self._new(init_from), 0
         try:
             state = restore(self._model_file, self._recipe, self._mesh, self._series, latest)
@@ -138,7 +138,7 @@ class RunCheckpoints:
         return None if latest is None else self._path(latest)
 
     def how_to_go_on(self) -> str:
-        """What to tell with an error."""
+        """The note that goes with an error."""
         path = self.latest()
         if path is None:
             return f"no checkpoint was saved yet; --out {self._folder.path} --resume begins at the first step."

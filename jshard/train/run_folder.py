@@ -102,7 +102,7 @@ class RunFolder:
             if error is not None:
                 raise error
             said = reports[0]
-            folder._check_told(said)
+            folder._raise_reported(said)
             if primary and not resume:
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
             check_agree([report["asked"] for report in reports], [report["host"] for report in reports])
@@ -249,14 +249,14 @@ class RunFolder:
             self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
 
     def _report(self, error: FourPartError | None, token: str) -> str:
-        """What each process tells the others; they go by what the first one says."""
+        """What each process sends the others; they go by what the first one says."""
         parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
         asked = {"resume": self.is_resumed, **self._record.said()}
-        told = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
-        told["batch_sizes"] = self._batch_sizes
-        return json.dumps(told | {"host": socket.gethostname()})
+        message = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
+        message["batch_sizes"] = self._batch_sizes
+        return json.dumps(message | {"host": socket.gethostname()})
 
-    def _check_told(self, said: Mapping[str, Any]) -> None:
+    def _raise_reported(self, said: Mapping[str, Any]) -> None:
         if said["error"] is not None:
             failed, what, where, why, do = said["error"]
             raise (RunError if failed else ShardingError)(what, where=where, why=why, do=do)
@@ -349,7 +349,7 @@ def _write(path: Path, record: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Tells an error of the operating system in four parts: a folder that will not do, or a disk that failed."""
+    """Raises an error of the operating system in four parts: a folder that will not do, or a disk that failed."""
     try:
         yield
     except OSError as error:

@@ -149,7 +149,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 class RunLock:
     """An exclusive lock on a file; it makes the file, and writes into it who holds it.
 
-    The kernel takes the lock back when the process ends in whatever way, so a killed run never blocks another. A
+    The kernel takes the lock back however the process ends, so a killed run never blocks another. A
     forked child, such as a data worker, does not hold on to it.
 
     Args:
@@ -211,7 +211,7 @@ class RunLock:
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:
-            return  # not there, or not ours to read: what comes next will tell
+            return  # not there, or not ours to read: what comes next will show it
         try:
             # Shared: the processes of one run look at the same time, and NFS refuses the other kind to a reader.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -41,7 +41,7 @@ class StopSignal:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._since_s = 0.0
-        self._told_s: float | None = None
+        self._asked_s: float | None = None
         self._before: dict[signal.Signals, object] = {}
 
     def __enter__(self) -> StopSignal:
@@ -55,22 +55,22 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)  # type: ignore[arg-type]
 
-    def told(self) -> None:
+    def report(self) -> None:
         """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
-        if self._told_s is None:
-            self._told_s = time.monotonic()
+        if self._asked_s is None:
+            self._asked_s = time.monotonic()
 
     def left_s(self, deadline_s: float | None) -> float | None:
         """What is left of a deadline that counts from the signal; None if there is no deadline, or no signal yet."""
-        if deadline_s is None or self._told_s is None:
+        if deadline_s is None or self._asked_s is None:
             return None
-        return max(0.0, self._told_s + deadline_s - time.monotonic())
+        return max(0.0, self._asked_s + deadline_s - time.monotonic())
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.received is None:
             self.received, self._since_s = signal.Signals(number), now_s
-            self.told()
+            self.report()
             _say(f"\n{self.received.name}: the run saves after this step and stops; a second one ends it unsaved.\n")
         elif now_s - self._since_s > _REPEAT_S and not is_worker():
             signal.signal(number, signal.SIG_DFL)
@@ -84,7 +84,7 @@ def _say(text: str) -> None:
 
 
 class Agreement:
-    """What any process was asked, told to all of them: the larger of the numbers that they give.
+    """What any process was asked, known to all of them: the larger of the numbers that they give.
 
     Args:
         mesh: the devices of all processes.

@@ -3,7 +3,8 @@
 import os
 from pathlib import Path
 
-from jshard.train import Data, load_model_file, load_text
+from jshard.data import Data, load_text
+from jshard.train import load_model_file
 
 _micro = load_model_file(Path(__file__).parents[1] / "micro_gpt.py")
 build, annotate, loss_fn, RECIPES = _micro.build, _micro.annotate, _micro.loss_fn, _micro.recipes

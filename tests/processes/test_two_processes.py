@@ -16,9 +16,11 @@ from flax import nnx
 
 import jshard as js
 from jshard.checkpoint import Checkpointer
+from jshard.data import Loader
 from jshard.recipes.overrides import override
 from jshard.recipes.state import restore
-from jshard.train import Loader, load_model_file, read_metrics
+from jshard.train import load_model_file
+from jshard.train.jsonl import read_metrics
 from tests.compiling import environment
 
 MODEL = Path(__file__).with_name("spied_model.py")

@@ -1,4 +1,4 @@
-"""`jshard ckpt COMMAND`: tools for checkpoints; one module per command, each imported only when it is asked for.
+"""`jshard ckpt COMMAND`: tools for checkpoints; a module is imported only when one of its commands is asked for.
 
 No accelerator is needed, and none is touched. Exit codes are those of `jshard`; 1 is also what `verify` ends with where
 something is damaged, and `diff` where something differs.
@@ -28,7 +28,12 @@ COMMANDS = {
     "timeline": "what the saves and restores of a run took, in each process",
 }
 
-_MODULES = {name: name for name in COMMANDS} | {"import": "import_"}  # a word of Python
+_MODULES = {
+    **dict.fromkeys(("ls", "inspect"), "look"),
+    **dict.fromkeys(("verify", "diff"), "compare"),
+    **dict.fromkeys(("reshard", "import", "export"), "convert"),
+    "timeline": "timeline",
+}
 _USAGE = "usage: jshard ckpt COMMAND [ARGUMENTS], or jshard ckpt COMMAND --help\n\ncommands:\n" + "\n".join(
     f"  {name:<10}{summary}" for name, summary in COMMANDS.items()
 )
@@ -51,4 +56,4 @@ def run(argv: Sequence[str]) -> int:
         )
     if "JAX_PLATFORMS" not in os.environ:
         jax.config.update("jax_platforms", "cpu")
-    return importlib.import_module(f"jshard.cli.ckpt.{_MODULES[name]}").run(rest)
+    return getattr(importlib.import_module(f"jshard.cli.ckpt.{_MODULES[name]}"), f"run_{name}")(rest)

@@ -30,8 +30,6 @@ from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.state import optimizer_of
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
-
 
 @contextlib.contextmanager
 def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
@@ -42,7 +40,7 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
         total_bytes: how many there are.
 
     Yields:
-        A function to be told of bytes that are done, by any thread.
+        A function that takes the number of bytes that are done since, from any thread.
     """
     if not sys.stderr.isatty():
         yield lambda num_bytes: None
@@ -51,14 +49,6 @@ def progress(what: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)
-
-
-def size(num_bytes: float) -> str:
-    """Bytes in a unit that suits them."""
-    unit = 0
-    while num_bytes >= 1024 and unit < len(_UNITS) - 1:
-        num_bytes, unit = num_bytes / 1024, unit + 1
-    return f"{num_bytes:.0f} B" if unit == 0 else f"{num_bytes:.1f} {_UNITS[unit]}"
 
 
 def moment(seconds: float | None) -> str:

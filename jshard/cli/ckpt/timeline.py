@@ -44,7 +44,7 @@ class TimelineArgs:
     """Print JSON and nothing else."""
 
 
-def run(argv: Sequence[str]) -> int:
+def run_timeline(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt timeline`."""
     args = parse(TimelineArgs, argv, command="jshard ckpt timeline", example="runs/gpt-tiny")
     _check(args)
@@ -77,7 +77,7 @@ def _chosen(args: TimelineArgs, every: Sequence[Timeline]) -> Timeline:
         raise CheckpointError(
             "There is no record of such a save or restore.",
             where=str(args.path),
-            why=f"history.jsonl there tells of the steps {', '.join(map(str, steps)) or '(none)'}.",
+            why=f"history.jsonl there has the steps {', '.join(map(str, steps)) or '(none)'}.",
             do="give the folder of a run that has saved with this jshard; it writes the history by itself.",
         )
     saves = [x for x in found if x.kind == "save"]

@@ -2,9 +2,9 @@
 
 import dataclasses
 
+from jshard._text import folded_names
 from jshard.engine.moved import Mixing
 from jshard.inspect.hlo.work import Work
-from jshard.inspect.tables import folded_names
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Group
 from rich.text import Text
 
+from jshard._text import duration, folded_names
 from jshard.inspect.drawing import (
     COLORS,
     LANE,
     LEAST,
     OTHER_KIND,
     Box,
-    duration,
     legend,
     merged,
     opened,
@@ -24,7 +24,7 @@ from jshard.inspect.drawing import (
     text_at,
 )
 from jshard.inspect.profile.shares import CollectiveTime, Measured, Seconds, Shares
-from jshard.inspect.tables import FittedTable, add_row, folded_names, made_table
+from jshard.inspect.tables import FittedTable, add_row, made_table
 
 if TYPE_CHECKING:
     from jshard.inspect.profile.result import Trace, TraceRow

@@ -6,10 +6,11 @@ from typing import Any
 
 from rich.console import Group
 
+from jshard._text import folded_names, name_pattern
 from jshard.inspect.drawing import page
 from jshard.inspect.profile.report import json_of, step_svg, tables
 from jshard.inspect.profile.shares import CollectiveTime, Measured, Shares
-from jshard.inspect.tables import folded_names, name_pattern, printed
+from jshard.inspect.tables import printed
 
 _PICTURE = "The picture is the middle step of the profile, on the device with the most exposed communication."
 

@@ -40,7 +40,7 @@ class Jsonl:
 
     def __init__(self, path: str | Path, *, resume_after: int | None = None) -> None:
         self._path = Path(path)
-        with _told(self._path):
+        with _explained_errors(self._path):
             if resume_after is None:
                 _create(self._path)
             elif self._path.exists():
@@ -54,7 +54,7 @@ class Jsonl:
             RunError: it cannot be written, as on a full disk.
         """
         line = json.dumps({"step": step} | {name: _number(value) for name, value in scalars.items()})
-        with _told(self._path):
+        with _explained_errors(self._path):
             self._append(line.encode() + b"\n")
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ def keep_on_disk(path: str | Path) -> None:
     Raises:
         RunError: the disk fails.
     """
-    with _told(Path(path)), Path(path).open("rb") as file:
+    with _explained_errors(Path(path)), Path(path).open("rb") as file:
         os.fsync(file.fileno())
 
 
@@ -162,7 +162,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explained_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

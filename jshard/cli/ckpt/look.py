@@ -1,4 +1,4 @@
-"""`jshard ckpt inspect PATH`: the leaves of a checkpoint."""
+"""`jshard ckpt ls` and `inspect`: which checkpoints a run has, and the leaves of one."""
 
 from __future__ import annotations
 
@@ -12,13 +12,74 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import ShardingError, printable
+from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.listing import Entry, Listing, checkpoint_at, listing
 from jshard.checkpoint.manifest import Seal, StoredLeaf
 from jshard.checkpoint.opened import Opened, open_checkpoint
 from jshard.cli._arguments import parse
-from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text, size
+from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text
 from jshard.inspect.tables import add_row, made_table, show, whole_line
+
+
+@dataclasses.dataclass(frozen=True)
+class LsArgs:
+    """Lists checkpoints: whether their files are all there, and which is the latest, from which a run would go on.
+
+    Of large files the sizes are looked at, and no values: for these see `jshard ckpt verify`. Exit codes: 0 done, 2
+    there is no checkpoint.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """Folder of a run, folder of checkpoints by step, or one checkpoint."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run_ls(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt ls`."""
+    args = parse(LsArgs, argv, command="jshard ckpt ls", example="runs/gpt-tiny")
+    found = listing(args.path)
+    if args.json:
+        print(as_json(_listing_json(found)))
+    else:
+        show(_listing_table(found))
+    return 0
+
+
+def _listing_table(found: Listing) -> Group:
+    table = made_table(
+        "", "step>", "size>", "leaves>?", "saved>", "mesh", "processes>?", "jshard??", "metrics", "state"
+    )
+    for entry in found.entries:
+        metrics = ", ".join(f"{name}={value:g}" for name, value in entry.metrics.items())
+        cells = ("?" if entry.step is None else str(entry.step), human_bytes(entry.num_bytes, 1), str(entry.num_leaves))
+        cells += (moment(entry.saved_at), mesh_text(entry.mesh), str(entry.processes or ""), _version(entry))
+        add_row(table, *cells, metrics, _state(entry))
+    lines = []
+    for entry in found.entries:
+        lines += [printable(f"{entry.path.name}: {line}") for line in entry.damage[:10]]
+    why = "of a save that was interrupted, or is writing now; the next save of the run removes what is left over."
+    lines += [f"{name}: {why}" for name in found.unfinished]
+    return Group(whole_line(str(found.path)), table, *map(Text, lines))
+
+
+def _version(entry: Entry) -> str:
+    return entry.version or ("" if entry.damage else "(plain Orbax)")
+
+
+def _state(entry: Entry) -> str:
+    if not entry.is_complete:
+        return "INCOMPLETE"
+    return "DAMAGED" if entry.damage else "latest" if entry.is_latest else "complete"
+
+
+def _listing_json(found: Listing) -> dict[str, object]:
+    entries = [dataclasses.asdict(entry) | {"path": str(entry.path)} for entry in found.entries]
+    return {"path": str(found.path), "checkpoints": entries, "unfinished": found.unfinished}
+
+
+# `jshard ckpt inspect PATH`: the leaves of a checkpoint.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,12 +97,12 @@ class InspectArgs:
     below: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = ""
     """Only leaves whose paths begin so, such as model/blocks."""
     depth: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
-    """Only so many levels; what lies below is summed up."""
+    """Only so many levels; what is below is summed up."""
     json: bool = False
     """Print JSON and nothing else."""
 
 
-def run(argv: Sequence[str]) -> int:
+def run_inspect(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt inspect`."""
     args = parse(InspectArgs, argv, command="jshard ckpt inspect", example="runs/gpt-tiny")
     opened = open_checkpoint(checkpoint_at(args.path, args.step))
@@ -56,26 +117,28 @@ def run(argv: Sequence[str]) -> int:
             do=f"jshard ckpt inspect {args.path} --depth 1",
         )
     if args.json:
-        print(as_json(_to_json(opened, shown)))
+        print(as_json(_leaves_json(opened, shown)))
     else:
-        show(_told(opened, shown, args.depth))
+        show(_leaf_table(opened, shown, args.depth))
     return 0
 
 
-def _told(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
+def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | None) -> Group:
     table = made_table("", "leaf", "shape", "dtype", "bytes>", "sharded over", "stored in pieces of")
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
         indented = "  " * level + name
         if isinstance(node, StoredLeaf):
             kind = node.dtype if node.key is None else f"key<{node.key}>"
-            cells = (shape_text(node.shape), kind, size(count * node.nbytes), node.spec or "")
+            cells = (shape_text(node.shape), kind, human_bytes(count * node.nbytes, 1), node.spec or "")
             chunk = "" if node.chunk in (None, node.shape) else shape_text(node.chunk)
             add_row(table, indented, *(cells if node.is_array else ("", kind, "", "")), chunk)
         else:
             below = _leaves.flat(node).values()
-            add_row(table, indented + "/", _count(count * len(below)), "", size(count * _bytes(below)), "", "")
+            add_row(
+                table, indented + "/", _count(count * len(below)), "", human_bytes(count * _bytes(below), 1), "", ""
+            )
     path, *lines = map(printable, _head(opened))
-    sums = Text(f"{_count(len(shown))}, {size(_bytes(shown.values()))}")
+    sums = Text(f"{_count(len(shown))}, {human_bytes(_bytes(shown.values()), 1)}")
     return Group(whole_line(path), *map(Text, lines), table, sums)
 
 
@@ -133,7 +196,7 @@ def _bytes(leaves: Iterable[StoredLeaf]) -> int:
     return sum(leaf.nbytes for leaf in leaves)
 
 
-def _to_json(opened: Opened, shown: Mapping[str, StoredLeaf]) -> dict[str, Any]:
+def _leaves_json(opened: Opened, shown: Mapping[str, StoredLeaf]) -> dict[str, Any]:
     seal = {} if opened.seal is None else dataclasses.asdict(dataclasses.replace(opened.seal, leaves={}, files={}))
     leaves = {path: dataclasses.asdict(leaf) | {"bytes": leaf.nbytes} for path, leaf in shown.items()}
     return {"path": str(opened.path), **seal, "is_sealed": opened.seal is not None, "leaves": leaves}

@@ -50,7 +50,7 @@ class Trackers:
     Args:
         *needed: trackers without which the run must not go on, as its own record.
         optional: trackers that are left out once they fail, as a service on the network: the run goes on.
-        warn: is told, once, of each that is left out.
+        warn: called once for each that is left out.
 
     Example:
         >>> trackers = Trackers(Jsonl(out / "metrics.jsonl"), optional=[TensorBoard(out / "tensorboard")])
@@ -65,7 +65,7 @@ class Trackers:
         self._needed, self._optional, self._warn = needed, list(optional), warn
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Tells every tracker."""
+        """Gives every tracker the scalars."""
         for tracker in self._needed:
             tracker.log(step, scalars)
         for tracker in tuple(self._optional):
@@ -96,14 +96,14 @@ def _failure(tracker: Tracker, error: Exception) -> str:
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 _FLUSH_EVERY_S = 10.0
-# A run that is told to stop has 30 seconds, and the upload is not the most important thing to do in them.
+# A run that is asked to stop has 30 seconds, and the upload is not the most important thing to do in them.
 _WANDB_FINISH_S = 15.0
 
 
 class TensorBoard:
     """Writes the scalars of a run where `tensorboard --logdir` finds them.
 
-    Writes at once and in this thread: a full disk is told to the caller, where the queue of tensorboardX's own
+    Writes at once and in this thread: a full disk is an error of the caller, where the queue of tensorboardX's own
     writer would hold the run up forever.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TextIO
 
 from jshard._live import LiveLine
-from jshard.inspect.tables import human_bytes
+from jshard._text import duration, human_bytes
 from jshard.recipes.mfu import Mfu
 
 
@@ -177,8 +177,8 @@ class Progress:
             if f"{unit}_per_s" in scalars:
                 fields.append(f"{_rate(scalars[f'{unit}_per_s'])} {unit}/s")
         if "step_s" in scalars:
-            fields.append(f"{_step_time(scalars['step_s'])}/step")
-            fields.append(f"ETA {_duration((self._num_steps - step) * scalars['step_s'])}")
+            fields.append(f"{duration(scalars['step_s'])}/step")
+            fields.append(f"ETA {_clock((self._num_steps - step) * scalars['step_s'])}")
         if "mfu" in scalars:
             fields.append(f"MFU {scalars['mfu']:.1%}")
         if "peak_bytes" in scalars:
@@ -208,13 +208,7 @@ def _rate(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
 
 
-def _step_time(seconds: float) -> str:
-    if seconds >= 10:
-        return f"{seconds:.1f} s"
-    return f"{seconds * 1e3:.0f} ms" if seconds >= 0.01 else f"{seconds * 1e3:.2f} ms"
-
-
-def _duration(seconds: float) -> str:
+def _clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -1,0 +1,68 @@
+"""Numbers and names as text: bytes, counts and times in units that suit them, names that differ in a number as one."""
+
+import math
+import re
+from collections.abc import Iterable
+
+
+def human_bytes(count: float, digits: int = 2) -> str:
+    """Bytes as text, in B, KiB, MiB, GiB or TiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.{digits}f} {unit}"
+        count /= 1024
+    return f"{count:.{digits}f} TiB"
+
+
+def human_count(count: float) -> str:
+    """A number of parameters as text: 1.23M."""
+    for unit in ("", "K", "M"):
+        if count < 1000:
+            return f"{count:.0f}" if not unit else f"{count:.2f}{unit}"
+        count /= 1000
+    return f"{count:.2f}B"
+
+
+def duration(seconds: float) -> str:
+    """A time as text: three digits, in s, ms or us."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size or not seconds:
+            return f"{three_digits(seconds / size)} {unit}"
+    return f"{three_digits(seconds / 1e-6)} us"
+
+
+def three_digits(value: float) -> str:
+    """A positive number as text, to three significant digits, at most as many after the point."""
+    return f"{value:.{min(3, max(0, 2 - math.floor(math.log10(value))))}f}" if 0 < value < math.inf else f"{value:.0f}"
+
+
+def name_pattern(name: str) -> tuple[str, int | None]:
+    """`blocks/3/mlp` as `blocks/*/mlp` and 3, `block_3` as `block_*` and 3: the last number in a path may differ."""
+    numbers = list(re.finditer(r"(?<=[/_])\d+(?=/|$)", name))
+    if not numbers or "+" in name:
+        return name, None
+    last = numbers[-1]
+    return f"{name[: last.start()]}*{name[last.end() :]}", int(last.group())
+
+
+def joined_name(pattern: str, indices: Iterable[int | None]) -> str:
+    """`blocks/0..2,5` of `blocks/*` and 0, 1, 2, 5."""
+    numbers = sorted(i for i in indices if i is not None)
+    if not numbers:  # `blocks/*` of a loop over stacked layers is a name as it is
+        return pattern
+    runs: list[list[int]] = []
+    for i in numbers:
+        if runs and i == runs[-1][1] + 1:
+            runs[-1][1] = i
+        else:
+            runs.append([i, i])
+    return pattern.replace("*", ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs))
+
+
+def folded_names(names: Iterable[str]) -> list[str]:
+    """Names with those that differ in their last number folded into one."""
+    groups: dict[str, list[int | None]] = {}
+    for name in dict.fromkeys(names):
+        pattern, index = name_pattern(name)
+        groups.setdefault(pattern, []).append(index)
+    return [joined_name(pattern, indices) for pattern, indices in groups.items()]

@@ -1,0 +1,256 @@
+"""`jshard ckpt reshard`, `import` and `export`: a checkpoint written anew, for another mesh or another library."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from jshard._errors import RunError, ShardingError
+from jshard._text import human_bytes
+from jshard.checkpoint.boxes import CheckpointSource, Part, part_of
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats import ForeignSource, NamedSource, Source, whole_leaves, write_safetensors
+from jshard.checkpoint.formats.detect import foreign_source
+from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.listing import checkpoint_at, is_checkpoint, listing
+from jshard.checkpoint.manifest import Seal
+from jshard.checkpoint.opened import by_path
+from jshard.checkpoint.reshard import import_leaves, reshard
+from jshard.checkpoint.verifying import verify
+from jshard.cli._arguments import parse
+from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
+
+
+@dataclasses.dataclass(frozen=True)
+class ReshardArgs:
+    """Writes a checkpoint anew, in pieces that suit another mesh. The values are compared with their sums on the way.
+
+    Any mesh restores any checkpoint: this makes it read less where many do so. Without --model, leaves are sharded as
+    they were when they were saved, as far as the mesh allows. It needs no accelerator, and memory for 256 MiB or the
+    largest leaf, two to three times over. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was wrong.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
+    out: tyro.conf.Positional[Path]
+    """A new folder."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """Degrees of the mesh axes, e.g. replica=2,fsdp=16; on the CPU as many devices are simulated (8 by default)."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name, whose annotation says how leaves are sharded."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run_reshard(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt reshard`."""
+    args = parse(ReshardArgs, argv, command="jshard ckpt reshard", example="runs/gpt-tiny out --mesh fsdp=16")
+    model = Model.load(args.model, args.recipe, args.set)
+    mesh = cpu_mesh(args.mesh)  # before anything asks for devices
+    path = checkpoint_at(args.path)
+    specs = None if model is None else model.specs(mesh)
+    with progress("reshard", listing(path).entries[0].num_bytes) as note:
+        seal = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
+    print(as_json(written(args.out, seal)) if args.json else summary(args.out, seal))
+    return 0
+
+
+def summary(out: Path, seal: Seal) -> str:
+    """One line on a checkpoint that was written."""
+    found = written(out, seal)
+    return f"{out}: {found['leaves']} leaves, {human_bytes(sum(leaf.nbytes for leaf in seal.leaves.values()), 1)}"
+
+
+def written(out: Path, seal: Seal) -> dict[str, object]:
+    """The same as JSON."""
+    num_bytes = sum(leaf.nbytes for leaf in seal.leaves.values())
+    return {"path": str(out.absolute()), "leaves": len(seal.leaves), "bytes": num_bytes, "mesh": dict(seal.mesh)}
+
+
+# `jshard ckpt import FOREIGN OUT`: writes a checkpoint of what other libraries saved.
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportArgs:
+    """Writes a checkpoint of what another library saved: safetensors, PyTorch's distributed checkpoints, plain Orbax.
+
+    With --model the arrays are given the names and the orientation that the model has: its parameters, in a checkpoint
+    to be restored by only="params". Memory holds 256 MiB or the largest array, two to three times over. Exit codes: 0
+    done, 1 damaged, or writing failed, 2 the request was wrong.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """A safetensors file or a folder of them, a folder of a PyTorch distributed checkpoint, or one of Orbax."""
+    out: tyro.conf.Positional[Path]
+    """A new folder."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
+    called there; without it their names are paths."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """The mesh for which it is cut, e.g. fsdp=64; any other can restore it, too (default: 8 devices)."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run_import(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt import`."""
+    args = parse(ImportArgs, argv, command="jshard ckpt import", example="gpt2/model.safetensors out")
+    model = Model.load(args.model, args.recipe, args.set)
+    mesh = cpu_mesh(args.mesh)
+    source = _opened(args.path)
+    if model is not None:
+        source = NamedSource(source, model.names())
+        _check_whole(args, source)
+        paths, values = {f"model/{name}": name for name in source.leaves}, {}
+    else:
+        paths, values = _paths_and_values(args.path, source)
+    total = sum(leaf.nbytes for leaf in source.leaves.values())
+    with progress("import", total) as note:
+        seal = import_leaves(source, args.out.absolute(), mesh, paths=paths, values=values, on_written=note)
+    print(as_json(written(args.out, seal)) if args.json else summary(args.out, seal))
+    return 0
+
+
+def _opened(path: Path) -> Source:
+    if is_checkpoint(path):
+        return CheckpointSource(path.absolute())
+    found = foreign_source(path)
+    if found is None:
+        raise CheckpointError(
+            "There is no checkpoint to import.",
+            where=str(path),
+            why="no such file or folder." if not path.exists() else "it is of no format that is known here.",
+            do="give a .safetensors file or a folder of them, a folder with .metadata, or one that Orbax wrote.",
+        )
+    return found
+
+
+def _paths_and_values(path: Path, source: Source) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+    """Names of arrays by path, and the numbers and texts beside them; what lists PyTorch keeps has no place here."""
+    held = source.values() if isinstance(source, CheckpointSource) else getattr(source, "values", {})
+    values = {name: value for name, value in held.items() if isinstance(value, int | float | str)}
+    if isinstance(source, CheckpointSource):
+        return {name: name for name in source.leaves}, values
+    do = (
+        "write the file anew with another name for one of them;\n"
+        "or say by hf_names(config) in a model file which is meant: --model MODEL.py"
+    )
+    places = by_path(path, [*source.leaves, *values], do=do)
+    arrays = {place: name for place, name in places.items() if name in source.leaves}
+    return arrays, {place: values[name] for place, name in places.items() if name in values}
+
+
+def _check_whole(args: ImportArgs, source: NamedSource) -> None:
+    bad = [f"{path}  {', '.join(names)} is not there" for path, names in source.absent.items()]
+    bad += [f"{name}  has no counterpart in the model" for name in source.unused]
+    if bad:
+        raise ShardingError(
+            f"The checkpoint is not of this model: {len(bad)} leaves differ.",
+            where=[str(args.path), *bad],
+            why=f"hf_names of {args.model} lists {len(source.leaves) + len(source.absent)} leaves.",
+            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.",
+        )
+
+
+# `jshard ckpt export PATH OUT`: writes safetensors of a checkpoint.
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportArgs:
+    """Writes the parameters of a checkpoint as safetensors, an array at a time.
+
+    With --model they have the names and the orientation of Hugging Face, layer by layer also where a run had them
+    stacked. The checkpoint is verified first. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was
+    wrong.
+    """
+
+    path: tyro.conf.Positional[Path]
+    """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
+    out: tyro.conf.Positional[Path]
+    """Folder to write model.safetensors into, or several files with an index."""
+    format: Literal["safetensors"] = "safetensors"
+    """Of the files."""
+    part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
+    """The part of the state: beginning of the paths, which the names then lack."""
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
+    called; without it they keep their names."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
+    extra: Literal["error", "ignore"] = "error"
+    """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
+    max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
+    """Most of a file, in 10^9 bytes."""
+    no_verify: bool = False
+    """Do not read everything first to compare it with its sums."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+
+def run_export(argv: Sequence[str]) -> int:
+    """The command: `argv` are the arguments after `jshard ckpt export`."""
+    args = parse(ExportArgs, argv, command="jshard ckpt export", example="runs/gpt-tiny out")
+    model = Model.load(args.model, args.recipe, args.set)
+    path = checkpoint_at(args.path)
+    ours = CheckpointSource(path)
+    if not args.no_verify:
+        _check_good(ours)
+    part = part_of(ours, args.part, names=None if model is None else model.names())
+    source: Source = part if model is None else _named(args, part, model.names())
+    total = sum(leaf.nbytes for leaf in source.leaves.values())
+    with progress("export", total) as note:
+        files = write_safetensors(
+            args.out, whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
+        )
+    if args.json:
+        print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
+    else:
+        names = ", ".join(file.name for file in files)
+        print(f"{args.out}: {len(source.leaves)} arrays, {human_bytes(total, 1)}: {names}")
+    return 0
+
+
+def _check_good(ours: CheckpointSource) -> None:
+    with progress("verify", sum(leaf.nbytes for leaf in ours.leaves.values())) as note:
+        verdict = verify(ours.path, on_read=note)
+    if not verdict.is_good:
+        raise RunError(
+            f"The checkpoint is damaged: {len(verdict.findings)} findings.",
+            where=[str(ours.path), *(f"{x.leaf or x.file or 'it'}  {x.why}" for x in verdict.findings)],
+            why="what is exported would not be what was saved.",
+            do="export another one; --no-verify exports what is there.",
+        )
+
+
+def _named(args: ExportArgs, source: Part, names: Names) -> Source:
+    missing = [path for path in names if path not in source.leaves]
+    if missing:
+        raise ShardingError(
+            f"The checkpoint is not of this model: {len(missing)} leaves are missing.",
+            where=[str(args.path), *("/".join(filter(None, (args.part, path))) for path in missing)],
+            why=f"hf_names of {args.model} lists {len(names)} leaves.",
+            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N.",
+        )
+    if source.left_over and args.extra == "error":
+        raise ShardingError(
+            f"The checkpoint is not of this model: {len(source.left_over)} leaves are left over.",
+            where=[str(args.path), *source.left_over],
+            why=f"hf_names of {args.model} lists {len(names)} leaves, and not these: what is written would lack them.",
+            do="choose the recipe that has its size: --recipe NAME, or --set model.n_layer=N;\n"
+            "--extra ignore  # leaves them out",
+        )
+    return ForeignSource(source, names)
