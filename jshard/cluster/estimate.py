@@ -14,7 +14,7 @@ from jshard._auto import device_bytes
 from jshard._errors import ShardingError
 from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.inspect.hlo.schedule import Schedule
 from jshard.inspect.hlo.steps import Window
 
@@ -243,16 +243,8 @@ def machine_here(mesh: Mesh) -> Machine:
     near = len(mesh.local_devices)
     if first.platform == "cpu":
         return Machine(len(mesh.devices.flat), device_bytes(mesh), near, _CPU)
-    facts = DEVICES[_known(first.device_kind)]
+    facts = device_of(first.device_kind) or DEVICES["h100"]
     return Machine(len(mesh.devices.flat), device_bytes(mesh) or facts.hbm_bytes, near, _assumed(facts, near))
-
-
-def _known(kind: str) -> str:
-    """The device of the table that a kind of `jax.Device` is, or the nearest that is known."""
-    low = kind.lower()
-    names = {"gb200": "gb200", "b200": "b200", "h200": "h200", "h100": "h100", "a100": "a100-80"}
-    names |= {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e", "v5": "v5p"}
-    return next((name for part, name in names.items() if part in low), "h100")
 
 
 def assumptions_of(topology: Topology) -> Assumptions:

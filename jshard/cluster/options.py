@@ -16,7 +16,7 @@ import jax
 
 from jshard._errors import ShardingError
 from jshard.cluster.option_table import GPU, OPTIONS, TPU, nearest
-from jshard.facts.devices import DEVICES
+from jshard.facts.devices import DEVICES, device_of
 
 Value = bool | int | str
 Options = dict[str, Any]  # as jax takes them, which names no int
@@ -198,9 +198,8 @@ def _device(platform: str | None) -> str:
         return _PLATFORMS.get(platform, platform)
     if jax.default_backend() != "tpu":
         return _PLATFORMS.get(jax.default_backend(), "cpu")
-    kind = jax.devices()[0].device_kind  # "TPU v5 lite", "TPU v5p", "TPU v6 lite"
-    known = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-    return known.get(kind, TPU)
+    facts = device_of(jax.devices()[0].device_kind)
+    return facts.name if facts is not None else TPU
 
 
 def _check(profile: str | None, platform: str, overrides: Mapping[str, Value | None]) -> None:

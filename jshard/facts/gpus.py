@@ -21,8 +21,6 @@ class OccupancyWarning(UserWarning):
     """An answer for something near to what was asked for, and not for that itself."""
 
 
-# What one multiprocessor of a GPU holds: threads, registers, shared memory, and in which units they are given out.
-
 KIB = 1024
 
 _XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"

@@ -13,7 +13,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jshard import _compat
 from jshard._errors import ShardingError
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 
 WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
 LEAST_TILE = 64
@@ -168,6 +168,4 @@ def stated(latency_ns: int) -> Iterator[None]:
 
 def _facts(kind: str) -> DeviceFacts:
     """Facts of the device that the driver names so; of an H100 where it is none of the table."""
-    words = kind.lower().replace("-", " ").split()
-    found = (facts for name, facts in DEVICES.items() if facts.platform == "gpu" and name.split("-")[0] in words)
-    return next(found, DEVICES["h100"])
+    return device_of(kind) or DEVICES["h100"]

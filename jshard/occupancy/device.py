@@ -13,11 +13,9 @@ from jshard.cluster.estimate import assumptions_of
 from jshard.cluster.options import IN_FLIGHT
 from jshard.cluster.replay import Assumptions
 from jshard.cluster.topology import parse_topology
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.occupancy import COPY_ENGINE, GPUS, CommFootprint, GpuFacts, OccupancyError, footprint, gpu, resident
 from jshard.occupancy.result import Reason
-
-_DEVICES_OF = {"a100": "a100-80"}  # where the tables of occupancy and of clusters have different names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +95,7 @@ def device_named(name: str | None) -> Device:
     if short not in DEVICES and short not in GPUS:
         raise _unknown(name)
     found = gpu(short)
-    facts = DEVICES.get(short, DEVICES.get(_DEVICES_OF.get(short, short)))
+    facts = device_of(short)
     return Device(found.title, "gpu", found, facts, topology if facts else "")
 
 
@@ -109,8 +107,7 @@ def _running() -> Device:
         found = gpu(here.device_kind)
     except OccupancyError:  # of the model: the kernels may run there, and nobody knows how full it is
         return Device(here.device_kind, "gpu", kind=here.device_kind)
-    facts = DEVICES.get(_DEVICES_OF.get(found.name, found.name))
-    return Device(found.title, "gpu", found, facts, kind=here.device_kind)
+    return Device(found.title, "gpu", found, device_of(here.device_kind), kind=here.device_kind)
 
 
 def _unknown(name: str) -> OccupancyError:
