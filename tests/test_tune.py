@@ -14,10 +14,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
+from benchmarks.kernels.launches import launches
 from jshard import _compat, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
-from jshard.kernels.launch import launches
 from jshard.occupancy import COPY_ENGINE, cache, footprint, gpu
 from jshard.occupancy import measure as measuring
 from jshard.occupancy.candidates import MOST_SLOWER, Timing, candidates, choose, together

@@ -235,7 +235,7 @@ def _check_numbers(kind: str, ctas: int | None, nccl_nthreads: int | None) -> No
 
 # The kernels of jshard as they were compiled: what a block of each takes.
 
-# By `python -m jshard.kernels.assembled`, as is the table below; a test compiles them again.
+# By `python -m benchmarks.kernels.table`, as is the table below; a test compiles them again.
 _SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
 
 
