@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from jshard._auto import device_bytes
 from jshard._errors import ShardingError
 from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
@@ -72,7 +73,7 @@ class Estimate:
 
     @property
     def hidden_in_loops(self) -> float:
-        """Likewise, of the collectives inside loops."""
+        """The same of the collectives inside loops."""
         return _hidden(c for c in self.collectives if c.window.loop)
 
     @property
@@ -125,7 +126,7 @@ class EstimateRange:
 
     @property
     def hidden_in_loops(self) -> tuple[float, float]:
-        """Likewise, of the collectives inside loops."""
+        """The same of the collectives inside loops."""
         return self._range("hidden_in_loops")
 
     def _range(self, name: str) -> tuple[float, float]:
@@ -242,9 +243,20 @@ def machine_here(mesh: Mesh) -> Machine:
     first = mesh.local_devices[0]
     near = len(mesh.local_devices)
     if first.platform == "cpu":
-        return Machine(len(mesh.devices.flat), device_bytes(mesh), near, _CPU)
+        return Machine(len(mesh.devices.flat), _device_bytes(mesh), near, _CPU)
     facts = device_of(first.device_kind) or DEVICES["h100"]
-    return Machine(len(mesh.devices.flat), device_bytes(mesh) or facts.hbm_bytes, near, _assumed(facts, near))
+    return Machine(len(mesh.devices.flat), _device_bytes(mesh) or facts.hbm_bytes, near, _assumed(facts, near))
+
+
+def _device_bytes(mesh: Mesh) -> int | None:
+    """Memory of one device of a mesh; of simulated ones their share of the host's. None where it is not known."""
+    local: list[Any] = list(mesh.local_devices)
+    if local[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    try:
+        return (local[0].memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # devices of a cluster that is not there
+        return None
 
 
 def assumptions_of(topology: Topology) -> Assumptions:

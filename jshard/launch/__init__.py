@@ -11,11 +11,11 @@ JSHARD_ROLL_CALL_PORT; both ports must be open between the machines. All waits a
 what all workers write to stderr.
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
-    in the worker       start_worker(), take_turns() with devices, note(step=..., checkpoint=...), leave(code)
+    in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
 """
 
 from jshard.launch.cluster import Cluster, Deadlines, detect
 from jshard.launch.supervisor import supervise
-from jshard.launch.worker import is_worker, leave, note, start_worker, take_turns
+from jshard.launch.worker import is_worker, leave, note, start_worker
 
-__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "supervise", "take_turns"]
+__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "supervise"]

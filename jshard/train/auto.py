@@ -4,26 +4,34 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import hashlib
 import itertools
 import json
 import math
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Group
 from rich.text import Text
 
+from jshard import _compat
 from jshard._errors import ShardingError
 from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, shard_batch
 from jshard._mesh import mesh as make_mesh
+from jshard._nnx import dotted, occurrences
+from jshard._padded import logical_shape
 from jshard._processes import gather_texts, is_primary
-from jshard._remembered import Choice, key_of, recall, remember
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Machine, machine_here
 from jshard.cluster.report import seconds
@@ -140,8 +148,6 @@ def fitted(tried: Sequence[Measured]) -> Factors:
     return Factors(max(float(compute), 0.01 * mean), max(float(wait), 0.01 * mean))
 
 
-# `jshard train --auto`: the quickest way on these devices, by estimates that measured steps correct.
-
 _STEPS = 3  # timed, after one that is not
 
 
@@ -176,7 +182,7 @@ def chosen_variant(
     key, sample = key_of(model, list(mesh.devices.flat)), str(batch_like(data, 1))
     known = recall(key)
     if known is not None and _is_for(known, recipe, sample, mesh):
-        say(f"--auto: as {known.told}")
+        say(f"--auto: as {known.origin}")
         return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
 
     stream = sys.stdout if is_primary() else None
@@ -204,15 +210,15 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[An
     if not found.ranked:
         raise _nothing_fits(found)
     feedback = with_feedback(found, measure)
-    say(Group(told(feedback), *map(Text, found.left_out)))
+    say(Group(tried_table(feedback), *map(Text, found.left_out)))
     if feedback.best is None:
         raise _nothing_fits(found)
     return feedback.best
 
 
-def _choice(best: Measured, recipe: Recipe, sample: str) -> Choice:
+def _choice(best: Measured, recipe: Recipe, sample: str) -> CachedVariant:
     variant = best.cost.variant
-    return Choice(
+    return CachedVariant(
         mesh=dict(variant.mesh),
         units=dict(variant.units),
         batch_size=recipe.batch_size,
@@ -222,7 +228,7 @@ def _choice(best: Measured, recipe: Recipe, sample: str) -> Choice:
     )
 
 
-def _is_for(known: Choice, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
+def _is_for(known: CachedVariant, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
     """Whether a choice is one for this batch; of a mesh only replicas and shards are chosen."""
     beside = lambda degrees: {k: n for k, n in degrees.items() if k not in (REPLICA, FSDP) and n > 1}
     is_same_batch = (known.batch_size, known.sample) == (recipe.batch_size, sample)
@@ -275,7 +281,7 @@ def _steps_s(
     return found[1:]
 
 
-def told(feedback: Feedback) -> FittedTable:
+def tried_table(feedback: Feedback) -> FittedTable:
     """The ways that were tried, as a table."""
     factors = feedback.factors
     caption = (
@@ -300,3 +306,90 @@ def _nothing_fits(found: Search) -> ShardingError:
         why=f"it holds least, and needs {least.memory.step_bytes / 2**30:.1f} GiB of a device, by the estimate.",
         do="a smaller --set batch_size=N, or more devices.",
     )
+
+
+# What was measured to be the quickest is kept for the next time, in a JSON file in the user's cache folder: a row for
+# each model and kind and number of devices. A file that cannot be read or written is no reason to stop.
+
+_FILE = "choices.json"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedVariant:
+    """A variant that was measured.
+
+    Attributes:
+        mesh: degrees of the mesh axes.
+        units: settings of the layers, as `jshard._revise.revise` takes them.
+        batch_size: sequences of a step.
+        accumulate: microbatches.
+        sample: shapes of the data, as text: other data may suit another variant.
+        step_s: measured seconds of a step.
+        jax: version; another one compiles other programs, and is measured anew.
+        measured_on: date.
+    """
+
+    mesh: Mapping[str, int]
+    units: Mapping[str, Any]
+    batch_size: int
+    accumulate: int
+    sample: str
+    step_s: float
+    jax: str = dataclasses.field(default_factory=_compat.jax_version)
+    measured_on: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
+
+    @property
+    def origin(self) -> str:
+        """Where the choice is from, in words."""
+        return f"measured on {self.measured_on}: {self.step_s:.3g} s a step of {self.batch_size}"
+
+
+def key_of(model: nnx.Module, devices: Sequence[jax.Device]) -> str:  # pyright: ignore[reportInvalidTypeForm]
+    """The key of a model on some devices: paths, shapes and dtypes of its parameters, kind and number of devices."""
+    params = sorted(
+        {f"{dotted(path)} {logical_shape(v)} {v.get_raw_value().dtype}" for v, path, _ in occurrences(model)}
+    )
+    text = "\n".join([*params, f"{len(devices)} x {devices[0].device_kind}"])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def recall(key: str) -> CachedVariant | None:
+    """The choice of a key; None where nothing was measured. In several processes all call, and the first decides."""
+    found = json.loads(gather_texts(json.dumps(_read().get(key)))[0])
+    if not isinstance(found, dict):
+        return None
+    with contextlib.suppress(TypeError):  # of another version of this file
+        choice = CachedVariant(**found)
+        return choice if choice.jax == _compat.jax_version() else None
+    return None
+
+
+def remember(key: str, choice: CachedVariant) -> Path | None:
+    """Keeps a choice, in place of an earlier one of its key.
+
+    Returns:
+        The file; None if it could not be written.
+    """
+    path = _path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = _read() | {key: dataclasses.asdict(choice)}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            json.dump(rows, file, indent=1)
+        os.replace(file.name, path)  # another process may be reading
+    except OSError:
+        return None
+    return path
+
+
+def _read() -> dict[str, Any]:
+    try:
+        found = json.loads(_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _path() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "jshard" / _FILE
