@@ -414,8 +414,8 @@ def peak_of(kind: str) -> tuple[float, str] | None:
     """
     if re.search(r"\bMIG\b", kind):
         return None
-    alone = (found for pattern, *found in _PEAKS_ALONE if re.search(pattern, kind))
-    if (found := next(alone, None)) is not None:
-        return found[0], found[1]
+    for pattern, flops_per_s, source in _PEAKS_ALONE:
+        if re.search(pattern, kind):
+            return flops_per_s, source
     facts = device_of(kind)
     return facts and (facts.flops_per_s["bf16"], facts.sources["flops_per_s"].removesuffix(", dense"))

@@ -2,7 +2,7 @@
 
 JAX ends the whole process, with a trace of C++ and without an exception, when a peer does not come or dies. So a run
 in several processes has two kinds of them. A *worker* trains: one per process of the run. A *supervisor* never asks
-JAX for a device: it starts the worker (on one machine, all of them), watches it, and tells in plain words what
+JAX for a device: it starts the worker (on one machine, all of them), watches it, and says in plain words what
 happened. In a cluster there is one supervisor beside each worker, and those of the other machines are linked to that
 of process 0 by a small TCP connection, the roll call.
 

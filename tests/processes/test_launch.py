@@ -15,7 +15,7 @@ import pytest
 import jshard as js
 from jshard import _compat, launch
 from jshard.launch import worker, worker_process
-from jshard.launch.endings import Ending, cause
+from jshard.launch.peers import Ending, cause
 
 HERE = Path(__file__).parent
 AGAIN = "jshard train gpt.py --out runs/a --resume"
@@ -226,7 +226,7 @@ def test_the_cause_among_several_endings():
         assert cause(order[i:]) is cause(order[i:][::-1]) is order[i]
     # Among equals the first that was seen, but of those that have told the same reason the lowest process.
     assert cause([failed, Ending(process=0, host="a", code=1)]) is failed
-    told = [Ending(process=process, host="x", code=1, told=True) for process in (1, 0)]
+    told = [Ending(process=process, host="x", code=1, explained=True) for process in (1, 0)]
     assert cause(told).process == 0
 
 
