@@ -280,7 +280,7 @@ def measured(product, comm, *, best_ns=100, dot_ns=200, alone_ns=90):
     )
     names = {"kernel": product.kernel, "shape": product.shape, "dtype": product.dtype, "device": "NVIDIA H200"}
     names |= {"jax": _compat.jax_version(), "footprint": cache.footprint_text(comm)}
-    return {cache.Key(**names): cache.Entry(choice=choose(timings), timings=timings, load_bytes=1)}
+    return {cache.Key(**names): cache.TuningEntry(choice=choose(timings), timings=timings, load_bytes=1)}
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ RANGES: Mapping[str, tuple[float, float]] = {"slow_bytes_per_s": (15e9, 50e9), "
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectiveTime:
+class CollectiveEstimate:
     """A collective of the schedule, in an estimate.
 
     Args:
@@ -54,7 +54,7 @@ class Estimate:
     step_s: float
     compute_s: float
     flops: float
-    collectives: tuple[CollectiveTime, ...]
+    collectives: tuple[CollectiveEstimate, ...]
 
     @property
     def communication_s(self) -> float:
@@ -157,7 +157,7 @@ def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
     _refuse_nonsense(assumptions)
     replay = Replay(schedule, assumptions)
     times = zip(schedule.windows, replay.communication_s, replay.exposed_s, strict=True)
-    collectives = tuple(CollectiveTime(*each) for each in times)
+    collectives = tuple(CollectiveEstimate(*each) for each in times)
     return Estimate(assumptions, replay.clock_s, replay.compute_s, schedule.flops, collectives)
 
 
@@ -186,7 +186,7 @@ def estimate_range(
     return EstimateRange(stated, (stated, *corners))
 
 
-def _hidden(collectives: Iterable[CollectiveTime]) -> float:
+def _hidden(collectives: Iterable[CollectiveEstimate]) -> float:
     found = list(collectives)
     total = sum(c.communication_s for c in found)
     return 1.0 - sum(c.exposed_s for c in found) / total if total else 1.0
@@ -288,7 +288,7 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class PlannedCluster:
     """A cluster that is not here, and what is known of it beyond its data sheets.
 
     Args:

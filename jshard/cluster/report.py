@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard.cluster.compile import CompiledStep
-from jshard.cluster.estimate import Cluster, Estimate, EstimateRange
+from jshard.cluster.estimate import Estimate, EstimateRange, PlannedCluster
 from jshard.cluster.replay import Assumptions, Replay, Segment, Span
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
@@ -131,14 +131,14 @@ class ClusterPlan:
     """
 
     name: str
-    cluster: Cluster
+    cluster: PlannedCluster
     step: CompiledStep
     audit: Audit
     estimates: EstimateRange
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, step: CompiledStep, *, cluster: Cluster, name: str) -> ClusterPlan:
+    def of(cls, step: CompiledStep, *, cluster: PlannedCluster, name: str) -> ClusterPlan:
         """Reads a compiled step, and plays it under the assumptions about the cluster.
 
         Args:

@@ -14,7 +14,7 @@ from rich.text import Text
 from jshard._errors import AnnotationError
 from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, data_shards
-from jshard.cluster.compare import Bench, Compared, Comparison
+from jshard.cluster.compare import Compared, Comparison, VariantCompiler
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan, seconds
@@ -246,7 +246,7 @@ def choose(
     mesh: Mapping[str, int],
     *,
     plan: ClusterPlan,
-    bench: Bench,
+    bench: VariantCompiler,
     batch_sizes: Sequence[int] = (),
 ) -> Chosen:
     """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for.

@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class BlockCost:
     """What a block is given: rounded up to the units of a GPU.
 
     Attributes:
@@ -68,9 +68,9 @@ class Cost:
     smem_bytes: int
 
 
-def cost(gpu: GpuFacts, block: Block) -> Cost:
+def cost(gpu: GpuFacts, block: Block) -> BlockCost:
     """What a block is given on a GPU."""
-    return Cost(
+    return BlockCost(
         warps=-(-block.threads // gpu.warp_size),
         warp_registers=_rounded(block.registers * gpu.warp_size, gpu.register_unit),
         smem_bytes=_rounded(block.smem_bytes + gpu.smem_reserved_bytes, gpu.smem_unit_bytes),
@@ -232,13 +232,13 @@ def _rounded(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _pooled(gpu: GpuFacts, kinds: Sequence[tuple[Cost, int]]) -> bool:
+def _pooled(gpu: GpuFacts, kinds: Sequence[tuple[BlockCost, int]]) -> bool:
     warps = sum(taken.warps * count for taken, count in kinds)
     registers = sum(taken.warps * taken.warp_registers * count for taken, count in kinds)
     return warps <= gpu.warps_per_sm and registers <= gpu.registers_per_sm
 
 
-def _spread(gpu: GpuFacts, kinds: Sequence[tuple[Cost, int]]) -> bool:
+def _spread(gpu: GpuFacts, kinds: Sequence[tuple[BlockCost, int]]) -> bool:
     """Whether the partitions have room for blocks whose warps are spread evenly.
 
     Every partition has the same number of whole rounds of warps. What is left of each block, fewer warps than there are

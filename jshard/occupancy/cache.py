@@ -46,7 +46,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class TuningEntry:
     """What was measured for a key.
 
     Attributes:
@@ -62,7 +62,7 @@ class Entry:
     when: str = ""
 
 
-Entries = Mapping[Key, Entry]
+Entries = Mapping[Key, TuningEntry]
 
 
 def footprint_text(comm: CommFootprint) -> str:
@@ -85,7 +85,7 @@ def default_path() -> Path:
     return folder / "jshard" / "tuning.json"
 
 
-def load(path: Path) -> dict[Key, Entry]:
+def load(path: Path) -> dict[Key, TuningEntry]:
     """The entries of a file; none where there is no file.
 
     Raises:
@@ -100,7 +100,7 @@ def load(path: Path) -> dict[Key, Entry]:
     return parsed(text, path)
 
 
-def parsed(text: str, path: Path) -> dict[Key, Entry]:
+def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
     """The entries in the text of a file.
 
     Raises:
@@ -153,7 +153,7 @@ def text_of(entries: Entries) -> str:
     return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
+def _as_json(entry: TuningEntry) -> dict[str, Any]:
     return {
         "choice": dataclasses.asdict(entry.choice),
         "timings": [dataclasses.asdict(timing) for timing in entry.timings],
@@ -162,12 +162,12 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _entry(data: Mapping[str, Any]) -> Entry:
+def _entry(data: Mapping[str, Any]) -> TuningEntry:
     choice: dict[str, Any] = {**data["choice"]}
     timings: list[dict[str, Any]] = [{**timing} for timing in data["timings"]]
     for one in (choice, *timings):
         one["setting"] = _setting(one["setting"])
-    return Entry(
+    return TuningEntry(
         choice=Choice(**choice),
         timings=tuple(Timing(**timing) for timing in timings),
         load_bytes=int(data["load_bytes"]),

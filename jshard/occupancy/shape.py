@@ -35,7 +35,7 @@ from jshard.occupancy import (
 from jshard.occupancy.cache import CacheError, Entries, default_path, footprint_text, load, of_first, parsed, text_of
 from jshard.occupancy.candidates import Timing, together
 from jshard.occupancy.device import Device, device_named, side_of
-from jshard.occupancy.products import SIXTEEN_BITS, Product, by_shape, products_of
+from jshard.occupancy.products import SIXTEEN_BITS, MatrixProduct, by_shape, products_of
 from jshard.occupancy.result import Origin, Overlap, Reason, UnitTimes, best_reserve, duration, unit_times
 
 PRODUCTS, NORMS = ("matmul", "mlp"), ("rms_norm", "layer_norm")
@@ -58,7 +58,7 @@ def unshaped(why: str) -> dict[str, Shaped]:
 
 
 def shaped_kernels(
-    device: Device, comm: CommFootprint | None, units: Sequence[UnitTimes], products: Sequence[Product] | None
+    device: Device, comm: CommFootprint | None, units: Sequence[UnitTimes], products: Sequence[MatrixProduct] | None
 ) -> dict[str, Shaped]:
     """What each kernel leaves, by the model.
 
@@ -110,7 +110,7 @@ def room_for(device: Device, comm: CommFootprint | None, kernels: Mapping[str, S
 
 
 def _reserve(
-    gpu: GpuFacts, comm: CommFootprint, units: Sequence[UnitTimes], products: Sequence[Product] | None
+    gpu: GpuFacts, comm: CommFootprint, units: Sequence[UnitTimes], products: Sequence[MatrixProduct] | None
 ) -> tuple[int, Origin, str]:
     """Multiprocessors that a persistent kernel leaves, what that rests on, and why."""
     needed = reserved_for(gpu, comm)
@@ -154,7 +154,11 @@ def _padded(gpu: GpuFacts, comm: CommFootprint, name: str) -> Shaped:
 
 
 def measured_kernels(
-    found: Mapping[str, Shaped], entries: Entries, device: Device, comm: CommFootprint, products: Sequence[Product]
+    found: Mapping[str, Shaped],
+    entries: Entries,
+    device: Device,
+    comm: CommFootprint,
+    products: Sequence[MatrixProduct],
 ) -> dict[str, Shaped]:
     """The same with what was measured in the place of what was computed.
 
@@ -301,7 +305,7 @@ def _result(
 _PROFILE = 'of the profile "fastest": js.compiler_options says what was measured.'
 
 
-def _products(model: Any, loss: Callable[..., Any] | None, batch: Any) -> tuple[Product, ...] | None:
+def _products(model: Any, loss: Callable[..., Any] | None, batch: Any) -> tuple[MatrixProduct, ...] | None:
     if loss is None or batch is None or not isinstance(model, nnx.Module):
         return None
     return products_of(model, loss, batch)
@@ -338,7 +342,7 @@ def _entries(cache: str | Path | None) -> tuple[Entries, list[str]]:
         return {}, [told]
 
 
-def _without(target: Device, products: tuple[Product, ...] | None) -> list[str]:
+def _without(target: Device, products: tuple[MatrixProduct, ...] | None) -> list[str]:
     if products is not None or target.why_unshaped:
         return []
     return [

@@ -54,7 +54,7 @@ _PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured 
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredVariant:
     """A way that was tried.
 
     Args:
@@ -97,11 +97,11 @@ class Feedback:
         factors: the last correction.
     """
 
-    tried: tuple[Measured, ...]
+    tried: tuple[MeasuredVariant, ...]
     factors: Factors
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> MeasuredVariant | None:
         """The quickest that ran."""
         ran = [one for one in self.tried if math.isfinite(one.step_s)]
         return min(ran, key=lambda one: one.sequence_s, default=None)
@@ -123,10 +123,10 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     if asked is not None:
         left.remove(asked)
         queue.append(asked)
-    tried: list[Measured] = []
+    tried: list[MeasuredVariant] = []
     while queue and len(tried) < tries:
         cost = queue.pop(0)
-        tried.append(Measured(cost, measure(cost)))
+        tried.append(MeasuredVariant(cost, measure(cost)))
         factors = fitted(tried)
         left = [other for other in left if not is_same(other, cost)]  # the same program under another name
         left.sort(key=factors.sequence_s)
@@ -135,7 +135,7 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     return Feedback(tuple(tried), fitted(tried))
 
 
-def fitted(tried: Sequence[Measured]) -> Factors:
+def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
     """Factors that bring the estimates closest to what was measured, by least squares of the relative errors."""
     ran = [one for one in tried if math.isfinite(one.step_s)]
     if not ran:
@@ -205,7 +205,7 @@ def chosen_variant(
     return best.cost.variant
 
 
-def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> Measured:
+def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> MeasuredVariant:
     """The quickest of the ways that were tried."""
     if not found.ranked:
         raise _nothing_fits(found)
@@ -216,7 +216,7 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[An
     return feedback.best
 
 
-def _choice(best: Measured, recipe: Recipe, sample: str) -> CachedVariant:
+def _choice(best: MeasuredVariant, recipe: Recipe, sample: str) -> CachedVariant:
     variant = best.cost.variant
     return CachedVariant(
         mesh=dict(variant.mesh),

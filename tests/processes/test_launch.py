@@ -306,7 +306,7 @@ The variables that describe the cluster are half set.
   where: JAX_COORDINATOR_ADDRESS=node1:1234
          JAX_NUM_PROCESSES=3
          JAX_PROCESS_ID is not set
-  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to tell the rest.
+  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to give the rest.
   do:    set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I
          or none, for one process: env -u JAX_COORDINATOR_ADDRESS -u JAX_NUM_PROCESSES jshard train ..."""
 
@@ -321,8 +321,8 @@ The variables that describe the cluster are half set.
         ({**JAX, "JAX_NUM_PROCESSES": "0"}, "it is a whole number, 1 or more."),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "The address of process 0 cannot be read."),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1:99999"}, "a port from 1 to 65535"),
-        ({**SLURM, "SLURM_NTASKS": "four"}, "What the cluster's launcher tells cannot be read."),
-        ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not tell where its processes meet."),
+        ({**SLURM, "SLURM_NTASKS": "four"}, "What the cluster's launcher says cannot be read."),
+        ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not say where its processes meet."),
     ],
 )
 def test_variables_that_make_no_sense_are_refused(environ, told):
