@@ -121,7 +121,7 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
         ),
         (
             ["--topology", "h100:1x8", "--assume", "matmul_efficiency=70"],
-            "ShardingError: There is no such assumption about a cluster.\n"
+            "ShardingError: The assumption about a cluster is not known.\n"
             "  where: --assume matmul_efficiency=70\n"
             "  why:   the assumptions are flops_per_s, memory_bytes_per_s, fast_bytes_per_s, fast_group,"
             " slow_bytes_per_s, latency_s, matmul_efficiency, memory_efficiency, host_bytes_per_s, each a"

@@ -105,7 +105,7 @@ def test_without_a_partitioner_to_ask_it_is_told(monkeypatch):
     costs._model, costs._arrays = traced._model, traced._arrays
     found = cost(costs, TWO)
     assert found.own_s == 0
-    assert found.left_out == ("collectives over tensor and expert, which this JAX does not tell before it compiles",)
+    assert found.left_out == ("collectives over tensor and expert, which this JAX does not show before it compiles",)
 
 
 # ---- host memory --------------------------------------------------------------------------------------------------

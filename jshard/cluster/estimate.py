@@ -331,7 +331,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, float]:
     """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9`.
 
     Raises:
-        ShardingError: it is no assumption, has no such value, or is given twice.
+        ShardingError: it is no assumption, cannot have the value, or is given twice.
     """
     names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int, float | None)]
     found = {}
@@ -340,7 +340,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, float]:
         number = _number(name, value)
         if name not in names or number is None or name in found:
             raise ShardingError(
-                "An assumption is given twice." if name in found else "There is no such assumption about a cluster.",
+                "An assumption is given twice." if name in found else "The assumption about a cluster is not known.",
                 where=f"--assume {text}",
                 why=f"the assumptions are {', '.join(names)}, each a positive number and given once; an efficiency is"
                 " at most 1, and fast_group whole.",

@@ -52,7 +52,7 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = tuple(
     for what in map(names.format, ("all_gather", "reduce_scatter", "all_reduce"))
 ) + ({"xla_tpu_use_tc_device_shape_on_sc": True},)
 
-# What each profile holds and why is told in the column `measured` of the table. No entry: nothing was shown to help.
+# What each profile holds and why is in the column `measured` of the table. No entry: nothing was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
     "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
     "memory": {GPU: (_LIMIT, *_PIPELINED)},

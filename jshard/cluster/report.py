@@ -111,10 +111,10 @@ def _box(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
     return Box(begin_s, end_s, color, "" if span.lane == "exposed" else unit, tip)
 
 
-# What `jshard plan --topology` tells: what was compiled, and apart from it what is estimated.
+# The report.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
-_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start unless it is told otherwise
+_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -173,7 +173,7 @@ class ClusterPlan:
         if not away:
             return ()
         once = f"; to move that once takes {seconds(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
-        return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} lie{once}",)
+        return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} are{once}",)
 
     def mfu(self, estimate: Estimate) -> float:
         """The model's arithmetic as a part of the peak, if a step takes as long as in an estimate."""

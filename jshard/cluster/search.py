@@ -198,8 +198,8 @@ class Chosen:
 
     def __rich__(self) -> Group:
         refused = [f"--mesh {mesh} cannot be annotated: {why}" for mesh, why in self.search.refused.items()]
-        told = map(Text, (*refused, *self.search.left_out))
-        parts: list[Any] = [_ranking(self.search), *told, Text(), Comparison(rows=self.compiled), Text()]
+        lines = map(Text, (*refused, *self.search.left_out))
+        parts: list[Any] = [_ranking(self.search), *lines, Text(), Comparison(rows=self.compiled), Text()]
         return Group(*parts, Text(self._verdict(), style="bold"))
 
     def __str__(self) -> str:

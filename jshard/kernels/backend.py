@@ -23,7 +23,7 @@ BACKENDS = ("auto", "mosaic", "interpret", "xla")
 """Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first that can."""
 
 _HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
-_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not tell
+_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,11 +84,11 @@ def choose(
         "mosaic", "interpret" or "xla".
 
     Raises:
-        KernelError: there is no such backend, or "mosaic" was asked for and cannot be.
+        KernelError: the backend is not known, or "mosaic" was asked for and cannot be.
     """
     if backend not in BACKENDS:
         raise KernelError(
-            f"{name} has no such backend.",
+            f"{name} does not have this backend.",
             where=f"backend={backend!r}",
             why=f"it is one of {', '.join(map(repr, BACKENDS))}.",
             do='backend="auto"',
@@ -204,7 +204,7 @@ def decide(
         reasons: why the arrays' sizes are not for it, if they are not.
 
     Raises:
-        KernelError: there is no such backend, or it cannot be had here.
+        KernelError: the backend is not known, or it cannot be had here.
     """
     here = place()
     empty = ["one of the arrays is empty"] if any(0 in x.shape for x in arrays) else []

@@ -158,7 +158,7 @@ def _check(given: dict[str, jax.Array], activation: str) -> None:
     """
     if activation not in ACTIVATIONS:
         raise KernelError(
-            "mlp has no such activation.",
+            "mlp does not have this activation.",
             where=f"activation={activation!r}",
             why=f"it is one of {', '.join(map(repr, ACTIVATIONS))}.",
             do='activation="silu" with w_gate for SwiGLU.',

@@ -205,7 +205,7 @@ class Link:
 
     def drain(self, deadline: float) -> None:
         """Waits for the other side's end of it, and closes."""
-        # Closing at once would reset the connection if something unread lies here, and lose our last message there.
+        # Closing at once would reset the connection if something is unread here, and lose our last message there.
         with contextlib.suppress(OSError):
             while (left_s := deadline - time.monotonic()) > 0:
                 self._socket.settimeout(left_s)

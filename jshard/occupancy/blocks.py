@@ -1,10 +1,10 @@
 """Which thread blocks one multiprocessor holds at once, alone and beside a block of communication.
 
 The rules of NVIDIA's `cuda_occupancy.h`, and the same taken on to blocks of two kernels. Shared memory is one pool.
-Registers are not: they are given to whole warps, and a warp lies in one partition of the multiprocessor. The warps of a
+Registers are not: they are given to whole warps, and a warp is in one partition of the multiprocessor. The warps of a
 block are taken to be spread evenly over the partitions, as those of a warpgroup must be. So what a block leaves is not
-one sum: where 17 warps lie 5, 4, 4 and 4, four more warps have only what the first partition has left. For one kernel
-this is what `cuda_occupancy.h` computes; for two it is an assumption, `GpuFacts.placement`.
+one sum: where 17 warps are spread 5, 4, 4 and 4, four more warps have only what the first partition has left. For one
+kernel this is what `cuda_occupancy.h` computes; for two it is an assumption, `GpuFacts.placement`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Block:
         wrong = {name: getattr(self, name) for name, floor in least.items() if getattr(self, name) < floor}
         if wrong:
             raise OccupancyError(
-                "There is no such thread block.",
+                "The thread block cannot be.",
                 where="Block",
                 why="\n".join(f"{name} is {value}, the least is {least[name]}." for name, value in wrong.items()),
                 do="Block(threads=128, registers=90, smem_bytes=90_176)",

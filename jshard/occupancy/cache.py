@@ -72,8 +72,8 @@ def footprint_text(comm: CommFootprint) -> str:
     return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
 
 
-def default_path() -> Path:
-    """The file in the user's folder for such things, wherever the system has it."""
+def default_path(name: str = "tuning.json") -> Path:
+    """A file in the user's folder for such things, wherever the system has it."""
     home = Path.home()
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
@@ -82,7 +82,7 @@ def default_path() -> Path:
     else:
         given = os.environ.get("XDG_CACHE_HOME", "")
         folder = Path(given) if os.path.isabs(given) else home / ".cache"  # a relative one does not count
-    return folder / "jshard" / "tuning.json"
+    return folder / "jshard" / name
 
 
 def load(path: Path) -> dict[Key, TuningEntry]:
@@ -127,17 +127,7 @@ def store(path: Path, entries: Entries) -> None:
     """
     text = text_of({**load(path), **entries})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, text)
     except OSError as error:
         raise CacheError(
             "The measurements cannot be written.",
@@ -145,6 +135,25 @@ def store(path: Path, entries: Entries) -> None:
             why=f"{error}.",
             do="name a file in a folder that can be written: --cache FILE",
         ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file and the folders around it. A reader sees the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
 
 
 def text_of(entries: Entries) -> str:
@@ -205,10 +214,10 @@ def of_first(work: Callable[[], str], *, where: str) -> str:
     if is_primary():
         try:
             made = work()
-        except Exception as error:  # the others wait, and are told
+        except Exception as error:  # the others wait to hear of it
             failed = error
-    told = {"text": made, "failed": None if failed is None else _first_line(failed)}
-    first = json.loads(gather_texts(json.dumps(told))[0])
+    outcome = {"text": made, "failed": None if failed is None else _first_line(failed)}
+    first = json.loads(gather_texts(json.dumps(outcome))[0])
     if failed is not None:
         raise failed
     if first["failed"] is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from jshard.occupancy.device import Device
 from jshard.occupancy.measure import Bench, GpuBench, measure
 from jshard.occupancy.products import SIXTEEN_BITS, MatrixProduct, by_shape, products_of
 from jshard.occupancy.result import times_of_unit
-from jshard.occupancy.shape import told
+from jshard.occupancy.shape import setting_text
 
 _SHOWN = 4  # settings of a ranking, in the table; JSON has all
 NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."
@@ -136,7 +137,7 @@ class TuneReport:
                 and timing.setting == dataclasses.replace(entry.choice.setting, latency_ns=None)
             )
             mark = "chosen" if chosen else ""
-            add_row(table, told(timing.setting), _us(timing.alone_ns), _us(timing.both_ns), mark)
+            add_row(table, setting_text(timing.setting), _us(timing.alone_ns), _us(timing.both_ns), mark)
         return table
 
 
@@ -146,7 +147,7 @@ def _ranked(row: TuneRow) -> FittedTable:
     shown = row.ranked[:_SHOWN]
     plain = [one for one in row.ranked[_SHOWN:] if one.setting is None]
     for one in (*shown, *plain):
-        add_row(table, told(one.setting), _us(one.alone_ns), _us(one.both_ns), one.how)
+        add_row(table, setting_text(one.setting), _us(one.alone_ns), _us(one.both_ns), one.how)
     return table
 
 
@@ -159,7 +160,7 @@ def _us(ns: float) -> str:
     return f"{ns / 1e3:,.0f} us"
 
 
-# `tune`: measures the products of a model on the GPU that is here; `rank` orders their settings by the model alone.
+# The two verbs.
 
 _CALLS = 3  # a product of forward, and its two gradients
 
@@ -216,7 +217,7 @@ def tune(
         comm: as of `rank`.
         path: the file; what is in it for the same key is not measured again.
         again: measure it again all the same.
-        say: is told what is being measured.
+        say: receives a line on what is being measured.
         bench: runs a product.
 
     Raises:
@@ -295,10 +296,7 @@ def _loads(
 
     A unit's collectives, forward and backward, are shared out over its products and their gradients by their work.
     """
-    num_devices = 1
-    for _, degree in plan.mesh:
-        num_devices *= degree
-    assumptions = device.assumptions(num_devices)
+    assumptions = device.assumptions(math.prod(degree for _, degree in plan.mesh))
     of_unit = {unit.name: _of_unit(plan, unit, assumptions, products) for unit in plan.units}
     found = {}
     for product, same in by_shape(tuple(products)).items():

@@ -9,9 +9,7 @@ import hashlib
 import itertools
 import json
 import math
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +37,7 @@ from jshard.cluster.search import Search, is_same, search
 from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
+from jshard.occupancy.cache import default_path, write_whole
 from jshard.recipes.building import abstract_model, batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
@@ -311,8 +310,6 @@ def _nothing_fits(found: Search) -> ShardingError:
 # What was measured to be the quickest is kept for the next time, in a JSON file in the user's cache folder: a row for
 # each model and kind and number of devices. A file that cannot be read or written is no reason to stop.
 
-_FILE = "choices.json"
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedVariant:
@@ -372,11 +369,7 @@ def remember(key: str, choice: CachedVariant) -> Path | None:
     """
     path = _path()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        rows = _read() | {key: dataclasses.asdict(choice)}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(rows, file, indent=1)
-        os.replace(file.name, path)  # another process may be reading
+        write_whole(path, json.dumps(_read() | {key: dataclasses.asdict(choice)}, indent=1))
     except OSError:
         return None
     return path
@@ -391,5 +384,4 @@ def _read() -> dict[str, Any]:
 
 
 def _path() -> Path:
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "jshard" / _FILE
+    return default_path("choices.json")
