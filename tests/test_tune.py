@@ -447,7 +447,7 @@ def test_products_that_no_kernel_takes_are_told(capsys):
         (["--gpu", "a100-80"], "There is nothing to tune for this GPU."),
         (["--gpu", "h300"], "There is no device 'h300'."),
         (["--footprint", "circle"], "There is no footprint 'circle'."),
-        (["--ctas", "99"], "There is no such collective."),
+        (["--ctas", "99"], "The collective cannot be."),
         (["--mesh", "fsdp=5"], "does not split"),
     ],
 )
