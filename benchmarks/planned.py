@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks.tables import markdown_table
 from jshard._errors import FourPartError, MissingExtraError
 from jshard.cluster.compile import CompileRequest, compile_step
-from jshard.cluster.estimate import Cluster, Estimate
+from jshard.cluster.estimate import Estimate, PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology, require_compiler
 
@@ -61,7 +61,9 @@ def _row(point: Point) -> dict[str, Any]:
         step = compile_step(request, timeout_s=_TIMEOUT_S)
     except FourPartError as error:
         return row | {"error": str(error).splitlines()[0]}
-    plan = ClusterPlan.of(step, cluster=Cluster(parse_topology(request.topology)), name=point.labels.get("model", ""))
+    plan = ClusterPlan.of(
+        step, cluster=PlannedCluster(parse_topology(request.topology)), name=point.labels.get("model", "")
+    )
     estimates = plan.estimates
     return row | {
         "mesh": dict(step.plan.mesh),

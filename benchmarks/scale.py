@@ -14,7 +14,7 @@ from benchmarks.pictures import new_axes, save
 from benchmarks.planned import EXPLAINED, MODEL, SMALL, Point, fitting, rows_of, table_of
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import Cluster
+from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.topology import parse_topology
 from jshard.recipes.overrides import override
 from jshard.train import load_model_file
@@ -43,7 +43,7 @@ def _point(recipe: str, hosts: int, each: int, widest: int, settings: tuple[str,
     settings = (*settings, f"batch_size={each * gpus}")
     model_file = load_model_file(MODEL)
     costs = Costs(
-        model_file, override(model_file.recipe(recipe)[1], settings), Cluster(parse_topology(topology)).machine
+        model_file, override(model_file.recipe(recipe)[1], settings), PlannedCluster(parse_topology(topology)).machine
     )
     return Point(
         labels={"model": recipe, "GPUs": gpus, "mesh": f"{mesh['replica']} x {fsdp}", "sequences per GPU": each},

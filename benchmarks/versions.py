@@ -35,7 +35,7 @@ import jshard as js
 from benchmarks.tables import markdown_table
 from benchmarks.version_cases import CASES, MODELS, Case
 from jshard._optimizer import abstract_optimizer
-from jshard.cluster.estimate import Cluster
+from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.options import compile_nothing, options_for
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.engine.context import plain_flax
@@ -118,7 +118,7 @@ def row_of(name: str, hlo: Path | None = None, *, seconds: bool = True) -> dict[
         "temp_bytes": found.memory.temporaries_bytes,
         "argument_bytes": found.memory.arguments_bytes,
         "flops": found.schedule.flops,
-        "estimate_s": Cluster(topology).estimate(found.schedule).stated.step_s,
+        "estimate_s": PlannedCluster(topology).estimate(found.schedule).stated.step_s,
         "equations": dict(zip(("all", "distinct"), _equations(traced.jaxpr.jaxpr, set()), strict=True)),
         "stablehlo_bytes": len(lowered.as_text()),
         "calls": dict(calls),

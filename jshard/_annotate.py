@@ -11,7 +11,6 @@ from flax import nnx
 
 from jshard import _annotation_checks as checks
 from jshard import _compat
-from jshard._auto import check_strategy, settings_of
 from jshard._choices import UnitChoice, as_filter, chosen
 from jshard._errors import AnnotationError
 from jshard._linen.annotation import annotated
@@ -37,7 +36,7 @@ from jshard._placement import Placement, PlacementRule, ShardPlacement
 from jshard._policies import OFFLOADED, MixedPrecision, Prefetch, Remat, UnitPolicy, check_remat
 from jshard._revise import revise
 from jshard._shard_plan import Leaf, make_plan
-from jshard._strategies import Strategy
+from jshard._strategies import Strategy, check_strategy, settings_of
 from jshard.engine.route import route
 
 M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
@@ -98,11 +97,9 @@ def fully_shard(
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
             likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
             the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
-        strategy: a way to treat the layers, in place of what they were annotated with; give it to the root. A name of
-            `js.strategies`, or one of its values: whether gathered parameters are kept. `"auto"`: what `jshard train
-            --auto` has measured to be the quickest for this model on these devices; where nothing was measured,
-            gathered parameters are kept if all that is known before a step takes less than half of a device's
-            memory. `js.explain` shows what was chosen, and why.
+        strategy: settings of the layers, in place of what they were annotated with; give it to the root. A name of
+            `js.strategies`, or one of its values: whether gathered parameters are kept. `jshard train --auto` and
+            `jshard plan --auto` find which is the quickest.
         placement: where its parameters lie, if not along the largest dim that divides: `js.ShardPlacement`.
         fallback: what an operation is that has no form on one data shard, so that every device computes it for the
             whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
@@ -167,7 +164,7 @@ def fully_shard(
     _annotate_all(modules, root, _choose_units(modules, units), record, where.ignored)
     if strategy is not None:
         for root in modules:
-            settings, why = settings_of(strategy, root, mesh)
+            settings, why = settings_of(strategy, mesh)
             revise(root, settings, strategy=why)
     return module
 

@@ -1,37 +1,12 @@
-"""Sharding strategies as values: what each passes to the API, and what it costs by formula."""
+"""Sharding strategies as values: what each passes to the API, and `fully_shard(strategy=...)`."""
 
 import dataclasses
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """What a strategy holds on one device and sends in one step, in units of P.
-
-    P is the bytes of all parameters. Parameters and gradients count in their own dtypes; the largest gathered unit and
-    small replicated parameters come on top.
-
-    Args:
-        parameters: stored parameters, held between steps.
-        gradients: gradients as the optimizer gets them.
-        optimizer: optimizer state, in units of the state of the whole model.
-        gathered: gathered copies kept from forward to backward.
-        all_gather: bytes gathered, counted as whole arrays.
-        reduce_scatter: likewise reduced and scattered.
-        all_reduce: likewise all-reduced.
-        wire: bytes that each device sends, by the ring algorithm.
-    """
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    gathered: float
-    all_gather: float
-    reduce_scatter: float
-    all_reduce: float
-    wire: float
+from jshard._errors import AnnotationError
+from jshard._mesh import FSDP, REPLICA, AnyMesh, degree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,46 +51,6 @@ class Strategy:
         """Keywords for `js.shard_optimizer`."""
         return {"shard_replicated": self.shard_replicated}
 
-    def costs(self, *, replica: int = 1, fsdp: int = 1) -> Costs:
-        """The formulas, for a mesh of these degrees.
-
-        Args:
-            replica: degree of the replica axis.
-            fsdp: degree of the sharding axis.
-        """
-        held = 1 / fsdp
-        kept, again = self._backward(fsdp)
-        gathers = 1 if fsdp > 1 else 0
-        all_gather = gathers * (1 + (again > 1))
-        wire = gathers * (2 * _around(fsdp) + _around(again))
-        all_reduce = held if replica > 1 else 0.0
-        wire += 2 * all_reduce * _around(replica)
-        if self.shard_replicated and replica > 1:  # the optimizer's new values, gathered over the replicas
-            all_gather += held
-            wire += held * _around(replica)
-        return Costs(
-            parameters=held,
-            gradients=held,
-            optimizer=held / (replica if self.shard_replicated else 1),
-            gathered=gathers * kept,
-            all_gather=all_gather,
-            reduce_scatter=float(gathers),
-            all_reduce=all_reduce,
-            wire=wire,
-        )
-
-    def _backward(self, fsdp: int) -> tuple[float, int]:
-        """The part of the gathered parameters that each device keeps for backward, and the group that gathers them."""
-        reshard = self.reshard_after_forward
-        if reshard is None or reshard is True:
-            return 0.0, fsdp
-        return (1.0, 1) if reshard is False else (1 / int(reshard), int(reshard))
-
-
-def _around(size: int) -> float:
-    """Part of an array that each of `size` devices sends once around a ring."""
-    return (size - 1) / size
-
 
 _ALL = (
     Strategy("replicate", "every device holds the model; gradients are all-reduced (DDP)", replica=-1, fsdp=1),
@@ -129,3 +64,48 @@ _ALL = (
 
 strategies: Mapping[str, Strategy] = MappingProxyType({strategy.name: strategy for strategy in _ALL})
 """The strategies by name."""
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises unless it is a strategy, its name or None."""
+    if strategy is None or isinstance(strategy, Strategy) or strategy in strategies:
+        return
+    if strategy == "auto":
+        raise AnnotationError(
+            "fully_shard does not choose a strategy.",
+            where='fully_shard(strategy="auto")',
+            why="it chose by a file in the home folder and by the memory of the devices: the same script could shard"
+            " differently on two machines.",
+            do="jshard train MODEL --auto  # measures here; or jshard plan MODEL --topology h100:64x8 --auto\n"
+            "js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)  # as either prints",
+        )
+    raise AnnotationError(
+        "The strategy is not known.",
+        where=f"fully_shard(strategy={strategy!r})",
+        why=f"it is one of {', '.join(strategies)}, or a value of js.strategies.",
+        do='js.fully_shard(model, mesh=mesh, strategy="zero2")',
+    )
+
+
+def settings_of(strategy: str | Strategy, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+    """The settings of the layers, as `jshard._revise.revise` takes them, and the name of the strategy.
+
+    Args:
+        strategy: a strategy or its name.
+        mesh: of the root.
+
+    Raises:
+        AnnotationError: a strategy of replicas on a mesh without, or one without shards on a mesh that shards.
+    """
+    found = strategies[strategy] if isinstance(strategy, str) else strategy
+    if (found.fsdp == 1 and degree(mesh, FSDP) > 1) or (found.replica > 1 and degree(mesh, REPLICA) == 1):
+        wanted = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+        given = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in found.mesh)
+        raise AnnotationError(
+            "The strategy is for another mesh.",
+            where=f"fully_shard(strategy={found.name!r}), mesh {given}",
+            why=f"{found.summary}: the mesh says where the parameters are, and a strategy does not change it.",
+            do=f"mesh=js.mesh({wanted})",
+        )
+    reshard = found.reshard_after_forward
+    return {"reshard_after_forward": True if reshard is None else reshard}, found.name

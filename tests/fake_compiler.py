@@ -11,7 +11,7 @@ import jshard as js
 from jshard.cluster import compare
 from jshard.cluster.compile import CompiledStep, CompileRequest
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import Cluster
+from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.overrides import override
@@ -23,17 +23,17 @@ from tests.scheduled_text import dot, gather, gathered, program
 GPT = load_model_file(MODELS / "gpt.py")
 
 
-def cluster_of(topology: str, **known: float) -> Cluster:
+def cluster_of(topology: str, **known: float) -> PlannedCluster:
     """A cluster, and what is known of it."""
-    return Cluster(parse_topology(topology), known)
+    return PlannedCluster(parse_topology(topology), known)
 
 
-def mesh_of(cluster: Cluster, **degrees: int) -> dict[str, int]:
+def mesh_of(cluster: PlannedCluster, **degrees: int) -> dict[str, int]:
     """Degrees on all devices of a cluster."""
     return dict(js.mesh(**degrees, devices=cluster.topology.num_devices).shape)
 
 
-def costs_of(cluster: Cluster, *settings: str, **units: Any) -> Costs:
+def costs_of(cluster: PlannedCluster, *settings: str, **units: Any) -> Costs:
     """Estimates for the micro GPT with other settings of its recipe and of its units."""
     traced = _traced(tuple(key for key in settings if key.startswith("model.")), tuple(units.items()))
     found = Costs(traced.model_file, override(micro(), settings), cluster.machine)
@@ -50,7 +50,7 @@ def _traced(settings: tuple[str, ...], units: tuple[tuple[str, Any], ...]) -> Co
     return Costs(with_units(GPT, dict(units)), override(micro(), settings), cluster_of("h100:1x8").machine)
 
 
-def request_of(cluster: Cluster, **changes: Any) -> CompileRequest:
+def request_of(cluster: PlannedCluster, **changes: Any) -> CompileRequest:
     """The micro GPT, as it is asked for on a cluster."""
     asked: dict[str, Any] = {"model": "my_model.py", "topology": cluster.topology.text, "mesh": mesh_of(cluster)}
     return CompileRequest(**asked | {"profile": "fastest"} | changes)

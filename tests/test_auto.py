@@ -1,4 +1,4 @@
-"""What is chosen for a model: by estimates that measured steps correct, remembered, and taken up by an annotation."""
+"""What `jshard train --auto` chooses: by estimates that measured steps correct, and remembered."""
 
 import dataclasses
 import json
@@ -13,7 +13,6 @@ from flax import nnx
 import jshard as js
 from jshard import cli
 from jshard._errors import AnnotationError
-from jshard._remembered import Choice, key_of, recall, remember
 from jshard.cli import _training
 from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import request_of
@@ -24,9 +23,9 @@ from jshard.cluster.variants import Variant
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
 from jshard.train import auto
-from jshard.train.auto import Factors, fitted, with_feedback
+from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
 from jshard.train.run import Finished
-from tests.helpers import Block, Config, abstract, annotator, builder
+from tests.helpers import Block, Config, abstract, builder
 from tests.test_cli_plan import MODEL
 
 MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
@@ -99,14 +98,14 @@ def test_what_does_not_run_is_not_chosen():
 
 # ---- what was chosen is remembered ------------------------------------------------------------------------------
 
-CHOICE = Choice(mesh=MESH, units={"remat": "dots"}, batch_size=16, accumulate=1, sample="x", step_s=0.25)
+CHOICE = CachedVariant(mesh=MESH, units={"remat": "dots"}, batch_size=16, accumulate=1, sample="x", step_s=0.25)
 
 
 def test_a_choice_comes_back(cache):
     assert recall("a") is None
     assert remember("a", CHOICE) == cache and remember("b", CHOICE) == cache
     assert recall("a") == CHOICE and set(json.loads(cache.read_text())) == {"a", "b"}
-    assert "0.25 s a step of 16" in CHOICE.told
+    assert "0.25 s a step of 16" in CHOICE.origin
     remember("a", dataclasses.replace(CHOICE, jax="0.1"))
     assert recall("a") is None  # measured on another version
 
@@ -132,7 +131,7 @@ def test_the_key_is_the_models_and_the_devices():
     assert len({key(Config()), key(Config(), 4), key(Config(layers=3)), key(Config(width=128))}) == 4
 
 
-# ---- an annotation takes it up ----------------------------------------------------------------------------------
+# ---- a strategy in an annotation --------------------------------------------------------------------------------
 
 
 def annotated(strategy, mesh=None, **settings):
@@ -152,52 +151,20 @@ def test_a_strategy_by_name_or_value():
     model = annotated(two, remat="full")
     assert layers(model) == {(2, "full")}
     assert "Strategy: hpz" in str(js.explain(model))
-    with pytest.raises(AnnotationError, match="There is no such strategy"):
+    with pytest.raises(AnnotationError, match="The strategy is not known"):
         annotated("zero4")
 
 
-def test_auto_without_anything_remembered_goes_by_memory(monkeypatch):
-    kept = annotated("auto")
-    assert layers(kept) == {(False, "none")}
-    assert "Strategy: auto: zero2, 0.00 GiB with every gathered copy, within half of a device's" in str(
-        js.explain(kept)
-    )
-    monkeypatch.setattr("jshard._auto.device_bytes", lambda mesh: 100_000)
-    assert layers(annotated("auto")) == {(True, "none")}
-    assert layers(annotated("auto", js.mesh(devices=8))) == {(True, "none")}  # without devices
-    replicated = annotated("auto", js.mesh(replica=8, fsdp=1))
-    assert "Strategy: auto: nothing is sharded" in str(js.explain(replicated))
-
-
-def test_a_root_alone_leaves_nothing_to_choose():
-    alone = js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="auto")
-    assert "nothing to choose, as there are no units inside the root" in str(js.explain(alone))
+def test_a_root_alone_has_no_layers_to_set():
     with pytest.raises(AnnotationError, match="no units whose settings could be changed"):
         js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="zero2")
 
 
-def test_auto_takes_up_what_was_measured_on_this_mesh():
-    key = key_of(builder(Config())(), jax.devices())
-    remember(key, dataclasses.replace(CHOICE, mesh=dict(js.mesh().shape), units={"remat": "dots", "prefetch": 2}))
-    model = annotated("auto")
-    assert layers(model) == {(True, "dots")}
-    assert {unit.prefetch for unit in js.plan(model).units[1:]} == {"2"}
-    assert "Strategy: auto: measured on " in str(js.explain(model))
-    assert layers(annotated("auto", js.mesh(replica=2))) == {(False, "none")}  # measured on another
-
-
-def test_a_model_with_a_strategy_trains():
-    mesh = js.mesh()
-
-    def annotate(model):
-        annotator(mesh)(model)
-
-    plain = js.shard_init(builder(Config()), annotate)
-    chosen = js.shard_init(
-        builder(Config()), lambda model: js.fully_shard(model, units=Block, mesh=mesh, strategy="auto")
-    )
-    x = jax.numpy.ones((8, 4), int)
-    assert jax.numpy.allclose(plain(x), chosen(x), atol=1e-5)
+def test_a_library_call_chooses_nothing_by_itself(monkeypatch):
+    monkeypatch.setattr(auto, "_path", lambda: pytest.fail("the file in the home folder is read"))
+    with pytest.raises(AnnotationError, match="does not choose a strategy") as error:
+        annotated("auto")
+    assert "jshard train MODEL --auto" in error.value.do and "reshard_after_forward=False" in error.value.do
 
 
 # ---- `jshard train --auto` --------------------------------------------------------------------------------------

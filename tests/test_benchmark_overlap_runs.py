@@ -267,7 +267,7 @@ def test_the_list_needs_no_gpu(capsys):
             "  do:    --only placement, or without it.\n",
         ),
         (["--list", "--gpu", "h2"], "There is no GPU 'h2'."),
-        (["--list", "--gpu", "h200", "--ctas", "65"], "There is no such collective."),
+        (["--list", "--gpu", "h200", "--ctas", "65"], "The collective cannot be."),
         (["--list", "--gpu", "h200", "--nccl", "1.0"], "The footprint of NCCL 1.0 is not known."),
     ],
 )

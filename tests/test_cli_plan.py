@@ -10,7 +10,7 @@ import jshard as js
 from jshard import cli
 from jshard._errors import MissingExtraError, RunError
 from jshard.cluster import compile as module
-from jshard.cluster.child import _told, lowered_step
+from jshard.cluster.child import compiler_error, lowered_step
 from jshard.cluster.compile import (
     CompileError,
     CompileRequest,
@@ -122,7 +122,7 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
         ),
         (
             ["--topology", "h100:1x8", "--assume", "matmul_efficiency=70"],
-            "ShardingError: There is no such assumption about a cluster.\n"
+            "ShardingError: The assumption about a cluster is not known.\n"
             "  where: --assume matmul_efficiency=70\n"
             "  why:   the assumptions are flops_per_s, memory_bytes_per_s, fast_bytes_per_s, fast_group,"
             " slow_bytes_per_s, latency_s, matmul_efficiency, memory_efficiency, host_bytes_per_s, each a"
@@ -230,10 +230,10 @@ def test_a_compiler_that_takes_too_long_is_stopped(folder, monkeypatch):
 
 def test_errors_of_the_child_come_over_as_they_are():
     told = OptionError("No.", where=["a", "b"], why="1", do="2")
-    again = module.rebuilt(json.loads(json.dumps(module.as_json(told))))
+    again = module.error_from_json(json.loads(json.dumps(module.error_to_json(told))))
     assert type(again) is OptionError and str(again) == str(told)
-    unknown = module.as_json(told) | {"kind": "ErrorOfTheModelFile", "is_request": False}
-    assert type(module.rebuilt(unknown)) is RunError
+    unknown = module.error_to_json(told) | {"kind": "ErrorOfTheModelFile", "is_request": False}
+    assert type(module.error_from_json(unknown)) is RunError
 
 
 @without_gpu_compiler
@@ -286,11 +286,11 @@ def _text(folder):
     ],
 )
 def test_a_tpu_compiler_that_refuses_what_does_not_fit(said):
-    told = _told(RuntimeError(f"{said}\nmore lines"), parse_topology("v5e:2x2"))
+    told = compiler_error(RuntimeError(f"{said}\nmore lines"), parse_topology("v5e:2x2"))
     assert type(told) is TooLargeError and isinstance(told, RunError)
     assert told.what == "does not fit: 20.2 GiB of 15.8 in each Cloud TPU v5e."
     assert told.why == f"the compiler's own count: {said}"
-    assert type(_told(RuntimeError("INTERNAL: no"), parse_topology("v5e:2x2"))) is CompileError
+    assert type(compiler_error(RuntimeError("INTERNAL: no"), parse_topology("v5e:2x2"))) is CompileError
 
 
 # ---- compiled for a cluster -------------------------------------------------------------------------------------

@@ -105,7 +105,7 @@ def test_without_a_partitioner_to_ask_it_is_told(monkeypatch):
     costs._model, costs._arrays = traced._model, traced._arrays
     found = cost(costs, TWO)
     assert found.own_s == 0
-    assert found.left_out == ("collectives over tensor and expert, which this JAX does not tell before it compiles",)
+    assert found.left_out == ("collectives over tensor and expert, which this JAX does not show before it compiles",)
 
 
 # ---- host memory --------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_a_replay_of_a_compiled_step_tells_that_it_follows_no_copies():
     assert plans[0].left_out == () and "not in the estimate" not in str(plans[0])
     (line,) = plans[1].left_out
     assert line == (
-        "not in the estimate: copies to and from the host, where 3.00 GiB lie;"
+        "not in the estimate: copies to and from the host, where 3.00 GiB are;"
         " to move that once takes 62.9 ms at 51.2 GB/s"
     )
     assert line in " ".join(str(plans[1]).split()) and plans[1].to_dict()["left_out"] == [line]

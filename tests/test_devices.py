@@ -6,9 +6,8 @@ import re
 import pytest
 
 from jshard._errors import RunError
-from jshard.facts.devices import DEVICES
+from jshard.facts.devices import DEVICES, device_of, peak_of
 from jshard.facts.gpu_target import accepted_text, target_config_text
-from jshard.recipes.mfu import _table_entry
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]
 
@@ -52,7 +51,7 @@ def test_every_number_has_a_source_and_assumptions_say_so(facts):
     numbers = {
         field.name
         for field in dataclasses.fields(facts)
-        if field.name not in ("name", "platform", "title", "sources", "dims", "hosts_share_links")
+        if field.name not in ("name", "platform", "kind", "title", "sources", "dims", "hosts_share_links")
         and getattr(facts, field.name) is not None
     }
     assert set(facts.sources) == numbers
@@ -69,14 +68,15 @@ def test_every_number_has_a_source_and_assumptions_say_so(facts):
 
 
 @pytest.mark.parametrize("facts", DEVICES.values(), ids=lambda facts: facts.name)
-def test_peaks_are_dense_and_those_of_the_mfu(facts):
-    kinds = {"a100": "NVIDIA A100-SXM4-80GB", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
-    entry = _table_entry(kinds.get(facts.name.partition("-")[0], f"NVIDIA {facts.name.upper()}"))
-    assert entry is not None
-    assert facts.flops_per_s["bf16"] == entry[0]
+def test_peaks_are_dense_and_found_by_the_names_of_drivers(facts):
+    kinds = {"a100": f"NVIDIA A100-SXM4-{facts.name[5:]}GB", "v5e": "TPU v5e", "v5p": "TPU v5p", "v6e": "TPU v6e"}
+    kind = kinds.get(facts.name.partition("-")[0], f"NVIDIA {facts.name.upper()}")
+    assert device_of(kind) is device_of(facts.name) is facts
+    peak = facts.flops_per_s["bf16"]
+    assert peak_of(kind) == (peak, facts.sources["flops_per_s"].removesuffix(", dense"))
     if facts.target is not None:  # dense: TF32 half of bf16, fp8 twice
-        assert facts.flops_per_s["tf32"] == pytest.approx(entry[0] / 2, rel=1e-3)
-        assert facts.flops_per_s.get("fp8", 2 * entry[0]) == 2 * entry[0]
+        assert facts.flops_per_s["tf32"] == pytest.approx(peak / 2, rel=1e-3)
+        assert facts.flops_per_s.get("fp8", 2 * peak) == 2 * peak
 
 
 @pytest.mark.parametrize("facts", GPUS, ids=lambda facts: facts.name)

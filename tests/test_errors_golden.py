@@ -325,6 +325,7 @@ ERRORS: dict[str, Callable[[], object]] = {
     "fully_shard: not a mesh": lambda: shard(linear(), mesh={"fsdp": 8}),
     "fully_shard: mesh without fsdp": lambda: shard(linear(), mesh=Mesh(np.array(jax.devices()), ("data",))),
     "fully_shard: no such strategy": lambda: shard(linear(), mesh=js.mesh(), strategy="zero4"),
+    "fully_shard: a strategy by itself": lambda: shard(linear(), mesh=js.mesh(), strategy="auto"),
     "fully_shard: a strategy for another mesh": lambda: shard(linear(), mesh=js.mesh(), strategy="replicate"),
     "fully_shard: a strategy for Linen": lambda: shard(nn.Dense(8), mesh=js.mesh(), strategy="zero2"),
     "fully_shard: gathered is not true or false": lambda: shard(linear(), gathered="never"),

@@ -1,7 +1,5 @@
 """Between CPU processes gathers and reductions are all-to-alls: the same gradients, and counted as what they are."""
 
-import os
-
 import jax
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jshard as js
-from jshard import launch
 from jshard._mesh import FSDP
 from jshard.engine import gloo
 from jshard.inspect import collectives, full_bytes
@@ -75,19 +72,3 @@ def test_a_program_is_counted_as_what_it_stands_for(carried):
 def test_one_process_and_other_devices_keep_their_own():
     assert not gloo.carries(js.mesh())
     assert not gloo.carries(js.mesh(devices=8))
-
-
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the kernel has no SCHED_BATCH")
-def test_no_thread_of_a_cpu_process_takes_the_core_of_another(monkeypatch):
-    """Else gloo's spins on a lock that the interrupted one holds."""
-    policies = lambda: {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    launch.take_turns()
-    assert policies() == {os.SCHED_OTHER}, "threads that feed a GPU are left alone"
-    monkeypatch.undo()
-    launch.take_turns()
-    try:
-        assert policies() == {os.SCHED_BATCH}
-    finally:
-        for thread in os.listdir("/proc/self/task"):
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))

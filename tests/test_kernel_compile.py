@@ -5,13 +5,14 @@ Compiling needs the extra `plan-gpu`, and no GPU. What reads the compiler's word
 
 import pytest
 
+from benchmarks.kernels import compiled
+from benchmarks.kernels.compiled import KernelCall, assembler, compile_calls
+from benchmarks.kernels.launches import Launch
+from benchmarks.kernels.table import assembled, calls
 from jshard import _compat
 from jshard._errors import MissingExtraError
 from jshard.cluster.compile import CompileError
-from jshard.kernels import KernelError, Occupancy, compiled
-from jshard.kernels.assembled import assembled, calls
-from jshard.kernels.compiled import KernelCall, assembler, compile_calls
-from jshard.kernels.launch import Launch
+from jshard.kernels import KernelError, Occupancy
 from jshard.occupancy import GPUS, shipped_kernels
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
 
@@ -36,7 +37,7 @@ def test_every_kernel_compiles_without_spills_and_its_products_run_on_the_tensor
 @needs_gpu_compiler
 @pytest.mark.timeout(1200)
 def test_the_table_is_what_is_compiled_now(shipped):
-    """If this fails for a change that is meant, `python -m jshard.kernels.assembled` prints the new table."""
+    """If this fails for a change that is meant, `python -m benchmarks.kernels.table` prints the new table."""
     told = shipped_kernels(GPUS["h200"])
     forms = assembled(shipped)
     whole = lambda form: (form.name, form.tiles, form.threads, form.smem_bytes, form.persistent)
@@ -90,7 +91,7 @@ def test_a_crash_is_told_with_the_last_lines(tmp_path, monkeypatch):
 
 def test_a_compiler_that_takes_too_long_is_stopped(tmp_path, monkeypatch):
     interpreter(tmp_path, monkeypatch, "exec sleep 600")
-    with pytest.raises(CompileError, match="Compiling kernels takes too long") as told:
+    with pytest.raises(CompileError, match="Compiling takes too long") as told:
         compile_calls(calls()[:1], timeout_s=0.05)
     assert "stopped after 0.05 s" in told.value.why
 
@@ -131,6 +132,6 @@ def test_what_the_compiler_says_is_read():
 def test_what_the_compiler_does_not_say_is_an_error():
     with pytest.raises(CompileError, match="has not said what a kernel takes") as told:
         matched({}, launch("a"), said=words("b", 40))
-    assert (told.value.where, told.value.why) == (("a",), "it has told of b.")
+    assert (told.value.where, told.value.why) == (("a",), "it has named b.")
     with pytest.raises(CompileError, match="the assembler's words have changed"):
         matched({}, launch("a"), said=words("a", 40).replace("Used 40", "Takes 40"))

@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jshard as js
+from benchmarks.kernels.launches import Launch, launches
 from jshard._policies import checkpoint_policy
 from jshard.kernels import Occupancy
 from jshard.kernels.knobs import product_ns, traffic_ns
-from jshard.kernels.launch import Launch, launches
 from jshard.kernels.mosaic.product import Product, smem_bytes
 
 KIND = "NVIDIA H200"

@@ -73,7 +73,9 @@ def test_devices_of_two_kinds_have_no_peak():
 
 def test_the_peak_is_that_of_all_devices():
     peak = mfu.device_peak(devices("NVIDIA H100 80GB HBM3", 8))
-    assert peak == mfu.Peak(8 * 989.5e12, "8 x 989.5e12 of NVIDIA H100 80GB HBM3: dense bf16, H100 SXM data sheet")
+    assert peak == mfu.Peak(
+        8 * 989.5e12, "8 x 989.5e12 of NVIDIA H100 80GB HBM3: dense bf16, NVIDIA H100 data sheet (SXM)"
+    )
 
 
 def test_simulated_devices_share_one_measured_peak():

@@ -203,7 +203,7 @@ def test_footprints_of_nccl():
 
 
 def test_a_version_that_was_not_read_is_the_nearest_older_one_with_one_warning(monkeypatch):
-    monkeypatch.setattr(footprints, "_told", set())
+    monkeypatch.setattr(footprints, "_warned", set())
     with pytest.warns(OccupancyWarning, match=r"NCCL 2\.29\.1 were not read: .* that of 2\.28\.9"):
         assert footprint("ring", gpu=H200, version="2.29.1").version == "2.28.9"
     assert footprint("tree", gpu=H200, version="2.29.1").version == "2.28.9"  # a second warning would be an error

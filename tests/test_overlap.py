@@ -280,7 +280,7 @@ def measured(product, comm, *, best_ns=100, dot_ns=200, alone_ns=90):
     )
     names = {"kernel": product.kernel, "shape": product.shape, "dtype": product.dtype, "device": "NVIDIA H200"}
     names |= {"jax": _compat.jax_version(), "footprint": cache.footprint_text(comm)}
-    return {cache.Key(**names): cache.Entry(choice=choose(timings), timings=timings, load_bytes=1)}
+    return {cache.Key(**names): cache.TuningEntry(choice=choose(timings), timings=timings, load_bytes=1)}
 
 
 @pytest.fixture(scope="module")
@@ -328,7 +328,7 @@ def test_one_time_is_stated_only_where_all_calls_take_about_as_long(model, produ
         cache.store(path, measured(product, ring, alone_ns=90 - 30 * (i % 2)))
     shaped = shaped_with(model, path)
     assert shaped.occupancy["matmul"] == BEST
-    assert "the scheduler is told estimates" in next(r.why for r in shaped.reasons if r.what == "matmul")
+    assert "the scheduler has estimates" in next(r.why for r in shaped.reasons if r.what == "matmul")
 
 
 def test_a_file_of_the_user_that_cannot_be_read_is_told_once_and_left(model, plan, cache_folder):
@@ -397,10 +397,11 @@ This NCCL moves nothing by the copy engines.
     "no version": (
         {"comm": "copy-engine", "nccl": "new"},
         """\
-The version of NCCL cannot be read.
-  where: nccl="new"
+The footprint of NCCL new is not known.
+  where: version='new'
   why:   it is no version of the form 2.30.7.
-  do:    nccl="2.30.7\"""",
+         known are 2.28.9, 2.30.7, 2.32.3.
+  do:    footprint("ring", gpu=gpu, version="2.32.3")""",
     ),
     "every multiprocessor": (
         {"comm": CommFootprint(name="all", ctas=132, threads=640, registers=96, smem_bytes=0, source="")},

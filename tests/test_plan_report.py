@@ -10,7 +10,7 @@ import pytest
 from jshard._errors import RunError
 from jshard._text import duration
 from jshard.cli.plan import PlanReport
-from jshard.cluster.compare import Bench, Compared, Comparison, compare
+from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import choose
 from jshard.cluster.variants import Variant, command_line, compared
@@ -93,7 +93,7 @@ def test_strategies_side_by_side(monkeypatch):
     ways = compared(
         ["replicate", "zero3", "gspmd"], ASKED.mesh, near=8, capacity_bytes=CAPACITY, held_bytes=lambda mesh: 0
     )
-    found = compare(ASKED, ways, Bench(cluster=HOST, say=said.append))
+    found = compare(ASKED, ways, VariantCompiler(cluster=HOST, say=said.append))
     assert [asked.plain_flax for asked in compiler.asked] == [False, False, True]
     zero3 = "[2 of 3] zero3: --mesh replica=1,fsdp=8,tensor=1 --unit reshard_after_forward=true"
     assert said[2] == f"{zero3} ..."
@@ -152,7 +152,7 @@ def chosen(monkeypatch, compiled, plan, *settings, batch_sizes=()):
     """
     compiler = Compiler(monkeypatch, lambda asked: _step(asked, *compiled(asked)))
     costs, asked = costs_of(HOST, *settings), request_of(HOST, settings=settings)
-    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=Bench(cluster=HOST), batch_sizes=batch_sizes)
+    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=VariantCompiler(cluster=HOST), batch_sizes=batch_sizes)
     return found, compiler.asked
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from jshard._errors import RunError
-from jshard.cluster.compare import Bench, suggestions
+from jshard.cluster.compare import VariantCompiler, suggestions
 from jshard.cluster.variants import Variant
 from tests.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 
@@ -34,7 +34,7 @@ def suggested(monkeypatch, compiled, *settings, mesh=None, wrong=1.0, **units):
         found,
         request_of(HOST, settings=settings or (LARGE,), units=units, mesh=mesh),
         mesh,
-        bench=Bench(cluster=HOST),
+        bench=VariantCompiler(cluster=HOST),
         peak_bytes=int(wrong * now),
     )
     assert [one.settings for one in compiler.asked] == [

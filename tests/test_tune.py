@@ -14,16 +14,16 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
+from benchmarks.kernels.launches import launches
 from jshard import _compat, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
-from jshard.kernels.launch import launches
 from jshard.occupancy import COPY_ENGINE, cache, footprint, gpu
 from jshard.occupancy import measure as measuring
 from jshard.occupancy.candidates import MOST_SLOWER, Timing, candidates, choose, together
 from jshard.occupancy.device import device_named
 from jshard.occupancy.measure import GpuBench, load, load_shape, measure, program_of
-from jshard.occupancy.products import Product, by_shape, products_of
+from jshard.occupancy.products import MatrixProduct, by_shape, products_of
 from jshard.occupancy.shape import overlap
 from jshard.occupancy.tune import NOT_MEASURED, TuneError, key_of, rank, tune
 from tests.helpers import Config, abstract, loss_fn
@@ -98,7 +98,7 @@ KEY = cache.Key(kernel="matmul", shape="8x8x8", dtype="bfloat16", device="NVIDIA
 
 def entry(both_ns=150):
     timings = (timed(None, 100, 200), timed(A, 100, both_ns))
-    return cache.Entry(choice=choose(timings), timings=timings, load_bytes=123, when="2026-11-22T00:00:00+00:00")
+    return cache.TuningEntry(choice=choose(timings), timings=timings, load_bytes=123, when="2026-11-22T00:00:00+00:00")
 
 
 def test_what_is_stored_is_read_back_and_the_rest_stays(tmp_path):
@@ -159,7 +159,7 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def test_every_part_of_the_key_counts():
-    product = Product(kernel="matmul", m=8, n=16, k=32, dtype="bfloat16")
+    product = MatrixProduct(kernel="matmul", m=8, n=16, k=32, dtype="bfloat16")
     key = key_of(product, HERE, RING)
     changed = {
         "kernel": key_of(dataclasses.replace(product, kernel="mlp"), HERE, RING),
@@ -447,7 +447,7 @@ def test_products_that_no_kernel_takes_are_told(capsys):
         (["--gpu", "a100-80"], "There is nothing to tune for this GPU."),
         (["--gpu", "h300"], "There is no device 'h300'."),
         (["--footprint", "circle"], "There is no footprint 'circle'."),
-        (["--ctas", "99"], "There is no such collective."),
+        (["--ctas", "99"], "The collective cannot be."),
         (["--mesh", "fsdp=5"], "does not split"),
     ],
 )
@@ -486,7 +486,7 @@ def test_measurements_are_of_the_very_kind_of_device_that_is_here(monkeypatch):
 
 @pytest.mark.gpu
 def test_on_a_gpu_everything_is_timed(tmp_path):
-    product = Product(kernel="matmul", m=1024, n=1024, k=512, dtype="bfloat16")
+    product = MatrixProduct(kernel="matmul", m=1024, n=1024, k=512, dtype="bfloat16")
     settings = [one.setting for one in candidates(H200, RING, m=1024, n=1024, k=512, load_ns=10_000)]
     found = measure(GpuBench(product, RING, 1 << 20), settings, rounds=2)
     assert found.timings[0].setting is None and all(min(t.alone_ns, t.both_ns) > 0 for t in found.timings)
@@ -496,7 +496,7 @@ def test_on_a_gpu_everything_is_timed(tmp_path):
 
 @pytest.mark.gpu
 def test_on_a_gpu_a_kernel_that_does_not_fit_is_left_out():
-    product = Product(kernel="matmul", m=512, n=512, k=512, dtype="bfloat16")
+    product = MatrixProduct(kernel="matmul", m=512, n=512, k=512, dtype="bfloat16")
     too_much = Occupancy(smem_pad_bytes=200_000)
     found = measure(GpuBench(product, COPY_ENGINE, 0), [too_much, A], rounds=1)
     assert [setting for setting, _ in found.failed] == [too_much] and measuring.ROUNDS > 1

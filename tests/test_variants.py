@@ -177,7 +177,7 @@ def test_what_is_known_is_not_varied():
 def test_what_cannot_be_assumed(text):
     with pytest.raises(ShardingError) as error:
         parse_known([text])
-    assert error.value.what == "There is no such assumption about a cluster." and error.value.where == (
+    assert error.value.what == "The assumption about a cluster is not known." and error.value.where == (
         f"--assume {text}",
     )
 

@@ -56,8 +56,6 @@ def _train(request: Request) -> int:
         request = request.as_begun(len(jax.devices()))
     mesh = open_mesh(request.sizes)
     assert isinstance(mesh, Mesh)  # devices were not given as a number
-    if launch.is_worker():
-        launch.take_turns()
     check_batch(request.recipe, mesh)
     data = _data(request)  # before the plan: what cannot be read should not wait for it
     say = show if jax.process_index() == 0 else (lambda *text: None)

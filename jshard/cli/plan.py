@@ -23,10 +23,10 @@ from jshard.cli._devices import open_mesh
 from jshard.cli._train_args import TrainArgs, num_devices
 from jshard.cli._train_request import Request, check_profile_name, request_of
 from jshard.cli._training import explained, own_data
-from jshard.cluster.compare import Bench, Compared, Comparison, compare, suggestions
+from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare, suggestions
 from jshard.cluster.compile import CompileRequest, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
-from jshard.cluster.estimate import Cluster, parse_known
+from jshard.cluster.estimate import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import Chosen, choose
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
@@ -164,7 +164,7 @@ def run(argv: Sequence[str]) -> int:
     batch_sizes = _batch_sizes(args)
     _check_batches(batch_sizes, mesh)
     require_compiler(topology.device.platform)
-    job = _Job(args, request, Cluster(topology, known), dict(mesh.shape))
+    job = _Job(args, request, PlannedCluster(topology, known), dict(mesh.shape))
     try:
         report = job.report(variants, batch_sizes)
     except KeyboardInterrupt:
@@ -194,7 +194,7 @@ def _plan(args: PlanArgs, request: Request) -> int:
 class _Job:
     """What is compiled for one command, and what is made of it."""
 
-    def __init__(self, args: PlanArgs, request: Request, cluster: Cluster, mesh: dict[str, int]) -> None:
+    def __init__(self, args: PlanArgs, request: Request, cluster: PlannedCluster, mesh: dict[str, int]) -> None:
         self._args, self._request, self._cluster, self._mesh = args, request, cluster, mesh
         self._costs = Costs(request.model_file, request.recipe, cluster.machine)
         self._asked = CompileRequest(
@@ -208,7 +208,7 @@ class _Job:
             xla_flags=args.xla_flags,
             unit_bytes=self._costs.unit_bytes(mesh) if args.xla_flags == "auto" else 0,
         )
-        self._bench = Bench(cluster=cluster, timeout_s=args.timeout, say=_say, stream=sys.stderr)
+        self._bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=_say, stream=sys.stderr)
         self._plan: ClusterPlan | None = None
 
     def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
@@ -253,7 +253,7 @@ def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topolog
     if not args.compare:
         return ()
     names = COMPARED if args.compare == "all" else tuple(name.strip() for name in args.compare.split(","))
-    costs = Costs(request.model_file, request.recipe, Cluster(topology).machine)
+    costs = Costs(request.model_file, request.recipe, PlannedCluster(topology).machine)
     return compared(
         names,
         dict(mesh.shape),

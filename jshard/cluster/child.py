@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import jshard as js
 from jshard._errors import FourPartError
 from jshard._optimizer import abstract_optimizer
-from jshard.cluster.compile import ERROR, PROGRAM, RESULT, CompileError, CompileRequest, TooLargeError, as_json
+from jshard.cluster.compile import PROGRAM, CompileError, CompileRequest, TooLargeError, answer
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices
 from jshard.engine.context import plain_flax
@@ -40,21 +40,18 @@ _TOO_LARGE = (r"Used ([\d.]+)G of ([\d.]+)G hbm", r"\(([\d.]+)G\) exceeds availa
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compiles and leaves the result, or the error that could be told in four parts."""
-    folder = Path(argv[1])
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            result = _result(CompileRequest(**json.loads(argv[0])), folder)
-    except FourPartError as error:
-        (folder / ERROR).write_text(json.dumps(as_json(error)))
-        return 1
-    result["notes"] = [str(one.message) for one in caught if issubclass(one.category, UserWarning)]
-    (folder / RESULT).write_text(json.dumps(result))
-    return 0
+    """Compiles, and leaves the result or the error."""
+    return answer(argv, _result)
 
 
-def _result(request: CompileRequest, folder: Path) -> dict[str, Any]:
+def _result(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        result = _compiled_step(CompileRequest(**asked), folder)
+    return result | {"notes": [str(one.message) for one in caught if issubclass(one.category, UserWarning)]}
+
+
+def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
     model_file = with_units(load_model_file(request.model), request.units)
     recipe = override(model_file.recipe(request.recipe)[1], request.settings)
     topology = parse_topology(request.topology)
@@ -119,10 +116,11 @@ def _compiled(lowered: jax.stages.Lowered, options: Options, topology: Topology)
     try:
         return lowered.compile(compiler_options=options)
     except jax.errors.JaxRuntimeError as error:
-        raise _told(error, topology) from error
+        raise compiler_error(error, topology) from error
 
 
-def _told(error: Exception, topology: Topology) -> FourPartError:
+def compiler_error(error: Exception, topology: Topology) -> FourPartError:
+    """The error of a compiler in four parts."""
     said = str(error)
     used = next(filter(None, (re.search(form, said) for form in _TOO_LARGE)), None)
     if used is None:

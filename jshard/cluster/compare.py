@@ -18,7 +18,7 @@ from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard._text import duration, three_digits
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.costs import Cost, Costs
-from jshard.cluster.estimate import Cluster
+from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
@@ -89,7 +89,7 @@ class Comparison:
         return [row.to_dict() for row in self.rows]
 
 
-def compare(asked: CompileRequest, variants: Sequence[Variant], bench: Bench) -> Comparison:
+def compare(asked: CompileRequest, variants: Sequence[Variant], bench: VariantCompiler) -> Comparison:
     """Compiles ways to train a recipe, one after another.
 
     Args:
@@ -102,7 +102,7 @@ def compare(asked: CompileRequest, variants: Sequence[Variant], bench: Bench) ->
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bench:
+class VariantCompiler:
     """Where ways are compiled. It says which is at work and for how long, and keeps what came of them.
 
     Attributes:
@@ -113,7 +113,7 @@ class Bench:
         rows: the ways that are done, also those of a command that is interrupted.
     """
 
-    cluster: Cluster
+    cluster: PlannedCluster
     timeout_s: float = 3600
     say: Callable[[str], object] = lambda line: None
     stream: TextIO | None = None
@@ -197,7 +197,7 @@ def suggestions(
     asked: CompileRequest,
     mesh: Mapping[str, int],
     *,
-    bench: Bench,
+    bench: VariantCompiler,
     peak_bytes: int,
 ) -> tuple[Compared, ...]:
     """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.

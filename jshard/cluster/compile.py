@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ _QUEUE = 0.28  # of the time that a unit takes on the wires: what one of its gat
 
 
 def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -> str | None:
-    """The flag that tells the scheduler of a cluster; None where there are no adapters to wait for, as on a TPU.
+    """The flag that describes a cluster to the scheduler; None where there are no adapters to wait for, as on a TPU.
 
     Args:
         topology: the cluster.
@@ -34,21 +34,18 @@ def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -
     if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
         return None
     host_bytes_per_s = topology.device.slow_bytes_per_s * topology.fast_group
-    told = {"nccl_op_launch_us": max(100, round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6))}
+    given = {"nccl_op_launch_us": max(100, round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6))}
     groups = math.prod(degree for axis, degree in mesh.items() if axis == REPLICA)
     if groups > 1:
         # The estimate divides the GPUs of a host by the number of groups: with as many of them as groups, each
         # group has one, and its rate is that of all adapters of a host.
-        told |= {"gpus_per_node": groups, "nic_speed_gbps": round(host_bytes_per_s / 1e9), "rtt_us": 1}
-    return f"{FLAG}={','.join(f'{key}={value}' for key, value in told.items())}"
+        given |= {"gpus_per_node": groups, "nic_speed_gbps": round(host_bytes_per_s / 1e9), "rtt_us": 1}
+    return f"{FLAG}={','.join(f'{key}={value}' for key, value in given.items())}"
 
 
-# Compiles the train step of a model file for a cluster that is not there, in a process of its own.
+# What is compiled, and what comes of it.
 
-RESULT, PROGRAM, ERROR = "result.json", "step.hlo", "error.json"  # what the child leaves
-OUTPUT = "output.txt"  # what it says
-_LAST_LINES = 8
-_DEBUG = "--debug shows all of it; an error in the model file is to be corrected there."
+PROGRAM = "step.hlo"  # what the child leaves beside its result
 _OURS = ("--xla_cpu_", "--xla_force_host_platform_device_count")  # flags of no accelerator
 
 
@@ -63,12 +60,12 @@ class CompileRequest:
         mesh: degrees of the mesh axes, as `js.mesh` takes them.
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
-        overrides: likewise.
+        overrides: as there.
         units: other settings of the units than the annotation's, as `jshard._revise.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
-        xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for those of
-            `jshard.cluster.compile`, which need all degrees of the mesh.
+        xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for `latency_flag`,
+            which need all degrees of the mesh.
         unit_bytes: gathered bytes of the largest unit, for the same.
     """
 
@@ -144,37 +141,24 @@ def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> Compile
         CompileError: the child has crashed, or taken too long.
     """
     with tempfile.TemporaryDirectory(prefix="jshard-plan-") as name:
-        folder = Path(name)
-        asked = json.dumps(dataclasses.asdict(request))
-        code = _run_child(request, asked, folder, timeout_s)
-        if (folder / ERROR).exists():
-            raise rebuilt(json.loads((folder / ERROR).read_text()))
-        if code or not (folder / RESULT).exists():
-            raise crashed(f"{request.model} for {request.topology}", code, folder)
-        return _read(folder)
-
-
-def _run_child(request: CompileRequest, asked: str, folder: Path, timeout_s: float) -> int:
-    command = [sys.executable, "-m", "jshard.cluster.child", asked, str(folder)]
-    with (folder / OUTPUT).open("wb") as output:
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(os.environ, flags_of(request)),
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CompileError(
-                "Compiling takes too long.",
-                where=f"{request.model} for {request.topology}",
-                why=f"it was stopped after {timeout_s:g} s; deep models of unrolled layers take longest.",
-                do="give more seconds, --timeout N; or fewer layers: --set model.n_layer=4 shows most of the schedule.",
-            ) from error
-    return done.returncode
+        found = run_child(
+            "jshard.cluster.child",
+            dataclasses.asdict(request),
+            Path(name),
+            subject=f"{request.model} for {request.topology}",
+            timeout_s=timeout_s,
+            environ=child_environment(os.environ, flags_of(request)),
+            more_time="give more seconds, --timeout N; or fewer layers, as deep models of unrolled layers take longest:"
+            " --set model.n_layer=4 shows most of the schedule.",
+            do="--debug shows all of it; an error in the model file is to be corrected there.",
+        )
+        return CompiledStep(
+            text=(Path(name) / PROGRAM).read_text(),
+            memory=CompiledMemory(**found.pop("memory")),
+            plan=ShardPlan.from_json(json.dumps(found.pop("plan"))),
+            notes=tuple(found.pop("notes")),
+            **found,
+        )
 
 
 def flags_of(request: CompileRequest) -> str:
@@ -182,14 +166,6 @@ def flags_of(request: CompileRequest) -> str:
     if request.xla_flags != "auto":
         return request.xla_flags
     return latency_flag(parse_topology(request.topology), request.mesh, request.unit_bytes) or ""
-
-
-def child_environment(environ: Mapping[str, str], xla_flags: str = "") -> dict[str, str]:
-    """The environment of the child: no accelerator is touched, and XLA gets no other flags than those asked for."""
-    dropped = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
-    kept = {name: value for name, value in environ.items() if name not in dropped}
-    kept |= {"XLA_FLAGS": xla_flags} if xla_flags else {}
-    return kept | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_LOG": "0"}
 
 
 def unused_flags(environ: Mapping[str, str]) -> str | None:
@@ -201,30 +177,107 @@ def unused_flags(environ: Mapping[str, str]) -> str | None:
     return f"not used: {' '.join(flags)} of the environment; a plan is compiled with --options alone."
 
 
-def _read(folder: Path) -> CompiledStep:
-    found = json.loads((folder / RESULT).read_text())
-    return CompiledStep(
-        text=(folder / PROGRAM).read_text(),
-        memory=CompiledMemory(**found.pop("memory")),
-        plan=ShardPlan.from_json(json.dumps(found.pop("plan"))),
-        notes=tuple(found.pop("notes")),
-        **found,
-    )
+# A process that compiles: it is started with a request, and leaves a result or an error in a folder.
+
+_RESULT, _ERROR = "result.json", "error.json"  # what the child leaves
+_OUTPUT = "output.txt"  # what it says
+_LAST_LINES = 8
 
 
-def as_json(error: FourPartError) -> dict[str, Any]:
+def child_environment(environ: Mapping[str, str], xla_flags: str = "") -> dict[str, str]:
+    """The environment of the child: no accelerator is touched, and XLA gets no other flags than those asked for."""
+    dropped = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_COMPILATION_CACHE_DIR", "JAX_NUM_CPU_DEVICES")
+    kept = {name: value for name, value in environ.items() if name not in dropped}
+    kept |= {"XLA_FLAGS": xla_flags} if xla_flags else {}
+    return kept | {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TPU_LIBRARY_LOG": "0"}
+
+
+def run_child(
+    module: str,
+    request: Mapping[str, Any],
+    folder: Path,
+    *,
+    subject: str,
+    timeout_s: float,
+    environ: Mapping[str, str],
+    more_time: str,
+    do: str,
+) -> Any:
+    """Runs `python -m MODULE REQUEST FOLDER` and waits for what it answers.
+
+    Args:
+        module: its `main` calls `answer`.
+        request: for it, as JSON takes it.
+        folder: for what it leaves.
+        subject: what is compiled, for errors.
+        timeout_s: seconds after which it is stopped.
+        environ: its environment variables.
+        more_time: for an error, what to do if it takes too long.
+        do: the same, if it crashes.
+
+    Returns:
+        Its result.
+
+    Raises:
+        FourPartError: the child's own error.
+        CompileError: it has crashed, or taken too long.
+    """
+    command = [sys.executable, "-m", module, json.dumps(request), str(folder)]
+    with (folder / _OUTPUT).open("wb") as output:
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environ,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CompileError(
+                "Compiling takes too long.",
+                where=subject,
+                why=f"it was stopped after {timeout_s:g} s.",
+                do=more_time,
+            ) from error
+    if (folder / _ERROR).exists():
+        raise error_from_json(json.loads((folder / _ERROR).read_text()))
+    if done.returncode or not (folder / _RESULT).exists():
+        raise _crashed(subject, done.returncode, folder, do)
+    return json.loads((folder / _RESULT).read_text())
+
+
+def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
+    """The child's side of `run_child`: its exit code.
+
+    Args:
+        argv: the request and the folder.
+        work: makes the result of both.
+    """
+    folder = Path(argv[1])
+    try:
+        result = work(json.loads(argv[0]), folder)
+    except FourPartError as error:
+        (folder / _ERROR).write_text(json.dumps(error_to_json(error)))
+        return 1
+    (folder / _RESULT).write_text(json.dumps(result))
+    return 0
+
+
+def error_to_json(error: FourPartError) -> dict[str, Any]:
     """An error as the child hands it over."""
     kind, is_request = type(error).__name__, isinstance(error, ShardingError)
     parts = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
     return {"kind": kind, "is_request": is_request, **parts}
 
 
-def rebuilt(told: dict[str, Any]) -> FourPartError:
+def error_from_json(parts: dict[str, Any]) -> FourPartError:
     """The child's error; of a class that only the child knows, as one of the two kinds that end a command."""
-    kind, is_request = told.pop("kind"), told.pop("is_request")
+    kind, is_request = parts.pop("kind"), parts.pop("is_request")
     base = ShardingError if is_request else RunError
     classes = (cls for cls in _subclasses(base) if cls.__name__ == kind)
-    return next(classes, base)(told.pop("what"), **told)
+    return next(classes, base)(parts.pop("what"), **parts)
 
 
 def _subclasses(cls: type[FourPartError]) -> Iterator[type[FourPartError]]:
@@ -233,18 +286,17 @@ def _subclasses(cls: type[FourPartError]) -> Iterator[type[FourPartError]]:
         yield from _subclasses(sub)
 
 
-def crashed(subject: str, code: int, folder: Path, do: str = _DEBUG) -> CompileError:
-    """What is told of a child that ended without a result, or an error of its own."""
-    said = (folder / OUTPUT).read_text(errors="replace").splitlines()
-    last = [line for line in said if line.strip()][-_LAST_LINES:]
+def _crashed(subject: str, code: int, folder: Path, do: str) -> CompileError:
+    """A child that ended without a result, or an error of its own."""
+    output = (folder / _OUTPUT).read_text(errors="replace").splitlines()
+    last = [line for line in output if line.strip()][-_LAST_LINES:]
     ending = f"signal {-code}" if code < 0 else f"exit code {code}"
-    killed = code == -9
-    told = CompileError(
+    error = CompileError(
         "The process that compiles has failed.",
         where=subject,
         why="\n".join([f"{ending}; its last lines:" if last else f"{ending}, and it said nothing.", *last]),
-        do="give it more memory: the system stops a process with signal 9 that takes too much." if killed else do,
+        do="give it more memory: the system stops a process with signal 9 that takes too much." if code == -9 else do,
     )
     if os.environ.get("JSHARD_DEBUG", "0") not in ("", "0"):
-        told.add_note("\n".join(["all that it said:", *said]))
-    return told
+        error.add_note("\n".join(["all that it said:", *output]))
+    return error

@@ -40,7 +40,7 @@ _UPDATE_PASSES = 7.0  # over the shard of the parameters: AdamW reads four array
 
 
 _TRACED = (REPLICA, 1), (FSDP, 2)  # the smallest mesh whose parameters are sharded
-KNOWN_RATE = "--assume host_bytes_per_s=50e9 tells it"
+KNOWN_RATE = "--assume host_bytes_per_s=50e9 states it"
 
 _Waits = tuple[float, float]
 """Seconds of a step: all, and what of it the computation waits for."""
@@ -284,7 +284,7 @@ class Costs:
         """What an estimate of a way has no price for."""
         found = []
         if self._own(variant, rows) is None:
-            found.append("collectives over tensor and expert, which this JAX does not tell before it compiles")
+            found.append("collectives over tensor and expert, which this JAX does not show before it compiles")
         if not all(unit.gathered for unit in plan.units):
             found.append("what units that are never gathered send")
         if memory.host_bytes and not self.machine.assumptions.host_bytes_per_s:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from jshard._auto import device_bytes
 from jshard._errors import ShardingError
 from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.inspect.hlo.schedule import Schedule
 from jshard.inspect.hlo.steps import Window
 
@@ -23,7 +24,7 @@ RANGES: Mapping[str, tuple[float, float]] = {"slow_bytes_per_s": (15e9, 50e9), "
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectiveTime:
+class CollectiveEstimate:
     """A collective of the schedule, in an estimate.
 
     Args:
@@ -53,7 +54,7 @@ class Estimate:
     step_s: float
     compute_s: float
     flops: float
-    collectives: tuple[CollectiveTime, ...]
+    collectives: tuple[CollectiveEstimate, ...]
 
     @property
     def communication_s(self) -> float:
@@ -72,7 +73,7 @@ class Estimate:
 
     @property
     def hidden_in_loops(self) -> float:
-        """Likewise, of the collectives inside loops."""
+        """The same of the collectives inside loops."""
         return _hidden(c for c in self.collectives if c.window.loop)
 
     @property
@@ -125,7 +126,7 @@ class EstimateRange:
 
     @property
     def hidden_in_loops(self) -> tuple[float, float]:
-        """Likewise, of the collectives inside loops."""
+        """The same of the collectives inside loops."""
         return self._range("hidden_in_loops")
 
     def _range(self, name: str) -> tuple[float, float]:
@@ -156,7 +157,7 @@ def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
     _refuse_nonsense(assumptions)
     replay = Replay(schedule, assumptions)
     times = zip(schedule.windows, replay.communication_s, replay.exposed_s, strict=True)
-    collectives = tuple(CollectiveTime(*each) for each in times)
+    collectives = tuple(CollectiveEstimate(*each) for each in times)
     return Estimate(assumptions, replay.clock_s, replay.compute_s, schedule.flops, collectives)
 
 
@@ -185,7 +186,7 @@ def estimate_range(
     return EstimateRange(stated, (stated, *corners))
 
 
-def _hidden(collectives: Iterable[CollectiveTime]) -> float:
+def _hidden(collectives: Iterable[CollectiveEstimate]) -> float:
     found = list(collectives)
     total = sum(c.communication_s for c in found)
     return 1.0 - sum(c.exposed_s for c in found) / total if total else 1.0
@@ -242,17 +243,20 @@ def machine_here(mesh: Mesh) -> Machine:
     first = mesh.local_devices[0]
     near = len(mesh.local_devices)
     if first.platform == "cpu":
-        return Machine(len(mesh.devices.flat), device_bytes(mesh), near, _CPU)
-    facts = DEVICES[_known(first.device_kind)]
-    return Machine(len(mesh.devices.flat), device_bytes(mesh) or facts.hbm_bytes, near, _assumed(facts, near))
+        return Machine(len(mesh.devices.flat), _device_bytes(mesh), near, _CPU)
+    facts = device_of(first.device_kind) or DEVICES["h100"]
+    return Machine(len(mesh.devices.flat), _device_bytes(mesh) or facts.hbm_bytes, near, _assumed(facts, near))
 
 
-def _known(kind: str) -> str:
-    """The device of the table that a kind of `jax.Device` is, or the nearest that is known."""
-    low = kind.lower()
-    names = {"gb200": "gb200", "b200": "b200", "h200": "h200", "h100": "h100", "a100": "a100-80"}
-    names |= {"v5 lite": "v5e", "v5e": "v5e", "v6 lite": "v6e", "v6e": "v6e", "v5": "v5p"}
-    return next((name for part, name in names.items() if part in low), "h100")
+def _device_bytes(mesh: Mesh) -> int | None:
+    """Memory of one device of a mesh; of simulated ones their share of the host's. None where it is not known."""
+    local: list[Any] = list(mesh.local_devices)
+    if local[0].platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
+    try:
+        return (local[0].memory_stats() or {}).get("bytes_limit")
+    except jax.errors.JaxRuntimeError:  # devices of a cluster that is not there
+        return None
 
 
 def assumptions_of(topology: Topology) -> Assumptions:
@@ -284,7 +288,7 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cluster:
+class PlannedCluster:
     """A cluster that is not here, and what is known of it beyond its data sheets.
 
     Args:
@@ -327,7 +331,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, float]:
     """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9`.
 
     Raises:
-        ShardingError: it is no assumption, has no such value, or is given twice.
+        ShardingError: it is no assumption, cannot have the value, or is given twice.
     """
     names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int, float | None)]
     found = {}
@@ -336,7 +340,7 @@ def parse_known(texts: Sequence[str]) -> dict[str, float]:
         number = _number(name, value)
         if name not in names or number is None or name in found:
             raise ShardingError(
-                "An assumption is given twice." if name in found else "There is no such assumption about a cluster.",
+                "An assumption is given twice." if name in found else "The assumption about a cluster is not known.",
                 where=f"--assume {text}",
                 why=f"the assumptions are {', '.join(names)}, each a positive number and given once; an efficiency is"
                 " at most 1, and fast_group whole.",

@@ -16,7 +16,7 @@ import jax
 
 from jshard._errors import ShardingError
 from jshard.cluster.option_table import GPU, OPTIONS, TPU, nearest
-from jshard.facts.devices import DEVICES
+from jshard.facts.devices import DEVICES, device_of
 
 Value = bool | int | str
 Options = dict[str, Any]  # as jax takes them, which names no int
@@ -52,7 +52,7 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = tuple(
     for what in map(names.format, ("all_gather", "reduce_scatter", "all_reduce"))
 ) + ({"xla_tpu_use_tc_device_shape_on_sc": True},)
 
-# What each profile holds and why is told in the column `measured` of the table. No entry: nothing was shown to help.
+# What each profile holds and why is in the column `measured` of the table. No entry: nothing was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
     "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
     "memory": {GPU: (_LIMIT, *_PIPELINED)},
@@ -198,9 +198,8 @@ def _device(platform: str | None) -> str:
         return _PLATFORMS.get(platform, platform)
     if jax.default_backend() != "tpu":
         return _PLATFORMS.get(jax.default_backend(), "cpu")
-    kind = jax.devices()[0].device_kind  # "TPU v5 lite", "TPU v5p", "TPU v6 lite"
-    known = {"TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p", "TPU v6 lite": "v6e"}
-    return known.get(kind, TPU)
+    facts = device_of(jax.devices()[0].device_kind)
+    return facts.name if facts is not None else TPU
 
 
 def _check(profile: str | None, platform: str, overrides: Mapping[str, Value | None]) -> None:

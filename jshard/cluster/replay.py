@@ -90,8 +90,6 @@ class Assumptions:
         return max(fast, sent / (self.slow_bytes_per_s * links)) + self.latency_s
 
 
-# Plays a schedule on two streams, one that computes and one that communicates, under stated assumptions.
-
 _SAME = 1e-9  # of a round's time: two rounds that begin so alike go alike
 
 
@@ -102,7 +100,7 @@ class Span:
     Args:
         lane: `matmul` or `other` of the computing stream; `exposed` where it stands still; `communication`.
         begin_s: since the replay began.
-        end_s: likewise.
+        end_s: when it ends.
         name: of the instruction.
         window: place of the collective in `Schedule.windows`; None if it computes.
     """
@@ -120,7 +118,7 @@ class Segment:
 
     Args:
         begin_s: since the replay began.
-        end_s: likewise.
+        end_s: when it ends.
         rounds: 1 outside loops.
         loop: name of the innermost loop; empty outside loops.
     """
@@ -142,7 +140,7 @@ class Replay:
         clock_s: when the step ended.
         compute_s: time that the computing stream worked.
         communication_s: time that each collective took, over all its executions, by its place in the schedule.
-        exposed_s: likewise, time that the computing stream stood still for it.
+        exposed_s: by the same place, time that the computing stream stood still for it.
         spans: what ran when. Of a loop, a few rounds.
         segments: the parts of `spans` that are to be looked at, in order.
     """

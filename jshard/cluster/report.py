@@ -12,7 +12,7 @@ from rich.text import Text
 
 from jshard._text import duration, human_bytes
 from jshard.cluster.compile import CompiledStep
-from jshard.cluster.estimate import Cluster, Estimate, EstimateRange
+from jshard.cluster.estimate import Estimate, EstimateRange, PlannedCluster
 from jshard.cluster.replay import Assumptions, Replay, Segment, Span
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
@@ -110,10 +110,10 @@ def _box(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
     return Box(begin_s, end_s, color, "" if span.lane == "exposed" else unit, tip)
 
 
-# What `jshard plan --topology` tells: what was compiled, and apart from it what is estimated.
+# The report.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
-_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start unless it is told otherwise
+_PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by default
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -130,14 +130,14 @@ class ClusterPlan:
     """
 
     name: str
-    cluster: Cluster
+    cluster: PlannedCluster
     step: CompiledStep
     audit: Audit
     estimates: EstimateRange
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, step: CompiledStep, *, cluster: Cluster, name: str) -> ClusterPlan:
+    def of(cls, step: CompiledStep, *, cluster: PlannedCluster, name: str) -> ClusterPlan:
         """Reads a compiled step, and plays it under the assumptions about the cluster.
 
         Args:
@@ -172,7 +172,7 @@ class ClusterPlan:
         if not away:
             return ()
         once = f"; to move that once takes {duration(away / rate)} at {rate / 1e9:g} GB/s" if rate else ""
-        return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} lie{once}",)
+        return (f"not in the estimate: copies to and from the host, where {human_bytes(away)} are{once}",)
 
     def mfu(self, estimate: Estimate) -> float:
         """The model's arithmetic as a part of the peak, if a step takes as long as in an estimate."""

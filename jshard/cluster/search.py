@@ -15,7 +15,7 @@ from jshard._errors import AnnotationError
 from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard._text import duration
-from jshard.cluster.compare import Bench, Compared, Comparison
+from jshard.cluster.compare import Compared, Comparison, VariantCompiler
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan
@@ -199,8 +199,8 @@ class Chosen:
 
     def __rich__(self) -> Group:
         refused = [f"--mesh {mesh} cannot be annotated: {why}" for mesh, why in self.search.refused.items()]
-        told = map(Text, (*refused, *self.search.left_out))
-        parts: list[Any] = [_ranking(self.search), *told, Text(), Comparison(rows=self.compiled), Text()]
+        lines = map(Text, (*refused, *self.search.left_out))
+        parts: list[Any] = [_ranking(self.search), *lines, Text(), Comparison(rows=self.compiled), Text()]
         return Group(*parts, Text(self._verdict(), style="bold"))
 
     def __str__(self) -> str:
@@ -247,7 +247,7 @@ def choose(
     mesh: Mapping[str, int],
     *,
     plan: ClusterPlan,
-    bench: Bench,
+    bench: VariantCompiler,
     batch_sizes: Sequence[int] = (),
 ) -> Chosen:
     """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for.

@@ -101,7 +101,7 @@ def host_copies(plan: ShardPlan, memory: Memory) -> Mapping[str, HostCopies]:
     many bytes.
 
     Args:
-        plan: where the parameters lie.
+        plan: where the parameters are.
         memory: of one device, with what is saved.
     """
     again = {unit.name for unit in plan.units if unit.reshard_after_forward is True}

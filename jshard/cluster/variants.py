@@ -26,7 +26,7 @@ class Variant:
         name: to be shown.
         mesh: degrees of the mesh axes.
         batch_size: of the recipe; None for that asked for.
-        accumulate: likewise.
+        accumulate: microbatches; None for those asked for.
         units: of the units, as `--unit` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: see `CompileRequest`.

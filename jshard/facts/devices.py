@@ -1,4 +1,4 @@
-"""Facts about accelerators, each with its source: what a plan for a cluster that is not there is made from.
+"""The table of devices: one row each, every number with its source.
 
 Peaks, memory and the compiler's target description are facts. How fast collectives run is not: what they reach over
 a link depends on the fabric, the library and the message, so those rates are assumptions, and say so.
@@ -7,6 +7,7 @@ a link depends on the fabric, the library and the message, so those rates are as
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 from collections.abc import Mapping
 
@@ -25,6 +26,7 @@ class DeviceFacts:
     Attributes:
         name: as in a topology, e.g. "h100".
         platform: "gpu" or "tpu".
+        kind: pattern of the driver's name for it, which `name` matches too.
         title: the device in words.
         flops_per_s: dense peak of matrix products by dtype: "bf16" (and f16), "f32", and where the device has them
             "tf32" and "fp8". Of a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
@@ -36,7 +38,7 @@ class DeviceFacts:
         fast_group: most devices that such links join.
         hosts_share_links: whether those links go on beyond a host, as in a rack of GB200.
         slow_bytes_per_s: the same between groups, by device: network adapter, or data-center network. An assumption.
-        slow_range: likewise.
+        slow_range: as `fast_range`.
         host_bytes_per_s: what copies from the host's memory or to it reach, each way, by device. An assumption; None
             where no rate of the link is published.
         sources: for every number above where it is from.
@@ -46,6 +48,7 @@ class DeviceFacts:
 
     name: str
     platform: str
+    kind: str
     title: str
     flops_per_s: Mapping[str, float]
     hbm_bytes: int
@@ -106,6 +109,7 @@ class _Link:
 def _gpu(
     name: str,
     title: str,
+    kind: str,
     *,
     peaks: Mapping[str, float],
     sheet: str,
@@ -132,6 +136,7 @@ def _gpu(
     return DeviceFacts(
         name=name,
         platform="gpu",
+        kind=kind,
         title=title,
         flops_per_s=types.MappingProxyType(dict(peaks)),
         hbm_bytes=target.device_memory_size,
@@ -151,6 +156,7 @@ def _gpu(
 def _tpu(
     name: str,
     title: str,
+    kind: str,
     *,
     peak: float,
     hbm_gib: float,
@@ -174,6 +180,7 @@ def _tpu(
     return DeviceFacts(
         name=name,
         platform="tpu",
+        kind=kind,
         title=title,
         flops_per_s=types.MappingProxyType({"bf16": peak, "f32": peak}),
         hbm_bytes=int(hbm_gib * GIB),
@@ -223,6 +230,7 @@ _ALL = (
     _gpu(
         "h100",
         "NVIDIA H100 SXM, 80 GB",
+        r"\bH100\b",
         peaks=_HOPPER,
         sheet="NVIDIA H100 data sheet (SXM)",
         target=_H100,
@@ -234,6 +242,7 @@ _ALL = (
     _gpu(
         "h200",
         "NVIDIA H200 SXM, 141 GB",
+        r"\bG?H200\b",
         peaks=_HOPPER,
         sheet="NVIDIA H200 data sheet (SXM)",
         target=dataclasses.replace(
@@ -251,6 +260,7 @@ _ALL = (
         _gpu(
             f"a100-{gb}",
             f"NVIDIA A100 SXM, {gb} GB",
+            kind,
             peaks=_AMPERE,
             sheet="NVIDIA A100 data sheet (SXM)",
             target=GpuTarget(
@@ -271,14 +281,15 @@ _ALL = (
             adapter=_IB_200,
             host=_PCIE_4,
         )
-        for gb, bandwidth, memory in (
-            (40, 1_555_200_000_000, 42_331_013_120),
-            (80, 2_039_040_000_000, 85_100_068_864),
+        for gb, bandwidth, memory, kind in (
+            (40, 1_555_200_000_000, 42_331_013_120, r"\bA100\b.*\b40"),
+            (80, 2_039_040_000_000, 85_100_068_864, r"\bA100\b"),
         )
     ),
     _gpu(
         "b200",
         "NVIDIA B200 (HGX)",
+        r"\bB200\b",
         peaks={"bf16": 2.25e15, "tf32": 1.125e15, "fp8": 4.5e15, "f32": 75e12},
         sheet="NVIDIA HGX B200 data sheet",
         target=GpuTarget(
@@ -301,6 +312,7 @@ _ALL = (
     _gpu(
         "gb200",
         "NVIDIA GB200 (NVL72)",
+        r"\bGB200\b",
         peaks={"bf16": 2.5e15, "tf32": 1.25e15, "fp8": 5e15, "f32": 80e12},
         sheet="NVIDIA GB200 NVL72 data sheet",
         target=GpuTarget(
@@ -324,6 +336,7 @@ _ALL = (
     _tpu(
         "v5e",
         "Cloud TPU v5e",
+        r"\bv5 ?(lite|e)$",
         peak=197e12,
         hbm_gib=15.75,
         hbm_bytes_per_s=819 * GIGA,
@@ -336,6 +349,7 @@ _ALL = (
     _tpu(
         "v5p",
         "Cloud TPU v5p",
+        r"\bv5p?$",
         peak=459e12,
         hbm_gib=95.74,
         hbm_bytes_per_s=2765 * GIGA,
@@ -348,6 +362,7 @@ _ALL = (
     _tpu(
         "v6e",
         "Cloud TPU v6e",
+        r"\bv6 ?(lite|e)$",
         peak=918e12,
         hbm_gib=31.25,
         hbm_bytes_per_s=1640 * GIGA,
@@ -359,3 +374,48 @@ _ALL = (
     ),
 )
 DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
+
+# Devices of which no cluster is planned: what the driver calls them, dense bf16 (of a V100 fp16) for each device as JAX
+# counts them, and the source. Where a sheet gives the figure with sparsity, half of it is taken.
+_PEAKS_ALONE = (
+    (r"\bGH200\b", _HOPPER["bf16"], "GH200 data sheet"),
+    (r"\bH[12]00 NVL\b", 835.5e12, "H100 NVL and H200 NVL data sheets"),
+    (r"\bH100 PCIe\b", 756.5e12, "H100 PCIe data sheet"),
+    (r"\bA40\b", 149.7e12, "A40 data sheet"),
+    (r"\bL40S\b", 362.05e12, "L40S data sheet"),
+    (r"\bV100-SXM2\b", 125e12, "V100 data sheet"),
+    (r"\bV100-PCIE\b", 112e12, "V100 data sheet"),
+    (r"\bTPU v4$", 275e12, "Cloud TPU v4 page"),
+    (r"\bMI250X\b", 191.5e12, "one of two dies, MI250X data sheet"),
+    (r"\bMI300X\b", 1307.4e12, "MI300X data sheet"),
+)
+
+
+def device_of(kind: str) -> DeviceFacts | None:
+    """The row of a device; a card or a part of it has that of the device. None if there is none.
+
+    Args:
+        kind: as its driver names it, `jax.devices()[0].device_kind`; or a name of this table, or the start of one.
+
+    Example:
+        >>> device_of("NVIDIA A100-SXM4-40GB").name
+        'a100-40'
+    """
+    return next((facts for facts in _ALL if re.search(facts.kind, kind, re.IGNORECASE)), None)
+
+
+def peak_of(kind: str) -> tuple[float, str] | None:
+    """Dense peak of products of 16-bit numbers of a device, in operations a second, and its source.
+
+    None where it is not known: also for a slice of a GPU, whose size its name says only in part.
+
+    Args:
+        kind: as its driver names it.
+    """
+    if re.search(r"\bMIG\b", kind):
+        return None
+    for pattern, flops_per_s, source in _PEAKS_ALONE:
+        if re.search(pattern, kind):
+            return flops_per_s, source
+    facts = device_of(kind)
+    return facts and (facts.flops_per_s["bf16"], facts.sources["flops_per_s"].removesuffix(", dense"))

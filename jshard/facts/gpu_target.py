@@ -54,7 +54,7 @@ class Rates:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuTarget:
-    """What the compiler is told of a GPU, in the proto's own names where they differ by device.
+    """The description of a GPU for the compiler, in the proto's own names where they differ by device.
 
     Attributes:
         description: the name that the driver gives it.

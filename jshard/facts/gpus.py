@@ -21,8 +21,6 @@ class OccupancyWarning(UserWarning):
     """An answer for something near to what was asked for, and not for that itself."""
 
 
-# What one multiprocessor of a GPU holds: threads, registers, shared memory, and in which units they are given out.
-
 KIB = 1024
 
 _XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
@@ -57,7 +55,7 @@ class GpuFacts:
         registers_per_sm: 32-bit registers.
         registers_per_thread: the most of one thread.
         register_unit: the registers of a warp are rounded up to this.
-        placement: how the warps of a block are taken to lie: "even", spread over the partitions; or "pooled", as if the
+        placement: of the warps of a block, as assumed: "even", spread over the partitions; or "pooled", as if the
             registers were one pool, which holds more blocks of two kernels than partitions can.
         sources: for everything above from `num_sms` on where it is from.
 
@@ -158,7 +156,7 @@ def _nvidia_sources(spec: str, sms_source: str) -> dict[str, str]:
 
 
 def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
-    """A GPU that `jshard plan` knows: what the compiler is told of it is there already."""
+    """A GPU that `jshard plan` knows: its description for the compiler is there already."""
     facts = DEVICES[device or name]
     target = facts.target
     assert target is not None and target.shared_memory_per_core - target.shared_memory_per_block_optin == KIB

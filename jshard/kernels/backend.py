@@ -23,11 +23,11 @@ BACKENDS = ("auto", "mosaic", "interpret", "xla")
 """Forms of a kernel: Mosaic GPU, the same step by step on a CPU, and its plain twin; "auto" is the first that can."""
 
 _HOPPER = re.compile(r"\bG?H(?:20|100|200|800)\b")
-_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not tell
+_HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not say
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TracedDevice:
     """A device to trace for.
 
     Attributes:
@@ -45,7 +45,7 @@ class Place:
     is_hopper: bool = False
 
 
-def place() -> Place:
+def place() -> TracedDevice:
     """The device of the mesh that is in use, or of this process.
 
     Of a mesh that was made from a description, as for a compile without hardware, the devices are not there: their
@@ -59,7 +59,7 @@ def place() -> Place:
         default = getattr(jax.config, "jax_default_device", None)
         device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
-    return Place(
+    return TracedDevice(
         platform=platform,
         kind=device.device_kind,
         sms=getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _HOPPER_SMS,
@@ -68,7 +68,9 @@ def place() -> Place:
     )
 
 
-def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, reasons: Collection[str] = ()) -> str:
+def choose(
+    name: str, backend: Backend, arrays: Collection[Any], here: TracedDevice, reasons: Collection[str] = ()
+) -> str:
     """Which form of a kernel runs.
 
     Args:
@@ -82,11 +84,11 @@ def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, re
         "mosaic", "interpret" or "xla".
 
     Raises:
-        KernelError: there is no such backend, or "mosaic" was asked for and cannot be.
+        KernelError: the backend is not known, or "mosaic" was asked for and cannot be.
     """
     if backend not in BACKENDS:
         raise KernelError(
-            f"{name} has no such backend.",
+            f"{name} does not have this backend.",
             where=f"backend={backend!r}",
             why=f"it is one of {', '.join(map(repr, BACKENDS))}.",
             do='backend="auto"',
@@ -106,7 +108,7 @@ def choose(name: str, backend: Backend, arrays: Collection[Any], here: Place, re
     )
 
 
-def _device_reasons(here: Place, backend: str) -> list[str]:
+def _device_reasons(here: TracedDevice, backend: str) -> list[str]:
     axes = _automatic_axes()
     if backend == "interpret":
         whole = region_mesh() is None and math.prod(jax.sharding.get_abstract_mesh().axis_sizes) > 1
@@ -150,7 +152,7 @@ DEFAULT = Occupancy()
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class KernelRun:
     """One call of a kernel, as decided while the program is traced; hashable, a static argument of its gradient.
 
     Attributes:
@@ -163,7 +165,7 @@ class Call:
     name: str
     form: str
     knobs: Occupancy
-    here: Place
+    here: TracedDevice
 
     @property
     def is_plain(self) -> bool:
@@ -190,7 +192,7 @@ def decide(
     *,
     default: Occupancy = DEFAULT,
     reasons: Collection[str] = (),
-) -> Call:
+) -> KernelRun:
     """Decides how a kernel runs.
 
     Args:
@@ -202,12 +204,12 @@ def decide(
         reasons: why the arrays' sizes are not for it, if they are not.
 
     Raises:
-        KernelError: there is no such backend, or it cannot be had here.
+        KernelError: the backend is not known, or it cannot be had here.
     """
     here = place()
     empty = ["one of the arrays is empty"] if any(0 in x.shape for x in arrays) else []
     form = choose(name, backend, arrays, here, [*reasons, *empty])
-    return Call(name, form, occupancy or default, here)
+    return KernelRun(name, form, occupancy or default, here)
 
 
 def check_sizes(name: str, arrays: Mapping[str, jax.Array], wrong: Sequence[str], do: str) -> None:

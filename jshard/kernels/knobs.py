@@ -13,7 +13,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 
 from jshard import _compat
 from jshard._errors import ShardingError
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 
 WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take
 LEAST_TILE = 64
@@ -40,8 +40,8 @@ class Occupancy:
         persistent: one block for each multiprocessor, of two computing warpgroups and one that loads.
         reserved_sms: multiprocessors that a persistent kernel leaves alone.
         smem_pad_bytes: shared memory that each block takes and does not use; rounded up to 1,024.
-        latency_ns: how long the compiler's scheduler is told that one product takes, as a measurement had it; by
-            default it is told an estimate. Without a word it takes a kernel for free, and hides no communication
+        latency_ns: how long one product takes, as stated to the compiler's scheduler; by default an estimate.
+            Without a statement it takes a kernel for free, and hides no communication
             behind it.
 
     Raises:
@@ -143,7 +143,7 @@ def vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
-# How long a kernel takes, as XLA's scheduler is told.
+# How long a kernel takes, as stated to XLA's scheduler.
 
 _REACHED = 0.6  # of the peak, of flops and of bandwidth alike: an assumption where nothing was measured
 _LAUNCH_NS = 2000
@@ -168,6 +168,4 @@ def stated(latency_ns: int) -> Iterator[None]:
 
 def _facts(kind: str) -> DeviceFacts:
     """Facts of the device that the driver names so; of an H100 where it is none of the table."""
-    words = kind.lower().replace("-", " ").split()
-    found = (facts for name, facts in DEVICES.items() if facts.platform == "gpu" and name.split("-")[0] in words)
-    return next(found, DEVICES["h100"])
+    return device_of(kind) or DEVICES["h100"]

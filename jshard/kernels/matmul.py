@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jshard._kernel_names import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, Call, check_sizes, decide
+from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
 from jshard.kernels.knobs import Occupancy, as_matrix, as_row, vary_alike
 
 
@@ -82,15 +82,15 @@ def plain_matmul(x: jax.Array, w: jax.Array, bias: jax.Array | None = None) -> j
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _matmul(call: Call, x_MK: jax.Array, w_KN: jax.Array, bias_N: jax.Array | None) -> jax.Array:
+def _matmul(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, bias_N: jax.Array | None) -> jax.Array:
     return product(call, x_MK, w_KN, bias_N)
 
 
-def _forward(call: Call, x_MK: jax.Array, w_KN: jax.Array, bias_N: jax.Array | None) -> tuple[jax.Array, tuple]:
+def _forward(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, bias_N: jax.Array | None) -> tuple[jax.Array, tuple]:
     return product(call, x_MK, w_KN, bias_N), (x_MK, w_KN, bias_N)
 
 
-def _backward(call: Call, kept: tuple, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+def _backward(call: KernelRun, kept: tuple, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     x_MK, w_KN, bias_N = kept
     with call.named():
         return *gradients(call, x_MK, w_KN, dy_MN), None if bias_N is None else sum_of_rows(dy_MN)
@@ -99,7 +99,7 @@ def _backward(call: Call, kept: tuple, dy_MN: jax.Array) -> tuple[jax.Array, jax
 _matmul.defvjp(_forward, _backward)
 
 
-def gradients(call: Call, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gradients(call: KernelRun, x_MK: jax.Array, w_KN: jax.Array, dy_MN: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Gradients of both operands of a product."""
     return product(call, dy_MN, w_KN, kind="nt"), product(call, x_MK, dy_MN, kind="tn")
 
@@ -109,7 +109,9 @@ def sum_of_rows(dy_MN: jax.Array) -> jax.Array:
     return dy_MN.sum(0, dtype=jnp.float32).astype(dy_MN.dtype)
 
 
-def product(call: Call, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, *, kind: str = "nn") -> jax.Array:
+def product(
+    call: KernelRun, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, *, kind: str = "nn"
+) -> jax.Array:
     """One product on Mosaic GPU; `kind` says of each operand whether it is stored (n)ormally or (t)ransposed."""
     from jshard.kernels.mosaic.product import Product  # slow to import, and only where a kernel runs
     from jshard.kernels.mosaic.run import run

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jshard._kernel_names import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, Call, check_sizes, decide
+from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy, as_matrix, as_row, vary_alike, with_half_the_rows
 from jshard.kernels.matmul import gradients, plain_matmul, product, sum_of_rows
 
@@ -91,21 +91,21 @@ def _bend(activation: Activation, first: jax.Array, *second: jax.Array) -> jax.A
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _mlp(call: Call, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
+def _mlp(call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
     arrays = {"x": x_MD, **weights}
     (h_MF,) = _products(call, activation, arrays, keep=False)
     return product(call, h_MF, arrays["w_down"], arrays.get("b_down"))
 
 
 def _forward(
-    call: Call, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]
+    call: KernelRun, activation: Activation, x_MD: jax.Array, weights: dict[str, jax.Array]
 ) -> tuple[jax.Array, tuple]:
     arrays = {"x": x_MD, **weights}
     h_MF, *before = _products(call, activation, arrays, keep=True)
     return product(call, h_MF, arrays["w_down"], arrays.get("b_down")), (arrays, before)
 
 
-def _backward(call: Call, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[jax.Array, dict]:
+def _backward(call: KernelRun, activation: Activation, kept: tuple, dy_MD: jax.Array) -> tuple[jax.Array, dict]:
     arrays, before = kept
     with call.named():
         wide = [each.astype(jnp.float32) for each in before]
@@ -128,7 +128,7 @@ def _firsts(arrays: dict[str, jax.Array]) -> list[str]:
     return ["w_gate", "w_up"] if "w_gate" in arrays else ["w_up"]
 
 
-def _products(call: Call, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
+def _products(call: KernelRun, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
     """The hidden layer on Mosaic GPU; with `keep` also what the activation was taken of."""
     from jshard.kernels.mosaic.product import Product  # slow to import, and only where a kernel runs
     from jshard.kernels.mosaic.run import run
@@ -158,7 +158,7 @@ def _check(given: dict[str, jax.Array], activation: str) -> None:
     """
     if activation not in ACTIVATIONS:
         raise KernelError(
-            "mlp has no such activation.",
+            "mlp does not have this activation.",
             where=f"activation={activation!r}",
             why=f"it is one of {', '.join(map(repr, ACTIVATIONS))}.",
             do='activation="silu" with w_gate for SwiGLU.',

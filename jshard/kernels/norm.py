@@ -12,7 +12,7 @@ from jax import lax
 
 from jshard._kernel_names import PREFIX
 from jshard.engine.per_example import per_example
-from jshard.kernels.backend import Backend, Call, check_sizes, decide
+from jshard.kernels.backend import Backend, KernelRun, check_sizes, decide
 from jshard.kernels.knobs import KernelError, Occupancy, as_matrix, as_row, vary_alike
 
 Arrays = tuple[jax.Array, ...]
@@ -147,7 +147,7 @@ def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | No
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _rows(call: Call, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Array, jax.Array]:
+def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Array, jax.Array]:
     """The norm of the sum of some rows, and that sum."""
     from jshard.kernels.mosaic.rows import run_rows  # slow to import, and only where a kernel runs
 
@@ -160,12 +160,14 @@ def _rows(call: Call, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Arr
     return y, h[0] if h else xs[0]
 
 
-def _forward(call: Call, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[tuple[jax.Array, jax.Array], tuple]:
+def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[tuple[jax.Array, jax.Array], tuple]:
     y, h = cast(Arrays, _rows(call, kind, xs, vectors))
     return (y, h), (h, vectors, len(xs))
 
 
-def _backward(call: Call, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Arrays, Arrays]:
+def _backward(
+    call: KernelRun, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[Arrays, Arrays]:
     from jshard.kernels.mosaic.rows import run_rows
 
     h_RD, vectors, num_x = kept
@@ -191,11 +193,11 @@ def _backward(call: Call, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array,
 _rows.defvjp(_forward, _backward)
 
 
-def _how(call: Call) -> dict[str, Any]:
+def _how(call: KernelRun) -> dict[str, Any]:
     return {"knobs": call.knobs, "here": call.here, "interpret": call.interpret}
 
 
-def _check_padding(call: Call) -> None:
+def _check_padding(call: KernelRun) -> None:
     """Refuses padding beyond what a block can have.
 
     Raises:

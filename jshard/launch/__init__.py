@@ -2,7 +2,7 @@
 
 JAX ends the whole process, with a trace of C++ and without an exception, when a peer does not come or dies. So a run
 in several processes has two kinds of them. A *worker* trains: one per process of the run. A *supervisor* never asks
-JAX for a device: it starts the worker (on one machine, all of them), watches it, and tells in plain words what
+JAX for a device: it starts the worker (on one machine, all of them), watches it, and says in plain words what
 happened. In a cluster there is one supervisor beside each worker, and those of the other machines are linked to that
 of process 0 by a small TCP connection, the roll call.
 
@@ -11,11 +11,11 @@ JSHARD_ROLL_CALL_PORT; both ports must be open between the machines. All waits a
 what all workers write to stderr.
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
-    in the worker       start_worker(), take_turns() with devices, note(step=..., checkpoint=...), leave(code)
+    in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
 """
 
 from jshard.launch.cluster import Cluster, Deadlines, detect
 from jshard.launch.supervisor import supervise
-from jshard.launch.worker import is_worker, leave, note, start_worker, take_turns
+from jshard.launch.worker import is_worker, leave, note, start_worker
 
-__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "supervise", "take_turns"]
+__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "supervise"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import signal
 from collections.abc import Mapping
 from importlib.util import find_spec
 
@@ -11,14 +12,10 @@ from jshard._errors import ShardingError
 
 TICK_S = 0.1
 """A supervisor looks at its workers and peers this often."""
-HOLD_S = 1.0
-"""What process 0 writes to stderr is passed on this much later: it may turn out to be the echo of a lost peer."""
-REPEAT_S = 1.0
-"""Signals closer together than this are one: launchers and terminals often send the same one twice."""
-VERDICT_S = 3.0
-"""A supervisor gives process 0's this long to name the lost process, before it names the one that it knows of."""
-GOODBYE_S = 2.0
-"""A connection that is closed waits this long for the other side to have read its last message."""
+REQUEST = 2
+"""Exit code of a worker that refused what was asked of it."""
+GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""Exit codes of a worker that did its work, or stopped because it was asked to."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +55,8 @@ class Deadlines:
         return min(2.0, self.peer_s / 4)
 
 
-# Whether this process is one of several, as the launcher's environment variables tell.
-
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_TOLD = (
+_REPORTED = (
     *_JAX,
     "JAX_COORDINATOR_PORT",
     "JSHARD_ROLL_CALL_PORT",
@@ -79,8 +74,8 @@ class Cluster:
     """The place of this process among those of a run.
 
     Args:
-        kind: who told: "jax variables", "slurm", "open mpi", "kubernetes", "cloud tpu"; "local" for processes that
-            jshard starts on one machine.
+        kind: where it is known from: "jax variables", "slurm", "open mpi", "kubernetes", "cloud tpu"; "local" for
+            processes that jshard starts on one machine.
         coordinator: "host:port" where JAX's service of process 0 listens.
         num_processes: two or more.
         process_id: from 0.
@@ -121,7 +116,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Cluster | None:
         ShardingError: the variables are half set, or are no numbers, or contradict each other.
     """
     given = {name: environ[name] for name in _JAX if environ.get(name)}
-    seen = {name: environ[name] for name in _TOLD if name in environ}
+    seen = {name: environ[name] for name in _REPORTED if name in environ}
     kind, coordinator, num_processes, process_id = "jax variables", *(given.get(name, "") for name in _JAX)
     if len(given) < len(_JAX):
         launcher = _launcher(environ, seen)
@@ -153,7 +148,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Cluster | None:
 def _launcher(environ: Mapping[str, str], seen: Mapping[str, str]) -> tuple[str, str, int, int] | None:
     if environ.get("OMPI_COMM_WORLD_SIZE", "1") != "1" and "OMPI_MCA_orte_hnp_uri" not in environ:
         raise ShardingError(
-            "Open MPI 5 does not tell where its processes meet.",
+            "Open MPI 5 does not say where its processes meet.",
             where=[f"{name}={value}" for name, value in seen.items()],
             why="the address of process 0 is in none of its variables.",
             do="mpirun -x JAX_COORDINATOR_ADDRESS=HOST:PORT bash -c 'JAX_NUM_PROCESSES=$OMPI_COMM_WORLD_SIZE "
@@ -168,7 +163,7 @@ def _launcher(environ: Mapping[str, str], seen: Mapping[str, str]) -> tuple[str,
         found = _compat.launcher_cluster(asked)
     except Exception as error:  # whatever the launcher's parsers and Kubernetes' client raise
         raise ShardingError(
-            "What the cluster's launcher tells cannot be read.",
+            "What the cluster's launcher says cannot be read.",
             where=[f"{name}={value}" for name, value in seen.items()],
             why=f"{type(error).__name__}: {error}",
             do="set the variables by hand: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I",
@@ -190,7 +185,7 @@ def _require_none(given: Mapping[str, str]) -> None:
         raise ShardingError(
             "The variables that describe the cluster are half set.",
             where=[f"{name}={given[name]}" if name in given else f"{name} is not set" for name in _JAX],
-            why=f"{len(given)} of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to tell the rest.",
+            why=f"{len(given)} of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to give the rest.",
             do="set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I\n"
             f"or none, for one process: env {' '.join(f'-u {name}' for name in given)} jshard train ...",
         )

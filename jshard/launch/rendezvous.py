@@ -1,6 +1,6 @@
-"""The roll call: the supervisors of a cluster meet before any worker starts, or each tells who is missing.
+"""The roll call: the supervisors of a cluster meet before any worker starts, or each says who is missing.
 
-The supervisor of process 0 listens beside JAX's coordinator (`reports.roll_call_port`), the others connect. Messages
+The supervisor of process 0 listens beside JAX's coordinator (`roll_call_port`), the others connect. Messages
 are JSON lines: {"hello": 1, "process": i, "of": n, "at": address, "host": name, "waited_s": t} to process 0, and from
 there {"go": hosts}, or {"missing": ...}, {"duplicate": ...}, {"mismatch": ...}, after which all end. Like JAX's own
 service, it trusts the network of the cluster.
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jshard._errors import FourPartError
-from jshard.launch import endings
+from jshard._errors import FourPartError, RunError, ShardingError
 from jshard.launch.cluster import TICK_S, Cluster, Deadlines
-from jshard.launch.links import Link, Peers, close_all, hostname
+from jshard.launch.peers import Link, Peers, close_all, hostname
 
 _STRANGERS = 64
 _HELLO_S = 10.0
@@ -66,7 +65,7 @@ class _Host:
             if link.closed:  # it may come again
                 del self._links[process], self._hosts[process]
         if len(self._hosts) == self._cluster.num_processes:
-            self._tell({"go": _by_text(self._hosts)})
+            self._send({"go": _by_text(self._hosts)})
             links, self._links = self._links, {}
             return Peers(process_id=0, links=links, hosts=self._hosts, deadlines=self._deadlines)
         if time.monotonic() > self._ends_at:
@@ -100,7 +99,7 @@ class _Host:
         process, host = hello["process"], hello["host"]
         theirs = f"{hello['of']} processes at {hello['at']}"
         ours = f"{self._cluster.num_processes} processes at {self._cluster.coordinator}"
-        self._strangers.append((link, time.monotonic()))  # to be told, if this is the end
+        self._strangers.append((link, time.monotonic()))  # to hear of it, if this is the end
         if hello["of"] != self._cluster.num_processes or not 0 <= process < self._cluster.num_processes:
             self._end({"mismatch": process, "host": host, "theirs": theirs, "ours": ours})
         if process in self._hosts:
@@ -110,12 +109,12 @@ class _Host:
         # One that has waited long already is not kept waiting for another whole time-out.
         self._ends_at = min(self._ends_at, time.monotonic() + max(self._deadlines.init_s - hello["waited_s"], 0))
 
-    def _tell(self, message: dict[str, Any]) -> None:
+    def _send(self, message: dict[str, Any]) -> None:
         for link in [*self._links.values(), *(link for link, _ in self._strangers)]:
             link.send(message)
 
     def _end(self, message: dict[str, Any]) -> NoReturn:
-        self._tell(message)
+        self._send(message)
         error = _end_of(self._cluster, message)
         assert error is not None
         raise error
@@ -124,7 +123,7 @@ class _Host:
 class _Guest:
     def __init__(self, cluster: Cluster, deadlines: Deadlines) -> None:
         self._cluster, self._deadlines = cluster, deadlines
-        self._address = (cluster.host, endings.roll_call_port(cluster))
+        self._address = (cluster.host, roll_call_port(cluster))
         self._began = time.monotonic()
         self._link: Link | None = None
         self._reason = ""
@@ -135,7 +134,7 @@ class _Guest:
         elif (peers := self._hear(self._link)) is not None:
             return peers
         if self._link is None and self._waited_s > self._deadlines.init_s:
-            raise endings.unreachable(self._cluster, self._reason, self._waited_s)
+            raise _unreachable(self._cluster, self._reason, self._waited_s)
         return None
 
     def close(self) -> None:
@@ -176,7 +175,7 @@ class _Guest:
 
 
 def _listen(cluster: Cluster) -> socket.socket:
-    port = endings.roll_call_port(cluster)
+    port = roll_call_port(cluster)
     is_local = cluster.host in ("localhost", "127.0.0.1")
     try:
         if is_local or not socket.has_dualstack_ipv6():
@@ -184,7 +183,7 @@ def _listen(cluster: Cluster) -> socket.socket:
         else:
             server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     except OSError as error:
-        raise endings.port_taken(cluster, error) from error
+        raise _port_taken(cluster, error) from error
     server.setblocking(False)
     return server
 
@@ -208,12 +207,110 @@ def _end_of(cluster: Cluster, message: dict[str, Any]) -> FourPartError | None:
     try:
         if "missing" in message:
             came = {int(process): str(host) for process, host in message["missing"].items()}
-            return endings.missing(cluster, came, float(message["after_s"]))
+            return _missing(cluster, came, float(message["after_s"]))
         if "duplicate" in message:
-            return endings.duplicate(cluster, int(message["duplicate"]), [str(host) for host in message["hosts"]])
+            return _duplicate(cluster, int(message["duplicate"]), [str(host) for host in message["hosts"]])
         if "mismatch" in message:
             texts = (str(message[key]) for key in ("host", "theirs", "ours"))
-            return endings.mismatch(cluster, int(message["mismatch"]), *texts)
+            return _mismatch(cluster, int(message["mismatch"]), *texts)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None  # not from a supervisor
     return None
+
+
+# The port of the roll call, and the errors of one that fails.
+
+
+def roll_call_port(cluster: Cluster) -> int:
+    """JSHARD_ROLL_CALL_PORT, or the port after that of JAX's coordinator; under Slurm and Open MPI 4096 below that.
+
+    Raises:
+        ShardingError: the variable is not a port.
+    """
+    if cluster.kind in ("slurm", "open mpi") and cluster.port > 4096:
+        # There JAX's port follows from the number of the job: the next one is that of the next job, maybe on this node.
+        default = cluster.port - 4096
+    else:
+        default = cluster.port + 1 if cluster.port < 65535 else cluster.port - 1
+    given = cluster.variables.get("JSHARD_ROLL_CALL_PORT", str(default))
+    if not (given.isascii() and given.isdecimal() and 0 < int(given) < 65536):
+        raise ShardingError(
+            "The port of the roll call cannot be read.",
+            where=f"JSHARD_ROLL_CALL_PORT={given}",
+            why="a port is a number from 1 to 65535.",
+            do=f"JSHARD_ROLL_CALL_PORT={default}, or leave it unset.",
+        )
+    return int(given)
+
+
+def _address(cluster: Cluster) -> str:
+    """Where process 0 listens."""
+    return f"{cluster.host}:{roll_call_port(cluster)}"
+
+
+def _missing(cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunError:
+    """The time of the roll call is over, and not all have come."""
+    ids = [process for process in range(cluster.num_processes) if process not in came]
+    return RunError(
+        f"{len(ids)} of {cluster.num_processes} processes did not come: {_some(ids)}.",
+        where=[
+            f"this is process {cluster.process_id} on {socket.gethostname()} ({cluster.kind})",
+            f"came: {_some([f'{process} on {host}' for process, host in sorted(came.items())])}",
+            *cluster.seen(),
+        ],
+        why=f"{len(came)} of {cluster.num_processes} came to the roll call within {after_s:.0f} s.",
+        do=f"look why process {_some(ids)} did not start, or cannot reach {_address(cluster)};\n"
+        "if they are only slow to start: --init-timeout 900",
+    )
+
+
+def _unreachable(cluster: Cluster, reason: str, after_s: float) -> RunError:
+    """Process 0 does not answer."""
+    return RunError(
+        "Process 0 cannot be reached.",
+        where=[
+            f"this is process {cluster.process_id} on {socket.gethostname()} ({cluster.kind})",
+            f"process 0 is looked for at {_address(cluster)}",
+            *cluster.seen(),
+        ],
+        why=f"{reason}, after {after_s:.0f} s.",
+        do=f"see that process 0 runs on {cluster.host} and that its ports {cluster.port} and "
+        f"{roll_call_port(cluster)} are open to {socket.gethostname()};\n"
+        "another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
+    )
+
+
+def _duplicate(cluster: Cluster, process: int, hosts: Sequence[str]) -> ShardingError:
+    """Two processes say that they are the same one."""
+    return ShardingError(
+        f"Two processes have the id {process}.",
+        where=[f"on {' and on '.join(hosts)}", *cluster.seen()],
+        why=f"each of the {cluster.num_processes} processes has an id of its own.",
+        do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
+    )
+
+
+def _mismatch(cluster: Cluster, process: int, host: str, theirs: str, ours: str) -> ShardingError:
+    """A process that takes the run for another one; `theirs` and `ours` are what it and process 0 were given."""
+    return ShardingError(
+        f"Process {process} on {host} takes the run for another.",
+        where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
+        why="all processes of a run are given the same address and number.",
+        do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
+    )
+
+
+def _port_taken(cluster: Cluster, error: OSError) -> RunError:
+    """Process 0 cannot listen."""
+    port = roll_call_port(cluster)
+    return RunError(
+        "The roll call cannot be opened.",
+        where=[f"port {port} of {socket.gethostname()}", *cluster.seen()],
+        why=f"{error.strerror or error}: another process 0, or another program, has it.",
+        do=f"another port, the same for all processes: JSHARD_ROLL_CALL_PORT={port + 1 if port < 65535 else port - 2}",
+    )
+
+
+def _some(items: Sequence[object], limit: int = 10) -> str:
+    shown = ", ".join(str(item) for item in items[:limit])
+    return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"

@@ -9,12 +9,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._errors import FourPartError, ShardingError
-from jshard.launch import endings, rendezvous, worker_process
-from jshard.launch.cluster import REPEAT_S, TICK_S, VERDICT_S, Cluster, Deadlines
-from jshard.launch.endings import REQUEST, Ending, cause
-from jshard.launch.links import Peers
+from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.launch import rendezvous, worker_process
+from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines
+from jshard.launch.peers import Ending, Peers, cause
 from jshard.launch.worker_process import WorkerProcess
+
+REPEAT_S = 1.0
+"""Signals closer together than this are one: launchers and terminals often send the same one twice."""
+VERDICT_S = 3.0
+"""A supervisor gives process 0's this long to name the lost process, before it names the one that it knows of."""
 
 
 class Signals:
@@ -47,9 +51,6 @@ class Signals:
             self.first, self._first_at = signum, time.monotonic()
         elif time.monotonic() - self._first_at >= REPEAT_S:
             self.repeated = True
-
-
-# The supervisor of a run in several processes: starts the workers, watches them, says which one was lost.
 
 
 def supervise(
@@ -149,7 +150,7 @@ class _Run:
                 self._seen.add(worker.process_id)
                 self._note_ending(ending)
                 if self._peers is not None:
-                    self._peers.tell(ending)
+                    self._peers.report(ending)
         if self._peers is not None:
             for ending in self._peers.poll(self._last("step")):
                 self._note_ending(ending)
@@ -213,10 +214,10 @@ class _Run:
                 # What process 0 has shown already is not shown again: a warning that all of them give.
                 known = () if worker is self._workers[0] else self._workers[0].output.shown
                 worker.output.show(prefix=f"[process {worker.process_id}] " if worker.process_id else "", known=known)
-        if is_own and (lost.told or lost.code == REQUEST):
+        if is_own and (lost.explained or lost.code == REQUEST):
             return
         steps = [step for step in (lost.step, self._last("step")) if step is not None]
-        report = endings.lost(
+        report = _lost_error(
             lost,
             num_processes=self._num_processes,
             step=max(steps, default=None),
@@ -236,6 +237,38 @@ class _Run:
     def _last(self, key: str) -> Any:
         """What the workers reported under a name; the largest, where they differ."""
         return max((worker.state[key] for worker in self._workers if worker.state.get(key) is not None), default=None)
+
+
+def _lost_error(
+    ending: Ending, *, num_processes: int, step: int | None, checkpoint: str | None, again: str
+) -> FourPartError:
+    """One process ended, and the others cannot go on.
+
+    Args:
+        ending: which, and how.
+        num_processes: of the run.
+        step: the last step that any process reported.
+        checkpoint: the last checkpoint that any process reported.
+        again: the command line that goes on from there, or starts anew.
+    """
+    if ending.code == REQUEST:
+        return ShardingError(
+            f"Process {ending.process} of {num_processes} refused the request.",
+            where=ending.who,
+            why="it ended with exit code 2, and its own output says why.",
+            do=f"read what process {ending.process} wrote on {ending.host}.",
+        )
+    explained = f"; its own output on {ending.host} says why" if ending.explained else ""
+    return RunError(
+        f"Process {ending.process} of {num_processes} was lost.",
+        where=[
+            ending.who,
+            "no step was reported yet" if step is None else f"last step reported: {step}",
+            "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",
+        ],
+        why=f"{ending.how}{explained}.\nThe others cannot go on without it and are stopped.",
+        do=again,
+    )
 
 
 def _print(error: FourPartError) -> None:

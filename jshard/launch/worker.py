@@ -14,29 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jshard._errors import FourPartError, RunError
-from jshard.launch.cluster import Deadlines
-from jshard.launch.endings import GOOD
-
-
-def take_turns() -> None:
-    """Lets no thread of this process take a core from another one that runs, if its devices are CPUs (Linux only).
-
-    Gloo has a thread that asks the kernel for what has arrived, and asks again at once while another thread holds the
-    lock of the connection. Woken while that one sends, it takes its core, and spins until the kernel's next tick:
-    measured on two cores, up to 4 ms for a small all-reduce, which otherwise takes 0.2.
-
-    To be called when JAX has opened its devices; threads that start later are treated likewise.
-    """
-    import jax  # here: a supervisor does without
-
-    if not hasattr(os, "SCHED_BATCH") or jax.default_backend() != "cpu":
-        return
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(OSError):  # it has ended, or a sandbox forbids it: then all is as it was
-            os.sched_setscheduler(int(thread), os.SCHED_BATCH, os.sched_param(0))
-
-
-# What a worker does on its side: joins the others, gives signs of life, leaves without waiting for the dead.
+from jshard.launch.cluster import GOOD, Deadlines
 
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
 # Words of the libraries that carry collectives, in the errors they raise when another process is gone.
@@ -71,7 +49,7 @@ def start_worker(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def note(*, step: int | None = None, checkpoint: str | None = None, again: str | None = None) -> None:
-    """Tells the supervisor how far the run is, for the report if a process is lost. Without one it does nothing.
+    """Lets the supervisor know how far the run is, for the report if a process is lost. Without one it does nothing.
 
     Costs some microseconds, and never waits.
 
@@ -104,7 +82,7 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
     if is_worker():
         blames_peer = _blames_peer(error)
         _start_reports(os.environ).note(
-            {"told": isinstance(error, FourPartError) and not blames_peer, "blames_peer": blames_peer}
+            {"explained": isinstance(error, FourPartError) and not blames_peer, "blames_peer": blames_peer}
         )
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # its reader may be gone
@@ -132,7 +110,7 @@ class _Reporter:
             try:
                 os.write(self._fd, line if len(line) <= _MESSAGE_BYTES else b"{}\n")
             except BlockingIOError:
-                pass  # each message tells all, so the next will do
+                pass  # each message says all, so the next will do
             except OSError:
                 _end_without_supervisor()
 
@@ -156,7 +134,7 @@ def _deadlines(environ: Mapping[str, str]) -> Deadlines:
 
 
 def _end_without_supervisor() -> NoReturn:
-    """Nobody would tell us of a lost peer, nor stop us: as if we had been killed, with all that we started."""
+    """Nobody would let us know of a lost peer, nor stop us: as if we had been killed, with all that we started."""
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
@@ -202,9 +180,9 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
 
 def _detection(environ: Mapping[str, str]) -> str | None:
     """The switch of JAX's own detection, which is still to choose one GPU for each process of a launcher."""
-    tells_local_id = "SLURM_LOCALID" in environ or "OMPI_COMM_WORLD_LOCAL_RANK" in environ
+    has_local_id = "SLURM_LOCALID" in environ or "OMPI_COMM_WORLD_LOCAL_RANK" in environ
     kind = environ["JSHARD_CLUSTER"]
-    return "deactivate" if kind == "local" or (kind == "jax variables" and not tells_local_id) else None
+    return "deactivate" if kind == "local" or (kind == "jax variables" and not has_local_id) else None
 
 
 def _blames_peer(error: BaseException | None) -> bool:

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from jshard._errors import RunError, ShardingError
-from jshard.launch.cluster import HOLD_S, TICK_S, Cluster, Deadlines
-from jshard.launch.endings import Ending
-from jshard.launch.links import hostname
+from jshard.launch.cluster import TICK_S, Cluster, Deadlines
+from jshard.launch.peers import Ending, hostname
+
+HOLD_S = 1.0
+"""What process 0 writes to stderr is passed on this much later: it may turn out to be the echo of a lost peer."""
 
 _LINES = 400
 _LINE_BYTES = 4096
@@ -146,7 +148,7 @@ def _has_cuda_plugin() -> bool:
     return any(name.startswith("xla_cuda") for _, name, _ in pkgutil.iter_modules(plugins.__path__))
 
 
-# One worker, as its supervisor sees it: a child process that tells of itself through a pipe.
+# One worker, as its supervisor sees it: a child process that reports through a pipe.
 
 
 class WorkerProcess:
@@ -247,14 +249,14 @@ class WorkerProcess:
             pid=self._process.pid,
             code=code,
             silent_s=silent_s if code is None else None,
-            told=bool(self.state.get("told")),
+            explained=bool(self.state.get("explained")),
             blames_peer=bool(self.state.get("blames_peer")),
             step=self.state.get("step"),
             checkpoint=self.state.get("checkpoint"),
         )
 
 
-# Starts the workers of this machine, each with the environment that tells it its place.
+# Starts the workers of this machine, each with its place in its environment.
 
 
 def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> list[WorkerProcess]:

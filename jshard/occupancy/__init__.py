@@ -2,7 +2,7 @@
 
 Numbers and rules only: no GPU is needed. Example:
 
-    >>> from jshard.kernels import occupancy
+    >>> from jshard import occupancy
     >>> h200 = occupancy.gpu("h200")
     >>> kernel = occupancy.Block(threads=128, registers=58, smem_bytes=41_024)
     >>> ring = occupancy.footprint("ring", gpu=h200, version="2.30.7")
@@ -19,7 +19,7 @@ from jshard.facts.gpus import OccupancyWarning as OccupancyWarning
 from jshard.facts.gpus import gpu as gpu
 from jshard.occupancy.blocks import PAD_UNIT_BYTES as PAD_UNIT_BYTES
 from jshard.occupancy.blocks import Block as Block
-from jshard.occupancy.blocks import Cost as Cost
+from jshard.occupancy.blocks import BlockCost as BlockCost
 from jshard.occupancy.blocks import check as check
 from jshard.occupancy.blocks import cost as cost
 from jshard.occupancy.blocks import drain as drain

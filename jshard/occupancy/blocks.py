@@ -1,10 +1,10 @@
 """Which thread blocks one multiprocessor holds at once, alone and beside a block of communication.
 
 The rules of NVIDIA's `cuda_occupancy.h`, and the same taken on to blocks of two kernels. Shared memory is one pool.
-Registers are not: they are given to whole warps, and a warp lies in one partition of the multiprocessor. The warps of a
+Registers are not: they are given to whole warps, and a warp is in one partition of the multiprocessor. The warps of a
 block are taken to be spread evenly over the partitions, as those of a warpgroup must be. So what a block leaves is not
-one sum: where 17 warps lie 5, 4, 4 and 4, four more warps have only what the first partition has left. For one kernel
-this is what `cuda_occupancy.h` computes; for two it is an assumption, `GpuFacts.placement`.
+one sum: where 17 warps are spread 5, 4, 4 and 4, four more warps have only what the first partition has left. For one
+kernel this is what `cuda_occupancy.h` computes; for two it is an assumption, `GpuFacts.placement`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Block:
         wrong = {name: getattr(self, name) for name, floor in least.items() if getattr(self, name) < floor}
         if wrong:
             raise OccupancyError(
-                "There is no such thread block.",
+                "The thread block cannot be.",
                 where="Block",
                 why="\n".join(f"{name} is {value}, the least is {least[name]}." for name, value in wrong.items()),
                 do="Block(threads=128, registers=90, smem_bytes=90_176)",
@@ -54,7 +54,7 @@ class Block:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class BlockCost:
     """What a block is given: rounded up to the units of a GPU.
 
     Attributes:
@@ -68,9 +68,9 @@ class Cost:
     smem_bytes: int
 
 
-def cost(gpu: GpuFacts, block: Block) -> Cost:
+def cost(gpu: GpuFacts, block: Block) -> BlockCost:
     """What a block is given on a GPU."""
-    return Cost(
+    return BlockCost(
         warps=-(-block.threads // gpu.warp_size),
         warp_registers=_rounded(block.registers * gpu.warp_size, gpu.register_unit),
         smem_bytes=_rounded(block.smem_bytes + gpu.smem_reserved_bytes, gpu.smem_unit_bytes),
@@ -232,13 +232,13 @@ def _rounded(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
-def _pooled(gpu: GpuFacts, kinds: Sequence[tuple[Cost, int]]) -> bool:
+def _pooled(gpu: GpuFacts, kinds: Sequence[tuple[BlockCost, int]]) -> bool:
     warps = sum(taken.warps * count for taken, count in kinds)
     registers = sum(taken.warps * taken.warp_registers * count for taken, count in kinds)
     return warps <= gpu.warps_per_sm and registers <= gpu.registers_per_sm
 
 
-def _spread(gpu: GpuFacts, kinds: Sequence[tuple[Cost, int]]) -> bool:
+def _spread(gpu: GpuFacts, kinds: Sequence[tuple[BlockCost, int]]) -> bool:
     """Whether the partitions have room for blocks whose warps are spread evenly.
 
     Every partition has the same number of whole rounds of warps. What is left of each block, fewer warps than there are

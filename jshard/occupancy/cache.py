@@ -46,7 +46,7 @@ class Key:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class TuningEntry:
     """What was measured for a key.
 
     Attributes:
@@ -62,7 +62,7 @@ class Entry:
     when: str = ""
 
 
-Entries = Mapping[Key, Entry]
+Entries = Mapping[Key, TuningEntry]
 
 
 def footprint_text(comm: CommFootprint) -> str:
@@ -72,8 +72,8 @@ def footprint_text(comm: CommFootprint) -> str:
     return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
 
 
-def default_path() -> Path:
-    """The file in the user's folder for such things, wherever the system has it."""
+def default_path(name: str = "tuning.json") -> Path:
+    """A file in the user's folder for such things, wherever the system has it."""
     home = Path.home()
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
@@ -82,10 +82,10 @@ def default_path() -> Path:
     else:
         given = os.environ.get("XDG_CACHE_HOME", "")
         folder = Path(given) if os.path.isabs(given) else home / ".cache"  # a relative one does not count
-    return folder / "jshard" / "tuning.json"
+    return folder / "jshard" / name
 
 
-def load(path: Path) -> dict[Key, Entry]:
+def load(path: Path) -> dict[Key, TuningEntry]:
     """The entries of a file; none where there is no file.
 
     Raises:
@@ -100,7 +100,7 @@ def load(path: Path) -> dict[Key, Entry]:
     return parsed(text, path)
 
 
-def parsed(text: str, path: Path) -> dict[Key, Entry]:
+def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
     """The entries in the text of a file.
 
     Raises:
@@ -127,17 +127,7 @@ def store(path: Path, entries: Entries) -> None:
     """
     text = text_of({**load(path), **entries})
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with open(descriptor, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, text)
     except OSError as error:
         raise CacheError(
             "The measurements cannot be written.",
@@ -147,13 +137,32 @@ def store(path: Path, entries: Entries) -> None:
         ) from error
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file and the folders around it. A reader sees the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
 def text_of(entries: Entries) -> str:
     """Entries as the text of a file."""
     whole = [{"key": dataclasses.asdict(key), **_as_json(entry)} for key, entry in sorted(entries.items())]
     return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
+def _as_json(entry: TuningEntry) -> dict[str, Any]:
     return {
         "choice": dataclasses.asdict(entry.choice),
         "timings": [dataclasses.asdict(timing) for timing in entry.timings],
@@ -162,12 +171,12 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _entry(data: Mapping[str, Any]) -> Entry:
+def _entry(data: Mapping[str, Any]) -> TuningEntry:
     choice: dict[str, Any] = {**data["choice"]}
     timings: list[dict[str, Any]] = [{**timing} for timing in data["timings"]]
     for one in (choice, *timings):
         one["setting"] = _setting(one["setting"])
-    return Entry(
+    return TuningEntry(
         choice=Choice(**choice),
         timings=tuple(Timing(**timing) for timing in timings),
         load_bytes=int(data["load_bytes"]),
@@ -205,10 +214,10 @@ def of_first(work: Callable[[], str], *, where: str) -> str:
     if is_primary():
         try:
             made = work()
-        except Exception as error:  # the others wait, and are told
+        except Exception as error:  # the others wait to hear of it
             failed = error
-    told = {"text": made, "failed": None if failed is None else _first_line(failed)}
-    first = json.loads(gather_texts(json.dumps(told))[0])
+    outcome = {"text": made, "failed": None if failed is None else _first_line(failed)}
+    first = json.loads(gather_texts(json.dumps(outcome))[0])
     if failed is not None:
         raise failed
     if first["failed"] is not None:

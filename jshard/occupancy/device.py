@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -13,11 +12,10 @@ from jshard.cluster.estimate import assumptions_of
 from jshard.cluster.options import IN_FLIGHT
 from jshard.cluster.replay import Assumptions
 from jshard.cluster.topology import parse_topology
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.occupancy import COPY_ENGINE, GPUS, CommFootprint, GpuFacts, OccupancyError, footprint, gpu, resident
+from jshard.occupancy.footprints import parsed_version
 from jshard.occupancy.result import Reason
-
-_DEVICES_OF = {"a100": "a100-80"}  # where the tables of occupancy and of clusters have different names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +80,7 @@ def device_named(name: str | None) -> Device:
     """A device by its name in a topology or in `jshard occupancy`, or with its topology, or the first that is here.
 
     Raises:
-        OccupancyError: there is no such device; the error names those that there are.
+        OccupancyError: the device is not known; the error names those that there are.
 
     Example:
         >>> device_named("h200").gpu.num_sms
@@ -97,7 +95,7 @@ def device_named(name: str | None) -> Device:
     if short not in DEVICES and short not in GPUS:
         raise _unknown(name)
     found = gpu(short)
-    facts = DEVICES.get(short, DEVICES.get(_DEVICES_OF.get(short, short)))
+    facts = device_of(short)
     return Device(found.title, "gpu", found, facts, topology if facts else "")
 
 
@@ -109,8 +107,7 @@ def _running() -> Device:
         found = gpu(here.device_kind)
     except OccupancyError:  # of the model: the kernels may run there, and nobody knows how full it is
         return Device(here.device_kind, "gpu", kind=here.device_kind)
-    facts = DEVICES.get(_DEVICES_OF.get(found.name, found.name))
-    return Device(found.title, "gpu", found, facts, kind=here.device_kind)
+    return Device(found.title, "gpu", found, device_of(here.device_kind), kind=here.device_kind)
 
 
 def _unknown(name: str) -> OccupancyError:
@@ -185,15 +182,15 @@ def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | Non
         common.append(Reason(name, str(ctas), "model", "no more blocks than there is room for; XLA hands it to NCCL."))
     environment, notes = _threads(comm, gpu, common)
     if _ASSUMED in comm.source:
-        told = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
-        notes = (f"{told} comm=footprint(..., ctas=N) says it.", *notes)
+        line = f"That a collective has {comm.ctas} blocks is an assumption, as NCCL chooses by the links:"
+        notes = (f"{line} comm=footprint(..., ctas=N) says it.", *notes)
     if _SYMMETRIC in options:
         notes = (*notes, _CAUTION)
     return Side(options, environment, tuple(common), notes)
 
 
 def _copy_engines(options: dict[str, Any], reasons: list[Reason], version: str | None) -> Side:
-    if version is not None and _parsed(version) < _POLICY_SINCE:
+    if version is not None and parsed_version(version) < _POLICY_SINCE:
         raise OccupancyError(
             "This NCCL moves nothing by the copy engines.",
             where=f'comm="{COPY_ENGINE.name}", nccl="{version}"',
@@ -210,17 +207,6 @@ def _copy_engines(options: dict[str, Any], reasons: list[Reason], version: str |
         _CAUTION,
     )
     return Side(options | {_SYMMETRIC: True}, {"NCCL_CTA_POLICY": "ZERO"}, tuple(reasons), notes)
-
-
-def _parsed(version: str) -> tuple[int, ...]:
-    if re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
-        return tuple(map(int, version.split(".")))
-    raise OccupancyError(
-        "The version of NCCL cannot be read.",
-        where=f'nccl="{version}"',
-        why="it is no version of the form 2.30.7.",
-        do='nccl="2.30.7"',
-    )
 
 
 def _threads(comm: CommFootprint, gpu: GpuFacts, reasons: list[Reason]) -> tuple[dict[str, str], tuple[str, ...]]:

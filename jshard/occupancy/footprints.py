@@ -101,7 +101,7 @@ _THREADS: Mapping[str, tuple[int, str]] = types.MappingProxyType(
 FOOTPRINTS = (*_THREADS, COPY_ENGINE.name)
 """The kinds of footprints: algorithms of NCCL, its kernels over symmetric memory, and copy engines."""
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def footprint(
@@ -123,7 +123,7 @@ def footprint(
         nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps; only rings heed it.
 
     Raises:
-        OccupancyError: there is no such kind, version or number of threads, or the GPU has no NCCL.
+        OccupancyError: the kind, version or number of threads is not known, or the GPU has no NCCL.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
@@ -176,19 +176,28 @@ def _of_kernel(kind: str, release: _Release, gpu: GpuFacts, number: str) -> tupl
     return _REGISTERS, release.static_bytes[gpu.major] + _DYNAMIC_BYTES, source
 
 
+def parsed_version(version: str) -> tuple[int, ...]:
+    """A version of NCCL as numbers.
+
+    Raises:
+        OccupancyError: it is none.
+    """
+    if not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
+        raise _bad_version(version, "it is no version of the form 2.30.7.")
+    return tuple(map(int, version.split(".")))
+
+
 def _release(version: str | None) -> tuple[int, ...]:
     """The newest release whose numbers are known and that is not newer than what is asked for."""
     if version is None:
         return max(_RELEASES)
-    if not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
-        raise _bad_version(version, "it is no version of the form 2.30.7.")
-    asked = tuple(map(int, version.split(".")))
+    asked = parsed_version(version)
     older = [known for known in _RELEASES if known <= asked]
     if not older:
         raise _bad_version(version, "it is older than any whose kernels were read.")
     found = max(older)
-    if found != asked and version not in _told:
-        _told.add(version)
+    if found != asked and version not in _warned:
+        _warned.add(version)
         warnings.warn(
             f"The kernels of NCCL {version} were not read: its footprint is taken to be that of"
             f" {'.'.join(map(str, found))}, the nearest older one that was.",
@@ -229,13 +238,13 @@ def _check_numbers(kind: str, ctas: int | None, nccl_nthreads: int | None) -> No
     if wrong:
         where, why, do = zip(*wrong, strict=True)
         raise OccupancyError(
-            "There is no such collective.", where=where, why="\n".join(why), do="\n".join(dict.fromkeys(do))
+            "The collective cannot be.", where=where, why="\n".join(why), do="\n".join(dict.fromkeys(do))
         )
 
 
 # The kernels of jshard as they were compiled: what a block of each takes.
 
-# By `python -m jshard.kernels.assembled`, as is the table below; a test compiles them again.
+# By `python -m benchmarks.kernels.table`, as is the table below; a test compiles them again.
 _SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
 
 

@@ -17,7 +17,7 @@ from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.kernels.matmul import matmul, plain_matmul
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.candidates import Timing
-from jshard.occupancy.products import Product
+from jshard.occupancy.products import MatrixProduct
 
 ROUNDS = 7
 _CALLS = 10  # of a program in one time: so the host is ahead of the device
@@ -41,7 +41,7 @@ class Bench(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredSettings:
     """What was measured, and what could not be.
 
     Attributes:
@@ -53,7 +53,7 @@ class Measured:
     failed: tuple[tuple[Occupancy, str], ...] = ()
 
 
-def measure(bench: Bench, settings: Sequence[Occupancy | None], *, rounds: int = ROUNDS) -> Measured:
+def measure(bench: Bench, settings: Sequence[Occupancy | None], *, rounds: int = ROUNDS) -> MeasuredSettings:
     """Medians over rounds, in each of which everything is timed once: what the GPU's clock does, it does to all.
 
     Args:
@@ -76,7 +76,7 @@ def measure(bench: Bench, settings: Sequence[Occupancy | None], *, rounds: int =
                 times.setdefault((setting, beside), []).append(bench.time_ns(setting, beside=beside))
     median = lambda setting, beside: round(statistics.median(times[setting, beside]))
     timings = [Timing(setting=s, alone_ns=median(s, False), both_ns=median(s, True)) for s in able]
-    return Measured(tuple(timings), tuple(failed))
+    return MeasuredSettings(tuple(timings), tuple(failed))
 
 
 class GpuBench:
@@ -88,7 +88,7 @@ class GpuBench:
         load_bytes: of one call, that the load moves beside it.
     """
 
-    def __init__(self, product: Product, comm: CommFootprint, load_bytes: int) -> None:
+    def __init__(self, product: MatrixProduct, comm: CommFootprint, load_bytes: int) -> None:
         self._comm = comm
         device = jax.local_devices()[0]
         keys = jax.random.split(jax.random.key(0), 2)

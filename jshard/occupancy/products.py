@@ -22,7 +22,7 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
-class Product:
+class MatrixProduct:
     """A matrix product of forward; backward has two of the same size for it.
 
     Attributes:
@@ -54,7 +54,7 @@ class Product:
         return f"{self.m}x{self.n}x{self.k}"
 
 
-def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[Product, ...]:
+def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
     """The products of forward with one matrix on each side; those of attention have a dim for heads, and are left out.
 
     Args:
@@ -78,22 +78,22 @@ def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tupl
 
     with shapes_only():
         jaxpr = jax.make_jaxpr(forward)(params, rest, arguments).jaxpr
-    counts: collections.Counter[Product] = collections.Counter()
+    counts: collections.Counter[MatrixProduct] = collections.Counter()
     for found in _walk(jaxpr, inside=is_alone, around=""):
         counts[dataclasses.replace(found, unit=names.get(found.unit, found.unit), count=1)] += found.count
     return tuple(dataclasses.replace(product, count=count) for product, count in counts.items())
 
 
-def by_shape(products: tuple[Product, ...]) -> dict[Product, tuple[Product, ...]]:
+def by_shape(products: tuple[MatrixProduct, ...]) -> dict[MatrixProduct, tuple[MatrixProduct, ...]]:
     """Products of equal sizes together, whatever unit they are of; the largest amount of work first."""
-    groups: dict[Product, list[Product]] = {}
+    groups: dict[MatrixProduct, list[MatrixProduct]] = {}
     for product in products:
         groups.setdefault(dataclasses.replace(product, unit="", count=1), []).append(product)
     order = sorted(groups, key=lambda key: -sum(product.flops for product in groups[key]))
     return {key: tuple(groups[key]) for key in order}
 
 
-def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator[Product]:
+def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator[MatrixProduct]:
     """The products in sharded regions, where shapes are those of one device."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
@@ -109,12 +109,12 @@ def _walk(jaxpr: Any, *, inside: bool, around: str, rounds: int = 1) -> Iterator
             yield from _walk(inner, inside=inside or name == "shard_map", around=place, rounds=more)
 
 
-def _product(eqn: Any, place: str, count: int) -> Iterator[Product]:
+def _product(eqn: Any, place: str, count: int) -> Iterator[MatrixProduct]:
     (left_dims, right_dims), (batch_dims, _) = eqn.params["dimension_numbers"]
     left, right = (v.aval for v in eqn.invars)
     if batch_dims or not left_dims:
         return
-    yield Product(
+    yield MatrixProduct(
         kernel="mlp" if _kernel(place)[0] == "mlp" else "matmul",
         m=math.prod(size for dim, size in enumerate(left.shape) if dim not in left_dims),
         n=math.prod(size for dim, size in enumerate(right.shape) if dim not in right_dims),
@@ -125,7 +125,7 @@ def _product(eqn: Any, place: str, count: int) -> Iterator[Product]:
     )
 
 
-def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[Product]:
+def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[MatrixProduct]:
     """The products of a call of `js.kernels.matmul` or `mlp` where it is a kernel: of x with each of the weights."""
     kernel, _ = _kernel(place)
     matrices = [v.aval for v in eqn.invars if len(v.aval.shape) == 2]
@@ -135,7 +135,7 @@ def _of_kernel(eqn: Any, place: str, count: int) -> Iterator[Product]:
     for w in weights:
         k, n = w.shape
         sizes = {"m": x.shape[0], "n": n, "k": k}
-        yield Product(kernel=kernel, **sizes, dtype=str(x.dtype), unit=_unit(place), count=count)
+        yield MatrixProduct(kernel=kernel, **sizes, dtype=str(x.dtype), unit=_unit(place), count=count)
 
 
 def _kernel(place: str) -> tuple[str, str]:

@@ -26,7 +26,7 @@ _SHORT = {"shared memory": "SMEM"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class KernelRow:
     """What there is to say of one kernel on a GPU.
 
     Attributes:
@@ -61,7 +61,7 @@ class OccupancyReport:
 
     gpu: GpuFacts
     footprints: tuple[CommFootprint, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[KernelRow, ...]
 
     def __str__(self) -> str:
         return printed(self)
@@ -113,7 +113,7 @@ class OccupancyReport:
         at_once = resident(self.gpu, Block(comm.threads, comm.registers, comm.smem_bytes))
         return f"{comm}: {comm.ctas} blocks of {block}, {at_once} on an empty SM"
 
-    def _row_dict(self, row: Row) -> dict[str, Any]:
+    def _row_dict(self, row: KernelRow) -> dict[str, Any]:
         said: dict[str, Any] = {"kernel": row.kernel.label, **dataclasses.asdict(row.kernel)}
         if row.refusals:
             return said | {"refusals": list(row.refusals)}
@@ -143,12 +143,12 @@ def occupancy_report(
     )
 
 
-def _row(gpu: GpuFacts, kernel: ShippedKernel, footprints: Sequence[CommFootprint]) -> Row:
+def _row(gpu: GpuFacts, kernel: ShippedKernel, footprints: Sequence[CommFootprint]) -> KernelRow:
     found = refusals(gpu, kernel.block)
     if found:
-        return Row(kernel=kernel, refusals=found)
+        return KernelRow(kernel=kernel, refusals=found)
     each = limits(gpu, kernel.block)
-    return Row(
+    return KernelRow(
         kernel=kernel,
         blocks_per_sm=resident(gpu, kernel.block),
         bound_by=min(each, key=lambda name: each[name]),
@@ -195,7 +195,7 @@ def write_png(report: OccupancyReport, path: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(path))
 
 
-def _draw(report: OccupancyReport, row: Row, axes: Any) -> None:
+def _draw(report: OccupancyReport, row: KernelRow, axes: Any) -> None:
     gpu, block = report.gpu, row.kernel.block
     pads = range(0, gpu.smem_per_block_bytes - block.smem_bytes + 1, PAD_UNIT_BYTES)
     kib = [pad / 1024 for pad in pads]

@@ -18,7 +18,7 @@ from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import CommFootprint
-from jshard.occupancy.products import Product
+from jshard.occupancy.products import MatrixProduct
 
 Origin = Literal["fact", "model", "estimate", "measured", "assumption"]
 
@@ -178,7 +178,7 @@ class UnitTimes:
 
 
 def unit_times(
-    plan: ShardPlan, assumptions: Assumptions | None, products: Sequence[Product] | None
+    plan: ShardPlan, assumptions: Assumptions | None, products: Sequence[MatrixProduct] | None
 ) -> tuple[UnitTimes, ...]:
     """What the units of a plan send, and how long that and their products take; equal ones of a list are added up.
 
@@ -226,7 +226,7 @@ def best_reserve(units: Sequence[UnitTimes], *, needed: int, sms: int) -> tuple[
 
 
 def times_of_unit(
-    plan: ShardPlan, unit: UnitPlan, assumptions: Assumptions | None, products: Sequence[Product] | None
+    plan: ShardPlan, unit: UnitPlan, assumptions: Assumptions | None, products: Sequence[MatrixProduct] | None
 ) -> UnitTimes:
     """What one unit of a plan sends, and how long that and its products take; arguments as of `unit_times`."""
     leaves = plan.unit_leaves(unit.name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from jshard.occupancy import (
 from jshard.occupancy.cache import CacheError, Entries, default_path, footprint_text, load, of_first, parsed, text_of
 from jshard.occupancy.candidates import Timing, together
 from jshard.occupancy.device import Device, device_named, side_of
-from jshard.occupancy.products import SIXTEEN_BITS, Product, by_shape, products_of
+from jshard.occupancy.products import SIXTEEN_BITS, MatrixProduct, by_shape, products_of
 from jshard.occupancy.result import Origin, Overlap, Reason, UnitTimes, best_reserve, unit_times
 
 PRODUCTS, NORMS = ("matmul", "mlp"), ("rms_norm", "layer_norm")
@@ -59,7 +60,7 @@ def unshaped(why: str) -> dict[str, Shaped]:
 
 
 def shaped_kernels(
-    device: Device, comm: CommFootprint | None, units: Sequence[UnitTimes], products: Sequence[Product] | None
+    device: Device, comm: CommFootprint | None, units: Sequence[UnitTimes], products: Sequence[MatrixProduct] | None
 ) -> dict[str, Shaped]:
     """What each kernel leaves, by the model.
 
@@ -111,7 +112,7 @@ def room_for(device: Device, comm: CommFootprint | None, kernels: Mapping[str, S
 
 
 def _reserve(
-    gpu: GpuFacts, comm: CommFootprint, units: Sequence[UnitTimes], products: Sequence[Product] | None
+    gpu: GpuFacts, comm: CommFootprint, units: Sequence[UnitTimes], products: Sequence[MatrixProduct] | None
 ) -> tuple[int, Origin, str]:
     """Multiprocessors that a persistent kernel leaves, what that rests on, and why."""
     needed = reserved_for(gpu, comm)
@@ -155,7 +156,11 @@ def _padded(gpu: GpuFacts, comm: CommFootprint, name: str) -> Shaped:
 
 
 def measured_kernels(
-    found: Mapping[str, Shaped], entries: Entries, device: Device, comm: CommFootprint, products: Sequence[Product]
+    found: Mapping[str, Shaped],
+    entries: Entries,
+    device: Device,
+    comm: CommFootprint,
+    products: Sequence[MatrixProduct],
 ) -> dict[str, Shaped]:
     """The same with what was measured in the place of what was computed.
 
@@ -191,11 +196,11 @@ def _measured(name: str, timings: Mapping[str, tuple[tuple[Timing, ...], int]], 
         return Shaped(_PLAIN[name], Reason(name, 'backend="xla"', "measured", why), "xla")
     why = f"{of}: {duration(best.both_ns / 1e9)} beside the load, XLA's own {duration(plain_ns / 1e9)}."
     if best.setting.latency_ns is None:
-        why += " Calls take different times with different shapes: the scheduler is told estimates."
-    return Shaped(best.setting, Reason(name, told(best.setting), "measured", why))
+        why += " Calls take different times with different shapes: the scheduler has estimates."
+    return Shaped(best.setting, Reason(name, setting_text(best.setting), "measured", why))
 
 
-def told(knobs: Occupancy | None) -> str:
+def setting_text(knobs: Occupancy | None) -> str:
     """A setting in few words."""
     if knobs is None:
         return "XLA's own"
@@ -205,7 +210,7 @@ def told(knobs: Occupancy | None) -> str:
     return tiles + (f", smem_pad_bytes={knobs.smem_pad_bytes}" if knobs.smem_pad_bytes else "")
 
 
-# `overlap`: how much kernels leave to collectives, and what XLA and NCCL are told, for one plan on one device.
+# `js.overlap`.
 
 
 def overlap(
@@ -218,7 +223,7 @@ def overlap(
     batch: Any = None,
     cache: str | Path | None = None,
 ) -> Overlap:
-    """Chooses how much of a GPU the kernels of a step leave to its collectives, and what XLA and NCCL are told.
+    """Chooses how much of a GPU the kernels of a step leave to its collectives, and what XLA and NCCL are set to.
 
     Nothing is set and nothing is run: the result says what to call `js.kernels` with, what to compile with, and what
     to export, and for each what it rests on. Persistent kernels leave the multiprocessors that a collective fills, as
@@ -242,7 +247,7 @@ def overlap(
 
     Raises:
         AnnotationError: the root of the model is not annotated.
-        OccupancyError: there is no such device or footprint, or it would take every multiprocessor.
+        OccupancyError: the device or footprint is not known, or it would take every multiprocessor.
         CacheError: the `cache` that was named cannot be read.
 
     Example:
@@ -254,8 +259,7 @@ def overlap(
     target = device_named(device)
     plan = model_or_plan if isinstance(model_or_plan, ShardPlan) else plan_of(model_or_plan)
     products = _products(model_or_plan, loss, batch)
-    num_devices = _size(plan)
-    units = unit_times(plan, target.assumptions(num_devices), products)
+    units = unit_times(plan, target.assumptions(math.prod(degree for _, degree in plan.mesh)), products)
     beside = _footprint(comm, target, nccl)
     kernels = shaped_kernels(target, beside, units, products)
     entries, unread = _entries(cache)
@@ -285,7 +289,7 @@ def _result(
         ]
         environment, notes = dict(side.environment), [*notes, *side.notes]
     else:
-        options = compiler_options(platform=_platform(target))
+        options = compiler_options(platform=target.facts.name if target.facts is not None else target.platform)
     return Overlap(
         device=target.title,
         comm=beside,
@@ -302,7 +306,7 @@ def _result(
 _PROFILE = 'of the profile "fastest": js.compiler_options says what was measured.'
 
 
-def _products(model: Any, loss: Callable[..., Any] | None, batch: Any) -> tuple[Product, ...] | None:
+def _products(model: Any, loss: Callable[..., Any] | None, batch: Any) -> tuple[MatrixProduct, ...] | None:
     if loss is None or batch is None or not isinstance(model, nnx.Module):
         return None
     return products_of(model, loss, batch)
@@ -334,25 +338,14 @@ def _entries(cache: str | Path | None) -> tuple[Entries, list[str]]:
     except (CacheError, RunError) as error:
         if cache is not None:
             raise
-        told = f"The measurements in {path} were not used: {error.why}"
-        warnings.warn(told, stacklevel=3)
-        return {}, [told]
+        note = f"The measurements in {path} were not used: {error.why}"
+        warnings.warn(note, stacklevel=3)
+        return {}, [note]
 
 
-def _without(target: Device, products: tuple[Product, ...] | None) -> list[str]:
+def _without(target: Device, products: tuple[MatrixProduct, ...] | None) -> list[str]:
     if products is not None or target.why_unshaped:
         return []
     return [
         "What the model computes is not known, and nothing measured was used: give the nnx model, loss= and batch=."
     ]
-
-
-def _size(plan: ShardPlan) -> int:
-    size = 1
-    for _, degree in plan.mesh:
-        size *= degree
-    return size
-
-
-def _platform(target: Device) -> str:
-    return target.facts.name if target.facts is not None else target.platform

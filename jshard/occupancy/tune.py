@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ from jshard.cluster.replay import Assumptions
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.occupancy import CommFootprint
 from jshard.occupancy import cache as stored
-from jshard.occupancy.cache import Entry, of_first
+from jshard.occupancy.cache import TuningEntry, of_first
 from jshard.occupancy.candidates import Candidate, candidates, choose
 from jshard.occupancy.device import Device
 from jshard.occupancy.measure import Bench, GpuBench, measure
-from jshard.occupancy.products import SIXTEEN_BITS, Product, by_shape, products_of
+from jshard.occupancy.products import SIXTEEN_BITS, MatrixProduct, by_shape, products_of
 from jshard.occupancy.result import times_of_unit
-from jshard.occupancy.shape import told
+from jshard.occupancy.shape import setting_text
 
 _SHOWN = 4  # settings of a ranking, in the table; JSON has all
 NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."
@@ -44,7 +45,7 @@ _MEASURED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TuneRow:
     """One size of product.
 
     Attributes:
@@ -57,13 +58,13 @@ class Row:
         measured: what was measured; None where nothing was.
     """
 
-    product: Product
-    same: tuple[Product, ...]
+    product: MatrixProduct
+    same: tuple[MatrixProduct, ...]
     left_to_xla: str = ""
     load_bytes: int = 0
     load_ns: float = 0.0
     ranked: tuple[Candidate, ...] = ()
-    measured: Entry | None = None
+    measured: TuningEntry | None = None
 
     @property
     def count(self) -> int:
@@ -89,10 +90,10 @@ class TuneReport:
 
     device: str
     comm: CommFootprint
-    rows: tuple[Row, ...]
+    rows: tuple[TuneRow, ...]
     headline: str = ""
 
-    def with_measured(self, entries: Sequence[Entry | None]) -> TuneReport:
+    def with_measured(self, entries: Sequence[TuningEntry | None]) -> TuneReport:
         """The same with what was measured of each row."""
         rows = [dataclasses.replace(row, measured=entry) for row, entry in zip(self.rows, entries, strict=True)]
         return dataclasses.replace(self, rows=tuple(rows))
@@ -126,7 +127,7 @@ class TuneReport:
         """The same as text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def _table(self, row: Row) -> FittedTable:
+    def _table(self, row: TuneRow) -> FittedTable:
         if row.measured is None:
             return _ranked(row)
         entry = row.measured
@@ -139,7 +140,7 @@ class TuneReport:
             mark = "chosen" if chosen else ""
             add_row(
                 table,
-                told(timing.setting),
+                setting_text(timing.setting),
                 duration(timing.alone_ns / 1e9),
                 duration(timing.both_ns / 1e9),
                 mark,
@@ -147,17 +148,17 @@ class TuneReport:
         return table
 
 
-def _ranked(row: Row) -> FittedTable:
+def _ranked(row: TuneRow) -> FittedTable:
     columns = "setting", "est. alone>", "est. beside>", "how it leaves room"
     table = made_table(_title(row), *columns)
     shown = row.ranked[:_SHOWN]
     plain = [one for one in row.ranked[_SHOWN:] if one.setting is None]
     for one in (*shown, *plain):
-        add_row(table, told(one.setting), duration(one.alone_ns / 1e9), duration(one.both_ns / 1e9), one.how)
+        add_row(table, setting_text(one.setting), duration(one.alone_ns / 1e9), duration(one.both_ns / 1e9), one.how)
     return table
 
 
-def _title(row: Row) -> str:
+def _title(row: TuneRow) -> str:
     load = (
         f", beside {human_bytes(row.load_bytes)} of collectives, est. {duration(row.load_ns / 1e9)}"
         if row.load_bytes
@@ -195,7 +196,7 @@ def rank(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Dev
         if not _left_to_xla(product):
             how = {"m": product.m, "n": product.n, "k": product.k, "load_ns": load_ns}
             found = candidates(device.gpu, comm, **how)
-        rows.append(Row(product, same, _left_to_xla(product), load_bytes, load_ns, ranked=found))
+        rows.append(TuneRow(product, same, _left_to_xla(product), load_bytes, load_ns, ranked=found))
     return TuneReport(device.title, comm, tuple(rows))
 
 
@@ -209,7 +210,7 @@ def tune(
     path: Path,
     again: bool = False,
     say: Callable[[str], object] = lambda line: None,
-    bench: Callable[[Product, CommFootprint, int], Bench] = GpuBench,
+    bench: Callable[[MatrixProduct, CommFootprint, int], Bench] = GpuBench,
 ) -> TuneReport:
     """Measures the products of a model, and keeps what came of it in a file.
 
@@ -223,7 +224,7 @@ def tune(
         comm: as of `rank`.
         path: the file; what is in it for the same key is not measured again.
         again: measure it again all the same.
-        say: is told what is being measured.
+        say: receives a line on what is being measured.
         bench: runs a product.
 
     Raises:
@@ -265,7 +266,7 @@ def refuse_in_a_trace() -> None:
         )
 
 
-def key_of(product: Product, device: Device, comm: CommFootprint) -> stored.Key:
+def key_of(product: MatrixProduct, device: Device, comm: CommFootprint) -> stored.Key:
     """What a measurement of a product holds for."""
     return stored.Key(
         kernel=product.kernel,
@@ -277,11 +278,11 @@ def key_of(product: Product, device: Device, comm: CommFootprint) -> stored.Key:
     )
 
 
-def _measured(row: Row, bench: Bench, say: Callable[[str], object]) -> stored.Entry:
+def _measured(row: TuneRow, bench: Bench, say: Callable[[str], object]) -> stored.TuningEntry:
     found = measure(bench, [one.setting for one in row.ranked])
     for setting, why in found.failed:
         say(f"  left out, as it does not run: {setting}: {why}")
-    return stored.Entry(
+    return stored.TuningEntry(
         choice=choose(found.timings),
         timings=found.timings,
         load_bytes=row.load_bytes,
@@ -289,21 +290,20 @@ def _measured(row: Row, bench: Bench, say: Callable[[str], object]) -> stored.En
     )
 
 
-def _left_to_xla(product: Product) -> str:
+def _left_to_xla(product: MatrixProduct) -> str:
     if product.dtype in SIXTEEN_BITS:
         return ""
     return f"{product.dtype}: the kernels take bfloat16 and float16"
 
 
-def _loads(plan: ShardPlan, products: Sequence[Product], device: Device) -> Mapping[Product, tuple[int, float]]:
+def _loads(
+    plan: ShardPlan, products: Sequence[MatrixProduct], device: Device
+) -> Mapping[MatrixProduct, tuple[int, float]]:
     """For each size of product, bytes and nanoseconds of the collectives that are beside one call of it.
 
     A unit's collectives, forward and backward, are shared out over its products and their gradients by their work.
     """
-    num_devices = 1
-    for _, degree in plan.mesh:
-        num_devices *= degree
-    assumptions = device.assumptions(num_devices)
+    assumptions = device.assumptions(math.prod(degree for _, degree in plan.mesh))
     of_unit = {unit.name: _of_unit(plan, unit, assumptions, products) for unit in plan.units}
     found = {}
     for product, same in by_shape(tuple(products)).items():
@@ -317,7 +317,7 @@ def _loads(plan: ShardPlan, products: Sequence[Product], device: Device) -> Mapp
 
 
 def _of_unit(
-    plan: ShardPlan, unit: Any, assumptions: Assumptions | None, products: Sequence[Product]
+    plan: ShardPlan, unit: Any, assumptions: Assumptions | None, products: Sequence[MatrixProduct]
 ) -> tuple[float, float]:
     """Bytes and nanoseconds of a unit's collectives, for each floating-point operation of its products in forward."""
     times = times_of_unit(plan, unit, assumptions, products)

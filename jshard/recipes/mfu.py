@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import time
 import warnings
 from collections.abc import Sequence
@@ -12,29 +11,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-# Dense bf16 arithmetic (fp16 on V100) per jax device, from the makers' data sheets; the first match counts. Where a
-# sheet gives the figure with sparsity, half of it is taken.
-_PEAKS = (
-    (r"\bGB200\b", 2.5e15, "GB200 data sheet"),
-    (r"\bB200\b", 2.25e15, "B200 data sheet"),
-    (r"\bGH200\b", 989.5e12, "GH200 data sheet"),
-    (r"\bH200 NVL\b", 835.5e12, "H200 NVL data sheet"),
-    (r"\bH200\b", 989.5e12, "H200 data sheet"),
-    (r"\bH100 NVL\b", 835.5e12, "H100 NVL data sheet"),
-    (r"\bH100 PCIe\b", 756.5e12, "H100 PCIe data sheet"),
-    (r"\bH100\b", 989.5e12, "H100 SXM data sheet"),
-    (r"\bA100\b", 312e12, "A100 data sheet"),
-    (r"\bA40\b", 149.7e12, "A40 data sheet"),
-    (r"\bL40S\b", 362.05e12, "L40S data sheet"),
-    (r"\bV100-SXM2\b", 125e12, "V100 data sheet"),
-    (r"\bV100-PCIE\b", 112e12, "V100 data sheet"),
-    (r"\bTPU v4$", 275e12, "Cloud TPU v4 page"),
-    (r"\bTPU v5 ?(lite|e)$", 197e12, "Cloud TPU v5e page"),
-    (r"\bTPU v5p?$", 459e12, "Cloud TPU v5p page"),
-    (r"\bTPU v6 ?(lite|e)$", 918e12, "Cloud TPU v6e page"),
-    (r"\bMI250X\b", 191.5e12, "one of two dies, MI250X data sheet"),
-    (r"\bMI300X\b", 1307.4e12, "MI300X data sheet"),
-)
+from jshard.facts.devices import peak_of
 
 _SIDE = 1024  # of the matrices that measure a CPU
 _MEASURE_S = 0.2
@@ -56,9 +33,9 @@ class Peak:
 def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignore[reportInvalidTypeForm]
     """The peak of some devices together; None, with a warning, where it is not known.
 
-    Accelerators: dense bf16 from a table, whatever dtype the model computes in. CPU: measured in a fifth of a second
-    on one device of this process. Simulated devices share the cores of their host, and so do several processes on
-    it: the figure counts once for all devices, as that of one host.
+    Accelerators: dense bf16 from `jshard.facts.devices`, whatever dtype the model computes in. CPU: measured in a
+    fifth of a second on one device of this process. Simulated devices share the cores of their host, and so do several
+    processes on it: the figure counts once for all devices, as that of one host.
 
     Args:
         devices: the devices of a run, those of other processes included.
@@ -67,7 +44,7 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
     if devices[0].platform == "cpu":
         device = next(device for device in devices if device.process_index == jax.process_index())
         return Peak(_cpu_flops_per_s(device), f"measured: float32 matmul {_SIDE}^3 on this host's CPU")
-    found = _table_entry(kinds[0]) if len(kinds) == 1 else None
+    found = peak_of(kinds[0]) if len(kinds) == 1 else None
     if found is None:
         warnings.warn(f"The peak of {', '.join(kinds)} is not known, so no MFU is shown.", stacklevel=2)
         return None
@@ -75,12 +52,6 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
     each = f"{len(devices)} x {flops_per_s / 1e12:g}e12 of {kinds[0]}"
     dtype = "fp16" if "V100" in kinds[0] else "bf16"
     return Peak(len(devices) * flops_per_s, f"{each}: dense {dtype}, {source}")
-
-
-def _table_entry(kind: str) -> tuple[float, str] | None:
-    if re.search(r"\bMIG\b", kind):  # a slice of a GPU, of a size that the name gives only in part
-        return None
-    return next(((flops, source) for pattern, flops, source in _PEAKS if re.search(pattern, kind)), None)
 
 
 @functools.cache

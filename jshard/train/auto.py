@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
+import hashlib
 import itertools
 import json
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Group
 from rich.text import Text
 
+from jshard import _compat
 from jshard._errors import ShardingError
 from jshard._live import at_work
 from jshard._mesh import FSDP, REPLICA, shard_batch
 from jshard._mesh import mesh as make_mesh
+from jshard._nnx import dotted, occurrences
+from jshard._padded import logical_shape
 from jshard._processes import gather_texts, is_primary
-from jshard._remembered import Choice, key_of, recall, remember
 from jshard._text import duration
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Machine, machine_here
@@ -31,6 +37,7 @@ from jshard.cluster.search import Search, is_same, search
 from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
+from jshard.occupancy.cache import default_path, write_whole
 from jshard.recipes.building import abstract_model, batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
@@ -46,7 +53,7 @@ _PRIOR = 0.05  # how firmly both factors are held to the mean ratio of measured 
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredVariant:
     """A way that was tried.
 
     Args:
@@ -89,11 +96,11 @@ class Feedback:
         factors: the last correction.
     """
 
-    tried: tuple[Measured, ...]
+    tried: tuple[MeasuredVariant, ...]
     factors: Factors
 
     @property
-    def best(self) -> Measured | None:
+    def best(self) -> MeasuredVariant | None:
         """The quickest that ran."""
         ran = [one for one in self.tried if math.isfinite(one.step_s)]
         return min(ran, key=lambda one: one.sequence_s, default=None)
@@ -115,10 +122,10 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     if asked is not None:
         left.remove(asked)
         queue.append(asked)
-    tried: list[Measured] = []
+    tried: list[MeasuredVariant] = []
     while queue and len(tried) < tries:
         cost = queue.pop(0)
-        tried.append(Measured(cost, measure(cost)))
+        tried.append(MeasuredVariant(cost, measure(cost)))
         factors = fitted(tried)
         left = [other for other in left if not is_same(other, cost)]  # the same program under another name
         left.sort(key=factors.sequence_s)
@@ -127,7 +134,7 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
     return Feedback(tuple(tried), fitted(tried))
 
 
-def fitted(tried: Sequence[Measured]) -> Factors:
+def fitted(tried: Sequence[MeasuredVariant]) -> Factors:
     """Factors that bring the estimates closest to what was measured, by least squares of the relative errors."""
     ran = [one for one in tried if math.isfinite(one.step_s)]
     if not ran:
@@ -139,8 +146,6 @@ def fitted(tried: Sequence[Measured]) -> Factors:
     compute, wait = np.linalg.lstsq(np.array(rows + held), np.array(wanted), rcond=None)[0]
     return Factors(max(float(compute), 0.01 * mean), max(float(wait), 0.01 * mean))
 
-
-# `jshard train --auto`: the quickest way on these devices, by estimates that measured steps correct.
 
 _STEPS = 3  # timed, after one that is not
 
@@ -176,7 +181,7 @@ def chosen_variant(
     key, sample = key_of(model, list(mesh.devices.flat)), str(batch_like(data, 1))
     known = recall(key)
     if known is not None and _is_for(known, recipe, sample, mesh):
-        say(f"--auto: as {known.told}")
+        say(f"--auto: as {known.origin}")
         return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
 
     stream = sys.stdout if is_primary() else None
@@ -199,7 +204,7 @@ def chosen_variant(
     return best.cost.variant
 
 
-def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> Measured:
+def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> MeasuredVariant:
     """The quickest of the ways that were tried."""
     if not found.ranked:
         raise _nothing_fits(found)
@@ -210,9 +215,9 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[An
     return feedback.best
 
 
-def _choice(best: Measured, recipe: Recipe, sample: str) -> Choice:
+def _choice(best: MeasuredVariant, recipe: Recipe, sample: str) -> CachedVariant:
     variant = best.cost.variant
-    return Choice(
+    return CachedVariant(
         mesh=dict(variant.mesh),
         units=dict(variant.units),
         batch_size=recipe.batch_size,
@@ -222,7 +227,7 @@ def _choice(best: Measured, recipe: Recipe, sample: str) -> Choice:
     )
 
 
-def _is_for(known: Choice, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
+def _is_for(known: CachedVariant, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
     """Whether a choice is one for this batch; of a mesh only replicas and shards are chosen."""
     beside = lambda degrees: {k: n for k, n in degrees.items() if k not in (REPLICA, FSDP) and n > 1}
     is_same_batch = (known.batch_size, known.sample) == (recipe.batch_size, sample)
@@ -305,3 +310,83 @@ def _nothing_fits(found: Search) -> ShardingError:
         why=f"it holds least, and needs {least.memory.step_bytes / 2**30:.1f} GiB of a device, by the estimate.",
         do="a smaller --set batch_size=N, or more devices.",
     )
+
+
+# What was measured to be the quickest is kept for the next time, in a JSON file in the user's cache folder: a row for
+# each model and kind and number of devices. A file that cannot be read or written is no reason to stop.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CachedVariant:
+    """A variant that was measured.
+
+    Attributes:
+        mesh: degrees of the mesh axes.
+        units: settings of the layers, as `jshard._revise.revise` takes them.
+        batch_size: sequences of a step.
+        accumulate: microbatches.
+        sample: shapes of the data, as text: other data may suit another variant.
+        step_s: measured seconds of a step.
+        jax: version; another one compiles other programs, and is measured anew.
+        measured_on: date.
+    """
+
+    mesh: Mapping[str, int]
+    units: Mapping[str, Any]
+    batch_size: int
+    accumulate: int
+    sample: str
+    step_s: float
+    jax: str = dataclasses.field(default_factory=_compat.jax_version)
+    measured_on: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
+
+    @property
+    def origin(self) -> str:
+        """Where the choice is from, in words."""
+        return f"measured on {self.measured_on}: {self.step_s:.3g} s a step of {self.batch_size}"
+
+
+def key_of(model: nnx.Module, devices: Sequence[jax.Device]) -> str:  # pyright: ignore[reportInvalidTypeForm]
+    """The key of a model on some devices: paths, shapes and dtypes of its parameters, kind and number of devices."""
+    params = sorted(
+        {f"{dotted(path)} {logical_shape(v)} {v.get_raw_value().dtype}" for v, path, _ in occurrences(model)}
+    )
+    text = "\n".join([*params, f"{len(devices)} x {devices[0].device_kind}"])
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def recall(key: str) -> CachedVariant | None:
+    """The choice of a key; None where nothing was measured. In several processes all call, and the first decides."""
+    found = json.loads(gather_texts(json.dumps(_read().get(key)))[0])
+    if not isinstance(found, dict):
+        return None
+    with contextlib.suppress(TypeError):  # of another version of this file
+        choice = CachedVariant(**found)
+        return choice if choice.jax == _compat.jax_version() else None
+    return None
+
+
+def remember(key: str, choice: CachedVariant) -> Path | None:
+    """Keeps a choice, in place of an earlier one of its key.
+
+    Returns:
+        The file; None if it could not be written.
+    """
+    path = _path()
+    try:
+        write_whole(path, json.dumps(_read() | {key: dataclasses.asdict(choice)}, indent=1))
+    except OSError:
+        return None
+    return path
+
+
+def _read() -> dict[str, Any]:
+    try:
+        found = json.loads(_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _path() -> Path:
+    return default_path("choices.json")

@@ -70,7 +70,7 @@ if action == "refuses":
     sys.stderr.write("ShardingError: There is no recipe.\n  do:    --recipe tiny\n")
     sys.exit(2)
 if action == "fails and tells":
-    tell(told=True)
+    tell(explained=True)
     sys.stderr.write("RunError: The disk is full.\n")
     sys.exit(1)
 if action == "fails":

@@ -15,7 +15,7 @@ import pytest
 import jshard as js
 from jshard import _compat, launch
 from jshard.launch import worker, worker_process
-from jshard.launch.endings import Ending, cause
+from jshard.launch.peers import Ending, cause
 
 HERE = Path(__file__).parent
 AGAIN = "jshard train gpt.py --out runs/a --resume"
@@ -226,7 +226,7 @@ def test_the_cause_among_several_endings():
         assert cause(order[i:]) is cause(order[i:][::-1]) is order[i]
     # Among equals the first that was seen, but of those that have told the same reason the lowest process.
     assert cause([failed, Ending(process=0, host="a", code=1)]) is failed
-    told = [Ending(process=process, host="x", code=1, told=True) for process in (1, 0)]
+    told = [Ending(process=process, host="x", code=1, explained=True) for process in (1, 0)]
     assert cause(told).process == 0
 
 
@@ -306,7 +306,7 @@ The variables that describe the cluster are half set.
   where: JAX_COORDINATOR_ADDRESS=node1:1234
          JAX_NUM_PROCESSES=3
          JAX_PROCESS_ID is not set
-  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to tell the rest.
+  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to give the rest.
   do:    set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I
          or none, for one process: env -u JAX_COORDINATOR_ADDRESS -u JAX_NUM_PROCESSES jshard train ..."""
 
@@ -321,8 +321,8 @@ The variables that describe the cluster are half set.
         ({**JAX, "JAX_NUM_PROCESSES": "0"}, "it is a whole number, 1 or more."),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "The address of process 0 cannot be read."),
         ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1:99999"}, "a port from 1 to 65535"),
-        ({**SLURM, "SLURM_NTASKS": "four"}, "What the cluster's launcher tells cannot be read."),
-        ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not tell where its processes meet."),
+        ({**SLURM, "SLURM_NTASKS": "four"}, "What the cluster's launcher says cannot be read."),
+        ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not say where its processes meet."),
     ],
 )
 def test_variables_that_make_no_sense_are_refused(environ, told):

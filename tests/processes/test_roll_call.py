@@ -1,6 +1,7 @@
 """The supervisors of a cluster meet or say who is missing, and all of them name a lost process. Here on one machine."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -17,10 +18,9 @@ import pytest
 import jshard as js
 from jshard import launch
 from jshard._errors import RunError
-from jshard.launch import endings, rendezvous
-from jshard.launch import links as link_module
-from jshard.launch.endings import Ending, from_message, to_message
-from jshard.launch.links import Link, Peers
+from jshard.launch import peers as peers_module
+from jshard.launch import rendezvous
+from jshard.launch.peers import Ending, Link, Peers, from_message
 
 HERE = Path(__file__).parent
 HOST = socket.gethostname()
@@ -192,20 +192,20 @@ def test_the_port_of_the_roll_call(environ, port):
     found = launch.detect({"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0", **environ})
     if port is None:
         with pytest.raises(js.ShardingError, match="port of the roll call cannot be read"):
-            endings.roll_call_port(found)
+            rendezvous.roll_call_port(found)
     else:
-        assert endings.roll_call_port(found) == port
+        assert rendezvous.roll_call_port(found) == port
 
 
 def test_the_port_under_slurm_is_not_that_of_the_next_job():
     slurm = launch.Cluster(kind="slurm", coordinator="a:62344", num_processes=2, process_id=0, variables={})
-    assert endings.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
+    assert rendezvous.roll_call_port(slurm) == 62344 - 4096  # the next job has 62345 for its coordinator
 
 
 def test_endings_travel_and_nonsense_does_not():
-    ending = Ending(process=1, host="a", pid=7, code=-9, step=3, checkpoint="c", told=True)
-    assert from_message(json.loads(json.dumps(to_message(ending)))) == ending
-    good = to_message(ending)
+    ending = Ending(process=1, host="a", pid=7, code=-9, step=3, checkpoint="c", explained=True)
+    assert from_message(json.loads(json.dumps(dataclasses.asdict(ending)))) == ending
+    good = dataclasses.asdict(ending)
     for bad in (
         None,
         [],
@@ -229,7 +229,7 @@ def test_a_link_closes_on_what_is_no_message(data):
             assert link.receive() == []
         assert link.closed
         theirs.close()
-        link_module.close_all([link])
+        peers_module.close_all([link])
 
 
 def test_closing_waits_until_the_last_message_is_read():

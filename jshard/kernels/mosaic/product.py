@@ -139,8 +139,8 @@ def _advice(product: Product, knobs: Occupancy, dtype: Any, smem_limit_bytes: in
                 continue
             changed |= {"stages": stages, "tile_k": short.tile_k}
             changed["smem_pad_bytes"] = min(knobs.padded_bytes, room // 1024 * 1024)
-            told = {name: each for name, each in changed.items() if each != getattr(knobs, name)}
-            return f"dataclasses.replace(occupancy, {', '.join(f'{name}={each}' for name, each in told.items())})"
+            shown = {name: each for name, each in changed.items() if each != getattr(knobs, name)}
+            return f"dataclasses.replace(occupancy, {', '.join(f'{name}={each}' for name, each in shown.items())})"
     return "Occupancy(), whose tiles fit."
 
 
@@ -163,7 +163,7 @@ class Refs(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Where a tile of the outputs lies."""
+    """Where a tile of the outputs is."""
 
     rows: Any
     cols: Any
@@ -224,7 +224,7 @@ class Operands:
 
 
 def layout(minor: int, dtype: Any) -> tuple[Any, ...]:
-    """How a tile lies in shared memory so that the tensor cores and the copy engine read it without conflicts."""
+    """The layout of a tile in shared memory so that the tensor cores and the copy engine read it without conflicts."""
     itemsize = np.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(minor * itemsize * 8)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)

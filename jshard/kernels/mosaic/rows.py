@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jshard import _compat
-from jshard.kernels.backend import Place
+from jshard.kernels.backend import TracedDevice
 from jshard.kernels.knobs import Occupancy, stated, traffic_ns, vary, varying_over
 
 _ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks by multiprocessor where each keeps a sum
@@ -28,7 +28,7 @@ def run_rows(
     num_out: int,
     num_sums: int = 0,
     knobs: Occupancy,
-    here: Place,
+    here: TracedDevice,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Runs a function of rows.

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
 from jshard._kernel_names import PRODUCT
-from jshard.kernels.backend import Place
+from jshard.kernels.backend import TracedDevice
 from jshard.kernels.knobs import Occupancy, product_ns, stated, vary, varying_over
 from jshard.kernels.mosaic.product import (
     Operands,
@@ -220,7 +220,7 @@ def run(
     vectors: Sequence[jax.Array] = (),
     *,
     knobs: Occupancy,
-    here: Place,
+    here: TracedDevice,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Runs a product.

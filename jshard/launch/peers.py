@@ -1,17 +1,134 @@
-"""The TCP connections between the supervisors of a run: JSON objects, a line each."""
+"""How a process of a run ended, and the TCP connections by which the supervisors of a run let each other know."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
+import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard.launch.cluster import GOODBYE_S, Deadlines
-from jshard.launch.endings import Ending, from_message, to_message
+from jshard.launch.cluster import GOOD, REQUEST, Deadlines
 
+_ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
+_HINTS = {
+    signal.SIGKILL: "often the kernel's out-of-memory killer",
+    signal.SIGSEGV: "a fault in native code",
+    signal.SIGBUS: "a fault in native code, or a full disk under a mapped file",
+    signal.SIGABRT: "native code gave up",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ending:
+    """The end of a worker, or of the connection to its supervisor.
+
+    Args:
+        process: its id.
+        host: its machine.
+        pid: its number there; None if not known.
+        code: its exit code, negative for the signal that killed it; None if it was not seen to end.
+        silent_s: how long it had given no sign of life, if that is the matter.
+        explained: it has written the reason itself, in plain words, to its stderr.
+        blames_peer: it failed because another process did not answer.
+        step: the last training step that it reported.
+        checkpoint: the last checkpoint that it reported.
+    """
+
+    process: int
+    host: str
+    pid: int | None = None
+    code: int | None = None
+    silent_s: float | None = None
+    explained: bool = False
+    blames_peer: bool = False
+    step: int | None = None
+    checkpoint: str | None = None
+
+    @property
+    def good(self) -> bool:
+        """Whether the worker did its work, or stopped because it was asked to."""
+        return self.code in GOOD
+
+    @property
+    def echo(self) -> bool:
+        """Whether it looks like the consequence of another process's end."""
+        return self.blames_peer or self.code in _ABORTED
+
+    @property
+    def who(self) -> str:
+        """Id, number and machine."""
+        return f"process {self.process} ({'' if self.pid is None else f'pid {self.pid}, '}host {self.host})"
+
+    @property
+    def how(self) -> str:
+        """In words."""
+        if self.silent_s is not None:
+            return f"it gave no sign of life for {self.silent_s:.0f} s: stopped, frozen, or its machine is gone"
+        if self.code is None:
+            return "the connection to it broke: its machine or its supervisor is gone"
+        if self.code >= 0:
+            return f"it ended with exit code {self.code}"
+        known = {int(each): each for each in signal.Signals}.get(-self.code)
+        name, hint = (known.name, _HINTS.get(known)) if known else ("unknown", None)
+        return f"it was killed by signal {-self.code} ({name})" + (f": {hint}" if hint else "")
+
+
+def cause(endings: Sequence[Ending]) -> Ending:
+    """The ending that brought about the others.
+
+    A process that loses a peer aborts, or fails in a collective; one that was killed from outside, or refused the
+    request, did not do so because of a peer. Among equals, that which was seen first; but where each has given the
+    same reason, that of the lowest process.
+    """
+
+    def key(index: int) -> tuple[int, int]:
+        ending = endings[index]
+        return _rank(ending), ending.process if ending.explained or ending.code == REQUEST else len(endings) + index
+
+    return endings[min(range(len(endings)), key=key)]
+
+
+def _rank(ending: Ending) -> int:
+    if ending.code == REQUEST:
+        return 0
+    if ending.blames_peer:
+        return 5
+    if ending.code in _ABORTED:
+        return 4
+    if ending.code is None:
+        return 2
+    return 1 if ending.code < 0 else 3
+
+
+def from_message(message: Any) -> Ending | None:
+    """From the network, where anything may come from: None for what is not an ending."""
+    if not isinstance(message, Mapping):
+        return None
+    fields = {field.name: message.get(field.name) for field in dataclasses.fields(Ending)}
+    numbers = [fields[name] for name in ("pid", "code", "step", "silent_s")]
+    texts = [fields["host"], fields["checkpoint"] or ""]
+    is_one = (
+        type(fields["process"]) is int
+        and all(number is None or type(number) in (int, float) for number in numbers)
+        and all(isinstance(text, str) and len(text) < 4096 for text in texts)
+    )
+    flags = {name: fields[name] is True for name in ("explained", "blames_peer")}
+    return Ending(**{**fields, **flags}) if is_one else None
+
+
+def hostname() -> str:
+    """This machine's name, short enough for a message."""
+    return socket.gethostname()[:255]
+
+
+# The connections between supervisors: JSON objects, a line each.
+
+GOODBYE_S = 2.0
+"""A connection that is closed waits this long for the other side to have read its last message."""
 _LINE_BYTES = 16384
 _PENDING_BYTES = 1 << 20
 
@@ -88,7 +205,7 @@ class Link:
 
     def drain(self, deadline: float) -> None:
         """Waits for the other side's end of it, and closes."""
-        # Closing at once would reset the connection if something unread lies here, and lose our last message there.
+        # Closing at once would reset the connection if something is unread here, and lose our last message there.
         with contextlib.suppress(OSError):
             while (left_s := deadline - time.monotonic()) > 0:
                 self._socket.settimeout(left_s)
@@ -124,9 +241,6 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return message if isinstance(message, dict) else None
-
-
-# The links between the supervisors of a run while it runs.
 
 
 class Peers:
@@ -179,13 +293,13 @@ class Peers:
                 link.beat(self._deadlines.beat_s, step=step)
         return found
 
-    def tell(self, ending: Ending) -> None:
-        """Tells the others how our worker ended."""
-        self._send({"ended": to_message(ending)})
+    def report(self, ending: Ending) -> None:
+        """Lets the others know how our worker ended."""
+        self._send({"ended": dataclasses.asdict(ending)})
 
     def announce(self, verdict: Ending) -> None:
-        """Tells the others which process was lost; process 0 does."""
-        self._send({"verdict": to_message(verdict)})
+        """Lets the others know which process was lost; process 0 does."""
+        self._send({"verdict": dataclasses.asdict(verdict)})
 
     def close(self) -> None:
         """Ends the links, when the others have read what was sent."""
@@ -203,9 +317,9 @@ class Peers:
                 self._steps[process] = message["step"]
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = from_message(message.get("verdict"))
-            told = from_message(message.get("ended"))
-            if told is not None and told.process == process:
-                ending = told
+            ended = from_message(message.get("ended"))
+            if ended is not None and ended.process == process:
+                ending = ended
         if ending is not None:
             return ending
         silent_s = link.silent_s if link.silent_s > self._deadlines.peer_s else None
@@ -213,8 +327,3 @@ class Peers:
             return None
         host, step = self._hosts.get(process, "unknown"), self._steps.get(process)
         return Ending(process=process, host=host, silent_s=silent_s, step=step)
-
-
-def hostname() -> str:
-    """This machine's name, short enough for a message."""
-    return socket.gethostname()[:255]

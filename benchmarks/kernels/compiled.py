@@ -1,27 +1,31 @@
 """What kernels take of a GPU, read from what its compiler says: registers, spills, instructions. No GPU is needed.
 
-The compiler prints, and only a whole process can be told to listen: the work is done by one of its own
-(`jshard.kernels.compiled_child`), for a GPU that is not there.
+The compiler prints, and only the output of a whole process can be read: this module runs as one of its own
+(`python -m benchmarks.kernels.compiled REQUEST FOLDER`), for a GPU that is not there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import dataclasses
-import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard import _compat
-from jshard.cluster.compile import ERROR, OUTPUT, RESULT, CompileError, child_environment, crashed, rebuilt
-from jshard.cluster.topology import require_compiler
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.kernels.launches import Launch, launches
+from jshard import _compat, kernels
+from jshard.cluster.compile import CompileError, answer, child_environment, run_child
+from jshard.cluster.topology import parse_topology, require_compiler, topology_devices
 from jshard.kernels.knobs import Occupancy
-from jshard.kernels.launch import Launch
 
 _DUMP = {"MOSAIC_GPU_DUMP_PTXAS": "1", "MOSAIC_GPU_DUMP_PTX": "1"}
 _SUFFIX = "_mosaic_gpu_kernel"  # of a kernel's name, in what the compiler makes of it
@@ -98,22 +102,24 @@ def compile_calls(
     require_compiler("gpu", where="registers and spills of a kernel")
     with tempfile.TemporaryDirectory(prefix="jshard-kernels-") as name:
         folder = Path(name)
-        asked = json.dumps({"device": device, "calls": [dataclasses.asdict(call) for call in calls]})
-        subject = f"{len(calls)} calls of kernels for {device}"
-        code = _run_child(asked, folder, subject, timeout_s)
-        if (folder / ERROR).exists():
-            raise rebuilt(json.loads((folder / ERROR).read_text()))
-        if code or not (folder / RESULT).exists():
-            raise crashed(subject, code, folder, do="JSHARD_DEBUG=1 shows all that it said.")
-        started = json.loads((folder / RESULT).read_text())
-        said = [(folder / said_file(i)).read_text(errors="replace") for i in range(len(calls))]
+        started = run_child(
+            "benchmarks.kernels.compiled",
+            {"device": device, "calls": [dataclasses.asdict(call) for call in calls]},
+            folder,
+            subject=f"{len(calls)} calls of kernels for {device}",
+            timeout_s=timeout_s,
+            environ=child_environment(os.environ) | _DUMP,
+            more_time="compile_calls(..., timeout_s=3600), or fewer of them at once.",
+            do="JSHARD_DEBUG=1 shows all that it said.",
+        )
+        printed = [_printed_file(folder, i).read_text(errors="replace") for i in range(len(calls))]
     known: dict[Launch, CompiledKernel] = {}
-    return tuple(tuple(_matched(_launches(each), text, known)) for each, text in zip(started, said, strict=True))
+    return tuple(tuple(_matched(_launches(each), text, known)) for each, text in zip(started, printed, strict=True))
 
 
-def said_file(number: int) -> str:
-    """Where the child leaves what the compiler says of a call."""
-    return f"{number}.txt"
+def _printed_file(folder: Path, number: int) -> Path:
+    """Where the child leaves what the compiler prints of a call."""
+    return folder / f"{number}.txt"
 
 
 def assembler() -> str:
@@ -122,34 +128,12 @@ def assembler() -> str:
     return f"ptxas {_compat.versions((package,)).get(package, '')}".strip()
 
 
-def _run_child(asked: str, folder: Path, subject: str, timeout_s: float) -> int:
-    with (folder / OUTPUT).open("wb") as output:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "jshard.kernels.compiled_child", asked, str(folder)],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=child_environment(os.environ) | _DUMP,
-                timeout=timeout_s,
-                check=False,
-            )
-        except subprocess.TimeoutExpired as error:
-            raise CompileError(
-                "Compiling kernels takes too long.",
-                where=subject,
-                why=f"it was stopped after {timeout_s:g} s.",
-                do="compile_calls(..., timeout_s=3600), or fewer of them at once.",
-            ) from error
-    return done.returncode
-
-
-def _launches(told: Sequence[dict[str, Any]]) -> list[Launch]:
-    return [Launch(**{**each, "grid": tuple(each["grid"])}) for each in told]
+def _launches(found: Sequence[dict[str, Any]]) -> list[Launch]:
+    return [Launch(**{**each, "grid": tuple(each["grid"])}) for each in found]
 
 
 def _matched(launches: Sequence[Launch], said: str, known: dict[Launch, CompiledKernel]) -> Iterator[CompiledKernel]:
-    """The kernels of a program with what the compiler said of them; a kernel of an earlier one is not told of again."""
+    """The kernels of a program with what the compiler said of them; it says nothing again of an earlier one."""
     figures, products = _figures(said), _wgmma(said)
     for launch in launches:
         key = dataclasses.replace(launch, latency_ns=None)
@@ -160,7 +144,7 @@ def _matched(launches: Sequence[Launch], said: str, known: dict[Launch, Compiled
             raise CompileError(
                 "The compiler has not said what a kernel takes.",
                 where=launch.name,
-                why=f"it has told of {', '.join(figures) or 'none'}.",
+                why=f"it has named {', '.join(figures) or 'none'}.",
                 do="report this with your versions of jax and jaxlib.",
             )
         yield dataclasses.replace(known[key], launch=launch)
@@ -170,24 +154,24 @@ def _figures(said: str) -> dict[str, tuple[str, dict[str, int]]]:
     """By kernel what it was assembled for and what it takes: the most of kernels of one name."""
     found: dict[str, tuple[str, dict[str, int]]] = {}
     _, *parts = _ASSEMBLED.split(said)
-    for name, arch, told in zip(*[iter(parts)] * 3, strict=True):
+    for name, arch, words in zip(*[iter(parts)] * 3, strict=True):
         numbers = {
-            "registers": _number(r"Used (\d+) registers", told),
-            "spill_bytes": _number(r"(\d+) bytes spill stores", told),
-            "static_bytes": _number(r"Used .*?(\d+) bytes smem", told, default=0),
+            "registers": _number(r"Used (\d+) registers", words),
+            "spill_bytes": _number(r"(\d+) bytes spill stores", words),
+            "static_bytes": _number(r"Used .*?(\d+) bytes smem", words, default=0),
         }
         before = found.get(name, (arch, numbers))[1]
         found[name] = arch, {key: max(number, before[key]) for key, number in numbers.items()}
     return found
 
 
-def _number(form: str, told: str, default: int | None = None) -> int:
-    match = re.search(form, told)
+def _number(form: str, words: str, default: int | None = None) -> int:
+    match = re.search(form, words)
     if match is None and default is None:
         raise CompileError(
             "The compiler does not say what a kernel takes.",
             where=form,
-            why=f"the assembler's words have changed: {told.strip()[:200]}",
+            why=f"the assembler's words have changed: {words.strip()[:200]}",
             do="report this with your versions of jax, jaxlib and ptxas.",
         )
     return int(match[1]) if match else int(default or 0)
@@ -197,3 +181,57 @@ def _wgmma(said: str) -> set[str]:
     """Names of the kernels with products of the tensor cores."""
     _, *parts = _ENTRY.split(said)
     return {name for name, body in zip(*[iter(parts)] * 2, strict=True) if _WGMMA in body}
+
+
+# The process that compiles.
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compiles, and leaves what the kernels ask for and what the compiler prints, or the error."""
+    return answer(argv, _compile)
+
+
+def _compile(asked: dict[str, Any], folder: Path) -> list[list[dict[str, Any]]]:
+    devices = topology_devices(parse_topology(f"{asked['device']}:1x1"))
+    mesh = jax.sharding.Mesh(np.array(devices), ("device",))
+    return [_compile_call(call, mesh, _printed_file(folder, i)) for i, call in enumerate(asked["calls"])]
+
+
+def _compile_call(call: dict[str, Any], mesh: jax.sharding.Mesh, printed: Path) -> list[dict[str, Any]]:
+    """What the kernels of a call ask for; the compiler's words are left in a file."""
+    settings = {**call["settings"], "backend": "mosaic"}
+    settings |= {"occupancy": Occupancy(**call["occupancy"])} if call["occupancy"] else {}
+    whole = jax.NamedSharding(mesh, jax.P())
+    arrays = {
+        name: jax.ShapeDtypeStruct(shape, call["dtype"], sharding=whole) for name, shape in call["shapes"].items()
+    }
+
+    def both_ways(arrays: dict[str, jax.Array]) -> Any:
+        y, back = jax.vjp(lambda arrays: getattr(kernels, call["kernel"])(**arrays, **settings), arrays)
+        return y, back(jax.tree.map(jnp.ones_like, y))
+
+    run = jax.shard_map(both_ways, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    lowered = jax.jit(run).trace(arrays).lower()
+    with _stdout_to(printed):
+        lowered.compile()
+    return [dataclasses.asdict(launch) for launch in launches(lowered)]
+
+
+@contextlib.contextmanager
+def _stdout_to(path: Path) -> Iterator[None]:
+    """Inside, what C code prints goes to a file."""
+    flush = ctypes.CDLL(None).fflush
+    flush(None)
+    kept = os.dup(1)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            flush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

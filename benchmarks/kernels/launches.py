@@ -23,7 +23,7 @@ class Launch:
         grid: thread blocks, in each of three dims.
         threads: of a block.
         smem_bytes: dynamic shared memory of a block, its barriers included.
-        latency_ns: how long XLA's scheduler is told that it takes; None if it is told nothing.
+        latency_ns: how long it takes as stated to XLA's scheduler; None if nothing is stated.
     """
 
     name: str
@@ -63,8 +63,8 @@ def _is_kernel(operation: Any) -> bool:
 def _launch(call: Any) -> Launch:
     module = _compat.parsed_program(call.attributes["mhlo.backend_config"]["module"].value_bytes)
     launch = next(each for each in _operations(module) if each.name.endswith("gpu.launch"))
-    told = call.attributes.get("mhlo.frontend_attributes")
-    latency = told["latency_metadata"] if told is not None and "latency_metadata" in told else None
+    stated = call.attributes.get("mhlo.frontend_attributes")
+    latency = stated["latency_metadata"] if stated is not None and "latency_metadata" in stated else None
     grid, threads, smem_bytes = _sizes(launch)
     return Launch(
         name=module.operation.attributes["sym_name"].value,

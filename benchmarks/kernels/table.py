@@ -1,13 +1,13 @@
-"""The table of the kernels' registers and shared memory, made anew: `python -m jshard.kernels.assembled`.
+"""The table of the kernels' registers and shared memory, made anew: `python -m benchmarks.kernels.table`.
 
 Its lines go into `jshard/occupancy/footprints.py`. It needs the extra `plan-gpu`, and no GPU.
 """
 
 from __future__ import annotations
 
+from benchmarks.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard import _compat
 from jshard._kernel_names import PREFIX
-from jshard.kernels.compiled import CompiledKernel, KernelCall, assembler, compile_calls
 from jshard.kernels.knobs import Occupancy, with_half_the_rows
 from jshard.occupancy.footprints import ShippedKernel
 
@@ -50,10 +50,10 @@ def assembled(compiled: tuple[tuple[CompiledKernel, ...], ...]) -> tuple[Shipped
         compiled: what `compile_calls(calls())` gave.
     """
     each = [(call, kernel) for call, kernels in zip(calls(), compiled, strict=True) for kernel in kernels]
-    return tuple(_shipped(call, kernel) for call, kernel in each if _is_told(call, kernel))
+    return tuple(_shipped(call, kernel) for call, kernel in each if _is_listed(call, kernel))
 
 
-def _is_told(call: KernelCall, kernel: CompiledKernel) -> bool:
+def _is_listed(call: KernelCall, kernel: CompiledKernel) -> bool:
     """Of an MLP the first product: the others are those of `matmul`."""
     return call.kernel != "mlp" or kernel.launch.name.startswith(f"{PREFIX}mlp_{call.settings['activation']}")
 
