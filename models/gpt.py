@@ -241,7 +241,11 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
     low = config.compute_dtype != "float32"
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
-    settings = {"mesh": mesh, "mixed_precision": precision, "placement": js.ShardPlacement(offload=config.offload)}
+    settings: dict[str, Any] = {
+        "mesh": mesh,
+        "mixed_precision": precision,
+        "placement": js.ShardPlacement(offload=config.offload),
+    }
     if config.scan:
         stacked = {"placement": js.ShardPlacement(offload=config.offload, stacked=1)}
         js.fully_shard(model.blocks, remat=config.remat, **settings | stacked)

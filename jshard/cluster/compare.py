@@ -14,7 +14,6 @@ from rich.text import Text
 
 from jshard._errors import AnnotationError, FourPartError
 from jshard._live import at_work
-from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard._text import duration, three_digits
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.costs import Cost, Costs
@@ -22,6 +21,7 @@ from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.plans.mesh import FSDP, REPLICA, data_shards
 
 _COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
 _CAPTION = (

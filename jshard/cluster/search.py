@@ -13,7 +13,6 @@ from rich.text import Text
 
 from jshard._errors import AnnotationError
 from jshard._live import at_work
-from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard._text import duration
 from jshard.cluster.compare import Compared, Comparison, VariantCompiler
 from jshard.cluster.compile import CompileRequest
@@ -21,6 +20,7 @@ from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import add_row, broken_line, made_table, printed
+from jshard.plans.mesh import FSDP, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError
 
 ROOM = 0.92

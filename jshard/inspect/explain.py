@@ -12,11 +12,6 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import AnnotationError
-from jshard._linen.annotation import annotation_of
-from jshard._nnx import dotted, numberless
-from jshard._plan import plan as make_plan
-from jshard._replicated import Other, others_of
-from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
 from jshard._text import folded_names, human_bytes, human_count, joined_name, name_pattern
 from jshard.engine.moved import Mixing, mixing_of
 from jshard.engine.stacks import as_traced
@@ -24,6 +19,11 @@ from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.model_traffic import traced_table
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.linen.annotation import annotation_of
+from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.plans.plan import plan as make_plan
+from jshard.plans.replicated import Other, others_of
+from jshard.plans.units import dotted, numberless
 
 
 def notes_of(plan: ShardPlan) -> list[str]:

@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jshard._mesh import FSDP
-from jshard._placement import Placement, axes_of
-from jshard._shard_plan import ShardPlan
 from jshard._text import folded_names, human_bytes, name_pattern
 from jshard.engine.moved import Mixing
 from jshard.inspect.communication import copied_over
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.tables import FittedTable, add_row, made_table
+from jshard.plans.mesh import FSDP
+from jshard.plans.placement import Placement, axes_of
+from jshard.plans.plan import ShardPlan
 
 
 class OfWindows:

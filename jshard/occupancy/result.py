@@ -10,7 +10,6 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
-from jshard._shard_plan import ShardPlan, UnitPlan
 from jshard._text import duration, human_bytes, joined_name, name_pattern
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.communication import traffic_of
@@ -19,6 +18,7 @@ from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.products import MatrixProduct
+from jshard.plans.plan import ShardPlan, UnitPlan
 
 Origin = Literal["fact", "model", "estimate", "measured", "assumption"]
 

@@ -17,8 +17,6 @@ from rich.text import Text
 
 from jshard import _compat
 from jshard._errors import ShardingError
-from jshard._plan import plan as plan_of
-from jshard._shard_plan import ShardPlan
 from jshard._text import duration, folded_names, human_bytes
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
@@ -31,6 +29,8 @@ from jshard.occupancy.measure import Bench, GpuBench, measure
 from jshard.occupancy.products import SIXTEEN_BITS, MatrixProduct, by_shape, products_of
 from jshard.occupancy.result import times_of_unit
 from jshard.occupancy.shape import setting_text
+from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import plan as plan_of
 
 _SHOWN = 4  # settings of a ranking, in the table; JSON has all
 NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."

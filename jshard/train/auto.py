@@ -25,10 +25,6 @@ from rich.text import Text
 from jshard import _compat
 from jshard._errors import ShardingError
 from jshard._live import at_work
-from jshard._mesh import FSDP, REPLICA, shard_batch
-from jshard._mesh import mesh as make_mesh
-from jshard._nnx import dotted, occurrences
-from jshard._padded import logical_shape
 from jshard._processes import gather_texts, is_primary
 from jshard._text import duration
 from jshard.cluster.costs import Cost, Costs
@@ -38,6 +34,10 @@ from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
 from jshard.occupancy.cache import default_path, write_whole
+from jshard.plans.mesh import FSDP, REPLICA, shard_batch
+from jshard.plans.mesh import mesh as make_mesh
+from jshard.plans.padding import logical_shape
+from jshard.plans.units import dotted, occurrences
 from jshard.recipes.building import abstract_model, batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
@@ -322,7 +322,7 @@ class CachedVariant:
 
     Attributes:
         mesh: degrees of the mesh axes.
-        units: settings of the layers, as `jshard._revise.revise` takes them.
+        units: settings of the layers, as `jshard.api.override.revise` takes them.
         batch_size: sequences of a step.
         accumulate: microbatches.
         sample: shapes of the data, as text: other data may suit another variant.

@@ -1,0 +1,297 @@
+"""Policies of a unit as frozen values, and the sharding strategies that are combinations of them."""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jshard._errors import AnnotationError
+from jshard._kernel_names import PRODUCT
+from jshard.plans.mesh import FSDP, REPLICA, AnyMesh, degree
+
+Remat = str | Callable[..., Any]
+"""`"none"`, `"dots"`, `"offload"`, `"full"`, or a policy from `jax.checkpoint_policies`."""
+
+OFFLOADED = "offload"
+
+# A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
+_FREE = frozenset(
+    "all_gather broadcast_in_dim convert_element_type copy expand_dims name pcast pvary reshape reshard"
+    " sharding_constraint slice split squeeze transpose".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class MixedPrecision:
+    """Dtypes of a unit's computation and communication; the stored shard keeps its own dtype.
+
+    Args:
+        param: dtype of the gathered copy, and so of the all-gather; None keeps the stored dtype.
+        reduce: dtype of the gradient's reduce-scatter and all-reduce; None takes the dtype of `param`.
+        output: dtype to which the unit's floating outputs are cast; None leaves them.
+        cast_inputs: cast the unit's floating inputs to `param` before the call.
+        keep: path patterns of parameters that are gathered, and so computed with, in their stored dtype, such as
+            `("norm/*", "router/*")`; held against the end of the path from the unit.
+
+    Example:
+        >>> js.MixedPrecision(param="bfloat16", reduce="float32")
+        MixedPrecision(param='bfloat16', reduce='float32', output=None, cast_inputs=True, keep=())
+    """
+
+    param: str | None = None
+    reduce: str | None = None
+    output: str | None = None
+    cast_inputs: bool = True
+    keep: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keep", (self.keep,) if isinstance(self.keep, str) else tuple(self.keep))
+        for field in ("param", "reduce", "output"):
+            value = getattr(self, field)
+            if value is None:
+                continue
+            try:
+                dtype = jnp.dtype(value)
+            except TypeError:
+                dtype = None
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise AnnotationError(
+                    "A mixed-precision dtype is not floating point.",
+                    where=f"MixedPrecision({field}={value!r})",
+                    why=f"{value!r} is not the name of a floating dtype.",
+                    do='js.MixedPrecision(param="bfloat16", reduce="float32")',
+                )
+            if dtype.itemsize < 2:
+                raise AnnotationError(
+                    "A mixed-precision dtype has too few bits for a plain cast.",
+                    where=f"MixedPrecision({field}={value!r})",
+                    why=f"a cast has no scale, and {dtype.name} ends at {float(jnp.finfo(dtype).max):g}.",
+                    do='js.MixedPrecision(param="bfloat16", reduce="float32"), and products in fp8 by Flax or qwix:'
+                    " docs/numerics.md.",
+                )
+            object.__setattr__(self, field, dtype.name)
+
+    def keeps(self, path: str) -> bool:
+        """Whether the parameter at a path stays in its stored dtype."""
+        return any(fnmatch.fnmatch(f"/{path}", f"*/{pattern}") for pattern in self.keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch:
+    """How far ahead of its use a unit is gathered: so many units, or as many as fit a budget.
+
+    What counts is what is gathered on one device and not yet used, besides the unit that computes.
+    """
+
+    units: int | None = None
+    budget_bytes: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.units}" if self.units is not None else f"{self.budget_bytes} bytes"
+
+    @classmethod
+    def parse(cls, value: int | str | None) -> "Prefetch | None":
+        """Reads `1`, `"512MiB"` or None, which leaves the order to the compiler."""
+        if value is None:
+            return None
+        if type(value) is int and value >= 0:
+            return cls(units=value)
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
+        if found is None or found.group(2) not in _BYTES:
+            raise AnnotationError(
+                "There is no such prefetch.",
+                where=f"prefetch={value!r}",
+                why="it is a number of units (0: gather a unit when it is needed), a budget in bytes such as"
+                ' "512MiB", or None (the compiler chooses).',
+                do="js.fully_shard(block, mesh=mesh, prefetch=1)",
+            )
+        return cls(budget_bytes=int(float(found.group(1)) * _BYTES[found.group(2)]))
+
+
+_BYTES = {"B": 1} | {
+    f"{k}{end}": base ** (i + 1) for i, k in enumerate("KMGT") for end, base in (("iB", 1024), ("B", 1000))
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPolicy:
+    """The settings of one unit.
+
+    `gathered` is False for a unit whose call runs as written, in global view, on shards that stay where they are: of
+    the rest only `group` is set then. `strategy` is of the root: what was chosen for its layers, and why. `group` is
+    shared by modules that were given in one list; None for a module on its own.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    mixed_precision: MixedPrecision = MixedPrecision()
+    remat: Remat = "none"
+    prefetch: Prefetch | None = Prefetch(units=1)
+    strategy: str = ""
+    group: int | None = None
+    gathered: bool = True
+    fallback: str = "warn"
+
+
+def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
+    """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
+    if remat == "full":
+        return None
+    inner = {
+        "none": jax.checkpoint_policies.everything_saveable,
+        "dots": jax.checkpoint_policies.save_from_both_policies(
+            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(PRODUCT)
+        ),
+        OFFLOADED: _products_offloaded,
+    }.get(remat, remat)  # type: ignore[arg-type]
+
+    def policy(prim: Any, *args: Any, **params: Any) -> Any:
+        is_free = prim.name in _FREE and params.get("name") != PRODUCT and not _by_name(inner, prim, args, params)
+        return False if is_free else inner(prim, *args, **params)
+
+    return policy
+
+
+def offloads(remat: Remat) -> bool:
+    """Whether a policy keeps something in host memory; one of the user's may."""
+    return remat == OFFLOADED or callable(remat)
+
+
+_PRODUCTS_BY_NAME = jax.checkpoint_policies.save_and_offload_only_these_names(
+    names_which_can_be_saved=[], names_which_can_be_offloaded=[PRODUCT], offload_src="device", offload_dst="pinned_host"
+)
+_DOTS_OFFLOADED = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+
+
+def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
+    """Results of matrix products go to host memory; those of our kernels are known by their name."""
+    return (_PRODUCTS_BY_NAME if prim.name == "name" else _DOTS_OFFLOADED)(prim, *args, **params)
+
+
+def _by_name(inner: Callable[..., Any], prim: Any, args: tuple, params: dict[str, Any]) -> bool:
+    """Whether a policy treats a named value by its name: one that keeps any would keep gathered parameters, too."""
+    if prim.name != "name":
+        return False
+    return inner(prim, *args, **params) != inner(prim, *args, **params | {"name": "a name that nothing has"})
+
+
+def check_remat(remat: Remat) -> None:
+    """Raises for a remat policy that does not exist."""
+    if callable(remat) or remat in ("none", "dots", OFFLOADED, "full"):
+        return
+    raise AnnotationError(
+        "There is no such remat policy.",
+        where=f"fully_shard(remat={remat!r})",
+        why='it is "none" (keep activations), "dots" (keep the results of matrix products), "offload" (keep them'
+        ' in host memory), "full" (recompute the unit), or a function from jax.checkpoint_policies.',
+        do='js.fully_shard(block, mesh=mesh, remat="full")',
+    )
+
+
+# Sharding strategies as values: what each passes to the API, and `fully_shard(strategy=...)`.
+
+
+@dataclasses.dataclass(frozen=True)
+class Strategy:
+    """A way to shard a model, as keywords for `js.mesh`, `js.fully_shard` and `js.shard_optimizer`.
+
+    Take one of `js.strategies`, and `dataclasses.replace` what should differ.
+
+    Args:
+        name: its key in `js.strategies`.
+        summary: one line.
+        replica: degree of the replica axis; -1 takes the rest.
+        fsdp: degree of the sharding axis; -1 takes the rest.
+        reshard_after_forward: as in `js.fully_shard`; None keeps only the root's parameters gathered.
+        shard_replicated: as in `js.shard_optimizer`.
+
+    Example:
+        >>> strategy = dataclasses.replace(js.strategies["hsdp"], replica=2)
+        >>> mesh = js.mesh(**strategy.mesh)
+        >>> model = js.fully_shard(model, units=Block, mesh=mesh, **strategy.annotation)
+    """
+
+    name: str
+    summary: str
+    replica: int = 1
+    fsdp: int = -1
+    reshard_after_forward: bool | int | None = None
+    shard_replicated: bool = False
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Keywords for `js.mesh`."""
+        return {"replica": self.replica, "fsdp": self.fsdp}
+
+    @property
+    def annotation(self) -> dict[str, Any]:
+        """Keywords for `js.fully_shard`."""
+        return {"reshard_after_forward": self.reshard_after_forward}
+
+    @property
+    def optimizer(self) -> dict[str, Any]:
+        """Keywords for `js.shard_optimizer`."""
+        return {"shard_replicated": self.shard_replicated}
+
+
+_ALL = (
+    Strategy("replicate", "every device holds the model; gradients are all-reduced (DDP)", replica=-1, fsdp=1),
+    Strategy("zero1", "replicate, with sharded optimizer state", replica=-1, fsdp=1, shard_replicated=True),
+    Strategy("zero2", "sharded; gathered once, kept until backward", reshard_after_forward=False),
+    Strategy("zero3", "sharded; gathered for forward and again for backward (FSDP)"),
+    Strategy("hsdp", "zero3 within a group of devices, replicated across groups", replica=2),
+    Strategy("hsdp_zero2", "zero2 within a group, replicated across groups", replica=2, reshard_after_forward=False),
+    Strategy("hpz", "zero3, but backward gathers from neighbours (ZeRO++ hpZ)", reshard_after_forward=8),
+)
+
+strategies: Mapping[str, Strategy] = MappingProxyType({strategy.name: strategy for strategy in _ALL})
+"""The strategies by name."""
+
+
+def check_strategy(strategy: Any) -> None:
+    """Raises unless it is a strategy, its name or None."""
+    if strategy is None or isinstance(strategy, Strategy) or strategy in strategies:
+        return
+    if strategy == "auto":
+        raise AnnotationError(
+            "fully_shard does not choose a strategy.",
+            where='fully_shard(strategy="auto")',
+            why="it chose by a file in the home folder and by the memory of the devices: the same script could shard"
+            " differently on two machines.",
+            do="jshard train MODEL --auto  # measures here; or jshard plan MODEL --topology h100:64x8 --auto\n"
+            "js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)  # as either prints",
+        )
+    raise AnnotationError(
+        "The strategy is not known.",
+        where=f"fully_shard(strategy={strategy!r})",
+        why=f"it is one of {', '.join(strategies)}, or a value of js.strategies.",
+        do='js.fully_shard(model, mesh=mesh, strategy="zero2")',
+    )
+
+
+def settings_of(strategy: str | Strategy, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+    """The settings of the layers, as `jshard.api.override.revise` takes them, and the name of the strategy.
+
+    Args:
+        strategy: a strategy or its name.
+        mesh: of the root.
+
+    Raises:
+        AnnotationError: a strategy of replicas on a mesh without, or one without shards on a mesh that shards.
+    """
+    found = strategies[strategy] if isinstance(strategy, str) else strategy
+    if (found.fsdp == 1 and degree(mesh, FSDP) > 1) or (found.replica > 1 and degree(mesh, REPLICA) == 1):
+        wanted = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
+        given = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in found.mesh)
+        raise AnnotationError(
+            "The strategy is for another mesh.",
+            where=f"fully_shard(strategy={found.name!r}), mesh {given}",
+            why=f"{found.summary}: the mesh says where the parameters are, and a strategy does not change it.",
+            do=f"mesh=js.mesh({wanted})",
+        )
+    reshard = found.reshard_after_forward
+    return {"reshard_after_forward": True if reshard is None else reshard}, found.name
