@@ -34,7 +34,7 @@ from jshard.recipes.units import with_units
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
 from tests.compiling import environment
-from tests.helpers import programs_kept_in
+from tests.helpers import programs_kept_in, with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
 from tests.micro_linen import Config
 
@@ -68,7 +68,7 @@ def straight(**config):
 
 def file_of(module, units, **settings):
     """A model file of another module."""
-    annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=units, **settings)
+    annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=units, **with_placement(**settings))
     return dataclasses.replace(FILE, build=lambda config, rngs: module, annotate=annotate)
 
 
