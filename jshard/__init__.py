@@ -18,5 +18,5 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> object:
     """A public name, loaded when it is first asked for; for one release also a function that is gone."""
     if name in ("batch_mean", "per_shard"):
-        return getattr(_import_module("jshard._moved"), name)
+        return getattr(_import_module("jshard.plans.moved"), name)
     return _load(name)

@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding
 
 from jshard import _compat
 from jshard._errors import AnnotationError, CallError
-from jshard._mesh import AXES, DATA_AXES, EXPERT, degree
-from jshard._nnx import dotted, plain_class, walk
-from jshard._placement import Entry, axes_of, spec_over
 from jshard.engine.experts import exchanged
 from jshard.engine.per_example import region_mesh
+from jshard.plans.mesh import AXES, DATA_AXES, EXPERT, degree
+from jshard.plans.placement import Entry, axes_of, spec_over
+from jshard.plans.units import dotted, plain_class, walk
 
 
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:

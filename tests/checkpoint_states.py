@@ -12,7 +12,7 @@ import optax
 from flax import nnx
 
 import jshard as js
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.data.batches import GlobalBatches
 
 # By name: the degrees of the mesh.

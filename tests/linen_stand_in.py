@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from jshard._padded import Padding
+from jshard.plans.padding import Padding
 
 
 class StandIn:

@@ -13,7 +13,7 @@ from flax import nnx
 import jshard as js
 from jshard import cli
 from jshard._errors import AnnotationError
-from jshard._remembered import Choice, key_of, recall, remember
+from jshard.api.auto import Choice, key_of, recall, remember
 from jshard.cli import _training
 from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import request_of
@@ -162,7 +162,7 @@ def test_auto_without_anything_remembered_goes_by_memory(monkeypatch):
     assert "Strategy: auto: zero2, 0.00 GiB with every gathered copy, within half of a device's" in str(
         js.explain(kept)
     )
-    monkeypatch.setattr("jshard._auto.device_bytes", lambda mesh: 100_000)
+    monkeypatch.setattr("jshard.api.auto.device_bytes", lambda mesh: 100_000)
     assert layers(annotated("auto")) == {(True, "none")}
     assert layers(annotated("auto", js.mesh(devices=8))) == {(True, "none")}  # without devices
     replicated = annotated("auto", js.mesh(replica=8, fsdp=1))

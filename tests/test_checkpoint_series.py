@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard._errors import RunError
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.listing import checkpoint_at
 from jshard.checkpoint.saving import SAVING_SUFFIX

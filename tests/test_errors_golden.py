@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard._revise import revise
+from jshard.api.override import revise
 from jshard.engine.rules import RULES
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS

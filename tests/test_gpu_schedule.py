@@ -15,10 +15,10 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._mesh import batch_sharding
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
+from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Config, Decoder

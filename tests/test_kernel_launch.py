@@ -8,11 +8,11 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jshard as js
-from jshard._policies import checkpoint_policy
 from jshard.kernels import Occupancy
 from jshard.kernels.knobs import product_ns, traffic_ns
 from jshard.kernels.launch import Launch, launches
 from jshard.kernels.mosaic.product import Product, smem_bytes
+from jshard.plans.policies import checkpoint_policy
 
 KIND = "NVIDIA H200"
 M, K, N = 2048, 1024, 4096

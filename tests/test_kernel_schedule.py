@@ -15,11 +15,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard._mesh import batch_sharding
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.hlo.steps import Window
+from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from models.gpt import GPT, GPTConfig, annotate, loss_fn
 from tests.gpu_compiler import needs_gpu_compiler

@@ -14,7 +14,7 @@ import pytest
 
 import jshard as js
 from jshard._errors import CallError
-from jshard._linen import route
+from jshard.linen import route
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, SetupBlock, SetupDecoder, X, cross_entropy
 from tests.linen_stand_in import StandIn
 

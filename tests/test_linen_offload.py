@@ -14,9 +14,9 @@ from jax.extend import core as jex
 
 import jshard as js
 from jshard import _compat
-from jshard._mesh import batch_sharding
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
+from jshard.plans.mesh import batch_sharding
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import with_placement
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, cross_entropy, tokens

@@ -10,8 +10,8 @@ import jax
 import pytest
 
 import jshard as js
-from jshard._linen import stacks
 from jshard.inspect.memory import memory_of
+from jshard.linen import route
 from tests.helpers import compile_to_read
 from tests.linen_models import WIDTH, Block
 
@@ -63,8 +63,8 @@ def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
 @pytest.fixture
 def all_are_large(monkeypatch):
     """Whatever is stacked is worth a warning, told anew."""
-    monkeypatch.setattr(stacks, "_LARGE_BYTES", 1)
-    stacks._warn.cache_clear()
+    monkeypatch.setattr(route, "_LARGE_BYTES", 1)
+    route._warn.cache_clear()
 
 
 NOT_AHEAD = {

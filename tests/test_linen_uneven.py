@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jshard as js
 from jshard import checkpoint
-from jshard._linen.padded import Padded, is_padded, unboxed
+from jshard.linen.padded import Padded, is_padded, unboxed
 from tests.helpers import with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
 from tests.wide import wide

@@ -10,12 +10,14 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard import _placement, _shard_plan, _state_places
-from jshard._nnx import NESTED, OUTER, OWN, Unit, nested_units, unit_of
-from jshard._placement import PlacementRule
-from jshard._policies import MixedPrecision, UnitPolicy
-from jshard._revise import revise
-from jshard._shard_plan import Leaf, make_plan
+from jshard.api.override import revise
+from jshard.plans import optimizer_state
+from jshard.plans import placement as _placement
+from jshard.plans import plan as _shard_plan
+from jshard.plans.placement import PlacementRule
+from jshard.plans.plan import Leaf, make_plan
+from jshard.plans.policies import MixedPrecision, UnitPolicy
+from jshard.plans.units import NESTED, OUTER, OWN, Unit, nested_units, unit_of
 from tests.helpers import Config, abstract, sharded, with_placement
 
 WIDTH = 128
@@ -132,7 +134,7 @@ def test_nobody_else_places_a_parameter(monkeypatch):
     def placed(*args, **kwargs):
         raise AssertionError(f"{args[0]} is placed again")
 
-    for module in (_placement, _shard_plan, _state_places):
+    for module in (_placement, _shard_plan, optimizer_state):
         monkeypatch.setattr(module, "place", placed)
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
     plan = js.plan(model)

@@ -17,10 +17,10 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import _compat
-from jshard._mesh import batch_sharding
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import CompiledMemory
+from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import Block, Config, Decoder, loss_fn, placed, token_batch, with_placement

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._moved import GONE, MovedSettings
-from jshard._placement import ShardPlacement
+from jshard.plans.moved import GONE, MovedSettings
+from jshard.plans.placement import ShardPlacement
 
 SETTINGS = {"shard_dim": 1, "ignored": "bias", "min_size": 16, "offload": "optimizer"}
 

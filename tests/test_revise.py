@@ -7,7 +7,7 @@ from flax import nnx
 
 import jshard as js
 from jshard._errors import AnnotationError, ShardingError
-from jshard._revise import revise
+from jshard.api.override import revise
 from jshard.engine.context import plain_flax
 from jshard.recipes.units import parse_units, with_units
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch

@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._moved import GONE, MovedSettings, batch_mean, per_shard
+from jshard.plans.moved import GONE, MovedSettings, batch_mean, per_shard
 
 X = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
 SETTINGS = {

@@ -8,10 +8,10 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._strategies import Strategy, strategies
 from jshard.inspect import collectives, full_bytes, wire_bytes
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.memory import memory_of
+from jshard.plans.policies import Strategy, strategies
 from tests.helpers import Block, Config, abstract, builder, compile_to_read, loss_fn, program, sharded, token_batch
 
 DECODER = Config(layers=12, width=128, hidden=512, vocab=64, scanned=True, attends=False)

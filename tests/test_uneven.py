@@ -16,8 +16,8 @@ from orbax.checkpoint import v1 as ocp
 
 import jshard as js
 from jshard import checkpoint
-from jshard._padded import padding_of
 from jshard.inspect.memory import memory_of
+from jshard.plans.padding import padding_of
 from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat, train, worst
 from tests.wide import wide

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from jshard._errors import AnnotationError, ShardingError
-from jshard._strategies import strategies
 from jshard.cli._arguments import parse
 from jshard.cli._train_args import parse_mesh
 from jshard.cli.plan import PlanArgs
 from jshard.cluster.estimate import parse_known
 from jshard.cluster.variants import GSPMD, Variant, command_line, compared
+from jshard.plans.policies import strategies
 from jshard.recipes.overrides import override
 from jshard.recipes.units import parse_units
 from tests.fake_compiler import cluster_of, request_of

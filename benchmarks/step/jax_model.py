@@ -29,8 +29,7 @@ class Made:
         step: takes a batch, keeps the state, gives the scalars "loss" and "grad_norm".
         batch_sharding: of a batch.
         compiled_bytes: per device, as the compiler counts them.
-        collectives: instructions of the compiled program, by kind; those in a loop once, those of jshard that gloo
-            carries as all-to-alls by what they stand for.
+        collectives: instructions of the compiled program, by kind; those in a loop once.
     """
 
     step: Callable[[Any], dict[str, jax.Array]]

@@ -57,7 +57,6 @@ def _steps(result: Mapping[str, Any], sizes: Sizes) -> list[str]:
     kinds = "of a process" if result["device"] == "cpu" else "of device memory, as the framework counts it"
     notes = [
         f"`peak` is {kinds}, while it trains; `compiled` what XLA lays out for state, batch and temporaries.",
-        "Over gloo jshard writes gathers and reduce-scatters as all-to-alls; they are counted as what they stand for.",
         "`host` is CPU time of the thread that starts a step, the quickest of a turn; an eager step computes in it.",
         "`sharded / unsharded`: over the same framework's unsharded step with the same batch per process, by rounds.",
     ]

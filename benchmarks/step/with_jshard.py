@@ -9,7 +9,7 @@ import jshard as js
 from benchmarks.step.jax_model import Made, adamw, config_of, put_weights, tokens_like
 from benchmarks.step.sizes import Sizes
 from jshard import train
-from jshard._mesh import batch_sharding
+from jshard.plans.mesh import batch_sharding
 from models import gpt
 
 

@@ -11,11 +11,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from jshard._linen.padded import is_padded
-from jshard._padded import logical_shape, padding_of
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.position import is_data_position, position_text, set_position
 from jshard.checkpoint.sums import box_sums
+from jshard.linen.padded import is_padded
+from jshard.plans.padding import logical_shape, padding_of
 
 
 def is_local(leaf: Any) -> bool:

@@ -10,8 +10,8 @@ import jax
 
 import jshard as js
 from jshard._errors import MeshError
-from jshard._mesh import AXES, AnyMesh, nearest_degrees
 from jshard.cli._train_args import as_option, num_devices
+from jshard.plans.mesh import AXES, AnyMesh, nearest_degrees
 
 
 def open_mesh(sizes: Mapping[str, int], *, devices: int | None = None) -> AnyMesh:

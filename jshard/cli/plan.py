@@ -17,7 +17,6 @@ from rich.text import Text
 
 from jshard._errors import ShardingError
 from jshard._live import at_work, fitted
-from jshard._mesh import AnyMesh, data_degree
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
 from jshard.cli._train_args import TrainArgs, num_devices
@@ -32,6 +31,7 @@ from jshard.cluster.search import Chosen, choose
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.cluster.variants import COMPARED, Variant, compared
 from jshard.inspect.tables import broken_line, printed, show
+from jshard.plans.mesh import AnyMesh, data_degree
 from jshard.recipes.recipe import check_batch
 from jshard.recipes.units import parse_units
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard._errors import FourPartError
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.compile import ERROR, PROGRAM, RESULT, CompileError, CompileRequest, TooLargeError, as_json
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices

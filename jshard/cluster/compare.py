@@ -14,13 +14,13 @@ from rich.text import Text
 
 from jshard._errors import AnnotationError, FourPartError
 from jshard._live import at_work
-from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Cluster
 from jshard.cluster.report import ClusterPlan, percent, seconds, three_digits
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.plans.mesh import FSDP, REPLICA, data_shards
 
 _COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
 _CAPTION = (

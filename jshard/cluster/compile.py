@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from jshard._errors import FourPartError, RunError, ShardingError
-from jshard._mesh import REPLICA
-from jshard._shard_plan import ShardPlan
 from jshard.cluster.topology import Topology, parse_topology
 from jshard.inspect.audit import CompiledMemory
+from jshard.plans.mesh import REPLICA
+from jshard.plans.plan import ShardPlan
 
 FLAG = "--xla_gpu_analytical_latency_estimator_options"
 _QUEUE = 0.28  # of the time that a unit takes on the wires: what one of its gathers waits for others
@@ -64,7 +64,7 @@ class CompileRequest:
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
         overrides: likewise.
-        units: other settings of the units than the annotation's, as `jshard._revise.revise` takes them.
+        units: other settings of the units than the annotation's, as `jshard.api.override.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
         xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for those of

@@ -17,15 +17,15 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard._mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
-from jshard._nnx import modules
-from jshard._revise import has_inner_units, repeated_layers, revise
-from jshard._shard_plan import ShardPlan
+from jshard.api.override import has_inner_units, repeated_layers, revise
 from jshard.cluster.estimate import Machine
 from jshard.cluster.traffic import Collectives, at_rows, exposed_s, host_copies, own_s, own_traffic, planned
 from jshard.cluster.variants import Variant
 from jshard.inspect.communication import Amounts
 from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
+from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
+from jshard.plans.plan import ShardPlan
+from jshard.plans.units import modules
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.mfu import dense_flops
 from jshard.recipes.model_file import ModelFile

@@ -10,8 +10,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jshard._auto import device_bytes
 from jshard._errors import ShardingError
+from jshard.api.auto import device_bytes
 from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
 from jshard.facts.devices import DEVICES, DeviceFacts

@@ -13,13 +13,13 @@ from rich.text import Text
 
 from jshard._errors import AnnotationError
 from jshard._live import at_work
-from jshard._mesh import FSDP, REPLICA, data_shards
 from jshard.cluster.compare import Bench, Compared, Comparison
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan, seconds
 from jshard.cluster.variants import Variant, command_line
 from jshard.inspect.tables import add_row, broken_line, made_table, printed
+from jshard.plans.mesh import FSDP, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError
 
 ROOM = 0.92

@@ -9,10 +9,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard._mesh import EXPERT, TENSOR
-from jshard._nnx import unit_of
-from jshard._plan import root_forgotten
-from jshard._shard_plan import ShardPlan, UnitPlan
 from jshard.cluster.replay import Assumptions
 from jshard.engine.context import shapes_only, without_update
 from jshard.inspect.communication import Amounts, Sent, partitioned_collectives, traffic_of
@@ -20,6 +16,9 @@ from jshard.inspect.explain import folded_units
 from jshard.inspect.hlo.collectives import group_along
 from jshard.inspect.hlo.module import ProgramError
 from jshard.inspect.memory import Memory
+from jshard.plans.mesh import EXPERT, TENSOR
+from jshard.plans.plan import ShardPlan, UnitPlan, root_forgotten
+from jshard.plans.units import unit_of
 
 
 def own_traffic(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Amounts | None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jshard._errors import AnnotationError, ShardingError
-from jshard._mesh import FSDP, REPLICA
-from jshard._strategies import strategies
 from jshard.cluster.compile import CompileRequest
+from jshard.plans.mesh import FSDP, REPLICA
+from jshard.plans.policies import strategies
 
 GSPMD = "gspmd"
 """The model as plain Flax under `jax.jit`, its parameters sharded as for zero3; the compiler does the rest."""

@@ -41,7 +41,7 @@ def local_rows(batch_size: int, mesh: Mesh) -> list[int]:
     Raises:
         DataError: the batch does not split evenly over the data axes of the mesh.
     """
-    from jshard._mesh import batch_sharding, data_degree  # here: the processes that read data do without jax
+    from jshard.plans.mesh import batch_sharding, data_degree  # here: the processes that read data do without jax
 
     degree = data_degree(mesh)
     if batch_size % degree:

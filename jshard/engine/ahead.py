@@ -12,10 +12,10 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._nnx import NESTED, OWN
 from jshard.engine.rules import calls, loops
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Value
+from jshard.plans.units import NESTED, OWN
 
 MIN_TRIPS = 3
 

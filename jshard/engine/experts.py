@@ -15,11 +15,11 @@ from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
-from jshard._mesh import EXPERT
-from jshard._placement import Placement, axes_of
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules.table import rule, same
 from jshard.engine.values import PARTIAL, Eqn, Moved, State, Value
+from jshard.plans.mesh import EXPERT
+from jshard.plans.placement import Placement, axes_of
 
 # ---- where a value changes its state over `expert`
 

@@ -11,10 +11,10 @@ from collections.abc import Hashable, Iterable, Sequence
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._nnx import Unit
-from jshard._placement import Placement
-from jshard._shard_plan import ShardPlan
 from jshard.engine.values import Moved
+from jshard.plans.placement import Placement
+from jshard.plans.plan import ShardPlan
+from jshard.plans.units import Unit
 
 WARNED_BYTES = 2**20
 WARNED_SHARE = 0.01

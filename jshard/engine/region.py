@@ -18,12 +18,6 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
-from jshard._nnx import NESTED, Unit
-from jshard._offload import fetched, placed_like
-from jshard._placement import Placement, spec_over
-from jshard._plan import resharded
-from jshard._policies import checkpoint_policy
 from jshard.engine import experts, moved, stored
 from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.batch import batch_size, warn_of_whole
@@ -33,6 +27,12 @@ from jshard.engine.stacks import note_layers
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
+from jshard.plans.memories import fetched, placed_like
+from jshard.plans.mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
+from jshard.plans.placement import Placement, spec_over
+from jshard.plans.plan import resharded
+from jshard.plans.policies import checkpoint_policy
+from jshard.plans.units import NESTED, Unit
 
 
 def open_region(call: Call, unit: Unit) -> Any:

@@ -17,12 +17,12 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._nnx import OWN
 from jshard.engine.ahead import MIN_TRIPS, LoopPlan, Planned, cut_rows, gathered_operands, row_start, tied
 from jshard.engine.rules import calls, loops
 from jshard.engine.rules.loops import Scan
 from jshard.engine.units import BACKWARD, FORWARD
 from jshard.engine.values import Eqn, Shard, Value
+from jshard.plans.units import OWN
 
 if TYPE_CHECKING:
     from jshard.engine.schedule import ShardedPartitioner

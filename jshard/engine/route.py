@@ -1,25 +1,92 @@
-"""Where a call into an annotated module goes."""
+"""Where a call into an annotated module goes: into a region, into the trace of one around it, or to plain Flax."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 from flax import nnx
-from jax.sharding import Mesh
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._mesh import AnyMesh
-from jshard._nnx import Unit, dotted, nested_units, unit_of
-from jshard._nnx_call import NnxCall
-from jshard._plan import resharded
+from jshard.engine.call import guarded_inside, is_array, is_nnx
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
-from jshard.engine.hosted import on_device
-from jshard.engine.padded_gradients import guarded_inside
-from jshard.engine.plain import run_as_flax
+from jshard.engine.nnx_call import NnxCall
 from jshard.engine.region import open_region, remat_of
+from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call
-from jshard.engine.ungathered import called_inside, run_ungathered
-from jshard.engine.units import UnitSettings, call_unit, in_region_trace
+from jshard.engine.units import UnitSettings, call_unit, called_inside, computes_in, in_region_trace, run_ungathered
+from jshard.plans.memories import fetched
+from jshard.plans.mesh import AnyMesh, data_axes, data_degree
+from jshard.plans.plan import resharded
+from jshard.plans.units import NESTED, OWN, Unit, dotted, nested_units, unit_of, walk
+
+
+@contextlib.contextmanager
+def on_device(module: nnx.Module, unit: Unit) -> Iterator[None]:
+    """Inside, the parameters of a unit's module are on the device: products do not take arrays of both memories."""
+    moves = any(member.placement.on_host for member in unit.members)
+    with all_on_device(module) if moves else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def all_on_device(module: nnx.Module) -> Iterator[None]:
+    """The same of all parameters of a module."""
+    moved = []
+    for _, variable in walk(module):
+        if isinstance(variable, nnx.Param) and _compat.on_host(stored := variable.get_raw_value()):
+            variable.set_raw_value(there := fetched(stored))
+            moved.append((variable, stored, there))
+    try:
+        yield
+    finally:
+        for variable, stored, there in moved:
+            if variable.get_raw_value() is there:
+                variable.set_raw_value(stored)
+
+
+# A unit's call in global view as a Flax user would write it: what jshard is compared with.
+
+
+def run_as_flax(take_apart: Callable[[tuple, dict[str, Any]], Call], unit: Unit, args: tuple, kwargs: dict) -> Any:
+    """Calls a method of a unit's module in global view, cast, and under `jax.checkpoint`.
+
+    Args:
+        take_apart: makes the call of its arguments.
+        unit: the unit's record.
+        args: positional arguments after self.
+        kwargs: keyword arguments.
+    """
+    call = take_apart(*_split_along_batch((args, kwargs), unit))
+    gathers = (OWN,) if unit.nested else {*call.owners} - {NESTED}
+    params = [
+        x if p is None else without_padding(fetched(x), p).astype(p.gathered_dtype if owner in gathers else x.dtype)
+        for x, p, owner in zip(call.params, call.placements, call.owners, strict=True)
+    ]
+    compute, remat = computes_in(call, unit.policy.mixed_precision), remat_of(unit)
+    if remat != "none":
+        compute = jax.checkpoint(compute, policy=None if remat == "full" else remat)
+    outs = compute(params, call.inputs)
+    passed = 2 * len(call.written)  # parameters that a transformation wrote back
+    return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
+
+
+def _split_along_batch(tree: Any, unit: Unit) -> Any:
+    axes, shards = data_axes(unit.mesh), data_degree(unit.mesh)
+
+    def split(x: Any) -> Any:
+        if not is_array(x) or x.ndim < 2 or x.shape[0] % shards or not isinstance(unit.mesh, Mesh):
+            return x
+        entries = [axes, *[PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)]
+        return lax.with_sharding_constraint(x, NamedSharding(unit.mesh, PartitionSpec(*entries)))
+
+    return jax.tree.map(split, tree, is_leaf=is_nnx)
+
+
+# Where a call into an annotated module goes.
 
 
 def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

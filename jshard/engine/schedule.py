@@ -14,19 +14,18 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard._mesh import batch_axes, degree
-from jshard._nnx import OUTER, OWN
-from jshard._offload import fetched
-from jshard._placement import Placement
 from jshard.engine import stored
 from jshard.engine.ahead import Level, Planned, gathered_dtypes, gathered_operands, planned, tied
-from jshard.engine.gradient_rows import stored_rows
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
-from jshard.engine.ungathered import read_inside
-from jshard.engine.units import BACKWARD, FORWARD
+from jshard.engine.stacks import stored_rows
+from jshard.engine.units import BACKWARD, FORWARD, read_inside
 from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Value
+from jshard.plans.memories import fetched
+from jshard.plans.mesh import batch_axes, degree
+from jshard.plans.placement import Placement
+from jshard.plans.units import OUTER, OWN
 
 
 class ShardedPartitioner(Partitioner):

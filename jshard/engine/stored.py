@@ -1,7 +1,4 @@
-"""Stored shards: how a parameter is gathered from them, and how its gradient becomes one.
-
-The collectives of a parameter on one data shard, inside a region that is manual over the data axes.
-"""
+"""Stored shards: how a parameter is gathered from them, and how its gradient becomes one."""
 
 import functools
 import itertools
@@ -14,12 +11,12 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._mesh import EXPERT, FSDP, batch_axes, degree
-from jshard._offload import fetched, to_host
-from jshard._padded import Padding
-from jshard._placement import Placement, axes_of
-from jshard.engine import experts, gloo
+from jshard.engine import experts
 from jshard.engine.values import Shard, Value
+from jshard.plans.memories import fetched, to_host
+from jshard.plans.mesh import EXPERT, FSDP, batch_axes, degree
+from jshard.plans.padding import Padding
+from jshard.plans.placement import Placement, axes_of
 
 _SMALL_BYTES = 4 * 2**20  # about what the wires carry while a collective starts
 _JOINED_BYTES = 64 * 2**10  # smaller gradients are copied together sooner than sent one after another
@@ -37,8 +34,6 @@ def gather(value: Value, mesh: Mesh, dtype: Any = None) -> jax.Array:
     if pieces:
         groups = [list(range(i, i + pieces)) for i in range(0, placement.degree, pieces)]
         run = lambda x: lax.all_gather(x, FSDP, axis=dim, tiled=True, axis_index_groups=groups)
-    elif gloo.carries(mesh):
-        run = lambda x: gloo.all_gather(x, dim, placement.degree)
     return without_padding(_keep_other_axes(run, x, placement)(x), placement)
 
 
@@ -108,8 +103,6 @@ def scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     dim = _dim(x, placement)
     assert dim is not None, "who asks has a dim to scatter along"
     run = lambda x: lax.psum_scatter(x, FSDP, scatter_dimension=dim, tiled=True)
-    if gloo.carries(mesh):
-        run = lambda x: gloo.reduce_scatter(x, dim, placement.degree)
     x = _with_padding(x.astype(placement.reduce_dtype), placement)
     return _keep_other_axes(run, x, placement)(x)
 

@@ -17,9 +17,9 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard._errors import CallError
-from jshard._placement import Placement
 from jshard.engine.call import refuse_written
 from jshard.engine.rules import calls
+from jshard.plans.placement import Placement
 
 
 class Call(Protocol):

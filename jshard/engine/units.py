@@ -1,10 +1,4 @@
-"""Units as equations: in a region's global trace the call of a unit is one equation, with its policy.
-
-A unit is traced once for all calls that are equal. Its call is a function with a derivative of its own, whose forward
-and backward are each a `unit` equation: so both are found in the region's programs, whatever jit, scan, remat or vmap
-of the user's stands around. What the equation means on a data shard is `jshard.engine.schedule`'s; where there is but
-one, the program in it is called instead.
-"""
+"""Units as equations of a region's global trace, and units that are never gathered."""
 
 import contextlib
 import contextvars
@@ -15,17 +9,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core as jex
 from jax.interpreters import batching
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
 from jshard import _compat
-from jshard._mesh import data_degree
-from jshard._nnx import NESTED, OWN
-from jshard._policies import MixedPrecision, Prefetch
+from jshard._errors import CallError
 from jshard.engine.per_example import traced_for
+from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
+from jshard.plans.mesh import data_degree
+from jshard.plans.placement import Placement
+from jshard.plans.policies import MixedPrecision, Prefetch
+from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"
 
@@ -226,3 +224,45 @@ def _differentiable(
 
 def _dtypes(jaxpr: Any) -> list[Any]:
     return [a.dtype for a in jaxpr.out_avals]
+
+
+# A unit that is never gathered: its call runs as written, in global view, on parameters that stay where they are.
+
+
+def run_ungathered(call: Call, unit: Unit) -> Any:
+    """Calls a method of a unit that is never gathered. The compiler places what its operations communicate."""
+    params = [
+        x if p is None else without_padding(_held(x, p, unit), p).astype(p.gathered_dtype)
+        for x, p in zip(call.guarded(call.params), call.placements, strict=True)
+    ]
+    with jax.named_scope(f"jshard[{unit.name or '(root)'}]"):
+        outs = computes_in(call, unit.policy.mixed_precision)(params, call.inputs)
+    return call.finish(outs, call.result)
+
+
+def _held(stored: jax.Array, placement: Placement, unit: Unit) -> jax.Array:
+    """The parameter, held to its place; so is its gradient, which the compiler would else put anywhere."""
+    if not isinstance(unit.mesh, Mesh) or stored.ndim != len(placement.spec):  # shapes only, or a layer in a scan
+        return stored
+    return lax.with_sharding_constraint(stored, NamedSharding(unit.mesh, placement.partition_spec))
+
+
+def called_inside(where: str) -> CallError:
+    """The error for a call from inside the region."""
+    return CallError(
+        "A unit that is never gathered was called inside the sharded region.",
+        where=where,
+        why="inside, a device has its shards of the parameters, and gathering them is what the annotation rules out.",
+        do="call it before the model, and pass what it returns: rows = model.tables(ids); model(rows, x)",
+    )
+
+
+def read_inside(name: str, placement: Placement, place: str) -> CallError:
+    """The error for a parameter that an operation inside the region reads."""
+    return CallError(
+        "A parameter that is never gathered was read inside the sharded region.",
+        where=f"{name}  {placement.dtype}{list(placement.shape)}, read at {place or 'a line that is not known'}",
+        why=f"inside, a device has {placement.bytes_per_device} of its {placement.logical_bytes} bytes, and gathering"
+        " the rest is what the annotation rules out.",
+        do="read it before the model, and pass what comes of it: rows = model.tables(ids); model(rows, x)",
+    )

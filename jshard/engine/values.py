@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._placement import Placement
+from jshard.plans.placement import Placement
 
 PARTIAL = "partial"
 

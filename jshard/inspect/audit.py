@@ -15,8 +15,6 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import ShardingError
-from jshard._plan import plan as make_plan
-from jshard._shard_plan import ShardPlan
 from jshard.engine.stacks import as_traced
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo.collectives import KINDS
@@ -34,6 +32,8 @@ from jshard.inspect.model_traffic import (
     without_mixing,
 )
 from jshard.inspect.tables import FittedTable, add_row, human_bytes, made_table, printed
+from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import plan as make_plan
 
 _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's

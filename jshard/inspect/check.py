@@ -10,12 +10,12 @@ import numpy as np
 from flax import nnx
 
 from jshard._errors import CallError
-from jshard._linen.annotation import annotation_of
-from jshard._nnx import dotted, plain_class, unit_of
-from jshard._plan import root_forgotten
-from jshard._state_places import key_texts
 from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view, without_update
+from jshard.linen.annotation import annotation_of
+from jshard.plans.optimizer_state import key_texts
+from jshard.plans.plan import root_forgotten
+from jshard.plans.units import dotted, plain_class, unit_of
 
 Pairs = dict[str, tuple[Any, Any]]
 """An array of the sharded region and that of global view, by name."""

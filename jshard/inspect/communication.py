@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard import _compat
-from jshard._mesh import DATA_AXES, FSDP
-from jshard._placement import Placement, axes_of
-from jshard._shard_plan import LeafPlan, ShardPlan
 from jshard.inspect.hlo.collectives import KINDS, asked_group, axes_of_groups, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
+from jshard.plans.mesh import DATA_AXES, FSDP
+from jshard.plans.placement import Placement, axes_of
+from jshard.plans.plan import LeafPlan, ShardPlan
 
 _AXES_IN = "reduction_axes", "gathering_axes", "reduce_scatter_axes", "params", "reduction", "out_sharding"
 _TYPE = re.compile(r"tensor<((?:\d+x)*)([^>]+)>")

@@ -5,8 +5,6 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jshard._mesh import DATA_AXES, EXPERT, FSDP
-from jshard._shard_plan import ShardPlan
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
@@ -22,6 +20,8 @@ from jshard.inspect.model_traffic import (
     without_mixing,
 )
 from jshard.inspect.tables import folded_names, human_bytes
+from jshard.plans.mesh import DATA_AXES, EXPERT, FSDP
+from jshard.plans.plan import ShardPlan
 
 # Of the number of parameters that are gathered. The second gathers that backward does not need, most biases, and
 # scalars fall below.

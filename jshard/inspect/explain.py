@@ -12,11 +12,6 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._errors import AnnotationError
-from jshard._linen.annotation import annotation_of
-from jshard._nnx import dotted, numberless
-from jshard._plan import plan as make_plan
-from jshard._replicated import Other, others_of
-from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.engine.moved import Mixing, mixing_of
 from jshard.engine.stacks import as_traced
 from jshard.inspect.communication import Traffic, traffic_of
@@ -33,6 +28,11 @@ from jshard.inspect.tables import (
     name_pattern,
     printed,
 )
+from jshard.linen.annotation import annotation_of
+from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
+from jshard.plans.plan import plan as make_plan
+from jshard.plans.replicated import Other, others_of
+from jshard.plans.units import dotted, numberless
 
 
 def notes_of(plan: ShardPlan) -> list[str]:

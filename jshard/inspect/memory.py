@@ -13,15 +13,14 @@ from flax import nnx
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._mesh import data_degree
-from jshard._nnx import unit_of
-from jshard._offload import HOST_KIND
-from jshard._placement import Placement
-from jshard._plan import root_forgotten
-from jshard._revise import repeated_layers, revise
-from jshard._shard_plan import LeafPlan, ShardPlan, UnitPlan
-from jshard._state_places import StatePlaces, key_texts
+from jshard.api.override import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
+from jshard.plans.memories import HOST_KIND
+from jshard.plans.mesh import data_degree
+from jshard.plans.optimizer_state import StatePlaces, key_texts
+from jshard.plans.placement import Placement
+from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, root_forgotten
+from jshard.plans.units import unit_of
 
 Saved = collections.Counter
 """How often an array of (shape and dtype, bytes on one device, first dim) is saved."""

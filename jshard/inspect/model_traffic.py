@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jshard._mesh import FSDP
-from jshard._placement import Placement, axes_of
-from jshard._shard_plan import ShardPlan
 from jshard.engine.moved import Mixing
 from jshard.inspect.communication import copied_over
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.tables import FittedTable, add_row, folded_names, human_bytes, made_table, name_pattern
+from jshard.plans.mesh import FSDP
+from jshard.plans.placement import Placement, axes_of
+from jshard.plans.plan import ShardPlan
 
 
 class OfWindows:

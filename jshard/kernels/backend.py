@@ -14,9 +14,9 @@ import numpy as np
 
 from jshard import _compat
 from jshard._kernel_names import scope
-from jshard._mesh import manual_axes
 from jshard.engine.per_example import region_mesh
 from jshard.kernels.knobs import KernelError, Occupancy
+from jshard.plans.mesh import manual_axes
 
 Backend = Literal["auto", "mosaic", "interpret", "xla"]
 BACKENDS = ("auto", "mosaic", "interpret", "xla")

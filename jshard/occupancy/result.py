@@ -10,7 +10,6 @@ from typing import Any, Literal
 from rich.console import Group
 from rich.text import Text
 
-from jshard._shard_plan import ShardPlan, UnitPlan
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.tables import FittedTable, add_row, human_bytes, joined_name, made_table, name_pattern, printed
@@ -18,6 +17,7 @@ from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.products import Product
+from jshard.plans.plan import ShardPlan, UnitPlan
 
 Origin = Literal["fact", "model", "estimate", "measured", "assumption"]
 

@@ -14,8 +14,6 @@ from flax import nnx
 
 from jshard import _compat
 from jshard._errors import RunError
-from jshard._plan import plan as plan_of
-from jshard._shard_plan import ShardPlan
 from jshard.cluster.options import compiler_options
 from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
@@ -37,6 +35,8 @@ from jshard.occupancy.candidates import Timing, together
 from jshard.occupancy.device import Device, device_named, side_of
 from jshard.occupancy.products import SIXTEEN_BITS, Product, by_shape, products_of
 from jshard.occupancy.result import Origin, Overlap, Reason, UnitTimes, best_reserve, duration, unit_times
+from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import plan as plan_of
 
 PRODUCTS, NORMS = ("matmul", "mlp"), ("rms_norm", "layer_norm")
 KERNELS = (*PRODUCTS, *NORMS)

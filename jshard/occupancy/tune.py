@@ -16,8 +16,6 @@ from rich.text import Text
 
 from jshard import _compat
 from jshard._errors import ShardingError
-from jshard._plan import plan as plan_of
-from jshard._shard_plan import ShardPlan
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.tables import FittedTable, add_row, folded_names, human_bytes, made_table, printed
 from jshard.occupancy import CommFootprint
@@ -29,6 +27,8 @@ from jshard.occupancy.measure import Bench, GpuBench, measure
 from jshard.occupancy.products import SIXTEEN_BITS, Product, by_shape, products_of
 from jshard.occupancy.result import times_of_unit
 from jshard.occupancy.shape import told
+from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import plan as plan_of
 
 _SHOWN = 4  # settings of a ranking, in the table; JSON has all
 NOT_MEASURED = "no GPU here: nothing was measured. What follows is an estimate, by the model of occupancy."

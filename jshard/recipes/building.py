@@ -13,14 +13,14 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard._init import abstract_init, shard_init
-from jshard._linen.annotation import annotation_of
-from jshard._linen.route import initialise
-from jshard._mesh import AnyMesh, batch_sharding
-from jshard._nnx import dotted
-from jshard._revise import revise
+from jshard.api.init import abstract_init, shard_init
+from jshard.api.override import revise
 from jshard.data import Data, DataError
 from jshard.data.source import first_sample
+from jshard.linen.annotation import annotation_of
+from jshard.linen.route import initialise
+from jshard.plans.mesh import AnyMesh, batch_sharding
+from jshard.plans.units import dotted
 from jshard.recipes.linen_model import Initialising, LinenModel
 from jshard.recipes.model_file import LinenUnits, ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.recipes.recipe import Recipe

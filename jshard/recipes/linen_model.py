@@ -15,15 +15,15 @@ from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 
 from jshard._errors import AnnotationError
-from jshard._linen.annotation import annotation_of, relaid
-from jshard._linen.layout import Layout
-from jshard._linen.route import call_annotated
-from jshard._linen.values import as_arrays, flat, raw_of
-from jshard._nnx import Path, attach, dotted, unit_of
-from jshard._offload import to_device
-from jshard._padded import Padding, store
-from jshard._policies import UnitPolicy
 from jshard.engine.context import in_plain_flax
+from jshard.linen.annotation import annotation_of, relaid
+from jshard.linen.call import as_arrays, flat, raw_of
+from jshard.linen.layout import Layout
+from jshard.linen.route import call_annotated
+from jshard.plans.memories import to_device
+from jshard.plans.padding import Padding, store
+from jshard.plans.policies import UnitPolicy
+from jshard.plans.units import Path, attach, dotted, unit_of
 
 _STATE = "batch_stats", "cache"  # a run updates them, asked for or not
 

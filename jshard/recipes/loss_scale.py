@@ -19,8 +19,8 @@ import optax
 from flax import nnx
 
 from jshard._errors import AnnotationError
-from jshard._offload import back, to_device
-from jshard._value_and_grad import value_and_grad
+from jshard.api.gradients import value_and_grad
+from jshard.plans.memories import back, to_device
 
 _MOST = 2.0**64  # far beyond what float16 can use; its product with a loss is finite in float32
 

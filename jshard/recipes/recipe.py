@@ -18,7 +18,7 @@ import numpy as np
 import optax
 
 from jshard._errors import ShardingError
-from jshard._mesh import AnyMesh, data_axes, data_degree, degree
+from jshard.plans.mesh import AnyMesh, data_axes, data_degree, degree
 
 _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 

@@ -9,13 +9,13 @@ import optax
 from flax import nnx
 from jax.sharding import Mesh
 
-from jshard._optimizer import abstract_optimizer, shard_optimizer
-from jshard._plan import plan
+from jshard.api.optimizer import abstract_optimizer, shard_optimizer
 from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.listing import checkpoint_at
+from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_model, new_model
 from jshard.recipes.loss_scale import LossScale
 from jshard.recipes.model_file import ModelFile

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import AnnotationError
-from jshard._nnx import unit_of
-from jshard._offload import to_device
-from jshard._plan import root_forgotten
+from jshard.plans.memories import to_device
+from jshard.plans.plan import root_forgotten
+from jshard.plans.units import unit_of
 from jshard.recipes.loss_scale import loss_scale_of, scaled_value_and_grad
 from jshard.recipes.model_file import LossFn
 

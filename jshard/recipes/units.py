@@ -11,8 +11,8 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard._errors import ShardingError
-from jshard._policies import Prefetch, check_remat
-from jshard._revise import SETTINGS, revise
+from jshard.api.override import SETTINGS, revise
+from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.model_file import LinenUnits, ModelFile
 
 _WORDS = {"true": True, "false": False, "none": None}
@@ -59,7 +59,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def with_units(model_file: ModelFile, settings: Mapping[str, Any]) -> ModelFile:
-    """The model file with an annotation that says something else about the units; see `jshard._revise.revise`.
+    """The model file with an annotation that says something else about the units; see `jshard.api.override.revise`.
 
     Args:
         model_file: the file as it is.

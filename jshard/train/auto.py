@@ -20,10 +20,8 @@ from rich.text import Text
 
 from jshard._errors import ShardingError
 from jshard._live import at_work
-from jshard._mesh import FSDP, REPLICA, shard_batch
-from jshard._mesh import mesh as make_mesh
 from jshard._processes import gather_texts, is_primary
-from jshard._remembered import Choice, key_of, recall, remember
+from jshard.api.auto import Choice, key_of, recall, remember
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Machine, machine_here
 from jshard.cluster.report import seconds
@@ -31,6 +29,8 @@ from jshard.cluster.search import Search, is_same, search
 from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
+from jshard.plans.mesh import FSDP, REPLICA, shard_batch
+from jshard.plans.mesh import mesh as make_mesh
 from jshard.recipes.building import abstract_model, batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override

@@ -21,8 +21,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard._errors import RunError
-from jshard._nnx import dotted
 from jshard.engine.context import global_view, plain_flax
+from jshard.plans.units import dotted
 from jshard.recipes.linen_model import LinenModel
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe

@@ -24,7 +24,7 @@ import jax
 from jax.sharding import Mesh
 
 from jshard._errors import RunError
-from jshard._mesh import shard_batch
+from jshard.plans.mesh import shard_batch
 from jshard.recipes.step import EvalStep, Scalars, TrainStep
 from jshard.train.metrics.progress import Meter
 from jshard.train.metrics.trackers import Tracker

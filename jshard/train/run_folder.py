@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jshard import _processes
 from jshard._errors import FourPartError, RunError, ShardingError
-from jshard._mesh import num_processes
+from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
 from jshard.train.run_record import RunLock, RunRecord, check_agree
 

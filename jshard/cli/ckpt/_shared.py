@@ -19,7 +19,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 import jshard as js
 from jshard._errors import ShardingError
-from jshard._optimizer import abstract_optimizer
+from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.names import Names
 from jshard.cli._devices import simulate_devices

@@ -5,16 +5,12 @@ None where a shard cannot compute its part alone: then the operands are gathered
 """
 
 from jshard.engine.rules import calls as calls
-from jshard.engine.rules import constraints as constraints
 from jshard.engine.rules import contraction as contraction
 from jshard.engine.rules import effects as effects
-from jshard.engine.rules import elementwise as elementwise
 from jshard.engine.rules import indexing as indexing
 from jshard.engine.rules import loops as loops
 from jshard.engine.rules import opaque as opaque
-from jshard.engine.rules import ragged as ragged
 from jshard.engine.rules import reductions as reductions
 from jshard.engine.rules import shapes as shapes
-from jshard.engine.rules import shard_maps as shard_maps
 from jshard.engine.rules.table import RULES as RULES
 from jshard.engine.rules.table import rule as rule

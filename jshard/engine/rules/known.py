@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine.rules.contraction import free_dims
-from jshard.engine.rules.elementwise import ELEMENTWISE
+from jshard.engine.rules.shapes import ELEMENTWISE
 from jshard.engine.rules.table import RULES
 from jshard.engine.values import Eqn, Source, Value
 

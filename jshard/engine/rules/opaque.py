@@ -1,17 +1,19 @@
-"""Calls that nothing can be seen of: declared by the user, or known to act on each example by itself.
+"""Calls whose inside is not partitioned: declared per example, kernels, and a `shard_map` of the user's."""
 
-A call that is neither is computed whole, which is noted: a `pallas_call`, an `ffi_call`. Declare it with
-`js.per_example`.
-"""
-
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
 from jshard._errors import CallError
 from jshard.engine.per_example import Body
 from jshard.engine.rules.calls import opened
-from jshard.engine.rules.table import rule, same
-from jshard.engine.values import PARTIAL, Eqn, State, Value
+from jshard.engine.rules.table import free_dim, rule, same
+from jshard.engine.values import PARTIAL, Eqn, State, Value, array_bytes
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -112,3 +114,235 @@ def custom_linear_solve(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list
     start = lengths.matvec + lengths.vecmat
     right_sides = values[sum(lengths) :]
     return p.run(*opened(solve), [*values[start : start + lengths.solve], *right_sides])
+
+
+# A `shard_map` that the user has written inside the model.
+
+Dims = tuple[tuple[str, ...], ...]
+"""For each dim the axes that it is split over, outermost first; those of degree 1 split nothing and are left out."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Axes:
+    """The axes of degree above 1: of the region, and those of the user's `shard_map` that are not among them."""
+
+    data: tuple[str, ...]
+    other: tuple[str, ...]
+    sizes: dict[str, int]
+
+    def over(self, dims: Dims, axes: Sequence[str]) -> Dims:
+        return tuple(tuple(a for a in dim if a in axes) for dim in dims)
+
+
+@rule("shard_map", takes_partial=True)
+def shard_map(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """The user's `shard_map` on a data shard."""
+    axes, params = _axes(p, eqn), eqn.params
+    ins = [_dims(eqn, axes, spec, v.ndim) for spec, v in zip(params["in_specs"], values, strict=True)]
+    outs = [_dims(eqn, axes, spec, a.aval.ndim) for spec, a in zip(params["out_specs"], eqn.outvars, strict=True)]
+    body = _body(params)
+    if not any(a in axes.data for a in params["newly_manual_axes"]):
+        return _partitioned(p, axes, values, ins, outs, body)
+    xs = [_local(p, axes, v, dims) for v, dims in zip(values, ins, strict=True)]
+    found = _nested(axes, ins, outs, body)(*xs)
+    return [_result(p, eqn, axes, x, dims) for x, dims in zip(found, outs, strict=True)]
+
+
+def _body(params: dict[str, Any]) -> Callable[..., list[Any]]:
+    return _compat.without_varying(params["jaxpr"], ())
+
+
+def _nested(axes: _Axes, ins: Sequence[Dims], outs: Sequence[Dims], body: Callable) -> Callable[..., Sequence[Any]]:
+    if not axes.other:
+        return body
+    specs = lambda of: [P(*(dim or None for dim in axes.over(dims, axes.other))) for dims in of]
+    return jax.shard_map(
+        body, in_specs=tuple(specs(ins)), out_specs=specs(outs), axis_names=set(axes.other), check_vma=False
+    )
+
+
+def _partitioned(
+    p: "Partitioner", axes: _Axes, values: list[Value], ins: Sequence[Dims], outs: Sequence[Dims], body: Callable
+) -> list[Value]:
+    """The body split over the data axes as any program, inside of a `shard_map` over the others."""
+    values = [v if v.is_partial else p.land(v) for v in values]  # a sum may stay open: the body settles what it must
+    values = [_apart(p, v, dims) for v, dims in zip(values, ins, strict=True)]
+    states: list[State] = []
+
+    def on_shard(*xs: Any) -> list[Any]:
+        like = [_full(p, v, x) for v, x in zip(values, xs, strict=True)]
+        program = jax.make_jaxpr(body)(*like)
+        found = p.run(program.jaxpr, program.consts, [v.with_array(x) for v, x in zip(values, xs, strict=True)])
+        found = [v if v.is_partial else p.land(v) for v in found]
+        found = [_apart(p, v, dims) for v, dims in zip(found, outs, strict=True)]
+        states[:] = [v.state for v in found]
+        return [v.x for v in found]
+
+    found = _nested(axes, ins, outs, on_shard)(*[v.x for v in values])
+    return [Value(x, state) for x, state in zip(found, states, strict=True)]
+
+
+def _apart(p: "Partitioner", value: Value, dims: Dims) -> Value:
+    """The value split along a dim that is not split over the user's axes, too: those are outside of the region's.
+
+    JAX passes what backward needs of a `shard_map` with all its axes on dim 0, which are the examples as a rule.
+    """
+    if not value.is_split or not dims[value.dim]:
+        return value
+    dim = free_dim(p, p.full_shape(value), [i for i, axes in enumerate(dims) if axes])
+    return p.whole(value) if dim is None else p.split(value, dim)
+
+
+def _full(p: "Partitioner", value: Value, x: Any) -> jax.ShapeDtypeStruct:
+    """What the body was written for: the part of the user's axes, whole over the data axes."""
+    return jax.ShapeDtypeStruct(p.full_shape(value.with_array(x)), x.dtype)
+
+
+# ---- in place
+
+
+def _local(p: "Partitioner", axes: _Axes, value: Value, dims: Dims) -> Any:
+    """A shard's part by `in_specs`, over the data axes."""
+    own = axes.over(dims, axes.data)
+    if (dim := _only(own, axes.data)) is not None:
+        return p.split(value, dim).x
+    x = p.whole(value).x
+    for dim, over in _split_dims(own):
+        size = x.shape[dim] // _degree(axes, over)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(over) * size, size, dim)
+    return x
+
+
+def _result(p: "Partitioner", eqn: Eqn, axes: _Axes, x: Any, dims: Dims) -> Value:
+    """The value of which a shard has a part by `out_specs`; one that they do not split is the same on all shards."""
+    own = axes.over(dims, axes.data)
+    if (dim := _only(own, axes.data)) is not None:
+        return Value(x, dim)
+    for dim, over in _split_dims(own):
+        with p.sends("whole", eqn, array_bytes(x) * _degree(axes, over)):
+            x = lax.all_gather(x, over, axis=dim, tiled=True)
+    return Value(x)
+
+
+def _only(own: Dims, data: tuple[str, ...]) -> int | None:
+    """The dim that is split over all data axes, in the region's order, if no other dim is split over them."""
+    split = list(_split_dims(own))
+    return split[0][0] if len(split) == 1 and split[0][1] == data else None
+
+
+def _split_dims(own: Dims) -> Iterator[tuple[int, tuple[str, ...]]]:
+    return ((dim, over) for dim, over in enumerate(own) if over)
+
+
+def _degree(axes: _Axes, over: Sequence[str]) -> int:
+    degree = 1
+    for axis in over:
+        degree *= axes.sizes[axis]
+    return degree
+
+
+# ---- collectives over axes that are not the region's, and over dims, as a vmap that names its axis makes them
+
+
+_OVER_DIMS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+@rule(*_OVER_DIMS, takes_partial=True)
+def reduction(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Over dims first, which is what `jax.vmap(axis_name=...)` leaves. Then of each element; sums may stay open."""
+    dims = tuple(a for a in eqn.params["axes"] if isinstance(a, int))
+    names = tuple(a for a in eqn.params["axes"] if not isinstance(a, int))
+    if dims:
+        reduce = lambda *xs: [_OVER_DIMS[eqn.primitive.name](x, dims) for x in xs]
+        program = jax.make_jaxpr(reduce)(*[_full(p, v, v.x) for v in values])
+        values = p.run(program.jaxpr, program.consts, values)
+    if not names:
+        return values
+    if eqn.primitive.name != "psum":
+        values = [p.settle(v) for v in values]
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values], axes=names), strict=True)]
+
+
+@rule("ppermute", takes_partial=True)
+def linear_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Of each element, and linear: all states stay."""
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
+
+
+@rule("pbroadcast")
+def collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
+    """Of each element."""
+    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
+
+
+@rule("all_gather", "reduce_scatter", "all_to_all")
+def moving_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
+    """Split along a dim that it leaves alone: it stays split."""
+    params, (value,) = eqn.params, values
+    names = ("all_gather_dimension", "scatter_dimension", "split_axis", "concat_axis")
+    dims = [params[name] for name in names if name in params]
+    if eqn.primitive.name == "all_gather" and not params["tiled"]:
+        return same(p, eqn, values, value.dim + (dims[0] <= value.dim))
+    if value.dim in dims:
+        return None
+    if not params["tiled"]:  # the dim goes; of all_to_all another one comes
+        return None if len(dims) > 1 else same(p, eqn, values, value.dim - (dims[0] < value.dim))
+    return same(p, eqn, values, value.dim)
+
+
+# ---- what the user has written
+
+
+def _axes(p: "Partitioner", eqn: Eqn) -> _Axes:
+    """The axes of the region and of the user's `shard_map`.
+
+    Raises:
+        CallError: it is over another mesh, or sums are left open in its types.
+    """
+    theirs, here = dict(eqn.params["mesh"].shape), jax.sharding.get_abstract_mesh()
+    sizes = dict(here.shape)
+    wrong = [f"{a} of degree {theirs[a]}" for a in eqn.params["newly_manual_axes"] if sizes.get(a) != theirs[a]]
+    if wrong:
+        raise CallError(
+            "A shard_map inside the model is over another mesh than the model's.",
+            where=_compat.user_place(eqn),
+            why=f"it is over {', '.join(sorted(wrong))}; the model is over "
+            + ", ".join(f"{a}={n}" for a, n in sizes.items())
+            + ".",
+            do="jax.shard_map(f, mesh=mesh, ...)  # the mesh that js.fully_shard was given",
+        )
+    if any(_is_open(spec) for spec in (*eqn.params["in_specs"], *eqn.params["out_specs"])):
+        raise CallError(
+            "A shard_map inside the model has an unreduced argument or result.",
+            where=_compat.user_place(eqn),
+            why="an unreduced array is a sum that is not taken yet, and the engine cannot cut one into data shards.",
+            do="y = jax.lax.psum(y, axis)  # in the function, and out_specs without unreduced",
+        )
+    manual = [a for a in eqn.params["newly_manual_axes"] if sizes[a] > 1]
+    data = tuple(a for a in p.axes if sizes[a] > 1)
+    other = tuple(a for a in here.axis_names if a in manual and a not in p.axes)
+    return _Axes(data, other, sizes)
+
+
+def _is_open(spec: P) -> bool:
+    return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
+
+
+def _dims(eqn: Eqn, axes: _Axes, spec: P, ndim: int) -> Dims:
+    """The axes of each dim by a spec.
+
+    Raises:
+        CallError: a dim is split over a data axis inside of another one.
+    """
+    listed = [(dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec]
+    dims = tuple(tuple(a for a in dim if axes.sizes[a] > 1) for dim in listed) + ((),) * (ndim - len(listed))
+    for dim in dims:
+        kinds = [a in axes.data for a in dim]
+        if kinds != sorted(kinds, reverse=True):
+            raise CallError(
+                "A shard_map inside the model splits a dim over a data axis inside of another axis.",
+                where=_compat.user_place(eqn),
+                why=f"{spec}: over {' then '.join(dim)}, where the batch is split over {', '.join(axes.data)}.",
+                do=f"jax.P({tuple(sorted(dim, key=lambda a: a not in axes.data))!r})  # the data axes first",
+            )
+    return dims

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jshard.engine.rules.counted import counted_columns
+from jshard.engine.rules.indexing import counted_columns
 from jshard.engine.rules.table import beside, rule, same, split_dim
 from jshard.engine.values import PARTIAL, Eqn, Value, array_bytes
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.engine.gloo import stands_for
 from jshard.inspect.hlo.module import (
     Computation,
     Instruction,
@@ -243,7 +242,7 @@ class _Reader:
         if kind in KINDS:
             group = group_of(instruction, kind, self._num_devices)
             for dtype, size in sizes_of(instruction, kind, len(group)).items():
-                yield Collective(instruction.name, stands_for(instruction.op_name) or kind, dtype, group, 1, size)
+                yield Collective(instruction.name, kind, dtype, group, 1, size)
         elif kind in OTHERS:
             raise cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
         else:

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 
-from jshard.engine.gloo import stands_for
 from jshard.engine.moved import Mixing, named_in
 from jshard.inspect.hlo.collectives import KINDS, OTHERS, cannot
 from jshard.inspect.hlo.module import Instruction, Module
@@ -87,7 +86,7 @@ class Forms:
         if base in OTHERS:
             raise cannot(instruction.text, f"{instruction.opcode} is not one of {', '.join(KINDS)}.")
         if base in KINDS:
-            return self._plain(instruction, stands_for(instruction.op_name) or base, instruction)
+            return self._plain(instruction, base, instruction)
         if base in _WRAPPED and instruction.opcode.endswith("-start"):
             inner = self._first(instruction)
             return self._plain(instruction, base_opcode(inner.opcode), inner) if inner is not None else None

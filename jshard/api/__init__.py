@@ -1,0 +1,1 @@
+"""The verbs of `js`: annotate, initialise, hold an optimizer, differentiate."""

@@ -1,0 +1,291 @@
+"""`fully_shard`: say which modules are units, and their parameters are sharded over the mesh."""
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, Unpack
+
+import flax.linen as nn
+import jax
+from flax import nnx
+
+from jshard import _compat
+from jshard._errors import AnnotationError
+from jshard.api.auto import check_strategy, settings_of
+from jshard.api.override import revise
+from jshard.engine.route import route
+from jshard.linen.annotation import annotated
+from jshard.linen.route import call_annotated
+from jshard.plans import checks
+from jshard.plans.memories import check_offload, sharding_of
+from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
+from jshard.plans.moved import MovedSettings, placement_of, units_of
+from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
+from jshard.plans.placement import Placement, PlacementRule, ShardPlacement
+from jshard.plans.plan import Leaf, make_plan
+from jshard.plans.policies import OFFLOADED, MixedPrecision, Prefetch, Remat, Strategy, UnitPolicy, check_remat
+from jshard.plans.units import (
+    LogicalOptimizer,
+    Path,
+    Unit,
+    UnitChoice,
+    as_filter,
+    attach,
+    chosen,
+    detach,
+    dotted,
+    nested_units,
+    occurrences,
+    plain_class,
+    store_plan,
+    unit_of,
+)
+
+M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
+
+_groups = itertools.count()
+
+_OPTIMIZER = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
+_LINEN_OPTIMIZER = "tx = js.shard_optimizer(model, tx)  # around the whole chain"
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: AnyMesh,
+    units: UnitChoice | Sequence[UnitChoice] | Mapping[UnitChoice, Mapping[str, Any]] | None = None,
+    reshard_after_forward: bool | int | None = None,
+    mixed_precision: MixedPrecision | None = None,
+    remat: Remat = "none",
+    prefetch: int | str | None = 1,
+    strategy: str | Strategy | None = None,
+    placement: ShardPlacement | None = None,
+    fallback: str = "warn",
+    **moved: Unpack[MovedSettings],
+) -> M:
+    """Makes a module a unit: its parameters are stored sharded, and gathered together when it is called.
+
+    Call it on submodules first, then on the root. When annotated, each parameter is placed on the mesh,
+    sharded along its largest dim that divides by the degree of the `fsdp` axis; if none does, along one that is
+    stored with some rows of padding, which reads of the parameter do not show (such a model needs the
+    optimizer of `js.shard_optimizer`); a small parameter is then replicated. When the root is called,
+    the call is traced once, in global view, and its program runs on data shards: each unit all-gathers its
+    own parameters, computes, and lets them go; backward gathers them again and reduce-scatters the gradients,
+    which come out sharded like the parameters. The numbers are those of one device, also where the model
+    combines examples of the batch. The module keeps its class, names, variables and tree; the training step
+    stays plain Flax, in global view.
+
+    A unit should be a layer or a block: large enough for efficient collectives, small enough that one
+    gathered unit fits beside the shards. Parameters outside the inner units belong to the root.
+
+    Args:
+        module: the module; or a list of modules that form one unit together, such as a norm and a head: one row in
+            the plan; each gathers its part when it is called. Or a whole Linen model.
+        mesh: from `js.mesh`. Parameters are sharded over `fsdp` and repeated over `replica`.
+        units: one-call form: which submodules are units: a class, a path pattern such as `"blocks/*"`, a
+            function of (path, module), or a list of these. The same settings go to all and to the root, but for
+            `remat`, which goes to the units alone. For a Linen model also a dict of such choices with settings of
+            their own: `{Block: {"remat": "full"}}`.
+        reshard_after_forward: True: let the gathered parameters go after forward and gather again in
+            backward (ZeRO-3). False: keep them until backward (ZeRO-2). A number k: keep 1/k of them on each
+            device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
+            the root, False for the root itself, whose parameters backward needs at once.
+        mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
+        remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"offload"`, `"full"` or a policy from
+            `jax.checkpoint_policies`. Gathered parameters are never kept on its account. `"offload"` keeps what
+            `"dots"` keeps of products with weights, in host memory; a policy offloads activations by name. With
+            `units=` it is that of the units and not of the root, around which it would run every unit three times;
+            for both, annotate the units one by one, then the root.
+        prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
+            likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
+            the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
+        strategy: a way to treat the layers, in place of what they were annotated with; give it to the root. A name of
+            `js.strategies`, or one of its values: whether gathered parameters are kept. `"auto"`: what `jshard train
+            --auto` has measured to be the quickest for this model on these devices; where nothing was measured,
+            gathered parameters are kept if all that is known before a step takes less than half of a device's
+            memory. `js.explain` shows what was chosen, and why.
+        placement: where its parameters lie, if not along the largest dim that divides: `js.ShardPlacement`.
+        fallback: what an operation is that has no form on one data shard, so that every device computes it for the
+            whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
+        **moved: settings from before, for one more release; a warning says what to write instead.
+
+    Returns:
+        The same object, annotated in place; of a Linen model an annotated copy.
+
+    Raises:
+        AnnotationError: an argument does not fit the model, all bad parameters in one message; or the model has float
+            arrays and not one `nnx.Param`.
+        MeshError: the mesh has no `fsdp` axis, or axes that are not Auto, or no host memory to offload to.
+
+    Example:
+        >>> for block in model.blocks:
+        ...     block = js.fully_shard(block, mesh=mesh)
+        >>> model = js.fully_shard(model, mesh=mesh)
+    """
+    check_mesh(mesh)
+    check_remat(remat)
+    check_strategy(strategy)
+    where = placement_of(placement, moved)
+    units = units_of(units, where)
+    check_offload(where.offload, mesh, activations=remat == OFFLOADED)
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
+    if not isinstance(module, nn.Module):
+        checks.check_modules(modules)
+    checks.check_reshard(reshard_after_forward, mesh)
+    checks.check_types(mixed_precision, where.shard_dim, where.stacked, where.min_size)
+    checks.check_choice("gathered", where.gathered, (True, False), checks.OF_PLACEMENT)
+    checks.check_choice("fallback", fallback, ("warn", "error"))
+    precision = mixed_precision or MixedPrecision()
+    ahead = Prefetch.parse(prefetch)
+    policy = UnitPolicy(
+        reshard_after_forward=reshard_after_forward,
+        mixed_precision=precision,
+        remat=remat,
+        prefetch=ahead,
+        group=next(_groups) if len(modules) > 1 else None,
+        gathered=where.gathered,
+        fallback=fallback,
+    )
+    rule = PlacementRule(
+        degrees=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
+        mixed_precision=precision,
+        shard_dim=where.shard_dim,
+        stacked=where.stacked,
+        min_size=where.min_size,
+        offload=where.offload,
+        gathered=where.gathered,
+    )
+    if not where.gathered:
+        checks.check_ungathered(policy, strategy, where.offload)
+    optimizer = LogicalOptimizer(_LINEN_OPTIMIZER) if isinstance(module, nn.Module) else None  # nnx: where it is padded
+    record = Unit(mesh, policy, rule, as_filter(where.ignored), tuple(where.allow_replicated), optimizer=optimizer)
+    root = record if units is None else dataclasses.replace(record, policy=dataclasses.replace(policy, remat="none"))
+    if isinstance(module, nn.Module):
+        checks.check_no_strategy(strategy)
+        checks.check_no_units(units, where.gathered)
+        return annotated(module, root, units, record, where.ignored, call_annotated)
+    checks.check_has_parameters(modules)
+    _annotate_all(modules, root, _choose_units(modules, units), record, where.ignored)
+    if strategy is not None:
+        for root in modules:
+            settings, why = settings_of(strategy, root, mesh)
+            revise(root, settings, strategy=why)
+    return module
+
+
+def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module], record: Unit, ignored: Any) -> None:
+    """Annotates the chosen submodules, then the modules; all of them or, if one fails, none."""
+    alone = dataclasses.replace(record, policy=dataclasses.replace(record.policy, group=None))
+    done: list[nnx.Module] = []
+    try:
+        for one, its_record in [*((m, alone) for m in chosen), *((m, root) for m in modules)]:
+            _annotate(one, its_record)
+            done.append(one)
+        checks.check_patterns(ignored, modules)
+    except AnnotationError:
+        for one in done:
+            detach(one)
+        raise
+
+
+def _annotate(module: nnx.Module, record: Unit) -> None:
+    """Makes one module a unit, plans it with the units inside, and places the arrays."""
+    if unit_of(module) is not None:
+        raise AnnotationError(
+            "A module is annotated twice.",
+            where=plain_class(module).__name__,
+            why="it is a unit already, by an earlier fully_shard, or because it is used in two places.",
+            do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
+        )
+    checks.check_same_mesh(module, record)
+    checks.check_call(module)
+    checks.check_no_units_inside(module, record)
+    attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
+    units, leaves = _units(module), _leaves(module)
+    try:
+        plan = make_plan(leaves, units)
+    except AnnotationError:
+        detach(module)
+        raise
+    padded = any(leaf.placement.padding for leaf in plan.leaves)
+    optimizer = LogicalOptimizer(_OPTIMIZER) if padded else None
+    store_plan(module, plan, {path: dataclasses.replace(unit, optimizer=optimizer) for path, unit in units.items()})
+    for leaf, planned in zip(leaves.values(), plan.leaves, strict=True):
+        _place(leaf.variable, planned.placement, record.mesh)
+
+
+def _units(module: nnx.Module) -> dict[Path, Unit]:
+    """The records of the units in a module by path, as the module around them makes them."""
+    units = {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
+    allowed = [f"{dotted(path)}/{pattern}" for path, one in units.items() if path for pattern in one.allow_replicated]
+    for path, unit in units.items():
+        name = "" if unit.policy.gathered or not path else dotted(path)
+        units[path] = dataclasses.replace(unit, nested=bool(path) or unit.nested, name=name)
+    units[()] = dataclasses.replace(units[()], allow_replicated=(*units[()].allow_replicated, *allowed))
+    return units
+
+
+def _leaves(module: nnx.Module) -> dict[Path, Leaf]:
+    """The parameters of a module whose units have records, as a plan takes them."""
+    units = {id(one): path for path, one in nested_units(module)}
+    uses: dict[int, list[tuple[nnx.Param, Path, tuple[Path, ...]]]] = {}
+    for variable, path, around in occurrences(module):
+        uses.setdefault(id(variable), []).append((variable, path, tuple(units[id(one)] for one in around)))
+    leaves = {}
+    for (variable, *_), (first, *aliases), around in (zip(*found, strict=True) for found in uses.values()):
+        shape, dtype = logical_shape(variable), variable.get_raw_value().dtype
+        leaves[first] = Leaf(shape, dtype, _given_spec(variable), tuple(aliases), around, variable=variable)
+    return leaves
+
+
+def _given_spec(variable: nnx.Param) -> tuple:
+    """Mesh axes that the model's own `out_sharding` metadata names, such as a tensor axis."""
+    given = variable.get_metadata("out_sharding", None)
+    return tuple(given) if given else ()
+
+
+def _place(variable: nnx.Param, placement: Placement, mesh: AnyMesh) -> None:
+    """Stores a parameter as the plan says."""
+    padding = Padding.of(placement)
+    value = (variable if padding_of(variable) == padding else logical(variable)).get_raw_value()
+    value = value if padding is None else padding.pad(value)
+    if _given_spec(variable):  # Flax would place it, and the optimizer's copies of it, by the model's axes alone
+        variable.set_metadata(eager_sharding=False)
+    sharding = sharding_of(mesh, placement.partition_spec, on_host=placement.on_host)
+    if isinstance(value, jax.ShapeDtypeStruct):
+        value = jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
+    elif is_concrete(mesh) and not _compat.is_tracer(value):
+        value = jax.device_put(value, sharding)
+    store(variable, padding, value)
+
+
+def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
+    """The submodules that the one-call form names, inner ones first."""
+    if units is None:
+        return []
+    if isinstance(units, Mapping):
+        raise AnnotationError(
+            "Settings for each choice of units are for Linen modules.",
+            where=f"fully_shard({type(modules[0]).__name__}, units={{...}})",
+            why="the submodules of an nnx model are there, and are annotated one by one.",
+            do='js.fully_shard(model.blocks[0], mesh=mesh, remat="full")  # then the root',
+        )
+    choices = list(units) if isinstance(units, Sequence) and not isinstance(units, str) else [units]
+    found, kinds = [], {}
+    for root in modules:
+        for path, node in nnx.iter_graph(root):
+            if not path or not isinstance(node, nnx.Module) or isinstance(node, nnx.List):
+                continue
+            kinds.setdefault(type(node).__name__, dotted(path))
+            if any(chosen(choice, dotted(path), node) for choice in choices):
+                found.append(node)
+    if not found:
+        raise AnnotationError(
+            "No submodule is chosen as a unit.",
+            where=f"fully_shard({type(modules[0]).__name__}, units={units!r})",
+            why="none of its submodules matches; there are "
+            + (", ".join(f"{k} ({p})" for k, p in kinds.items()) or "none")
+            + ".",
+            do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
+        )
+    return found

@@ -1,0 +1,227 @@
+"""Optimizer state that follows the plan: created sharded, and kept so."""
+
+from typing import Any, cast, overload
+
+import flax.linen as nn
+import jax
+import optax
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jshard._errors import AnnotationError
+from jshard.linen.optimizer import linen_optimizer
+from jshard.plans.memories import sharding_of, to_device
+from jshard.plans.optimizer_state import StatePlaces, key_texts, parts_of, streamed
+from jshard.plans.padding import Padding, logical, store
+from jshard.plans.plan import root_forgotten
+from jshard.plans.units import Path, plain_class, unit_of, walk
+
+
+@overload
+def shard_optimizer(
+    model: nnx.Module, tx: optax.GradientTransformation, *, wrt: Any = ..., shard_replicated: bool = ...
+) -> nnx.Optimizer: ...
+
+
+@overload
+def shard_optimizer(
+    model: nn.Module, tx: optax.GradientTransformation, *, wrt: Any = ...
+) -> optax.GradientTransformationExtraArgs: ...
+
+
+def shard_optimizer(
+    model: Any, tx: optax.GradientTransformation, *, wrt: Any = nnx.Param, shard_replicated: bool = False
+) -> Any:
+    """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
+
+    State with the shape of a parameter lies as the parameter does; other large state is sharded along a dim that
+    divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
+    compiles twice, as its counters do not lie on the mesh yet. And it sees the padding of parameters that are stored
+    padded: gradients with respect to them are refused until this function was called for the model.
+
+    State of parameters that were annotated with `offload` lies in host memory, and so it stays: an update brings it to
+    the device and takes it back, leaf by leaf. Such parameters need this optimizer.
+
+    A Linen model's state is created by its `TrainState.create(..., tx=js.shard_optimizer(model, tx))`, and sharded by
+    `shard_init`. Its parameters need this only where they are stored padded, or `offload` says where state lies.
+
+    Args:
+        model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it. Or a Linen model.
+        tx: any Optax transformation, unchanged: it sees whole parameters in global view.
+        wrt: which variables it updates; of a Linen model which parameters, as in `js.value_and_grad`: the others have
+            no state.
+        shard_replicated: ZeRO-1: also shard the state of replicated parameters, over `replica`. Each device
+            then updates its part, and the parameters are gathered again. Of an nnx model.
+
+    Returns:
+        The optimizer; for an abstract model an abstract one, with the same shapes and shardings, for
+        `jshard.checkpoint.restore`: so a run that continues never holds its state twice. For a Linen model an
+        `optax.GradientTransformationExtraArgs`.
+
+    Raises:
+        AnnotationError: the root of the model is not annotated.
+
+    Example:
+        >>> optimizer = js.shard_optimizer(model, optax.adamw(3e-4))
+    """
+    if isinstance(model, nn.Module):
+        return linen_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
+    optimizer = abstract_optimizer(model, tx, wrt=wrt, shard_replicated=shard_replicated)
+    arrays = jax.tree.leaves(nnx.state(model))
+    if arrays and all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays):
+        return optimizer
+    graphdef, state = nnx.split(optimizer)
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    model_def, model_state = nnx.split(model)
+
+    def init(model_state: Any) -> Any:
+        made = type(optimizer)(nnx.merge(model_def, to_device(model_state)), optimizer.tx, wrt=wrt)
+        return nnx.state(_padded(made, _places(model, over_replica=shard_replicated)))
+
+    return nnx.merge(graphdef, jax.jit(init, out_shardings=shardings)(model_state))
+
+
+def abstract_optimizer(
+    model: nnx.Module,
+    tx: optax.GradientTransformation,
+    *,
+    wrt: Any = nnx.Param,
+    shard_replicated: bool = False,
+) -> nnx.Optimizer:
+    """What `shard_optimizer` makes, without arrays: shapes, dtypes and the very same shardings.
+
+    The arguments are those of `shard_optimizer`; the model may be abstract or not.
+    """
+    unit = unit_of(model)
+    if unit is None:
+        raise root_forgotten(model)
+    mesh = unit.mesh
+    if not isinstance(mesh, Mesh):
+        raise AnnotationError(
+            "Optimizer state needs devices.",
+            where=f"shard_optimizer({plain_class(model).__name__})",
+            why="the model was annotated with an abstract mesh, for a plan only.",
+            do="mesh = js.mesh(fsdp=-1)",
+        )
+    if isinstance(tx, _Placed) and tx.mesh != mesh:
+        raise _of_other_mesh(plain_class(model).__name__, tx.mesh, mesh)
+    if unit.optimizer is not None:
+        unit.optimizer.exists = True
+    places = _places(model, over_replica=shard_replicated)
+    placed = _placed(tx, places, mesh)
+    kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
+    made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
+    graphdef, state = nnx.split(_padded(made, places))
+    return nnx.merge(
+        graphdef, nnx.from_flat_state([(p, _sharded(p, v, places, mesh)) for p, v in nnx.to_flat_state(state)])
+    )
+
+
+class _Placed(optax.GradientTransformationExtraArgs):
+    """A transformation that holds its state to a plan, and so belongs to the plan's mesh."""
+
+    mesh: Mesh
+
+
+def _of_other_mesh(name: str, its: Mesh, mesh: Mesh) -> AnnotationError:
+    told = lambda mesh: ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+    why = f"it holds state to the mesh it was made for ({told(its)}), and the model is on another ({told(mesh)})."
+    return AnnotationError(
+        "The transformation is that of another sharded optimizer.",
+        where=f"shard_optimizer({name}, tx)",
+        why=why if told(its) != told(mesh) else f"it holds state to other devices, in a mesh of {told(its)}.",
+        do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
+    )
+
+
+class OffloadedOptimizer(nnx.Optimizer):
+    """An `nnx.Optimizer` of arrays in host memory: they are updated on the device, and go back to where they were."""
+
+    def update(self, model: Any, grads: Any, /, **kwargs: Any) -> optax.Updates:
+        """As `nnx.Optimizer.update`, a part of the parameters after another; the updates are on the device."""
+        graphdef, state = nnx.split((model, self))
+        (leaves, tree), (of_grads, grads_tree) = jax.tree.flatten(state), jax.tree.flatten(grads)
+        shape_of_updates: Any = None
+
+        def update(*arrays: jax.Array) -> list[jax.Array]:
+            nonlocal shape_of_updates
+            model, optimizer = nnx.merge(graphdef, jax.tree.unflatten(tree, arrays[: len(leaves)]))
+            its_grads = jax.tree.unflatten(grads_tree, arrays[len(leaves) :])
+            updates = nnx.Optimizer.update(optimizer, model, its_grads, **to_device(kwargs))
+            of_updates, shape_of_updates = jax.tree.flatten(updates)
+            return [*jax.tree.leaves(nnx.state((model, optimizer))), *of_updates]
+
+        paths, grad_paths = ([key_texts(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (state, grads))
+        offloaded = _places(model, over_replica=False).offloaded
+        parts = parts_of(offloaded, [*paths, *grad_paths], paths, grad_paths)
+        device = [jax.ShapeDtypeStruct((), "float32")] * len(of_grads)
+        found = streamed(update, [*leaves, *of_grads], parts, like=[*leaves, *device])
+        nnx.update((model, self), jax.tree.unflatten(tree, found[: len(leaves)]))
+        return jax.tree.unflatten(shape_of_updates, found[len(leaves) :])
+
+
+def _places(model: nnx.Module, *, over_replica: bool) -> StatePlaces:
+    unit = unit_of(model)
+    assert unit is not None and unit.plan is not None
+    return StatePlaces(unit.plan, over_replica=over_replica)
+
+
+def _padded(optimizer: nnx.Optimizer, places: StatePlaces) -> nnx.Optimizer:
+    """The optimizer, with state stored padded where its parameter is."""
+    for path, variable in walk(optimizer):
+        value = variable.get_raw_value() if isinstance(variable, nnx.Variable) else None
+        padding = places.padding(tuple(map(str, path)), getattr(value, "shape", ()))
+        if padding is not None:
+            store(variable, padding, padding.pad(value))
+    return optimizer
+
+
+def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh) -> nnx.Variable:
+    """The abstract variable with a sharding for each array in it; Optax masks some out."""
+    keys = tuple(map(str, path))
+
+    def one(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        sharding = sharding_of(mesh, places.spec(keys, x.shape), on_host=places.on_host(keys, x.shape))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return variable.replace(jax.tree.map(one, variable.get_raw_value()))
+
+
+def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -> optax.GradientTransformationExtraArgs:
+    """The transformation on logical arrays, its state held to the plan, its updates to the parameters' placements.
+
+    Optax sees no padding, so that means over parameters are right. Cutting it off and adding it again stays on each
+    device: inside a program the compiler shards the logical array unevenly, as it lies. Without holding the state the
+    compiler picks its shardings anew, and may change them from step to step.
+    """
+    tx = optax.with_extra_args_support(tx)
+
+    def cut(path: tuple, leaf: Any) -> Any:
+        padding = places.padding(key_texts(path), getattr(leaf, "shape", ()))
+        return leaf if padding is None else padding.cut(leaf)
+
+    def hold(path: tuple, leaf: Any) -> Any:
+        padding = places.padding(key_texts(path), leaf.shape)
+        leaf = leaf if padding is None else padding.pad(leaf)
+        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, places.spec(key_texts(path), leaf.shape)))
+
+    def hold_update(path: tuple, leaf: Any) -> Any:
+        parameter = places.parameter(key_texts(path))
+        spec = PartitionSpec() if parameter is None else parameter.partition_spec
+        padding = None if parameter is None else Padding.of(parameter)
+        leaf = leaf if padding is None else padding.pad(leaf)
+        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
+
+    def init(params: Any) -> Any:
+        return tx.init(jax.tree.map(logical, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        grads, state = jax.tree.map_with_path(hold, (grads, state))
+        grads, state, params, extra = jax.tree.map_with_path(cut, (grads, state, params, extra))
+        updates, state = tx.update(grads, state, params, **extra)
+        return jax.tree.map_with_path(hold_update, updates), jax.tree.map_with_path(hold, state)
+
+    placed = _Placed(init, cast(Any, update))
+    placed.mesh = mesh
+    return placed

@@ -1,0 +1,366 @@
+"""A call of a bound Linen module as a function of arrays: taken apart, run on a copy, its changes written back."""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.core import lift, meta
+from flax.core.scope import Scope
+from flax.linen.spmd import logical_to_mesh_axes
+from flax.linen.transforms import get_module_scopes, set_module_scopes
+from jax.tree_util import DictKey
+
+from jshard import _compat
+from jshard._errors import AnnotationError, CallError
+from jshard.engine.call import guard
+from jshard.engine.trace import merged, others, picked
+from jshard.linen.layout import Layout, Leaf
+from jshard.linen.padded import is_padded, padding_in
+from jshard.plans.memories import fetched
+from jshard.plans.padding import Padding
+from jshard.plans.placement import Placement
+from jshard.plans.units import OUTER, LogicalOptimizer, Member, Path, Unit, dotted
+
+PARAMS = "params"
+"""The collection of the parameters."""
+
+
+def flat(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """The variables in a collection, by path."""
+    if not isinstance(tree, Mapping):
+        yield path, tree
+        return
+    for key, child in tree.items():
+        yield from flat(child, (*path, key))
+
+
+def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
+    """The collection that has these variables."""
+    found: dict[str, Any] = {}
+    for path, leaf in leaves:
+        tree = found
+        for key in path[:-1]:
+            tree = tree.setdefault(key, {})
+        tree[path[-1]] = leaf
+    return found
+
+
+def described(leaf: Any, path: Path) -> Leaf:
+    """What a layout needs to know of a parameter."""
+    raw, padding, spec = raw_of(leaf), padding_in(leaf), ()
+    if not hasattr(raw, "shape"):
+        raise AnnotationError(
+            "A parameter of a Linen module is not an array.",
+            where=f"{dotted(path)}: a {type(raw).__name__}",
+            why="each parameter is sharded as one array.",
+            do='make several: self.param("scale", ...), self.param("bias", ...)',
+        )
+    shape = tuple(raw.shape) if padding is None else padding.logical_shape(raw.shape)
+    if isinstance(leaf, nn.LogicallyPartitioned):
+        spec = tuple(logical_to_mesh_axes(leaf.names, leaf.rules) or ())
+    elif isinstance(leaf, nn.Partitioned):
+        spec = tuple(leaf.get_partition_spec())
+    return Leaf(shape, jnp.dtype(raw.dtype).name, spec)
+
+
+def raw_of(leaf: Any) -> Any:
+    """The array in a box; a leaf without one is its own value."""
+    if not isinstance(leaf, meta.AxisMetadata):
+        return leaf
+    (raw,) = jax.tree.leaves(leaf)
+    return raw
+
+
+def as_arrays(raw: Any) -> Any:
+    """The value of a variable, with arrays for numbers."""
+    return jax.tree.map(lambda x: x if hasattr(x, "dtype") else jnp.asarray(x), raw)
+
+
+# A call of a bound Linen module as a function of arrays: taken apart, run on a copy, its changes handed back.
+
+Lifted = tuple[tuple[Mapping[str, Any], ...], ...]
+"""The variables of each scope by collection, as `flax.core.lift` passes them, in one group."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a call returned and changed, but for the arrays: equal calls share it.
+
+    Args:
+        tree: the structure of the result and the changed variables.
+        is_array: which of its leaves are arrays; the others are `static`.
+        places: of each changed variable: the number of its scope, and its path from there.
+        counts: how many keys each scope has made.
+    """
+
+    tree: Any
+    is_array: tuple[bool, ...]
+    static: tuple[Any, ...]
+    places: tuple[tuple[int, Path], ...]
+    counts: tuple[dict[Any, Any], ...]
+
+
+@dataclasses.dataclass(eq=False)
+class LinenCall:
+    """One method call of a bound module: a `jshard.engine.trace.Call`.
+
+    Args:
+        module: the module.
+        function: the method as its class defines it.
+        args: its arguments, and `kwargs`; modules and variables among them are in `scopes`.
+        scopes: all scopes that the call reads.
+        scope_fn: makes scopes of variables and keys; `repack` takes the variables out of them again.
+        groups: the variables of each outermost scope, by collection, and `rngs` its keys.
+        prefix: path of the annotated module.
+        interceptor: of its calls, in which this call is taken apart.
+
+    Attributes:
+        path: of the module, from the annotated one.
+        context: entered while the method runs.
+        optimizer: that of the model, which sees padded parameters as logical ones.
+        result: what the latest run of the method returned, but for the arrays.
+    """
+
+    module: nn.Module
+    function: Callable[..., Any]
+    args: tuple
+    kwargs: Mapping[str, Any]
+    scopes: Sequence[Scope]
+    scope_fn: Callable[..., Any]
+    repack: Callable[..., Any]
+    groups: Lifted
+    rngs: Lifted
+    prefix: Path
+    interceptor: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        self.path: Path = tuple(self.module.path)[len(self.prefix) :]
+        self.where = f"{type(self.module).__name__}.{self.function.__name__}"
+        self.context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.optimizer: LogicalOptimizer | None = None
+        self.result: Result | None = None
+        self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output of it
+        self._outermost = _outermost(self.scopes)
+        self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
+        self._fields = _array_fields(self.module)
+        params = [group.get(PARAMS, {}) for group in self.groups[0]]
+        found, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
+        self._given = [x for _, x in found]
+        self.params = [raw_of(x) for x in self._given]
+        self._paths = [self._path_of(keys) for keys, _ in found]
+        state = [{k: v for k, v in group.items() if k != PARAMS} for group in self.groups[0]]
+        self._leaves, self._tree = jax.tree.flatten((state, self.rngs, self._fields, self.args, self.kwargs))
+        n_state = len(jax.tree.leaves((state, self.rngs)))
+        given = jax.Array if self.path else (jax.Array, np.ndarray)  # inside a model arrays of numpy are constants
+        kinds = [(jax.Array, np.ndarray)] * n_state + [given] * (len(self._leaves) - n_state)
+        self._is_input = [isinstance(x, kind) for x, kind in zip(self._leaves, kinds, strict=True)]
+        self.inputs = picked(self._is_input, self._leaves)
+        self.num_state = sum(self._is_input[:n_state])
+        self.names = [dotted(_from(path, self.path)) for path in self._paths]
+        self.placements: list[Placement | None] = [None] * len(self.params)
+        self.owners = [OUTER] * len(self.params)
+
+    @property
+    def leaves(self) -> dict[Path, Any]:
+        """The parameters inside the annotated module, by path from it, described."""
+        groups = zip(self._outermost, self.groups[0], strict=True)
+        every = (((*scope.path, *path), leaf) for scope, group in groups for path, leaf in flat(group.get(PARAMS, {})))
+        inside = ((path[len(self.prefix) :], leaf) for path, leaf in every if path[: len(self.prefix)] == self.prefix)
+        return {path: described(leaf, path) for path, leaf in inside}
+
+    def logical(self, values: Sequence[Any]) -> list[Any]:
+        """Values of the parameters as `body` takes them."""
+        boxed = zip(self._given, values, strict=True)
+        return [fetched(given.padding.cut(x) if is_padded(given) else x) for given, x in boxed]
+
+    def guarded(self, values: Sequence[Any]) -> list[Any]:
+        """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
+        kind, boxes = self.where.split(".")[0], ((i, x) for i, x in enumerate(self._given) if is_padded(x))
+        form = lambda x: f"{x.value.dtype}{list(x.shape)}, stored {list(x.value.shape)}"
+        return guard(values, {i: f"{kind}: {self.names[i]}  {form(x)}" for i, x in boxes}, self.optimizer)
+
+    def store(self) -> None:
+        """Pads what is to be: parameters may come as plain arrays, or padded for another mesh."""
+        for i, (given, placement) in enumerate(zip(self._given, self.placements, strict=True)):
+            padding = None if placement is None else Padding.of(placement)
+            if padding_in(given) != padding:
+                logical = fetched(given.unbox() if is_padded(given) else given)
+                self.params[i] = logical if padding is None else padding.pad(logical)
+
+    def place(self, layout: Layout) -> Unit:
+        """Takes over where the parameters of the call are stored, and who gathers them; returns the unit's record."""
+        around = self.path if self.path in layout.units else ()
+        record = layout.record(around, [dotted(path) for path in self._paths])
+        members = {member.path[0]: member for member in record.members}
+        mine = [members.get(dotted(path)) for path in self._paths]
+        self.placements = [m and m.placement for m in mine]
+        self.owners = [OUTER if m is None else m.owner for m in mine]
+        rows = zip(self.names, self.placements, self.owners, strict=True)
+        return dataclasses.replace(record, members=tuple(Member((n,), p, o) for n, p, o in rows if p is not None))
+
+    @property
+    def key(self) -> Hashable:
+        """Equal for calls of one module that are the same program: its path is in the keys that it makes."""
+        scopes = [(s.mutable, s.path, s.rng_counters) for s in self.scopes]
+        around = _compat.exported_state(self.module), nn.get_logical_axis_rules()
+        fields = [x for name, x in _fields(self.module) if name not in self._fields]
+        static = tuple((type(x), x) for x in (*fields, *others(self._is_input, self._leaves)))
+        try:
+            hash(static)
+        except (TypeError, ValueError):  # a list, a bound module: nothing else is known to be equal
+            return object()
+        return type(self.module), self.function, self._tree, self._params_tree, repr((scopes, around)), static
+
+    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Runs the method on a copy of the module that holds these arrays, its parameters logical.
+
+        Returns:
+            The arrays in its result, and those in the variables that it changed or made.
+        """
+        for scope, counts in zip(self.scopes, self._counts, strict=True):
+            _restore(scope.rng_counters, counts)
+        leaves = merged(self._is_input, inputs, others(self._is_input, self._leaves))
+        state, rngs, fields, args, kwargs = jax.tree.unflatten(self._tree, leaves)
+        held = jax.tree.unflatten(self._params_tree, list(params))
+        groups = tuple({**group, PARAMS: tree} for group, tree in zip(state, held, strict=True))
+        before = dict(_variables(groups))
+        with self.context():
+            scopes = self.scope_fn((groups,), rngs)
+            module, args, kwargs = set_module_scopes(_with(self.module, fields), args, kwargs, scopes)
+            copy = _compat.in_state_of(self.module, module)
+            out = _compat.run_method(self.function, copy, args, kwargs, self.interceptor)
+            changed = self.repack(scopes)[0]
+        return self._taken(out, {k: v for k, v in _variables(changed) if not _is_same(v, before.get(k))})
+
+    def finish(self, outs: Sequence[Any], result: Result) -> tuple[Any, Lifted]:
+        """The result of the method and the changed variables, as Flax's lifting takes them back."""
+        out, values = jax.tree.unflatten(result.tree, merged(result.is_array, outs, result.static))
+        for scope, counts in zip(self.scopes, result.counts, strict=True):
+            _restore(scope.rng_counters, counts)
+        changed = list(zip(result.places, values, strict=True))
+        return out, (tuple(nested((p, v) for (k, p), v in changed if k == i) for i in range(len(self._outermost))),)
+
+    def _taken(self, out: Any, changed: Mapping[tuple[int, Path], Any]) -> tuple[list[Any], list[Any]]:
+        """The arrays in a result and in changed variables; what else they are goes to `result`."""
+        leaves, tree = jax.tree.flatten((out, list(changed.values())))
+        if any(isinstance(x, (nn.Module, nn.Variable)) for x in leaves):
+            raise CallError(
+                "A method of a Linen model returned a module or a variable.",
+                where=self.where,
+                why="the call runs on a copy of the module, which ends with it.",
+                do="return self.inner(x)  # its result, in place of self.inner",
+            )
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+        counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)
+        self.result = Result(tree, tuple(is_array), tuple(others(is_array, leaves)), tuple(changed), counts)
+        arrays, num_outs = picked(is_array, leaves), sum(is_array[: len(jax.tree.leaves(out))])
+        return arrays[:num_outs], arrays[num_outs:]
+
+    def _path_of(self, keys: tuple) -> Path:
+        """Path of a parameter from the annotated module; what a box adds to it is left out."""
+        scope, *rest = keys
+        whole = (*self._outermost[scope.idx].path, *(key.key for key in rest if isinstance(key, DictKey)))
+        return whole[len(self.prefix) :] if _starts(whole, self.prefix) else ("..", *whole)
+
+
+def call_lifted(
+    module: nn.Module,
+    function: Callable[..., Any],
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    *,
+    prefix: Path,
+    interceptor: Callable[..., Any],
+    run: Callable[[LinenCall], tuple[Any, Lifted]],
+) -> Any:
+    """Calls a method of a bound module out of its scopes.
+
+    Args:
+        module: the module.
+        function: the plain method, as the class defines it.
+        args: its arguments after self.
+        kwargs: its keyword arguments.
+        prefix: path of the annotated module.
+        interceptor: of its calls, from which this is called.
+        run: runs the call, and returns what its `finish` does.
+    """
+    scopes, args, kwargs = get_module_scopes(module, args, dict(kwargs))
+
+    def inner(scope_fn: Callable, repack: Callable, groups: Lifted, rngs: Lifted) -> tuple[Any, Lifted]:
+        return run(
+            LinenCall(module, function, args, kwargs, scopes, scope_fn, repack, groups, rngs, prefix, interceptor)
+        )
+
+    return lift.pack(inner, (True,), (True,), (True,))(scopes)
+
+
+def _array_fields(module: nn.Module) -> dict[str, Any]:
+    """The fields of a module that hold arrays."""
+    return {name: x for name, x in _fields(module) if any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))}
+
+
+def _fields(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    names = (f.name for f in dataclasses.fields(module) if f.init and f.name not in ("parent", "name"))
+    return ((name, getattr(module, name)) for name in names)
+
+
+def _with(module: nn.Module, fields: dict[str, Any]) -> nn.Module:
+    """A module with other values in some fields, to be cloned: Flax would bind a copy of its own making anew."""
+    if not fields:
+        return module
+    copy = object.__new__(type(module))
+    vars(copy).update(vars(module), **fields)
+    return copy
+
+
+def _variables(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[tuple[int, Path], Any]]:
+    """The variables of scopes with their places; the first key of a path is the collection."""
+    for i, group in enumerate(groups):
+        for path, leaf in flat(group):
+            yield (i, path), leaf
+
+
+def _is_same(leaf: Any, before: Any) -> bool:
+    (new, tree), (old, old_tree) = jax.tree.flatten(leaf), jax.tree.flatten(before)
+    return tree == old_tree and all(a is b for a, b in zip(new, old, strict=True))
+
+
+def _outermost(scopes: Sequence[Scope]) -> list[Scope]:
+    """The scopes that are in no other of them, as `lift.pack` takes them."""
+    unique = dict.fromkeys(scopes)
+    return [scope for scope in unique if not any(parent in unique for parent in _parents(scope))]
+
+
+def _parents(scope: Scope) -> Iterator[Scope]:
+    while scope.parent is not None:
+        scope = scope.parent
+        yield scope
+
+
+def _starts(path: Path, start: Path) -> bool:
+    return path[: len(start)] == start
+
+
+def _from(path: Path, start: Path) -> Path:
+    """A path from another one, where it begins with it."""
+    return path[len(start) :] if _starts(path, start) else ("..", *path)
+
+
+def _copied(counts: Mapping[Any, Any]) -> dict[Any, Any]:
+    return {k: _copied(v) if isinstance(v, dict) else v for k, v in counts.items()}
+
+
+def _restore(counts: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Sets counters in place: other scopes hold the same dicts."""
+    for key in [key for key in counts if key not in saved]:
+        del counts[key]
+    for key, value in saved.items():
+        if isinstance(value, dict):
+            _restore(counts.setdefault(key, {}), value)
+        else:
+            counts[key] = value

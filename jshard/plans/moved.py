@@ -1,0 +1,149 @@
+"""What code from before says: settings that moved into `js.ShardPlacement`, and settings and functions that are gone.
+
+Old code runs for one more release, with a warning that says what to write instead.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar
+
+from jshard._errors import AnnotationError
+from jshard.plans.memories import OPTIMIZER
+from jshard.plans.placement import ShardDim, ShardPlacement
+
+T = TypeVar("T")
+
+_FIELDS = tuple(field.name for field in dataclasses.fields(ShardPlacement))
+OF_A_UNIT = ("shard_dim", "min_size", "offload", "gathered")
+"""The fields of a placement that a unit of a Linen model sets for itself."""
+
+_BY_TRACE = "how arrays are split follows from the trace of the call"
+GONE = {
+    "outputs": "a call returns what one device returns",
+    "batch_arg": _BY_TRACE,
+    "replicated_args": _BY_TRACE,
+    "batch_dim": f"{_BY_TRACE}; js.value_and_grad cuts microbatches along dim 0",
+    "sync_batch_norm": "statistics are always those of the whole batch",
+}
+"""Settings that a trace has made needless, and what holds without them."""
+
+
+class MovedSettings(TypedDict, total=False):
+    """Arguments of `js.fully_shard` from before."""
+
+    shard_dim: ShardDim
+    stacked: int
+    ignored: Any
+    allow_replicated: Sequence[str]
+    min_size: int
+    offload: str | None
+    gathered: bool
+    outputs: str | None
+    batch_arg: str | Sequence[str] | None
+    replicated_args: Sequence[str]
+    batch_dim: int
+    sync_batch_norm: bool
+
+
+def placement_of(placement: ShardPlacement | None, moved: Mapping[str, Any]) -> ShardPlacement:
+    """The placement that was asked for; what came as arguments of `fully_shard` itself counts, with a warning.
+
+    Args:
+        placement: as it was given.
+        moved: the arguments of `fully_shard` that it does not name.
+    """
+    found = check_placement(placement)
+    if unknown := [name for name in moved if name not in _FIELDS and name not in GONE]:
+        raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
+    if gone := [name for name in moved if name in GONE]:
+        reasons = "".join(f"\n  {name}: {GONE[name]}." for name in gone)
+        warnings.warn(
+            f"{', '.join(gone)}: these settings of fully_shard are gone. They change nothing, and are an error in the"
+            f" next release. Delete them:{reasons}",
+            FutureWarning,
+            stacklevel=3,
+        )
+    fields = {name: value for name, value in moved.items() if name in _FIELDS}
+    if fields:
+        found = dataclasses.replace(found, **fields)
+        warnings.warn(
+            f"{', '.join(fields)}: these settings of fully_shard have moved, and go with the next release. The new"
+            f" line:\n  js.fully_shard(..., placement={_line(found)})",
+            FutureWarning,
+            stacklevel=3,
+        )
+    return found
+
+
+def units_of(units: Any, common: ShardPlacement) -> Any:
+    """The choices of units; where the settings of one name fields of a placement, as one value.
+
+    Args:
+        units: as `fully_shard` was given them.
+        common: the placement of the call, which holds where a field is not named.
+    """
+    if not isinstance(units, Mapping):
+        return units
+    return {choice: _settings(settings, common) for choice, settings in units.items()}
+
+
+def _settings(settings: Mapping[str, Any], common: ShardPlacement) -> Mapping[str, Any]:
+    fields = {name: value for name, value in settings.items() if name in OF_A_UNIT}
+    if not fields:
+        return settings
+    inherited = {name: getattr(common, name) for name in OF_A_UNIT}
+    if not fields.get("gathered", True):  # its parameters are used where they lie
+        inherited["offload"] = common.offload and OPTIMIZER
+    placement = settings.get("placement") or ShardPlacement(**inherited)
+    placement = dataclasses.replace(placement, **fields)
+    warnings.warn(
+        f"{', '.join(fields)}: these settings of fully_shard have moved, and go with the next release. The new settings"
+        f' of the unit:\n  {{"placement": {_line(placement)}}}',
+        FutureWarning,
+        stacklevel=5,
+    )
+    return {name: value for name, value in settings.items() if name not in fields} | {"placement": placement}
+
+
+def check_placement(placement: Any) -> ShardPlacement:
+    """The placement; the usual one for None. Raises for what is none."""
+    if placement is None or isinstance(placement, ShardPlacement):
+        return placement or ShardPlacement()
+    raise AnnotationError(
+        "There is no such placement.",
+        where=f"fully_shard(placement={placement!r})",
+        why="it is a js.ShardPlacement.",
+        do="js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))",
+    )
+
+
+def _line(placement: ShardPlacement) -> str:
+    """A placement as it is written."""
+    text = lambda value: (
+        getattr(value, "__name__", "...").replace("<lambda>", "...") if callable(value) else repr(value)
+    )
+    given = [(name, getattr(placement, name)) for name in _FIELDS]
+    plain = ShardPlacement()
+    named = ", ".join(f"{name}={text(value)}" for name, value in given if value != getattr(plain, name))
+    return f"js.ShardPlacement({named})"
+
+
+def batch_mean(x: T) -> T:
+    """Returns `x`, with a warning: the model sees the whole batch, so its mean is that of all. For one release."""
+    return _as_it_is("batch_mean", x)
+
+
+def per_shard(x: T) -> T:
+    """Returns `x`, with a warning: the model sees the whole batch, and no data shard. For one release."""
+    return _as_it_is("per_shard", x)
+
+
+def _as_it_is(name: str, x: T) -> T:
+    warnings.warn(
+        f"js.{name}(x) is gone. It returns x, and is an error in the next release. Write x: the model sees the whole"
+        " batch, and gives the numbers of one device.",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return x

@@ -1,0 +1,192 @@
+"""Parameters whose stored array is padded: rows of zeros at the end of the sharded dim, so that it divides.
+
+JAX has no array that is sharded unevenly. Such a variable holds the padded array, and all that reads or writes the
+variable sees the logical one. As the padding is in the class, it survives everything that nnx does to a variable.
+Raw arrays (`jax.tree.leaves`, `nnx.as_pure`) are padded; their padding is zero, and has no gradient. An optimizer that
+maps over them takes means over the padding too: `jshard.engine.call` refuses it.
+"""
+
+import copyreg
+import dataclasses
+import functools
+import math
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jshard import _compat
+from jshard.plans.placement import Placement
+
+V = TypeVar("V", bound=nnx.Variable)
+
+_MISSING = object()
+OF_STORAGE = frozenset(
+    "dtype sharding committed addressable_shards global_shards is_fully_addressable is_fully_replicated is_deleted"
+    " delete block_until_ready".split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Padding:
+    """The padded dim of an array.
+
+    Args:
+        from_end: the dim, counted from the end: right also where a scan took leading dims away.
+        size: its logical size.
+        stored: its size in the stored array.
+        ndim: dims of the array.
+    """
+
+    from_end: int
+    size: int
+    stored: int
+    ndim: int
+
+    @classmethod
+    def of(cls, placement: Placement) -> "Padding | None":
+        """That of a parameter; None if it is not padded."""
+        if not placement.padding or placement.dim is None:
+            return None
+        size, ndim = placement.shape[placement.dim], len(placement.shape)
+        return cls(placement.dim - ndim, size, size + placement.padding, ndim)
+
+    def cut(self, x: Any) -> Any:
+        """The logical array; one that is logical already stays."""
+        if not self._fits(getattr(x, "shape", ()), self.stored):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self._resized(x.shape, self.size), x.dtype)
+        return lax.slice_in_dim(x, 0, self.size, axis=x.ndim + self.from_end)
+
+    def pad(self, x: Any) -> Any:
+        """The array as it is stored; one that is padded already stays."""
+        if not self._fits(getattr(x, "shape", ()), self.size):
+            return x
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(self._resized(x.shape, self.stored), x.dtype)
+        zeros = [(0, (d == x.ndim + self.from_end) * (self.stored - self.size)) for d in range(x.ndim)]
+        return jnp.pad(x, zeros)
+
+    def logical_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of what `cut` makes of an array of a shape."""
+        return self._resized(shape, self.size) if self._fits(shape, self.stored) else shape
+
+    def _resized(self, shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+        """A shape with another size of the padded dim."""
+        return tuple(size if d == len(shape) + self.from_end else n for d, n in enumerate(shape))
+
+    def _fits(self, shape: tuple[int, ...], size: int) -> bool:
+        return -self.from_end <= len(shape) <= self.ndim and shape[self.from_end] == size
+
+
+class _LogicalReads:
+    """Mixed into the variable's own class: reads, writes and shapes are those of the logical array."""
+
+    __slots__ = ()
+    _jshard_padding: Padding
+
+    def get_value(self: Any, *, index: Any = _MISSING) -> Any:
+        value = self._jshard_padding.cut(self.get_raw_value())
+        return value if index is _MISSING or index is Ellipsis else value[index]
+
+    def create_value(self: Any, value: Any) -> Any:
+        return self._jshard_padding.pad(value)
+
+    def set_value(self: Any, value: Any, *, index: Any = _MISSING) -> None:
+        if index is not _MISSING and index is not Ellipsis:
+            value = self.get_value().at[index].set(value)
+        self.set_raw_value(jnp.asarray(value))
+
+    def set_raw_value(self: Any, value: Any, **settings: Any) -> None:
+        stored = self._jshard_padding.pad(value)
+        nnx.Variable.set_raw_value(self, _placed(stored, value, self.get_raw_value()), **settings)
+
+    def update_from_state(self: Any, variable_state: nnx.Variable) -> None:
+        same = padding_of(variable_state) == self._jshard_padding
+        old = self.get_raw_value()  # a state of another mesh, or of a plain model, is padded as this one is
+        nnx.Variable.update_from_state(self, variable_state if same else logical(variable_state))
+        given = self.get_raw_value()
+        stored = _placed(self._jshard_padding.pad(given), given, old)
+        nnx.Variable.set_raw_value(self, stored, _unsafe_bypass_check=True)
+
+    def __getattr__(self: Any, name: str) -> Any:
+        if name in OF_STORAGE or name in object.__getattribute__(self, "_var_metadata"):
+            return nnx.Variable.__getattr__(self, name)
+        return getattr(self._jshard_padding.cut(self.get_raw_value()), name)
+
+    @property
+    def shape(self: Any) -> tuple[int, ...]:
+        return self._jshard_padding.logical_shape(self.get_raw_value().shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+def padding_of(variable: Any) -> Padding | None:
+    """The padding of a variable's stored array; None if it has none."""
+    return getattr(type(variable), "_jshard_padding", None)
+
+
+def logical_shape(variable: nnx.Variable) -> tuple[int, ...]:
+    """The shape of the logical array that a variable stands for."""
+    padding, shape = padding_of(variable), variable.get_raw_value().shape
+    return shape if padding is None else padding.logical_shape(shape)
+
+
+def logical(variable: V) -> V:
+    """A variable of the user's own class that holds the logical array."""
+    padding = padding_of(variable)
+    if padding is None:
+        return variable
+    found: V = variable.replace(padding.cut(variable.get_raw_value()))  # type: ignore[assignment]
+    object.__setattr__(found, "__class__", unpadded(type(variable)))
+    return found
+
+
+def store(variable: nnx.Variable, padding: Padding | None, value: Any) -> None:
+    """Lets a variable hold an array that is padded so, or not at all."""
+    cls = unpadded(type(variable))
+    object.__setattr__(variable, "__class__", cls if padding is None else _padded_class(cls, padding))
+    variable.set_raw_value(value)
+
+
+def unpadded(cls: type) -> type:
+    """The class of variables without padding."""
+    return getattr(cls, "_jshard_unpadded", cls)
+
+
+@functools.cache
+def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variable]:
+    body = {
+        "__slots__": (),
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_jshard_unpadded": base,
+        "_jshard_padding": padding,
+    }
+    return _metaclass(type(base))(base.__name__, (_LogicalReads, base), body)
+
+
+@functools.cache
+def _metaclass(meta: type) -> type:
+    """A metaclass of its own, so that pickle can be told how to rebuild a padded class."""
+    made = type("PaddedMeta", (meta,), {})
+    copyreg.pickle(made, lambda cls: (_padded_class, (cls._jshard_unpadded, cls._jshard_padding)))  # type: ignore[arg-type]
+    return made
+
+
+def _placed(stored: Any, given: Any, old: Any) -> Any:
+    """What was padded just now where the old value lies; what was given padded stays where it is."""
+    are_here = isinstance(stored, jax.Array) and isinstance(old, jax.Array)
+    if stored is given or not are_here or _compat.is_tracer(stored) or _compat.is_tracer(old):
+        return stored
+    return jax.device_put(stored, old.sharding)

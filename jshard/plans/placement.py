@@ -1,0 +1,316 @@
+"""Which dim of a parameter is sharded, and what its copies cost. Knows shapes only, no model and no device."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jshard._errors import AnnotationError
+from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
+from jshard.plans.policies import MixedPrecision
+
+Entry = str | tuple[str, ...] | None
+ShardDim = int | Callable[[str, tuple[int, ...]], int | None] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """How one parameter is stored, gathered and reduced; the same value for equal layers.
+
+    Args:
+        shape: logical shape.
+        dtype: stored dtype.
+        spec: mesh axes per dim of the stored array, as in `PartitionSpec`.
+        dim: the dim sharded over `fsdp`; None if the parameter is replicated over it.
+        degree: pieces over `fsdp`; 1 if replicated.
+        shards: pieces over all axes of `spec`.
+        gathered_dtype: dtype of the all-gather, and of the copy that the model computes with.
+        reduce_dtype: dtype of the gradient's reduction.
+        because: why the parameter is replicated; empty if it is sharded.
+        layers: layers stacked in the leading dims; a scan gathers them one at a time.
+        padding: rows of zeros at the end of `dim` in the stored array, without which it would not divide.
+        offload: what of it lies in host memory: "optimizer", its optimizer state; "params", the parameter too.
+        gathered: whether its unit gathers it; False: what uses it works on the shards.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[Entry, ...]
+    dim: int | None
+    degree: int
+    shards: int
+    gathered_dtype: str
+    reduce_dtype: str
+    because: str = ""
+    layers: int = 1
+    padding: int = 0
+    offload: str | None = None
+    gathered: bool = True
+
+    @property
+    def size(self) -> int:
+        """Elements of the logical parameter."""
+        return math.prod(self.shape)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the stored array, with its padding."""
+        return tuple(n + self.padding * (d == self.dim) for d, n in enumerate(self.shape))
+
+    @property
+    def stored_size(self) -> int:
+        """Elements as stored, with padding."""
+        return math.prod(self.stored_shape)
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of the whole parameter in its stored dtype, without padding."""
+        return self.size * jnp.dtype(self.dtype).itemsize
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the stored parameter on one device."""
+        return self.stored_size * jnp.dtype(self.dtype).itemsize // self.shards
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Bytes on one device of the copy gathered over `fsdp`, with its padding; 0 if it is never gathered."""
+        if not self.gathered:
+            return 0
+        return self.stored_size * self.degree // self.shards * jnp.dtype(self.gathered_dtype).itemsize
+
+    @property
+    def dim_from_end(self) -> int | None:
+        """The sharded dim counted from the end: right also when a scan took leading dims away."""
+        return None if self.dim is None else self.dim - len(self.shape)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the stored parameter lies in host memory."""
+        return self.offload == "params"
+
+    @property
+    def partition_spec(self) -> PartitionSpec:
+        """As `jax.sharding` has it."""
+        return PartitionSpec(*self.spec)
+
+
+def axes_of(entry: Entry) -> tuple[str, ...]:
+    """The mesh axes in an entry of a spec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
+    """A spec that says only what lies on some axes, for a region that is manual over them."""
+    return PartitionSpec(*[tuple(n for n in axes_of(entry) if n in axes) or None for entry in entries])
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlacement:
+    """Where the parameters of a unit lie: what `js.fully_shard` takes as `placement`.
+
+    Args:
+        shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
+            that returns a number, or None to choose as usual.
+        stacked: how many leading dims index layers, where `nnx.vmap` or `nnx.scan` stacked them.
+        ignored: parameters to leave replicated: an nnx filter, a path pattern, or a list of these. A pattern is
+            held against the path from the module and from the unit.
+        allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
+            whatever their size and without a warning; and of large arrays that are no parameters.
+        min_size: parameters with fewer elements stay replicated.
+        offload: what lies in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
+            `"params"`: the parameters and their gradients, too: each is brought to the device before it is gathered.
+            Parameters below `min_size` stay on the device.
+        gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
+            unit's call runs as written, in global view, where each parameter is one logical array: for tables of
+            which a step reads little. It is called outside the root's call, which takes what it returns; in a Linen
+            model that is so by itself, as what is around it runs in global view, too. What it communicates is the
+            model's own; of the settings of `js.fully_shard` it takes this one, with `offload` at most `"optimizer"`.
+
+    Example:
+        >>> placement = js.ShardPlacement(shard_dim=0, offload="optimizer")
+        >>> model = js.fully_shard(MLP(nnx.Rngs(0)), mesh=mesh, placement=placement)
+    """
+
+    shard_dim: ShardDim = None
+    stacked: int = 0
+    ignored: Any = None
+    allow_replicated: Sequence[str] = ()
+    min_size: int = 1024
+    offload: str | None = None
+    gathered: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class PlacementRule:
+    """What decides a parameter's placement, besides its shape.
+
+    Args:
+        degrees: size of every mesh axis.
+        mixed_precision: dtypes of the unit.
+        shard_dim: the dim asked for: a number, for parameters that have that dim, or a function of (path, shape);
+            None chooses.
+        stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
+        min_size: parameters with fewer elements stay replicated, and on the device.
+        pads: a dim that does not divide may be stored padded; else the parameter is replicated.
+        offload: what of larger ones lies in host memory.
+        gathered: whether the unit gathers its parameters.
+    """
+
+    degrees: tuple[tuple[str, int], ...]
+    mixed_precision: MixedPrecision
+    shard_dim: ShardDim = None
+    stacked: int = 0
+    min_size: int = 1024
+    pads: bool = True
+    offload: str | None = None
+    gathered: bool = True
+
+    @property
+    def degree(self) -> int:
+        """Size of the `fsdp` axis."""
+        return dict(self.degrees)[FSDP]
+
+
+def place(
+    path: str,
+    shape: tuple[int, ...],
+    dtype: Any,
+    given: tuple[Entry, ...],
+    rule: PlacementRule,
+    *,
+    ignored: bool = False,
+) -> Placement:
+    """Places one parameter.
+
+    Args:
+        path: its path from the unit, for messages, `shard_dim` and what keeps its dtype.
+        shape: logical shape.
+        dtype: stored dtype.
+        given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
+        rule: the rest of what decides.
+        ignored: the annotation leaves this parameter out.
+    """
+    degrees = dict(rule.degrees)
+    named, given = given, tuple(_kept(entry, degrees) for entry in given)
+    _check_given(path, shape, named, given, degrees)
+    free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
+    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, rule)
+    entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
+    if dim is not None:
+        entries[dim] = FSDP
+    shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
+    precision = rule.mixed_precision
+    stored = jnp.dtype(dtype).name
+    gathered = stored if precision.keeps(path) else precision.param or stored
+    return Placement(
+        shape=tuple(shape),
+        dtype=stored,
+        spec=tuple(entries),
+        dim=dim,
+        degree=1 if dim is None else rule.degree,
+        shards=shards,
+        gathered_dtype=gathered,
+        reduce_dtype=precision.reduce or gathered,
+        because=because,
+        layers=math.prod(shape[: rule.stacked]),
+        padding=0 if dim is None else -shape[dim] % rule.degree,
+        offload=rule.offload if math.prod(shape[rule.stacked :]) >= rule.min_size else None,
+        gathered=rule.gathered,
+    )
+
+
+def _kept(entry: Entry, degrees: dict[str, int]) -> Entry:
+    """What a model's own annotation says for a dim, without what splits nothing here, so that `fsdp` may have the dim.
+
+    That is an axis of degree 1, or one that the mesh has not; and `fsdp` itself, which public models name: which dim it
+    takes is decided here.
+    """
+    left = tuple(n for n in axes_of(entry) if degrees.get(n, 1) != 1 and n != FSDP)
+    return entry if left == axes_of(entry) else left or None
+
+
+def _check_given(
+    path: str, shape: tuple[int, ...], named: tuple[Entry, ...], given: tuple[Entry, ...], degrees: dict[str, int]
+) -> None:
+    """Raises for a model's own annotation whose split would be lost, or does not divide."""
+    unknown = [n for entry in named for n in axes_of(entry) if n not in degrees and n not in AXES]
+    others = [a for a in (TENSOR, EXPERT) if degrees.get(a, 1) > 1]
+    if unknown and others:  # which of them it means is not known; with none, there is nothing to split it over
+        raise AnnotationError(
+            "The model's own sharding of a parameter cannot be kept.",
+            where=f"{path}  out_sharding={named}",
+            why=f"{', '.join(map(repr, unknown))}: the mesh has {', '.join(degrees)}.",
+            do=f"name the axis as the mesh does: variable.set_metadata(out_sharding=(None, {others[0]!r})).",
+        )
+    pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
+    uneven = [d for d, (size, n) in enumerate(zip(shape, pieces, strict=False)) if size % n]
+    if uneven:
+        told = "; ".join(f"dim {d} over {', '.join(axes_of(given[d]))} ({pieces[d]})" for d in uneven)
+        raise AnnotationError(
+            "A dim does not divide by the axis that the model's own sharding gives it.",
+            where=f"{path}  shape {tuple(shape)}  out_sharding={given}",
+            why=f"{told}: every device holds an equal part.",
+            do="choose a degree that divides it, or leave the axis out for this parameter.",
+        )
+
+
+IGNORED = "ignored by the annotation"
+DEGREE_ONE = "the fsdp axis has degree 1"
+SMALL = "smaller than min_size"
+INDIVISIBLE = "no dim divides by"
+
+PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their own
+
+
+def _choose(
+    path: str, shape: tuple[int, ...], dtype: Any, free: list[int], rule: PlacementRule
+) -> tuple[int | None, str]:
+    """The dim to shard, of those that are free; or None, and why."""
+    degree = rule.degree
+    asked = rule.shard_dim(path, shape) if callable(rule.shard_dim) else rule.shard_dim
+    if asked is not None and (callable(rule.shard_dim) or -len(shape) <= asked < len(shape)):
+        return _asked_dim(path, shape, asked, free, rule), ""
+    if degree == 1:
+        return None, DEGREE_ONE
+    size = math.prod(shape[rule.stacked :])
+    if size < rule.min_size:
+        return None, f"{SMALL} ({size} < {rule.min_size} elements)"
+    fits = [d for d in free if shape[d] % degree == 0 and shape[d]]
+    if fits:
+        return max(fits, key=lambda d: (shape[d], -d)), ""
+    padded = _padded_dim(shape, free, degree) if rule.pads else None
+    if padded is None or math.prod(shape) * jnp.dtype(dtype).itemsize < PADDED_FROM_BYTES:
+        return None, f"{INDIVISIBLE} {degree} (shape {tuple(shape)})"
+    return padded, ""
+
+
+def _padded_dim(shape: tuple[int, ...], free: list[int], degree: int) -> int | None:
+    """The dim that is padded the least; None if shards would be mostly padding."""
+    found = min((d for d in free if shape[d]), key=lambda d: (-shape[d] % degree / shape[d], d), default=None)
+    return None if found is None or shape[found] < degree else found
+
+
+def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], rule: PlacementRule) -> int:
+    if not isinstance(asked, int) or isinstance(asked, bool):
+        raise AnnotationError(
+            "shard_dim gave something that is not a dim.",
+            where=f"{path}  shape {tuple(shape)}",
+            why=f"it gave {asked!r}; a dim is a number, or None to choose as usual.",
+            do="js.fully_shard(m, mesh=mesh, placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
+        )
+    dim = asked + len(shape) if asked < 0 else asked
+    possible = [d for d in free if shape[d] % rule.degree == 0 or rule.pads]
+    if dim in possible:
+        return dim
+    even = f", and divide by the degree of the fsdp axis, {rule.degree}: it is in allow_replicated, and not padded."
+    raise AnnotationError(
+        f"A parameter cannot be sharded along dim {asked}.",
+        where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
+        why="a dim must be free of other axes and of layers" + ("." if rule.pads else even),
+        do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
+        " placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
+    )

@@ -1,0 +1,413 @@
+"""The plan: where every parameter is stored and which unit gathers it, made by one pure function; `js.plan`."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jshard._errors import AnnotationError
+from jshard.plans.placement import Entry, Placement, place
+from jshard.plans.replicated import is_named
+from jshard.plans.units import (
+    NESTED,
+    OUTER,
+    OWN,
+    Member,
+    Path,
+    Unit,
+    dotted,
+    inside,
+    nested_units,
+    occurrences,
+    plain_class,
+    unit_of,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A parameter before it is placed.
+
+    Args:
+        shape: logical shape.
+        dtype: stored dtype.
+        spec: the mesh axes that the model itself names, one entry a dim.
+        aliases: other paths of it, if it is tied.
+        around: the units around each of its uses, by path, outermost first.
+        stack: path of the layers of a loop that it is stacked with.
+        num_stacked: how many leading dims are theirs.
+        variable: what filters look at, if its class or its metadata say more than its shape.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: tuple[Entry, ...] = ()
+    aliases: tuple[Path, ...] = ()
+    around: tuple[tuple[Path, ...], ...] = ()
+    stack: Path = ()
+    num_stacked: int = 0
+    variable: Any = dataclasses.field(default=None, compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class LeafPlan:
+    """One parameter of the model.
+
+    Args:
+        path: its path from the root, `blocks/0/attn/kernel`.
+        unit: name of the unit that gathers it.
+        placement: how it is stored, gathered and reduced.
+        aliases: other paths of the same parameter, if it is tied.
+        trained: whether it has a gradient; a frozen one is gathered, and nothing more.
+        stack: path of the layers of a loop that it is stacked with, where no unit is inside the loop.
+        keys: the path and the aliases as keys.
+        owner: path of the module that gathers it; None in the plan of a unit, if one outside of it does.
+    """
+
+    path: str
+    unit: str
+    placement: Placement
+    aliases: tuple[str, ...] = ()
+    trained: bool = True
+    stack: str = ""
+    keys: tuple[Path, ...] = ()
+    owner: Path | None = ()
+
+    @property
+    def by_layer(self) -> bool:
+        """Whether the root gathers it in a loop, each layer when it is due: forward, and backward again."""
+        return bool(self.stack) and self.owner == () and self.placement.layers > 1
+
+
+@dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """Parameters that are gathered together.
+
+    Args:
+        name: path of the unit's module; several joined by `+` if they were given in a list.
+        kind: class of the module.
+        reshard_after_forward: True: gathered again before backward. False: kept. A number: kept in that
+            many pieces, within the fastest links.
+        remat: the activation checkpointing policy.
+        mixed_precision: the dtypes asked for, as text.
+        prefetch: how early it is gathered: so many units ahead, within so many bytes, or as the compiler likes.
+        strategy: of the root: what was chosen for the layers, and why; empty if nothing was.
+        gathered: False: its parameters are sharded, and never gathered; the settings above mean nothing then.
+    """
+
+    name: str
+    kind: str
+    reshard_after_forward: bool | int
+    remat: str
+    mixed_precision: str
+    prefetch: str = "1"
+    strategy: str = ""
+    gathered: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardPlan:
+    """Where every parameter lies: pure data, made from the model's shapes, good for any size of model.
+
+    Args:
+        mesh: degree of every mesh axis, outermost first.
+        units: the units in tree order, root first.
+        leaves: the parameters in tree order.
+    """
+
+    mesh: tuple[tuple[str, int], ...]
+    units: tuple[UnitPlan, ...]
+    leaves: tuple[LeafPlan, ...]
+
+    @functools.cached_property
+    def _by_path(self) -> dict[str, LeafPlan]:
+        return {p: leaf for leaf in self.leaves for p in (leaf.path, *leaf.aliases)}
+
+    def leaf(self, path: str) -> LeafPlan:
+        """The parameter at a path, or at one of its aliases."""
+        return self._by_path[path]
+
+    def unit_leaves(self, name: str) -> tuple[LeafPlan, ...]:
+        """The parameters that a unit gathers."""
+        return tuple(leaf for leaf in self.leaves if leaf.unit == name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Elements of all parameters."""
+        return sum(leaf.placement.size for leaf in self.leaves)
+
+    @property
+    def num_frozen(self) -> int:
+        """How many of them are not trained."""
+        return sum(leaf.placement.size for leaf in self.leaves if not leaf.trained)
+
+    @property
+    def logical_bytes(self) -> int:
+        """Bytes of all parameters as stored, over all devices, each counted once."""
+        return sum(leaf.placement.logical_bytes for leaf in self.leaves)
+
+    @functools.cached_property
+    def gathered_part(self) -> "ShardPlan":
+        """The same without the parameters that are never gathered; the plan itself if none is ever gathered."""
+        leaves = tuple(leaf for leaf in self.leaves if leaf.placement.gathered)
+        return dataclasses.replace(self, leaves=leaves) if leaves else self
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the stored parameters on one device."""
+        return sum(leaf.placement.bytes_per_device for leaf in self.leaves)
+
+    @property
+    def unscheduled_stacks(self) -> dict[tuple[str, str], int]:
+        """Layers of a loop that no unit gathers ahead: path and unit, with the bytes of the gathered copy of all."""
+        found: dict[tuple[str, str], int] = {}
+        for leaf in self.leaves:
+            if leaf.stack and leaf.placement.gathered and leaf.placement.dim is not None:
+                key = leaf.stack, leaf.unit
+                found[key] = found.get(key, 0) + leaf.placement.gathered_bytes
+        return found
+
+    def how_stacked(self, path: str, unit: str) -> str:
+        """How a unit gathers layers of a loop that has no unit inside, in words."""
+        by_layer = all(leaf.by_layer for leaf in self.leaves if (leaf.stack, leaf.unit) == (path, unit))
+        return f"by {unit}, " + ("each layer when it is due" if by_layer else "all layers at once")
+
+    @property
+    def replicated(self) -> tuple[LeafPlan, ...]:
+        """Parameters that every device of the `fsdp` axis holds whole."""
+        return tuple(leaf for leaf in self.leaves if leaf.placement.dim is None)
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The parameters by key paths, and who gathers each."""
+        return tuple(Member(leaf.keys[0], leaf.placement, role(leaf.owner)) for leaf in self.leaves)
+
+    def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
+        """The plan of a unit: its parameters by their paths from it.
+
+        Args:
+            path: of the unit; `()` is the root, whose units may have other settings than before.
+            units: the records of the model's units by path.
+        """
+        within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
+        names, leaves = _names(within), []
+        for leaf in self.leaves:
+            keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
+            if keys and (owner or ()) in names:  # else its unit was taken out of the model
+                text, *aliases = map(dotted, keys)
+                unit = names[owner or ()]
+                its = LeafPlan(text, unit, leaf.placement, tuple(aliases), leaf.trained, leaf.stack, keys, owner)
+                leaves.append(its)
+        return ShardPlan(self.mesh, _rows(within), tuple(leaves))
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `ShardPlan.from_json` reads it back."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "ShardPlan":
+        """Reads what `to_json` wrote."""
+        data = json.loads(text)
+        return cls(
+            mesh=tuple((name, size) for name, size in data["mesh"]),
+            units=tuple(UnitPlan(**unit) for unit in data["units"]),
+            leaves=tuple(_leaf(**leaf) for leaf in _tuples(data["leaves"])),
+        )
+
+
+def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardPlan:
+    """Places every parameter, and finds the unit that gathers it: the innermost one around all of its uses.
+
+    Args:
+        leaves: the parameters by path, in their order.
+        units: the records of the units by path, the root, `()`, first.
+
+    Raises:
+        AnnotationError: parameters cannot be placed as asked, all in one message; or one of a unit that is never
+            gathered is used elsewhere, too.
+    """
+    names = _names(units)
+    found, errors, shared = [], [], []
+    for path, leaf in leaves.items():
+        owner, keys = _owner(leaf.around), (path, *leaf.aliases)
+        try:
+            placement = _placed(keys, owner, leaf, units)
+        except AnnotationError as error:
+            errors.append(error)
+            continue
+        text, *aliases = map(dotted, keys)
+        stack = dotted(leaf.stack) if leaf.stack and not units[owner].rule.stacked else ""
+        found.append(LeafPlan(text, names[owner], placement, tuple(aliases), True, stack, keys, owner))
+        never = {unit for chain in leaf.around for unit in chain if not units[unit].policy.gathered}
+        shared += [text] if never - {owner} else []
+    if errors:
+        first = errors[0]
+        raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
+    if shared:
+        raise AnnotationError(
+            "A parameter of a unit that is never gathered is used elsewhere, too.",
+            where=[f"{units[()].kind}: {text}" for text in shared],
+            why="it belongs to the unit around all of its uses, which would gather it.",
+            do="use it by a method of its own module, outside of the call of any other unit: model.table.attend(x).",
+        )
+    mesh = units[()].mesh
+    return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
+
+
+def role(owner: Path | None) -> str:
+    """What the owner of a parameter is to a unit, by the path from that unit; None if it lies outside of it."""
+    return OUTER if owner is None else NESTED if owner else OWN
+
+
+def resharded(unit: Unit, *, is_root: bool) -> bool | int:
+    """What `reshard_after_forward=None` means: True, but False for the root, whose copy backward needs at once."""
+    asked = unit.policy.reshard_after_forward
+    return (not is_root) if asked is None else asked
+
+
+def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
+    """The innermost unit that encloses every use of a parameter; `()` is the root."""
+    owner: Path = ()
+    for level in zip(*around, strict=False):
+        if any(unit != level[0] for unit in level):
+            break
+        owner = level[0]
+    return owner
+
+
+def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """The paths that lie in a module, from it."""
+    return tuple(own for path in paths if (own := inside(outer, path)) is not None)
+
+
+def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
+    """The placement that a parameter's owner gives it; patterns are held against its path from there and the root."""
+    unit, root, path = units[owner], units[()], keys[0]
+    from_unit = _inside(owner, keys)[0]
+    leave_out = nnx.filterlib.to_predicate(unit.ignored)
+    variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if leaf.variable is None else leaf.variable
+    ignored = any(leave_out(p, variable) for p in (from_unit, path))
+    whole = is_named(dotted(from_unit), unit.allow_replicated) or is_named(dotted(path), root.allow_replicated)
+    rule = dataclasses.replace(unit.rule, pads=False) if whole else unit.rule
+    if leaf.stack and not owner and not rule.stacked and rule.shard_dim is None:  # gathered a layer at a time
+        rule = dataclasses.replace(rule, stacked=leaf.num_stacked)
+    return place(dotted(from_unit), leaf.shape, leaf.dtype, leaf.spec, rule, ignored=ignored)
+
+
+def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
+    """Name of every unit: its path, or the paths of its list joined."""
+    groups: dict[Any, list[Path]] = {}
+    for path, unit in units.items():
+        groups.setdefault(path if unit.policy.group is None else unit.policy.group, []).append(path)
+    return {path: "+".join(map(dotted, paths)) for paths in groups.values() for path in paths}
+
+
+def _rows(units: Mapping[Path, Unit]) -> tuple[UnitPlan, ...]:
+    """The units of a plan; of those that were given in a list the first stands for all."""
+    first = {name: path for path, name in reversed(_names(units).items())}
+    return tuple(_row(path, name, units[path]) for name, path in reversed(first.items()))
+
+
+def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
+    policy, precision = unit.policy, unit.policy.mixed_precision
+    keep = f", keep={' '.join(precision.keep)}" if precision.keep else ""
+    return UnitPlan(
+        name=name,
+        kind=unit.kind,
+        reshard_after_forward=resharded(unit, is_root=not path),
+        remat=policy.remat if isinstance(policy.remat, str) else getattr(policy.remat, "__name__", repr(policy.remat)),
+        mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}{keep}",
+        prefetch="compiler" if policy.prefetch is None else str(policy.prefetch),
+        strategy=policy.strategy,
+        gathered=policy.gathered,
+    )
+
+
+def _leaf(placement: dict[str, Any], **fields: Any) -> LeafPlan:
+    return LeafPlan(placement=Placement(**placement), **fields)
+
+
+def _tuples(data: Any) -> Any:
+    """What JSON has lists for, as tuples."""
+    if isinstance(data, dict):
+        return {key: _tuples(value) for key, value in data.items()}
+    return tuple(map(_tuples, data)) if isinstance(data, list) else data
+
+
+# `js.plan`: the plan that an annotation has stored with a model.
+
+
+def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
+    """Where every parameter of an annotated model lies; the model may be concrete or abstract.
+
+    Args:
+        model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. Of a
+            Linen module, the plan is that of the parameters that `init` or `apply` saw last.
+        wrt: the parameters that are trained, as `js.value_and_grad` takes them; the others are frozen.
+
+    Raises:
+        AnnotationError: the root is not annotated, parameters were added after the annotation, or those of a Linen
+            module are not known yet.
+
+    Example:
+        >>> js.plan(model).num_parameters
+        8704
+    """
+    of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters lie outside of it
+    if of_its_own is not None:
+        return of_its_own(wrt)
+    root = unit_of(model)
+    if root is None or root.plan is None:
+        raise root_forgotten(model)
+    is_trained, trained = nnx.filterlib.to_predicate(wrt), {}
+    for variable, path, _ in occurrences(model):
+        trained.setdefault(id(variable), (path, is_trained(path, variable)))
+    there = dict(trained.values())
+    if unplanned := [path for path in there if path not in root.by_path]:
+        raise AnnotationError(
+            "The model has parameters that the annotation never saw.",
+            where=[f"{plain_class(model).__name__}: {dotted(path)}" for path in unplanned],
+            why="they were added after fully_shard.",
+            do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
+        )
+    held = [leaf for leaf in root.plan.leaves if leaf.keys[0] in there]
+    leaves = tuple(dataclasses.replace(leaf, trained=there[leaf.keys[0]]) for leaf in held)
+    return dataclasses.replace(root.plan, leaves=leaves)
+
+
+def root_forgotten(model: Any) -> AnnotationError:
+    """The error for a model whose root is not a unit, or that is no nnx model."""
+    if not isinstance(model, nnx.Module):
+        return _not_nnx(model)
+    inner = [dotted(p) for p, _ in nested_units(model)]
+    units = (
+        f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"
+        if inner
+        else "no unit inside"
+    )
+    return AnnotationError(
+        "The root of the model is not annotated.",
+        where=f"{type(model).__name__}: {units}",
+        why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
+        do="js.fully_shard(model, mesh=mesh)  # after its submodules",
+    )
+
+
+def _not_nnx(model: Any) -> AnnotationError:
+    if getattr(type(model), "_jshard_plan", None) is None:
+        return AnnotationError(
+            "This is not an annotated model.",
+            where=type(model).__name__,
+            why="fully_shard annotates an nnx module in place; of a Linen module it returns a copy.",
+            do="model = js.fully_shard(model, mesh=mesh)",
+        )
+    return AnnotationError(
+        "This is for nnx models only.",
+        where=type(model).__name__,
+        why="the parameters of a Linen model are an argument of its loss, and of what differentiates it.",
+        do="js.value_and_grad(loss_fn, model=model, accumulate=4)(state.params, x)  # loss_fn(params, x)",
+    )

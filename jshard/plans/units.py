@@ -1,0 +1,305 @@
+"""Units of an nnx module: a module's class is swapped for a subclass that carries the unit; choosing submodules."""
+
+import copyreg
+import dataclasses
+import fnmatch
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from flax import nnx
+from jax.sharding import Mesh
+
+from jshard import _compat
+from jshard.plans.mesh import AnyMesh
+from jshard.plans.placement import Placement, PlacementRule
+from jshard.plans.policies import UnitPolicy
+
+if TYPE_CHECKING:
+    from jshard.plans.plan import ShardPlan
+
+
+Path = tuple[Any, ...]
+"""Keys from a module to something in it: attribute names and indices."""
+
+OWN, NESTED, OUTER = "own", "nested", "outer"
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """A parameter of a plan, seen from a unit.
+
+    Args:
+        path: path from the unit's module.
+        placement: how it is stored.
+        owner: `own` if this unit gathers it, `nested` if a unit inside does, `outer` if it is tied to a
+            parameter elsewhere, so that an enclosing unit gathers it.
+    """
+
+    path: Path
+    placement: Placement
+    owner: str
+
+
+@dataclasses.dataclass(eq=False)
+class LogicalOptimizer:
+    """Whether a model has an optimizer that sees logical arrays: one that `js.shard_optimizer` made.
+
+    The units of a model share it, by reference: it is as good for a copy of the model, or one that was split before.
+
+    Args:
+        do: the line that makes one.
+        exists: whether there is one.
+    """
+
+    do: str
+    exists: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """The record of a unit: equal for equal layers, so it holds no global path.
+
+    Args:
+        mesh: the mesh it is sharded over.
+        policy: what the annotation said.
+        rule: what decides the placement of its parameters.
+        ignored: filter for parameters that the annotation leaves out.
+        allow_replicated: path patterns that may be large and replicated.
+        kind: class of the module.
+        plan: where the parameters under the module lie; None before they are known.
+        members: the same by key paths, as the engine looks them up.
+        nested: whether an enclosing unit is known.
+        name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
+            knows the others' paths.
+        optimizer: that of the model, where it may have padded parameters; without one their gradients are refused.
+    """
+
+    mesh: AnyMesh
+    policy: UnitPolicy
+    rule: PlacementRule
+    ignored: Any = False
+    allow_replicated: tuple[str, ...] = ()
+    kind: str = ""
+    plan: "ShardPlan | None" = None
+    members: tuple[Member, ...] = ()
+    nested: bool = False
+    name: str = ""
+    optimizer: LogicalOptimizer | None = None
+
+    def with_plan(self, plan: "ShardPlan") -> "Unit":
+        """The record of a unit that sees its parameters as the plan has them."""
+        return dataclasses.replace(self, plan=plan, members=plan.members)
+
+    @functools.cached_property
+    def by_path(self) -> dict[Path, Member]:
+        """The members by their paths."""
+        return {m.path: m for m in self.members}
+
+    def __reduce__(self) -> tuple:
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        mesh = fields.pop("mesh")
+        layout = mesh.axis_sizes, mesh.axis_names, mesh.axis_types
+        ids = [d.id for d in mesh.devices.flat] if isinstance(mesh, Mesh) else None
+        return _rebuild_unit, (fields, layout, ids)
+
+
+def _rebuild_unit(fields: dict[str, Any], layout: tuple, device_ids: list[int] | None) -> Unit:
+    sizes, names, types = layout
+    if device_ids is None:
+        return Unit(jax.sharding.AbstractMesh(sizes, names, axis_types=types), **fields)
+    by_id = {d.id: d for d in jax.devices()}
+    devices = np.array([by_id[i] for i in device_ids]).reshape(sizes)
+    return Unit(Mesh(devices, names, axis_types=types), **fields)
+
+
+def unit_of(module: Any) -> Unit | None:
+    """The record of a unit's module; None for any other object."""
+    return getattr(type(module), "_jshard_unit", None)
+
+
+def plain_class(module: nnx.Module) -> type[nnx.Module]:
+    """The class that the user wrote."""
+    return getattr(type(module), "_jshard_base", type(module))
+
+
+def attach(module: nnx.Module, unit: Unit, route: Callable[..., Any]) -> None:
+    """Makes the module a unit, or renews its record. `route(self, method, args, kwargs)` receives its calls."""
+    object.__setattr__(module, "__class__", _unit_class(plain_class(module), unit, route))
+
+
+def store_plan(module: nnx.Module, plan: "ShardPlan", units: Mapping[Path, Unit]) -> None:
+    """Gives the units in a module new records, each with its view of the plan. Their calls go where they went before.
+
+    Args:
+        module: what the plan was made of.
+        plan: the plan.
+        units: the new records, by path from the module.
+    """
+    for path, one in nested_units(module):
+        unit = units[path].with_plan(plan.seen_from(path, units))
+        attach(one, unit, type(one)._jshard_route)  # type: ignore[attr-defined]
+
+
+def detach(module: nnx.Module) -> None:
+    """Gives a module its own class back."""
+    object.__setattr__(module, "__class__", plain_class(module))
+
+
+@functools.cache
+def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -> type[nnx.Module]:
+    body: dict[str, Any] = {
+        "_jshard_unit": unit,
+        "_jshard_base": base,
+        "_jshard_route": staticmethod(route),
+        "__annotations__": {},
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+    }
+    body |= {name: _routed(method, route) for name, method in _methods(base)}
+    metaclass = _unit_metaclass(type(base))
+    return metaclass(base.__name__, (base,), body, pytree=base._pytree__is_pytree)
+
+
+def hidden_call(module: nnx.Module) -> str | None:
+    """What a module's `__call__` is, if it is wrapped in something that calls cannot be routed through."""
+    method = inspect.getattr_static(plain_class(module), "__call__", None)
+    return None if method is None or inspect.isfunction(method) else type(method).__name__
+
+
+def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """The methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
+    for name in dir(base):
+        public = not name.startswith("_") and not hasattr(nnx.Module, name)
+        method = inspect.getattr_static(base, name)
+        if (public or name == "__call__") and inspect.isfunction(method):
+            yield name, method
+
+
+def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(self: nnx.Module, *args: Any, **kwargs: Any) -> Any:
+        return route(self, method, args, kwargs)
+
+    return call
+
+
+@functools.cache
+def _unit_metaclass(meta: type) -> type:
+    """A metaclass of its own, so that pickle can be told how to rebuild a unit's class."""
+    made = type("UnitMeta", (meta,), {})
+    copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
+    return made
+
+
+def _reduce_class(cls: Any) -> tuple:
+    return _unit_class, (cls._jshard_base, cls._jshard_unit, cls._jshard_route)
+
+
+def occurrences(module: nnx.Module) -> Iterator[tuple[nnx.Param, Path, tuple[nnx.Module, ...]]]:
+    """Every parameter along every path, with the units that enclose it, outermost first.
+
+    A tied parameter comes several times. The order is that of `nnx.iter_graph`.
+    """
+
+    def visit(node: Any, path: Path, units: tuple, open_nodes: frozenset[int]) -> Iterator:
+        if isinstance(node, nnx.Param):
+            yield node, path, units
+            return
+        if isinstance(node, nnx.Variable) or id(node) in open_nodes:
+            return
+        if unit_of(node) is not None:
+            units = (*units, node)
+        for key, child in _compat.children(node).items():
+            if type(child) not in _compat.SETTINGS:
+                yield from visit(child, (*path, key), units, open_nodes | {id(node)})
+
+    yield from visit(module, (), (), frozenset())
+
+
+def walk(graph: Any, *, settings: bool = False) -> Iterator[tuple[Path, Any]]:
+    """Everything in a graph with its first path, outer before inner; nodes and variables once.
+
+    As `nnx.iter_graph` finds it, which also asks of every number and name what it is, and takes several times as long.
+
+    Args:
+        graph: a module, or a tree with modules in it.
+        settings: with numbers, names and functions, which most have no use for.
+    """
+    visited: set[int] = set()
+    stack: list[tuple[Path, Any]] = [((), graph)]
+    while stack:
+        path, node = stack.pop()
+        if type(node) not in _compat.SETTINGS and (_compat.is_node(node) or isinstance(node, nnx.Variable)):
+            if id(node) in visited:
+                continue
+            visited.add(id(node))
+        yield path, node
+        for key, child in reversed(_compat.children(node).items()):
+            if settings or type(child) not in _compat.SETTINGS:
+                stack.append(((*path, key), child))
+
+
+def modules(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    """The modules in a graph with their first path, each once."""
+    return ((path, node) for path, node in walk(module) if isinstance(node, nnx.Module))
+
+
+def nested_units(module: nnx.Module) -> Iterator[tuple[Path, nnx.Module]]:
+    """The unit modules in a graph with their first path, outer before inner, each once."""
+    found = [(path, one) for path, one in modules(module) if unit_of(one) is not None]
+    yield from sorted(found, key=lambda item: [(isinstance(k, str), k) for k in item[0]])
+
+
+def dotted(path: Path) -> str:
+    """A path as text: `blocks/0/kernel`; `(root)` for the module itself."""
+    return "/".join(map(str, path)) or "(root)"
+
+
+def inside(outer: Path, path: Path | None) -> Path | None:
+    """A path from a module in it; None if it does not lie inside."""
+    return path[len(outer) :] if path is not None and path[: len(outer)] == outer else None
+
+
+def numberless(path: str) -> str:
+    """A path with `*` for the numbers of layers: `blocks/*/kernel`."""
+    return re.sub(r"(?<=[/_])\d+(?=/|$)", "*", path)
+
+
+# Which submodules are units, and which parameters are meant, in the words of a user: classes, patterns, functions.
+
+UnitChoice = type | str | Callable[[str, Any], bool]
+"""A class, a pattern of paths such as `"blocks/*"`, or a function of (path, module)."""
+
+
+def chosen(choice: UnitChoice, path: str, module: Any) -> bool:
+    """Whether a submodule at a path is meant."""
+    if isinstance(choice, type):
+        return isinstance(module, choice)
+    if isinstance(choice, str):
+        return path.count("/") == choice.count("/") and fnmatch.fnmatch(path, choice)
+    return bool(choice(path, module))
+
+
+def as_filter(choice: Any) -> Any:
+    """An nnx filter from filters and path patterns of parameters; hashable, as it is part of records."""
+    if choice is None:
+        return False
+    if isinstance(choice, str):
+        return _PathPattern(choice)
+    if isinstance(choice, (list, tuple, set)):
+        return tuple(as_filter(one) for one in choice)
+    return choice
+
+
+@dataclasses.dataclass(frozen=True)
+class _PathPattern:
+    pattern: str
+
+    def __call__(self, path: Path, value: Any) -> bool:
+        return fnmatch.fnmatch(dotted(path), self.pattern)
