@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from jax.extend import core as jex
 
 import jshard as js
 
@@ -114,6 +115,14 @@ def with_placement(**settings: Any) -> dict[str, Any]:
     if isinstance(units := settings.get("units"), dict):
         settings["units"] = {unit: with_placement(**of_unit) for unit, of_unit in units.items()}
     return settings | ({"placement": js.ShardPlacement(**fields)} if fields else {})
+
+
+def equations_run(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a program and of those inside of it: of a function that is called twice, twice."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in jex.jaxprs_in_params(eqn.params):
+            yield from equations_run(inner)
 
 
 def annotator(mesh: Any, **settings: Any) -> Callable[[Decoder], None]:

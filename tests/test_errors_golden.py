@@ -576,8 +576,7 @@ def test_what_an_error_says_to_call_is_there_and_takes_these_arguments(call):
 def sources() -> list[pathlib.Path]:
     return [
         *PACKAGE.glob("*.py"),
-        *PACKAGE.glob("_linen/*.py"),
-        *PACKAGE.glob("engine/**/*.py"),
+        *(path for room in ("api", "linen", "engine", "plans") for path in PACKAGE.glob(f"{room}/**/*.py")),
         PACKAGE / "inspect" / "check.py",
     ]
 

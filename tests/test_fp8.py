@@ -79,7 +79,7 @@ def test_scales_are_agreed_on_together():
         if " maximum(" in body
     }
     reduced = re.findall(r" = (.*?) all-reduce(?:-start)?\(.*?to_apply=%(\S+?)[, ]", text)
-    together = [kind.count("f32[]") for kind, name in reduced if name in bodies]
+    together = [len(re.findall(r"[fs]32\[\]", kind)) for kind, name in reduced if name in bodies]
     assert sum(together) == 4 and len(together) <= 2
 
 

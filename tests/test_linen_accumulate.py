@@ -1,7 +1,6 @@
 """Microbatches of a Linen model: the gradients of the whole batch, with one gather and one reduction at the end."""
 
 import functools
-import re
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +14,7 @@ from flax import nnx
 import jshard as js
 from jshard.recipes.building import new_model
 from jshard.train import load_model_file
-from tests.helpers import compile_to_read
+from tests.helpers import compile_to_read, equations_run
 from tests.linen_models import VOCAB, Block, Decoder, X, Y, assert_same, cross_entropy, tokens
 from tests.test_linen import Layer, Scanned
 from tests.wide import wide
@@ -129,8 +128,8 @@ def test_the_linen_model_of_a_run_is_gathered_once_too():
         grad = js.value_and_grad(file.loss_fn, accumulate=STEPS, sync=sync)
         graphdef, state = nnx.split(model)
         run = lambda state, grad=grad, graphdef=graphdef: grad(nnx.merge(graphdef, state, copy=True), batch)
-        program = str(jax.make_jaxpr(run)(state))
-        counts[sync] = len(re.findall(r"= all_gather\[", program))
+        program = equations_run(jax.make_jaxpr(run)(state).jaxpr)
+        counts[sync] = sum(eqn.primitive.name == "all_gather" for eqn in program)
     sharded = sum(leaf.placement.dim is not None for leaf in js.plan(model).leaves)
     assert counts == {"each": 2 * sharded - 1, "last": sharded}  # the root's table is gathered once and kept
 

@@ -40,7 +40,7 @@ from jshard.train import (
     run_recipe,
 )
 from tests.compiling import environment
-from tests.helpers import programs_kept_in
+from tests.helpers import programs_kept_in, with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
 from tests.micro_linen import Config
 
@@ -74,7 +74,7 @@ def straight(**config):
 
 def file_of(module, units, **settings):
     """A model file of another module."""
-    annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=units, **settings)
+    annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=units, **with_placement(**settings))
     return dataclasses.replace(FILE, build=lambda config, rngs: module, annotate=annotate)
 
 

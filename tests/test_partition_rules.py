@@ -18,7 +18,7 @@ from tests.partition_cases import CASES, FAMILIES, KEYS, SINCE_0_12, UNTIL_0_11,
 from tests.wide import wide
 
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
-OWN_TESTS = ("constraints", "effects", "experts", "loops", "opaque", "ragged", "shard_maps")
+OWN_TESTS = ("constraints", "effects", "experts", "loops", "opaque")
 """Modules of rules that have files of tests of their own, beside the cases here."""
 NOT_COMPILED = ("mulhi",)
 """Primitives that XLA of jax 0.12 cannot compile in any `jax.shard_map` on CPU."""
@@ -186,7 +186,7 @@ def test_typed_keys_pass_every_operation_on_shapes(mesh: str) -> None:
 
 def test_no_rule_is_without_a_case() -> None:
     elsewhere = {name for name, rule in RULES.items() if rule.__module__.endswith(OWN_TESTS)}
-    assert set(RULES) - elsewhere - set(CASES) == {"closed_call"}
+    assert set(RULES) - elsewhere - set(CASES) == {"closed_call", "ragged_dot"}
     assert {name for name in CASES if is_here(name) and not CASES[name]} <= {"compute_on", "xla_metadata_call"}
 
 
