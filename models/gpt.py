@@ -241,14 +241,11 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
     low = config.compute_dtype != "float32"
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
-    settings: dict[str, Any] = {
-        "mesh": mesh,
-        "mixed_precision": precision,
-        "placement": js.ShardPlacement(offload=config.offload),
-    }
+    placement = js.ShardPlacement(offload=config.offload)
+    settings = dict[str, Any](mesh=mesh, mixed_precision=precision, placement=placement)
     if config.scan:
-        stacked = {"placement": js.ShardPlacement(offload=config.offload, stacked=1)}
-        js.fully_shard(model.blocks, remat=config.remat, **settings | stacked)
+        stacked = dict[str, Any](settings, placement=dataclasses.replace(placement, stacked=1))
+        js.fully_shard(model.blocks, remat=config.remat, **stacked)
     else:
         for block in model.blocks:
             js.fully_shard(block, remat=config.remat, **settings)
