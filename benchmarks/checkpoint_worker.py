@@ -220,7 +220,7 @@ def _clear(folder: Path, primary: bool, meet: Callable[[], Any] | None = None) -
 
 def _meet() -> None:
     if "jax" in sys.modules:
-        from jshard.checkpoint.barrier import exchange
+        from jshard._processes import exchange
 
         exchange("benchmark", "", timeout_s=600)
 

@@ -222,7 +222,7 @@ def instead(kind: str, /, **fields: object) -> Callable[[Window], Window]:
             [
                 "reduce-scatter written, all-reduce compiled:"
                 " unit blocks/0..1, axis fsdp and axes replica, fsdp, 2.3x the bytes",
-                "less all-reduce than planned: unit not told, axis replica,"
+                "less all-reduce than planned: unit not known, axis replica,"
                 " 0.25 x the parameters planned, 0.00 x compiled",
             ],
         ),

@@ -64,8 +64,8 @@ def test_a_part_is_told_as_a_part(saved):
 
 def test_chunks_are_those_that_were_foretold(saved):
     """Our copy of how Orbax cuts agrees with what it wrote."""
-    seal = js.checkpoint.verify(saved) and restoring._seal.read(saved)
-    kernel = seal.leaves["kernel"]
+    manifest = js.checkpoint.verify(saved) and restoring._manifest.read(saved)
+    kernel = manifest.leaves["kernel"]
     shard = (2048, 2048)
     budget = storage.chunk_bytes((4096, 2048), shard, 4, 2 << 20)
     assert np.prod(kernel.chunk) * 4 == storage._cut_bytes((4096, 2048), shard, 4, budget) == 2 << 20

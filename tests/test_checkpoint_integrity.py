@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard._errors import RunError
-from jshard.checkpoint import manifest as seals
+from jshard.checkpoint import manifest as manifests
 from jshard.checkpoint import storage
 from jshard.checkpoint.sums import LeafSums, add, box_sums, device_sums
 
@@ -87,7 +87,7 @@ def test_any_flipped_bit_is_found_and_named(saved, files):
 
 
 def test_large_files_without_a_checksum_are_those_of_arrays(saved):
-    unchecked = {name for name, (_, crc32) in seals.read(saved).files.items() if crc32 is None}
+    unchecked = {name for name, (_, crc32) in manifests.read(saved).files.items() if crc32 is None}
     assert unchecked == {f"state/large/c/{shard}/0" for shard in range(8)}
     assert max(path.stat().st_size for path in saved.rglob("*strings*")) > 1 << 17
 

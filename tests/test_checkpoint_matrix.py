@@ -40,11 +40,13 @@ def test_what_is_on_the_disk_does_not_hang_on_the_layout(folder, tmp_path):
     """Same numbers, other meshes: the same leaves, shapes and sums."""
     first, *_, last = LAYOUTS
     checkpoint.save(tmp_path / last, filled(last, 0))
-    ours, theirs = ({k: facts(leaf) for k, leaf in seal(path).items()} for path in (folder / first, tmp_path / last))
+    ours, theirs = (
+        {k: facts(leaf) for k, leaf in manifest(path).items()} for path in (folder / first, tmp_path / last)
+    )
     assert ours == theirs and len(ours) > 20
 
 
-def seal(path):
+def manifest(path):
     return checkpoint.manifest.read(path).leaves
 
 

@@ -65,9 +65,9 @@ def restore(run, like=None, path="checkpoints/200", **options):
 
 def newer(run):
     path = copied(run, "newer") / "jshard.json"
-    seal = json.loads(json.loads(path.read_text())["seal"])
-    seal = json.dumps(seal | {"format": 9, "versions": {"jshard": "7.0.0"}})
-    path.write_text(json.dumps({"seal": seal, "crc32": zlib.crc32(seal.encode())}))
+    manifest = json.loads(json.loads(path.read_text())["seal"])
+    manifest = json.dumps(manifest | {"format": 9, "versions": {"jshard": "7.0.0"}})
+    path.write_text(json.dumps({"seal": manifest, "crc32": zlib.crc32(manifest.encode())}))
     restore(run, path="../newer")
 
 
@@ -140,7 +140,7 @@ MISTAKES = {
     "checkpoint: of a newer jshard": newer,
     "checkpoint: it is none": not_one,
     "checkpoint: copied by half": half_copied,
-    "checkpoint: copied without its seal": without_the_seal,
+    "checkpoint: copied without its manifest": without_the_seal,
     "save: nothing is overwritten": lambda run: checkpoint.save(run / "checkpoints" / "200", state()),
     "save: a folder that was copied by half is in the way": half_copied_in_the_way,
     "save: what is no data": lambda run: checkpoint.save(

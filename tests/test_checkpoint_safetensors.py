@@ -242,7 +242,7 @@ def test_parts_of_arrays_are_refused(tmp_path):
         "         PyTorch's HuggingFaceStorageWriter leaves such files with save_distributed=True.\n"
         "  do:    save with enable_consolidation=True, or join the files with\n"
         "         torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files;\n"
-        "         if two checkpoints lie in the folder, give the path of one file."
+        "         if two checkpoints are in the folder, give the path of one file."
     )
 
 

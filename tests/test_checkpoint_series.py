@@ -1,6 +1,5 @@
 """A series of checkpoints: what is interrupted, full, damaged or somebody else's never costs a good one."""
 
-import json
 import logging
 import os
 import re
@@ -188,7 +187,8 @@ def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypat
 
     with monkeypatch.context() as many:
         many.setattr(jax, "process_count", lambda: 2)
-        many.setattr("jshard.checkpoint.barrier.exchange", meeting)
+        many.setattr("jshard._processes.exchange", meeting)
+        many.setattr("jshard.checkpoint.series_folder.exchange", meeting)
         assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
         assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
         assert Checkpointer(tmp_path / "none").latest() is None
@@ -323,7 +323,7 @@ def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
     assert names(tmp_path) == ["1", "history.jsonl", "series.json"]
 
 
-@pytest.mark.parametrize("where", ["storage.save_async", "_seal.write"], ids=["at once", "in the background"])
+@pytest.mark.parametrize("where", ["storage.save_async", "_manifest.write"], ids=["at once", "in the background"])
 def test_a_save_that_fails_may_be_a_warning_but_for_who_waits_for_it(tmp_path, monkeypatch, where):
     def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
@@ -346,22 +346,20 @@ def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch)
     checkpoints.save(1, {"step": 1})
     told = []
 
-    def exchange(topic, text, timeout_s):
-        told.append(text)
+    def exchange(topic, value, timeout_s):
+        told.append(value)
         checkpoints.save(2, {"step": 2})  # it is there all the time, and this process sees it only now
-        return ["2", text]
+        return [2, value]
 
     monkeypatch.setattr("jshard.checkpoint.series.exchange", exchange)
-    assert (checkpoints.agreed_latest(), told) == (2, ["1"])
+    assert (checkpoints.agreed_latest(), told) == (2, [1])
 
 
 def test_other_processes_hear_why_the_first_one_failed(tmp_path, monkeypatch):
     for module in ("series", "saving"):
         monkeypatch.setattr(f"jshard.checkpoint.{module}.is_primary", lambda: False)
     full = {"is_request": False, "what": "", "where": [], "why": "No space left on device.", "do": ""}
-    monkeypatch.setattr(
-        "jshard.checkpoint.barrier.exchange", lambda topic, text, timeout_s: [json.dumps([full, None]), text]
-    )
+    monkeypatch.setattr("jshard._processes.exchange", lambda topic, value, timeout_s: [[full, None], value])
     with pytest.raises(RunError, match=r"No space left on device"):
         Checkpointer(tmp_path / "c").save(1, {"step": 1})
     assert not (tmp_path / "c").exists()

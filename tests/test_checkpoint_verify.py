@@ -14,7 +14,7 @@ from jshard.checkpoint import CheckpointError
 from jshard.checkpoint.boxes import CheckpointSource, cut
 from jshard.checkpoint.verifying import verify
 
-ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a seal has checksums of
+ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a manifest has checksums of
 
 
 @pytest.fixture(scope="module")

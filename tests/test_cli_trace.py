@@ -109,7 +109,7 @@ def test_one_page_beside_it(run, capsys):
     assert cli.main(["trace", "run", "--html", "step.html"]) == 0
     told = capsys.readouterr()
     assert told.out.startswith("Measured: 3 steps")
-    assert told.err == "written: step.html\n"
+    assert told.err == "written: step.html\nwritten: step.trace.json\n"
     page = Path("step.html").read_text()
     assert page.startswith("<!DOCTYPE html>")
     assert "Step 3 of jit_step on cpu:" in page

@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import re
 from collections.abc import Callable, Iterator
+from unittest import mock
 
 import flax.linen as nn
 import jax
@@ -22,6 +23,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from jshard import _processes
 from jshard.api.override import revise
 from jshard.engine.rules import RULES
 from tests.helpers import with_placement
@@ -310,6 +312,21 @@ def without_host_memory(mesh: Mesh) -> object:
         return js.fully_shard(linear(), mesh=mesh, placement=js.ShardPlacement(offload="params"))
 
 
+def arrived(folder: str) -> list[tuple[str, str]]:
+    """What the service knows where only process 0 of two has come."""
+    return [] if folder.endswith("failed/") else [(f"{folder}0", "=1")]
+
+
+def exchanged(client: mock.Mock) -> list:
+    """An exchange of two processes through this service."""
+    with (
+        mock.patch.object(jax, "process_count", return_value=2),
+        mock.patch.object(_processes, "coordinator", return_value=client),
+        mock.patch("socket.gethostname", return_value="host0"),
+    ):
+        return _processes.exchange("save of step 20", 1, timeout_s=60)
+
+
 ERRORS: dict[str, Callable[[], object]] = {
     "mesh: unknown axis": lambda: js.mesh(data=2),
     "mesh: unknown axes": lambda: js.mesh(data=2, model=4),
@@ -437,6 +454,12 @@ ERRORS: dict[str, Callable[[], object]] = {
     "check: root forgotten": lambda: js.check(linear(), X),
     "check: disagreement": lambda: js.check(annotated(less_the_mean), X),
     **LINEN_ERRORS,
+    "processes: one is missing": lambda: exchanged(
+        mock.Mock(key_value_dir_get=arrived, wait_at_barrier=mock.Mock(side_effect=TimeoutError))
+    ),
+    "processes: no service": lambda: exchanged(
+        mock.Mock(key_value_dir_get=mock.Mock(side_effect=RuntimeError("UNAVAILABLE: Socket closed")))
+    ),
 }
 
 
@@ -510,7 +533,7 @@ def provoke(name: str) -> str:
             WARNINGS[name]()
         (warning,) = caught
         return _without_lines(str(warning.message))
-    with pytest.raises(js.ShardingError) as raised:
+    with pytest.raises((js.ShardingError, js.RunError)) as raised:
         ERRORS[name]()
     return _without_lines(f"{type(raised.value).__name__}: {raised.value}")
 
@@ -543,8 +566,8 @@ def test_no_golden_text_is_left_over():
 def test_form(name):
     """What in one sentence; where, why and do, none of them empty."""
     kind, _, text = golden()[name].partition(": ")
-    assert issubclass(getattr(js, kind), js.ShardingError)
-    assert issubclass(getattr(js, kind), ValueError)
+    assert issubclass(getattr(js, kind), RuntimeError if name.startswith("processes: ") else js.ShardingError)
+    assert issubclass(js.ShardingError, ValueError)
     lines = text.splitlines()
     assert lines[0].endswith(".")
     heads = [line[:9].strip() for line in lines[1:]]

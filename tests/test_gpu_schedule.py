@@ -157,7 +157,7 @@ def test_each_unit_ahead_adds_one_unit_at_most(settings, first):
     """The first one adds gradients in a loop, of a unit, in float32: without it they are reduced in their own trip."""
     peaks = [compiled(ahead=n, profile=None, **settings).memory.peak_bytes / UNIT_BYTES for n in (0, 1, 2)]
     assert peaks[0] < peaks[1] < peaks[2]
-    assert peaks[1] - peaks[0] < first + 0.1
+    assert peaks[1] - peaks[0] < first + 0.15
     assert peaks[2] - peaks[1] < 1.05
 
 

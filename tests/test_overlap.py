@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
-from jshard import _compat
+from jshard import _compat, _processes
 from jshard.cluster.option_table import OPTIONS
 from jshard.kernels import Occupancy
 from jshard.occupancy import CommFootprint, OccupancyError, cache, footprint, gpu
@@ -345,11 +345,14 @@ def test_a_file_of_the_user_that_cannot_be_read_is_told_once_and_left(model, pla
 
 def test_in_several_processes_the_first_ones_measurements_count(model, products, ring, tmp_path, monkeypatch):
     entries = {key: entry for product in by_shape(products) for key, entry in measured(product, ring).items()}
-    first = json.dumps({"text": cache.text_of(entries), "failed": None})
+    heard = {"first": [[None, cache.text_of(entries)], [None, ""]]}
     monkeypatch.setattr(cache, "is_primary", lambda: False)
-    monkeypatch.setattr(cache, "gather_texts", lambda text: [first, text])
+    monkeypatch.setattr(_processes, "exchange", lambda topic, value, timeout_s: heard["first"])
     assert shaped_with(model, tmp_path / "no such file").occupancy["matmul"].latency_ns == 90
-    monkeypatch.setattr(cache, "gather_texts", lambda text: ['{"text": "", "failed": "CacheError: bad"}', text])
+    heard["first"][0] = [
+        {"kind": "CacheError", "is_request": True, "what": "bad", "why": "", "where": [], "do": ""},
+        "",
+    ]
     with pytest.raises(js.RunError, match="CacheError: bad"):
         shaped_with(model, tmp_path / "no such file")
 

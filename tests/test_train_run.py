@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import jshard as js
 from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
-from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.data import load_text
 from jshard.recipes.state import create_from, restore
 from jshard.train import StopSignal, load_model_file, run_recipe
@@ -214,8 +214,8 @@ def test_saves_are_at_work_while_the_run_goes_on(whole):
     saves = timeline.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]
     assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
-    seal = OrbaxCheckpoint(finished.checkpoint.absolute()).seal
-    assert seal.step == 8 and seal.metrics == {"val_loss": finished.val_loss}
+    manifest = OrbaxCheckpoint(finished.checkpoint.absolute()).manifest
+    assert manifest.step == 8 and manifest.metrics == {"val_loss": finished.val_loss}
 
 
 def test_a_damaged_checkpoint_costs_its_steps_and_no_more(whole, data, tmp_path):
@@ -240,7 +240,7 @@ def test_a_save_that_fails_in_the_background_ends_the_run_at_the_next_step(data,
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(saving._seal, "write", full)
+    monkeypatch.setattr(saving._manifest, "write", full)
     with pytest.raises(RunError, match=r"(?s)of step 3 could not be written.*No space left on device") as caught:
         trained(data, tmp_path / "run")
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] < 8
@@ -291,7 +291,7 @@ def test_a_stop_has_its_deadline(data, tmp_path, monkeypatch):
     def slow(*args):
         begun.wait(250)
 
-    monkeypatch.setattr(saving._seal, "write", slow)
+    monkeypatch.setattr(saving._manifest, "write", slow)
     stopping = dataclasses.replace(
         data, train=SpySource(data.train, at=2 * RECIPE.batch_size, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
     )
@@ -311,13 +311,13 @@ def test_the_deadline_of_a_stop_counts_from_the_signal_and_for_the_save_before(d
             waits.set()
         return left[-1]
 
-    def write(folder, seal):
+    def write(folder, manifest):
         if tmp_path in folder.parents:  # not a save that another test has given up
             waits.wait(250)
             os.kill(os.getpid(), signal.SIGTERM)
             stuck.wait(250)
 
-    monkeypatch.setattr(saving._seal, "write", write)
+    monkeypatch.setattr(saving._manifest, "write", write)
     monkeypatch.setattr(StopSignal, "left_s", spied)
     try:
         with pytest.raises(RunError, match=r"(?s)does not come to an end.*checkpoints/3\n"):

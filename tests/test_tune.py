@@ -15,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
 from benchmarks.kernels.launches import launches
-from jshard import _compat, cli
+from jshard import _compat, _processes, cli
 from jshard.cli import tune as tune_command
 from jshard.kernels import Occupancy
 from jshard.occupancy import COPY_ENGINE, cache, footprint, gpu
@@ -329,11 +329,11 @@ Kernels cannot be tuned while a program is traced.
 def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, monkeypatch):
     told = []
 
-    def gather(text):
-        told.append(text)
-        return [told[0], text]
+    def exchange(topic, value, timeout_s):
+        told.append(value)
+        return [told[0], value]
 
-    monkeypatch.setattr(cache, "gather_texts", gather)
+    monkeypatch.setattr(_processes, "exchange", exchange)
     first = tune(model, loss_fn, BATCH, bench=lambda *_: FakeBench(times), **asked(tmp_path / "first.json"))
     monkeypatch.setattr(cache, "is_primary", lambda: False)
     second = tune(model, loss_fn, BATCH, bench=never, **asked(tmp_path / "second.json"))
@@ -344,14 +344,14 @@ def test_in_several_processes_the_first_one_measures_for_all(model, tmp_path, mo
 def test_where_the_first_process_fails_all_do(model, tmp_path, monkeypatch):
     told = []
 
-    def gather(text):
-        told.append(text)
-        return [told[0], text]
+    def exchange(topic, value, timeout_s):
+        told.append(value)
+        return [told[0], value]
 
     def bench(*_):
         raise RuntimeError("the GPU fell off the bus\nand more")
 
-    monkeypatch.setattr(cache, "gather_texts", gather)
+    monkeypatch.setattr(_processes, "exchange", exchange)
     with pytest.raises(RuntimeError, match="the GPU fell off"):
         tune(model, loss_fn, BATCH, bench=bench, **asked(tmp_path / "a.json"))
     monkeypatch.setattr(cache, "is_primary", lambda: False)

@@ -577,8 +577,8 @@ def test_what_is_on_disk_is_logical(folder):
     stored = ocp.metadata(str(folder / "run")).metadata
     moment = stored["optimizer"]["opt_state"]["0"]["mu"]["embed"]["embedding"]
     assert tuple(stored["model"]["embed"]["embedding"].shape) == tuple(moment.shape) == (GPT2_VOCABULARY, 12)
-    seal = json.loads(json.loads((folder / "run" / "jshard.json").read_text())["seal"])
-    assert seal["leaves"]["model/embed/embedding"]["shape"] == [GPT2_VOCABULARY, 12]
+    manifest = json.loads(json.loads((folder / "run" / "jshard.json").read_text())["seal"])
+    assert manifest["leaves"]["model/embed/embedding"]["shape"] == [GPT2_VOCABULARY, 12]
     plain = builder(GPT2_TABLE)()
     restored = checkpoint.restore(folder / "run", like={"model": plain}, only="params")["model"]
     np.testing.assert_array_equal(restored.embed.embedding[...], saved(folder)[0]["0/embed/embedding"])

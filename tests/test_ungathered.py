@@ -17,7 +17,7 @@ from jshard.api.override import repeated_layers, revise
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.memory import activations, memory_of
-from jshard.inspect.model_traffic import gathered_anyway, told_apart
+from jshard.inspect.model_traffic import gathered_anyway, split_by_plan
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, assert_parity, compare, train
 
@@ -223,7 +223,7 @@ def test_an_array_that_travels_with_its_rows_is_told_apart():
     arrays = ("f32", (WIDTH, WIDTH)), ("s32", (BATCH, 3)), ("f32", (WIDTH, ROWS))
     sizes = ("f32", 4 * WIDTH * (WIDTH + ROWS)), ("s32", 4 * BATCH * 3)
     joined = Window("c", "all-gather", sizes, tuple(range(8)), ("fsdp",), ("(root)", "table"), arrays=arrays)
-    (ours,), (apart,) = told_apart([joined], plan)
+    (ours,), (apart,) = split_by_plan([joined], plan)
     assert (ours.arrays, ours.sizes) == (arrays[:1], (("f32", WIDTH * WIDTH * 4),))
     assert apart.arrays == arrays[1:]
     assert gathered_anyway([apart], plan) == [(apart, [arrays[2]])]
@@ -235,9 +235,9 @@ def test_what_has_no_name_is_told_by_who_reads_it():
     array = ("f32", (WIDTH, WIDTH))
     sent = Window("c", "all-gather", (("f32", 4 * WIDTH**2),), tuple(range(8)), ("fsdp",), arrays=(array,))
     read_by = lambda *units: dataclasses.replace(sent, read_by=units)
-    assert told_apart([read_by("table")], plan) == ([], [read_by("table")])
+    assert split_by_plan([read_by("table")], plan) == ([], [read_by("table")])
     for units in ((), ("(root)", "table"), ("(root)",)):
-        assert told_apart([read_by(*units)], plan) == ([read_by(*units)], [])
+        assert split_by_plan([read_by(*units)], plan) == ([read_by(*units)], [])
 
 
 # ---- What changes the others leaves it as it is ------------------------------------------------

@@ -3,11 +3,11 @@
 import pytest
 
 from jshard.inspect.hlo.module import parse_module
-from jshard.inspect.hlo.work import Work, Worker, added
+from jshard.inspect.hlo.work import OpWork, Worker, added
 from tests.scheduled_text import computation, program
 
 
-def work_of(*lines: str, computations: str = "") -> Work:
+def work_of(*lines: str, computations: str = "") -> OpWork:
     """The work of the last instruction of an entry."""
     module = parse_module(program(*lines, computations=computations))
     home = module.computations[module.entry]
@@ -20,7 +20,7 @@ def test_a_batched_product():
         "%b = bf16[4,16,32]{2,1,0} constant({...})",
         "%c = f32[4,8,32]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}",
     )
-    assert found == Work((("bf16", 2 * 4 * 8 * 16 * 32),), 1, (4 * 8 * 16 + 4 * 16 * 32) * 2 + 4 * 8 * 32 * 4)
+    assert found == OpWork((("bf16", 2 * 4 * 8 * 16 * 32),), 1, (4 * 8 * 16 + 4 * 16 * 32) * 2 + 4 * 8 * 32 * 4)
 
 
 def test_a_batched_product_as_a_tpu_writes_it():
@@ -56,7 +56,7 @@ def test_products_of_a_library(batch: int):
     assert found.matmuls == 1
 
 
-def kernel(name: str, *operands: str, out: str = "bf16[64,256]{1,0}") -> Work:
+def kernel(name: str, *operands: str, out: str = "bf16[64,256]{1,0}") -> OpWork:
     names = [f"%x{i}" for i in range(len(operands))]
     return work_of(
         *(f"{name} = {shape} constant({{...}})" for name, shape in zip(names, operands, strict=True)),
@@ -112,12 +112,12 @@ UPDATED = computation(
 
 def test_a_fusion_reads_the_layer_and_not_the_stack():
     found = work_of("%y = f32[1000]{0} fusion(%s, %i, %c), kind=kLoop, calls=%fused", computations=FUSED)
-    assert found == Work(memory_bytes=3 * 4000 + 4)
+    assert found == OpWork(memory_bytes=3 * 4000 + 4)
 
 
 def test_a_fusion_writes_the_layer_and_not_the_stack():
     found = work_of("%y = f32[96000]{0} fusion(%s, %l, %i), kind=kLoop, calls=%updated", computations=UPDATED)
-    assert found == Work(memory_bytes=3 * 4000 + 4)
+    assert found == OpWork(memory_bytes=3 * 4000 + 4)
 
 
 def test_what_moves_nothing_costs_nothing():
@@ -126,7 +126,7 @@ def test_what_moves_nothing_costs_nothing():
 
 
 def test_work_adds_up():
-    one = Work((("bf16", 2.0),), 1, 8.0)
-    assert added([one, one.times(3), Work((("f32", 1.0),), 1, 0.0, ("k",))]) == Work(
+    one = OpWork((("bf16", 2.0),), 1, 8.0)
+    assert added([one, one.times(3), OpWork((("f32", 1.0),), 1, 0.0, ("k",))]) == OpWork(
         (("bf16", 8.0), ("f32", 1.0)), 5, 32.0, ("k",)
     )

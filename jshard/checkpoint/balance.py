@@ -49,7 +49,7 @@ def _spans_processes(mesh: Mesh, axis: str) -> bool:
 
 
 def balanced(leaves: Mapping[str, Any], *, least_slice_bytes: int) -> dict[str, Any]:
-    """The same leaves; of an array with copies in several processes, the first copy lies where the least is written.
+    """The same leaves; of an array with copies in several processes, the first copy is where the least is written.
 
     Args:
         leaves: of a state, by path; the same in all processes.

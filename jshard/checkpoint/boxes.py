@@ -20,21 +20,21 @@ from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats.source import Box, StoredArray, bounds
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.opened import OrbaxCheckpoint, unreadable
+from jshard.checkpoint.readers import OrbaxCheckpoint, unreadable
 from jshard.checkpoint.storage import DESCRIPTION
 
 _BOX_BYTES = 64 << 20
 
 
 class CheckpointSource:
-    """What jshard or plain Orbax wrote, as a `Source`.
+    """What jshard or plain Orbax wrote, as a `ArraySource`.
 
     Args:
         path: the folder of a checkpoint.
 
     Attributes:
-        path: likewise.
-        opened: the checkpoint, with its seal and its leaves.
+        path: the folder of the checkpoint.
+        opened: the checkpoint, with its manifest and its leaves.
         leaves: its arrays by path; a random key is its numbers.
 
     Raises:
@@ -57,9 +57,9 @@ class CheckpointSource:
         self._arrays = functools.lru_cache(maxsize=64)(_open)
 
     @property
-    def seal(self) -> Any:
+    def manifest(self) -> Any:
         """See `opened`."""
-        return self.opened.seal
+        return self.opened.manifest
 
     def values(self) -> dict[str, Any]:
         """The leaves that are values of Python.
@@ -98,19 +98,19 @@ class CheckpointSource:
         return cut(leaf.shape, leaf.dtype.itemsize, tuple(max(1, size) for size in chunk), budget_bytes)
 
     def folder(self, name: str) -> str | None:
-        """Where in the checkpoint the files of an array lie; None if they hold others too."""
+        """Where in the checkpoint the files of an array are; None if they hold others too."""
         if self._layout is None or self._layout[2]:
             return None
         return (self._layout[0] / _folder_name(self.opened.stored_name(name))).relative_to(self.path).as_posix()
 
     def _array(self, name: str) -> Any:
-        """An array that is opened; None where only Orbax can tell how it is stored, or nothing is."""
+        """An array that is opened; None where only Orbax knows how it is stored, or nothing is."""
         if self._layout is None or 0 in self.leaves[name].shape:
             return None
         try:
             array = self._arrays(*self._layout, _folder_name(self.opened.stored_name(name)))
         except Exception as error:
-            if self.seal is None:  # keys with slashes lie elsewhere: let Orbax look, or tell
+            if self.manifest is None:  # keys with slashes are elsewhere: let Orbax look, or raise
                 return None
             raise unreadable(self.path, f"{printable(name)}: {reason(error)}") from error
         if tuple(array.shape) != self.leaves[name].shape:
@@ -155,7 +155,7 @@ def _layout(path: Path) -> tuple[Path, str, bool] | None:
         described = json.loads(found[0].read_bytes())
     except (OSError, ValueError):
         described = None
-    if not isinstance(described, dict):  # whoever reads it is told by Orbax
+    if not isinstance(described, dict):  # Orbax raises when it is read
         return None
     return found[0].parent, "zarr3" if described.get("use_zarr3") else "zarr", bool(described.get("use_ocdbt"))
 
@@ -239,10 +239,10 @@ def _left_over(
 
 
 class Part:
-    """Some leaves of a checkpoint under other names: a `Source`.
+    """Some leaves of a checkpoint under other names: a `ArraySource`.
 
     Attributes:
-        leaves: see `Source`.
+        leaves: see `ArraySource`.
         left_over: leaves of that part, and layers of stacks, that are not among them, a line each.
     """
 
@@ -257,7 +257,7 @@ class Part:
         return leaf if layer is None else StoredArray(leaf.shape[1:], leaf.dtype)
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """See `Source.read`."""
+        """See `ArraySource.read`."""
         path, layer = self._places[name]
         if layer is None:
             return self._source.read(path, box)

@@ -10,8 +10,8 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.forecasting import Forecast
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.lookup import local_path
-from jshard.checkpoint.opened import ForeignCheckpoint, Opened, open_checkpoint
 from jshard.checkpoint.pending import Pending
+from jshard.checkpoint.readers import ForeignCheckpoint, Opened, open_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
 
@@ -88,8 +88,8 @@ def restore(
         path: what `save` was given; or what plain Orbax, PyTorch's distributed checkpoints (DCP) or safetensors wrote.
         like: a state of the same structure: the live objects, or abstract ones (`js.abstract_init`). It is not
             changed, but for objects with `set_state()`, which are set. Names that it leaves out are not read.
-        only: "params" reads the parameters (the `nnx.Param`s of modules, and what lies below a name `params`), and the
-            beginning of a path what lies below it; all else is as `like` has it.
+        only: "params" reads the parameters (the `nnx.Param`s of modules, and what is below a name `params`), and the
+            beginning of a path what is below it; all else is as `like` has it.
         rename: beginnings of paths in `like`, and of the stored paths that they stand for.
         missing: what to do where nothing is stored for a leaf: "error", or "init" to leave it as `like` has it.
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
@@ -139,7 +139,7 @@ def forecast(
         extra: "error" or "ignore".
         names: what another library calls the leaves.
         read_once: whether shards that several processes hold are read once.
-        verify: False does without the seal if it is lost.
+        verify: False does without the manifest if it is lost.
 
     Returns:
         Bytes, what is read in vain, and the memory it takes; as a text, one line.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,7 +98,7 @@ def diff(
 
 
 def _described(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
-    """What can be told without values."""
+    """What is known without values."""
     if a is None or b is None:
         return "only in b" if a is None else "only in a"
     if a.shape != b.shape:
@@ -133,8 +133,3 @@ def _wide(values: np.ndarray) -> np.ndarray:
 
 def _same(a: Any, b: Any) -> bool:
     return np.array_equal(np.asarray(a), np.asarray(b))
-
-
-def differing(leaves: Iterable[LeafDiff]) -> list[LeafDiff]:
-    """Those that differ."""
-    return [leaf for leaf in leaves if leaf.kind != "equal"]

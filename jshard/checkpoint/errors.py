@@ -45,7 +45,7 @@ def reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Holds back what Orbax logs: shown if the work succeeds, dropped if it fails, as the error then tells it.
+    """Holds back what Orbax logs: shown if the work succeeds, dropped if it fails, as the error then says it.
 
     A write that fails would otherwise print the same traceback once per thread.
     """

@@ -1,4 +1,4 @@
-"""What a restore will read, told before a byte of an array is read."""
+"""What a restore will read, known before a byte of an array is read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Forecast:
 
     Attributes:
         wanted_bytes: of the boxes that its devices will hold, each counted once.
-        touched_bytes: of the stored chunks that these boxes lie in, as each box reads its chunks whole.
+        touched_bytes: of the stored chunks that these boxes are in, as each box reads its chunks whole.
         host_bytes: memory of the host that the read takes beside the state: what is on its way at a time, and leaves
             that stay on the host.
         worst: the leaf that reads the most bytes in vain; None where none does.
@@ -87,7 +87,7 @@ def _boxes(leaf: StoredLeaf, like: Any) -> set[Bounds]:
 
 
 def _touched(box: Bounds, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements of the chunks that a box lies in."""
+    """Elements of the chunks that a box is in."""
     count = int(all(start < stop for start, stop in box))
     for (start, stop), step, size in itertools.zip_longest(box, chunk, shape):
         step = max(step, 1)

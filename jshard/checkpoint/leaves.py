@@ -31,16 +31,16 @@ def as_one(leaf: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [own])
 
 
-def told(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """What this process tells of the copies that it has: shape, dtype and sums by path."""
-    return {key: _told(leaf) for key, leaf in leaves.items() if is_local(leaf) and leaf.size}
+def local_copies(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The facts of the copies that this process has: shape, dtype and sums by path."""
+    return {key: _copy_facts(leaf) for key, leaf in leaves.items() if is_local(leaf) and leaf.size}
 
 
 def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
     """Compares the copies of all processes.
 
     Args:
-        heard: what `told` gave each, by process.
+        heard: what `local_copies` gave each, by process.
 
     Raises:
         CheckpointError: the processes do not have the same values.
@@ -59,13 +59,13 @@ def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
         )
 
 
-def _told(leaf: jax.Array) -> list[Any]:
+def _copy_facts(leaf: jax.Array) -> list[Any]:
     values = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
     sums = box_sums(values, tuple(slice(None) for _ in values.shape), values.shape)
     return [list(leaf.shape), str(leaf.dtype), list(sums)]
 
 
-# A state as it is stored: leaves by path, with no class of Flax, Optax or the user in it.
+# The leaves of a state, by path.
 
 Path = tuple[str, ...]
 
@@ -238,7 +238,7 @@ def restored(value: Any, like: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf lies on devices, or would."""
+    """Whether a leaf is on devices, or would."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct)
 
 
@@ -267,7 +267,7 @@ def _stored(leaf: Any) -> Any:
         return str(leaf)
     if isinstance(leaf, np.ndarray | np.generic):
         array = np.asarray(leaf)
-        # A copy: the caller may go on to change his own. No order of bytes is told on disk.
+        # A copy: the caller may go on to change his own. The order of bytes is not stored.
         return array.astype(array.dtype.newbyteorder("=")) if _is_storable(array.dtype) else None
     if isinstance(leaf, jax.Array):
         if not _is_storable(leaf.dtype):
@@ -300,7 +300,7 @@ def _refuse_elsewhere(leaves: Mapping[Path, Any]) -> None:
         raise CheckpointError(
             f"The state cannot be saved: of {len(bad)} arrays process {jax.process_index()} has no part.",
             where=bad,
-            why="they lie on devices of other processes alone, and all processes save together.",
+            why="they are on devices of other processes alone, and all processes save together.",
             do="put them onto a mesh of all devices: jax.device_put(x, NamedSharding(mesh, PartitionSpec()))",
         )
 

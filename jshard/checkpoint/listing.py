@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from jshard._errors import FourPartError
-from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.lookup import INCOMPLETE, OF_A_RUN, local_path, refuse_buckets
-from jshard.checkpoint.opened import OrbaxCheckpoint
+from jshard.checkpoint.lookup import INCOMPLETE, OF_A_RUN, local_path, no_such_step, refuse_buckets
+from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import SAVING_SUFFIX
 from jshard.checkpoint.series_folder import SeriesFolder
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, is_committed, is_item
@@ -55,33 +55,28 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
         return path
     steps = series.steps()
     if not steps or step not in (None, *steps):
-        raise CheckpointError(
-            "There is no such checkpoint.",
-            where=str(series.folder if step is None else series.path(step)),
-            why=f"complete checkpoints there: {', '.join(map(str, steps)) or 'none'}.",
-            do=f"take step {steps[-1]}." if steps else "wait for the first save to complete.",
-        )
+        raise no_such_step(series.folder, step)
     return series.path(steps[-1] if step is None else step)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder looks like one checkpoint, or like one tree of one, by whomever it was written."""
-    return is_committed(path) or is_item(path) or _holds(path, (_seal.NAME, CHECKPOINT_METADATA))
+    return is_committed(path) or is_item(path) or _holds(path, (_manifest.NAME, CHECKPOINT_METADATA))
 
 
 def _holds(folder: Path, names: Collection[str]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
-# What lies in a folder of checkpoints.
+# What is in a folder of checkpoints.
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class ListedCheckpoint:
     """A checkpoint, as it is listed.
 
     Attributes:
-        path: where it lies.
+        path: where it is.
         step: number of steps that were done; None where nobody said.
         is_latest: whether it is the one that a run would go on from.
         is_complete: whether it was completed; else it is no checkpoint, and `damage` says what it may be.
@@ -111,7 +106,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What lies at a path.
+    """What is at a path.
 
     Attributes:
         path: the checkpoint, or the folder of the series.
@@ -120,12 +115,12 @@ class Listing:
     """
 
     path: Path
-    entries: tuple[Entry, ...]
+    entries: tuple[ListedCheckpoint, ...]
     unfinished: tuple[str, ...] = ()
 
 
 def listing(path: Path) -> Listing:
-    """What lies at a path: a checkpoint, a series, or a run.
+    """What is at a path: a checkpoint, a series, or a run.
 
     Raises:
         CheckpointError: there is no checkpoint.
@@ -138,7 +133,9 @@ def listing(path: Path) -> Listing:
         return Listing(path=path, entries=(_entry(path, step=None),))
     entries = [_entry(series.path(step), step=step) for step in series.steps()]
     for step in series.incomplete():
-        entries.append(Entry(path=series.path(step), step=step, is_complete=False, damage=(f"{INCOMPLETE}.",)))
+        entries.append(
+            ListedCheckpoint(path=series.path(step), step=step, is_complete=False, damage=(f"{INCOMPLETE}.",))
+        )
     entries.sort(key=lambda entry: entry.step or 0)
     latest = max((entry.step for entry in entries if entry.step is not None and not entry.damage), default=None)
     entries = [dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries]
@@ -146,22 +143,24 @@ def listing(path: Path) -> Listing:
     return Listing(path=series.folder, entries=tuple(entries), unfinished=tuple(left))
 
 
-def _entry(path: Path, *, step: int | None) -> Entry:
+def _entry(path: Path, *, step: int | None) -> ListedCheckpoint:
     try:
         opened = OrbaxCheckpoint(path)
     except FourPartError as error:  # the others are listed all the same
-        return Entry(path=path, step=step, damage=(f"{error.what} {error.why}",))
-    seal, leaves = opened.seal, opened.leaves.values()
-    entry = Entry(path=path, step=step, num_leaves=len(leaves), num_bytes=sum(leaf.nbytes for leaf in leaves))
-    if seal is None:
+        return ListedCheckpoint(path=path, step=step, damage=(f"{error.what} {error.why}",))
+    manifest, leaves = opened.manifest, opened.leaves.values()
+    entry = ListedCheckpoint(
+        path=path, step=step, num_leaves=len(leaves), num_bytes=sum(leaf.nbytes for leaf in leaves)
+    )
+    if manifest is None:
         return entry
     return dataclasses.replace(
         entry,
-        step=step if step is not None else seal.step,
-        damage=tuple(_seal.damage(path, seal)),
-        saved_at=seal.saved_at,
-        mesh=seal.mesh,
-        processes=seal.processes,
-        version=seal.versions.get("jshard"),
-        metrics=seal.metrics,
+        step=step if step is not None else manifest.step,
+        damage=tuple(_manifest.damage(path, manifest)),
+        saved_at=manifest.saved_at,
+        mesh=manifest.mesh,
+        processes=manifest.processes,
+        version=manifest.versions.get("jshard"),
+        metrics=manifest.metrics,
     )

@@ -39,7 +39,7 @@ def refuse_buckets(path: str | os.PathLike[str]) -> None:
     """
     if _URL.match(os.fspath(path)):
         raise CheckpointError(
-            "Checkpoints cannot lie in a bucket.",
+            "Checkpoints cannot be in a bucket.",
             where=os.fspath(path),
             why="a folder gets its name by a rename when it is complete, and buckets have none.",
             do="mount the bucket, or save to a disk and copy: gcloud storage cp -r run/100 gs://bucket/run/",

@@ -1,8 +1,8 @@
-"""The seal of a checkpoint, `jshard.json`: what it holds, and how to tell that nothing of it is lost.
+"""The manifest of a checkpoint, `jshard.json`: what it holds, and how to see that nothing of it is lost.
 
 It is written last, when everything else is on the disk. It lists every leaf with its logical shape and its sums
 (`sums.py`), and every file with its size, small ones with a checksum: those that say how the large ones are to be read.
-The mesh, the layout and the processes it was saved from are told to people, and nothing depends on them.
+The mesh, the layout and the processes it was saved from are for people, and nothing depends on them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jshard.checkpoint.sums import Sums
 
 NAME = "jshard.json"
 FORMAT = 1
-MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a seal has lost it
+MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
 _SMALL_BYTES = 1 << 16
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
@@ -64,7 +64,7 @@ class StoredLeaf:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Seal:
+class Manifest:
     """What a checkpoint says of itself.
 
     Attributes:
@@ -100,13 +100,8 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
     return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
 
 
-def with_facts(leaf: StoredLeaf, *, sums: Sums | None, chunk: tuple[int, ...] | None) -> StoredLeaf:
-    """A leaf with what is known of it once it has been written."""
-    return dataclasses.replace(leaf, sums=sums, chunk=chunk)
-
-
 def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Every file of a checkpoint but its seal, with its size, and a checksum if no sums of a leaf tell a change."""
+    """Every file of a checkpoint but its manifest, with its size, and a checksum if no sums of a leaf show a change."""
     found, left = {}, [(os.fspath(folder), "")]
     while left:
         inner, name = left.pop()
@@ -136,9 +131,9 @@ def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
     return chunks
 
 
-def write(folder: Path, seal: Seal) -> None:
-    """Writes a seal, and returns when it is on the disk."""
-    body = json.dumps(_to_json(seal))
+def write(folder: Path, manifest: Manifest) -> None:
+    """Writes a manifest, and returns when it is on the disk."""
+    body = json.dumps(_to_json(manifest))
     draft = folder / f"{NAME}.tmp"
     with draft.open("w") as file:
         json.dump({"crc32": zlib.crc32(body.encode()), "seal": body}, file)
@@ -147,8 +142,8 @@ def write(folder: Path, seal: Seal) -> None:
     draft.replace(folder / NAME)
 
 
-def read(folder: Path) -> Seal | None:
-    """The seal of a checkpoint; None where there is none, as in folders that others wrote.
+def read(folder: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none, as in folders that others wrote.
 
     Raises:
         CheckpointError: a newer jshard wrote it.
@@ -165,7 +160,7 @@ def read(folder: Path) -> Seal | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
-            "The checkpoint's seal cannot be read.",
+            "The checkpoint's manifest cannot be read.",
             where=str(path),
             why=f"{type(error).__name__}: {error}",
             do="restore another checkpoint; or this one without any check: verify=False.",
@@ -181,13 +176,13 @@ def read(folder: Path) -> Seal | None:
     return _from_json(fields)
 
 
-def damage(folder: Path, seal: Seal) -> list[str]:
+def damage(folder: Path, manifest: Manifest) -> list[str]:
     """What is wrong with the files of a checkpoint, a line each: missing, cut off, or with other bytes.
 
     Large files of arrays are looked at for their size only: their values are summed when they are read.
     """
     found = []
-    for name, (size, crc32) in seal.files.items():
+    for name, (size, crc32) in manifest.files.items():
         try:
             here = (folder / name).stat().st_size
             if here != size:
@@ -213,9 +208,9 @@ def _spec(leaf: Any) -> str | None:
     return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
 
 
-def _to_json(seal: Seal) -> dict[str, Any]:
-    fields = {field.name: getattr(seal, field.name) for field in dataclasses.fields(seal)}
-    leaves = {path: _sparse(dataclasses.asdict(leaf)) for path, leaf in seal.leaves.items()}
+def _to_json(manifest: Manifest) -> dict[str, Any]:
+    fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
+    leaves = {path: _sparse(dataclasses.asdict(leaf)) for path, leaf in manifest.leaves.items()}
     return {"format": FORMAT, **fields, "leaves": leaves}
 
 
@@ -223,12 +218,12 @@ def _sparse(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _from_json(fields: Mapping[str, Any]) -> Seal:
-    known = {field.name for field in dataclasses.fields(Seal)}
+def _from_json(fields: Mapping[str, Any]) -> Manifest:
+    known = {field.name for field in dataclasses.fields(Manifest)}
     given = {name: value for name, value in fields.items() if name in known}
     given["leaves"] = {path: _leaf(leaf) for path, leaf in fields["leaves"].items()}
     given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}
-    return Seal(**given)
+    return Manifest(**given)
 
 
 def _leaf(fields: Mapping[str, Any]) -> StoredLeaf:

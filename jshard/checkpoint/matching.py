@@ -66,7 +66,7 @@ def match(
     Args:
         stored: what the checkpoint holds, by path.
         wanted: what is asked for, by path.
-        names: the parts of the state that are asked for; what lies under others is not extra. Empty for all.
+        names: the parts of the state that are asked for; what is under others is not extra. Empty for all.
         rename: beginnings of wanted paths, and the beginnings of the stored paths they stand for.
         part: the beginning of all wanted paths, where only a part was asked for: a layer that it names is taken out of
             a stack without the others.
@@ -144,7 +144,7 @@ def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     if not (stored.is_array and wanted.is_array):
         return None if _values_fit(stored.dtype, wanted.dtype) else f"stored {stored.dtype}  wanted {wanted.dtype}"
     if stored.key != wanted.key:
-        # A key of the old kind is its numbers, and Orbax does not tell the new one from them.
+        # A key of the old kind is its numbers, and Orbax cannot distinguish the new one from them.
         is_same = stored.dtype == wanted.dtype and None in (stored.key, wanted.key)
         return "cast" if is_same else f"stored {_kind(stored)}  wanted {_kind(wanted)}"
     if stored.dtype == wanted.dtype:

@@ -17,7 +17,7 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import Match, renamed
 
-_TOGETHER = 3  # so many leaves below one path are told by that path
+_TOGETHER = 3  # so many leaves below one path are shown by that path
 # Fields of Optax's states that have the tree of the parameters: they fit, and are never meant.
 _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".split())
 
@@ -40,15 +40,15 @@ def check_fits(
         path: the checkpoint.
         found: the match.
         stored: its leaves.
-        wanted: what is asked for, with shardings where it lies on devices.
+        wanted: what is asked for, with shardings where it is on devices.
         abstract: wanted leaves that have no values in `like`.
         rename: as `restore` was given it.
-        missing: likewise.
-        extra: likewise.
+        missing: as `restore` was given it.
+        extra: as `restore` was given it.
         items: names of the trees of a checkpoint that holds several: `like` has to name one.
 
     Raises:
-        CheckpointError: some leaves differ, or do not divide; all of them are told.
+        CheckpointError: some leaves differ, or do not divide; all of them are named.
     """
     if items and not any(renamed(key, rename).split("/")[0] in items for key in wanted):
         raise _names_no_tree(path, found, stored, wanted, items)
@@ -132,7 +132,7 @@ def _summed_up(
 
 
 def _above(key: str) -> list[str]:
-    """The paths that a path lies below, the highest first; a name of the state alone is none."""
+    """The paths that a path is below, the highest first; a name of the state alone is none."""
     keys = key.split("/")
     return ["/".join(keys[:count]) for count in range(2, len(keys))]
 
@@ -229,7 +229,7 @@ def _tied(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, A
 
 
 def _elsewhere(path: str, ours: str, theirs: str) -> tuple[str, str] | None:
-    """Where in a path the keys lie in which two others differ: its beginning up to them, and with the other's keys."""
+    """Where in a path the keys are in which two others differ: its beginning up to them, and with the other's keys."""
     old, new = ours.split("/"), theirs.split("/")
     while len(old) > 1 and len(new) > 1 and old[0] == new[0]:
         old, new = old[1:], new[1:]

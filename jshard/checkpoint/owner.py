@@ -2,7 +2,7 @@
 
 The first process holds a lock on the file `NAME.saving.owner` as long as it saves; the system lets go of it when the
 process dies. Some file systems have no locks: there the later save takes the folder, and the earlier one finds another
-token in the file, and fails before it seals what is not its own.
+token in the file, and fails before it completes what is not its own.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Owner:
             raise CheckpointError(
                 "The checkpoint cannot be written.",
                 where=str(draft),
-                why=f"another save is writing it: {_told(self._path)}.",
+                why=f"another save is writing it: {_owner_text(self._path)}.",
                 do="let one program save into a folder; or save under another name.",
             )
         mine = {"host": socket.gethostname(), "process_id": os.getpid(), "token": secrets.token_hex(8)}
@@ -63,7 +63,7 @@ class Owner:
             raise RunError(
                 "The checkpoint could not be written.",
                 where=str(self._draft),
-                why=f"another save took the folder while this one wrote: {_told(self._path)}.",
+                why=f"another save took the folder while this one wrote: {_owner_text(self._path)}.",
                 do="let one program save into a folder.",
             )
 
@@ -127,7 +127,7 @@ def _let_go_in_a_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_a_child)
 
 
-def _told(path: Path) -> str:
+def _owner_text(path: Path) -> str:
     try:
         mine = json.loads(path.read_text())
         return f"process {mine['process_id']} on {mine['host']}"

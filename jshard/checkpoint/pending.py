@@ -10,12 +10,12 @@ from typing import Any
 
 from jshard._compat import before_threads_end
 from jshard._errors import FourPartError, RunError
-from jshard.checkpoint.barrier import show_threads
+from jshard._processes import show_threads
 from jshard.checkpoint.errors import reason
 
 _END_S = 2400.0  # the longest that the end of a program waits by default
 
-_unheard: set[Pending] = set()  # at work, or failed with nobody told
+_unheard: set[Pending] = set()  # at work, or failed with nobody informed
 
 
 class Pending:
@@ -92,7 +92,7 @@ def _wait_at_the_end() -> None:
 
 
 def _finish_all() -> None:
-    """Waits for what is at work while its threads can still do it, and tells what nobody has heard of."""
+    """Waits for what is at work while its threads can still do it, and reports failures that nobody has seen."""
     for pending in list(_unheard):
         try:
             pending.wait(pending.timeout_s)

@@ -79,7 +79,7 @@ def _base64(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-# The position of any data iterator as one text, the same on every process, and back.
+# Positions of iterators, and whether one fits another.
 
 _FORMAT = 1
 _SHOWN = 200  # characters of a state in a message
@@ -151,7 +151,7 @@ def set_position(position: DataPosition, text: str) -> None:
 def check_position(position: DataPosition, text: str) -> None:
     """Raises the `CheckpointError` that `set_position` would raise, and moves nothing: to be called before a restore.
 
-    Iterators of others do not tell beforehand whether a state fits them.
+    Iterators of others do not say beforehand whether a state fits them.
     """
     try:
         stored = from_text(text)

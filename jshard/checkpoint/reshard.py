@@ -19,15 +19,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard._compat import versions
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.barrier import write_failed
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.errors import CheckpointError, quiet, reason
-from jshard.checkpoint.formats.source import Box, Source, bounds
-from jshard.checkpoint.manifest import Seal, StoredLeaf
+from jshard.checkpoint.formats.source import ArraySource, Box, bounds
+from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.owner import Owner
-from jshard.checkpoint.saving import flush, give_memory_back, keep_on_disk, remove_unnamed, unnamed
+from jshard.checkpoint.saving import flush, give_memory_back, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.sums import LeafSums, Sums
 
 PARTS_SUFFIX = ".partial_save"  # Orbax's, until the parts are joined
@@ -38,10 +37,10 @@ def save_parts(
     path: Path,
     parts: Iterable[Mapping[str, Any]],
     *,
-    like: Seal,
+    like: Manifest,
     sums: Mapping[str, Sums] | None = None,
     on_written: Callable[[int], object] = lambda num_bytes: None,
-) -> Seal:
+) -> Manifest:
     """Writes a checkpoint part by part, in one process; each part is let go before the next is asked for.
 
     It is complete and under its name when this returns; until then there is none.
@@ -50,12 +49,12 @@ def save_parts(
         path: a folder that does not exist yet.
         parts: leaves by stored path: arrays, the sharded ones cut by their shards; and all values of Python in one of
             the parts.
-        like: has the step, the time, the metrics and the mesh for the seal.
+        like: has the step, the time, the metrics and the mesh for the manifest.
         sums: those that leaves must have, by path: a leaf with others was damaged where it came from.
         on_written: called with the bytes of each part that was written.
 
     Returns:
-        The seal that was written.
+        The manifest that was written.
 
     Raises:
         CheckpointError: there is something at `path` already.
@@ -78,7 +77,7 @@ def save_parts(
             give_memory_back()
             on_written(num_bytes)
         owner.check()
-        seal = _finish(draft, described, like)
+        manifest = _finish(draft, described, like)
         draft.rename(path)
         flush(str(path.parent))
     except BaseException as error:
@@ -92,7 +91,7 @@ def save_parts(
             owner.release()
         if not path.exists():
             _remove_empty(new_folders)
-    return seal
+    return manifest
 
 
 def _check_vacant(path: Path) -> None:
@@ -119,9 +118,9 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 
 def _described(leaf: Any) -> StoredLeaf:
-    stored = _seal.describe(leaf)
+    stored = _manifest.describe(leaf)
     sums = LeafSums(leaf).total() if stored.is_array and leaf.size else None
-    return _seal.with_facts(stored, sums=sums, chunk=None)
+    return dataclasses.replace(stored, sums=sums)
 
 
 def _check_sums(path: Path, described: Mapping[str, StoredLeaf], part: Mapping[str, Any], sums: Any) -> None:
@@ -143,32 +142,30 @@ def _write(draft: Path, part: Mapping[str, Any]) -> int:
     return sum(map(storage.local_bytes, part.values()))
 
 
-def _finish(draft: Path, described: Mapping[str, StoredLeaf], like: Seal) -> Seal:
-    """Joins the parts, and seals what they make up."""
+def _finish(draft: Path, described: Mapping[str, StoredLeaf], like: Manifest) -> Manifest:
+    """Joins the parts, and writes the manifest of what they make up."""
     from orbax.checkpoint import v1 as ocp
 
     with quiet():
         ocp.partial.finalize(str(draft))
-    files = _seal.files_of(draft)
+    files = _manifest.files_of(draft)
     storage.check_whole(draft, described, files)
-    chunks = _seal.chunks_of(draft)
-    seal = Seal(
-        leaves={
-            name: _seal.with_facts(leaf, sums=leaf.sums, chunk=chunks.get(name)) for name, leaf in described.items()
-        },
+    chunks = _manifest.chunks_of(draft)
+    manifest = Manifest(
+        leaves={name: dataclasses.replace(leaf, chunk=chunks.get(name)) for name, leaf in described.items()},
         files=files,
         step=like.step,
         saved_at=like.saved_at,
         mesh=like.mesh,
         metrics=like.metrics,
-        versions=versions(_seal.PACKAGES),
+        versions=versions(_manifest.PACKAGES),
     )
-    _seal.write(draft, seal)
+    _manifest.write(draft, manifest)
     keep_on_disk(draft)
-    return seal
+    return manifest
 
 
-# Rewrites checkpoints with pieces that suit another mesh, and imports those of other libraries; leaf by leaf.
+# What is written: the leaves of a checkpoint for another mesh, or those of another library.
 
 _PART_BYTES = 256 << 20
 _KEY_KINDS = ("threefry2x32", "rbg", "unsafe_rbg")
@@ -179,7 +176,7 @@ OnWritten = Callable[[int], object]
 
 def reshard(
     path: Path, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
-) -> Seal:
+) -> Manifest:
     """Writes a checkpoint anew, cut as a mesh would save it.
 
     Memory holds 256 MiB of it at a time, or its largest leaf, two to three times over.
@@ -200,21 +197,21 @@ def reshard(
     """
     source = CheckpointSource(path)
     _leaves.check_paths(source.opened.leaves)
-    seal = source.seal or Seal(leaves={}, files={})
+    manifest = source.manifest or Manifest(leaves={}, files={})
     stored = source.opened.leaves
     layout = {name: (specs or {}).get(name, spec_for(stored[name], mesh)) for name in source.leaves}
     keys = {name: leaf.key for name, leaf in stored.items() if leaf.key is not None}
     return save_parts(
         out,
         _parts(source, source.values(), layout, mesh, keys),
-        like=dataclasses.replace(seal, mesh=dict(mesh.shape)),
+        like=dataclasses.replace(manifest, mesh=dict(mesh.shape)),
         sums={name: leaf.sums for name, leaf in stored.items() if leaf.sums is not None},
         on_written=on_written,
     )
 
 
 def import_leaves(
-    source: Source,
+    source: ArraySource,
     out: Path,
     mesh: Mesh,
     *,
@@ -222,7 +219,7 @@ def import_leaves(
     values: Mapping[str, Any] | None = None,
     step: int | None = None,
     on_written: OnWritten = lambda num_bytes: None,
-) -> Seal:
+) -> Manifest:
     """Writes the arrays of a source as a checkpoint of ours; memory as of `reshard`.
 
     Args:
@@ -247,8 +244,8 @@ def import_leaves(
         path: spec_for(StoredLeaf(shape=leaf.shape, dtype=leaf.dtype.name), mesh)
         for path, leaf in renamed.leaves.items()
     }
-    seal = Seal(leaves={}, files={}, step=step, saved_at=time.time(), mesh=dict(mesh.shape))
-    return save_parts(out, _parts(renamed, values or {}, layout, mesh, {}), like=seal, on_written=on_written)
+    manifest = Manifest(leaves={}, files={}, step=step, saved_at=time.time(), mesh=dict(mesh.shape))
+    return save_parts(out, _parts(renamed, values or {}, layout, mesh, {}), like=manifest, on_written=on_written)
 
 
 def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
@@ -271,7 +268,7 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
 class _Renamed:
     """Arrays of others under our paths."""
 
-    def __init__(self, source: Source, paths: Mapping[str, str]) -> None:
+    def __init__(self, source: ArraySource, paths: Mapping[str, str]) -> None:
         self._source, self._paths = source, paths
         self.leaves = {path: source.leaves[name] for path, name in paths.items()}
 
@@ -280,7 +277,7 @@ class _Renamed:
 
 
 def _parts(
-    source: Source, values: Mapping[str, Any], layout: Specs, mesh: Mesh, keys: Mapping[str, str]
+    source: ArraySource, values: Mapping[str, Any], layout: Specs, mesh: Mesh, keys: Mapping[str, str]
 ) -> Iterator[dict[str, Any]]:
     """The leaves in parts of some hundred MiB: values first, then the arrays, each on devices as its spec says."""
     part, part_bytes = dict(values), 0
@@ -295,7 +292,7 @@ def _parts(
     yield part
 
 
-def _array(source: Source, name: str, sharding: NamedSharding) -> jax.Array | np.ndarray:
+def _array(source: ArraySource, name: str, sharding: NamedSharding) -> jax.Array | np.ndarray:
     leaf = source.leaves[name]
     if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:  # 64 bits, which jax would cut
         return source.read(name, tuple(slice(0, size) for size in leaf.shape))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import functools
-import json
 import logging
 import os
 import warnings
@@ -18,16 +17,16 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jshard._errors import RunError, printable
+from jshard._processes import exchange
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.balance import cut_further, spreads
-from jshard.checkpoint.barrier import exchange
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.forecasting import Forecast, forecast_reads
 from jshard.checkpoint.matching import bytes_here, finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
-from jshard.checkpoint.opened import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.position import check_position, is_data_position
+from jshard.checkpoint.readers import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
@@ -57,7 +56,7 @@ def _begins(value: Any, path: _leaves.Path, *, within: bool = False) -> Iterator
     if path[-1:] == (_NAME,) and not within:
         yield path
     elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
-        # Variables of a part itself lie under their own names, and those of a module in a pytree one key deeper.
+        # Variables of a part itself are under their own names, and those of a module in a pytree one key deeper.
         for inner, variable in nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value)):
             if isinstance(variable, nnx.Param):
                 yield *path, *map(str, inner)
@@ -68,7 +67,7 @@ def _begins(value: Any, path: _leaves.Path, *, within: bool = False) -> Iterator
 
 
 def _children(node: Any) -> list[tuple[str, Any]]:
-    """What lies directly below a node of a pytree, by key."""
+    """What is directly below a node of a pytree, by key."""
     found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]
 
@@ -78,7 +77,7 @@ def _and_above(path: str) -> list[str]:
     return ["/".join(keys[:count]) for count in range(1, len(keys) + 1)]
 
 
-# A restore: match, check, read, verify, and bring every leaf into the form in which it is wanted.
+# The restore itself.
 
 _SUMMING_THREADS = 2
 _AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word
@@ -130,10 +129,10 @@ class Restoring:
                 {self._live[key][0]: leaf for key, leaf in self._wanted.items()}, abstract=True
             )
             logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(like).items()}
-            described = {key: _seal.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
+            described = {key: _manifest.describe(leaf, logical.get(key)) for key, leaf in stored_kinds.items()}
             names = [str(name) for name in like] if isinstance(like, Mapping) else []
             part = only if only != "params" else None
-            if only is not None:  # of parameters, what lies beside them is not asked for
+            if only is not None:  # of parameters, what is beside them is not asked for
                 names = asked if part is None else [part]
             self._stored = opened.leaves_for([renamed(key, rename) for key in asked])
             self.match = match(self._stored, described, names=names, rename=rename, part=part)
@@ -181,7 +180,7 @@ class Restoring:
         """Reads, and returns new objects of the kinds in `like`.
 
         Args:
-            verify: whether the sums of what was read are compared with those of the seal.
+            verify: whether the sums of what was read are compared with those of the manifest.
             timeout_s: how long to wait for other processes.
 
         Raises:
@@ -193,14 +192,14 @@ class Restoring:
             found, sums = self._read(verify)
         except (RunError, CheckpointError) as caught:  # the others wait to hear of it
             error = caught
-        told = json.dumps({"error": error and error.why, "sums": sums, "report": self._report()})
-        heard = [json.loads(text) for text in exchange(f"read {self.opened.path}", told, timeout_s=timeout_s)]
+        own = {"error": error and error.why, "sums": sums, "report": self._report()}
+        heard = exchange(f"read {self.opened.path}", own, timeout_s=timeout_s)
         if error is not None:
             raise error
         if failed := [f"process {number}: {other['error']}" for number, other in enumerate(heard) if other["error"]]:
             raise unreadable(self.opened.path, "\n".join(failed))
-        if sums and self.opened.seal is not None:
-            _check_sums(self.opened.path, self.opened.seal, [other["sums"] for other in heard])
+        if sums and self.opened.manifest is not None:
+            _check_sums(self.opened.path, self.opened.manifest, [other["sums"] for other in heard])
         with self.phases("finish"):
             restored = self._filled(found)
         if self._overflows:
@@ -213,18 +212,19 @@ class Restoring:
 
     def _read(self, verify: bool) -> tuple[dict[str, Any], dict[str, Sums]]:
         """The stored leaves, and the sums over what this process holds of them."""
-        seal = self.opened.seal
-        if verify and seal is not None:
+        manifest = self.opened.manifest
+        if verify and manifest is not None:
             with self.phases("plan"):
-                _check_files(self.opened.path, seal)
+                _check_files(self.opened.path, manifest)
         with self.phases("read"):
             found = self.opened.read(self.reads)
             jax.block_until_ready(found)
-        if not verify or seal is None:
+        if not verify or manifest is None:
             return found, {}
         with self.phases("verify"):
-            summed = [key for key in found if key in seal.leaves and seal.leaves[key].sums]
-            total = lambda key: LeafSums(found[key], None if seal.leaves[key].key else seal.leaves[key].shape).total()
+            summed = [key for key in found if key in manifest.leaves and manifest.leaves[key].sums]
+            shape = lambda stored: None if stored.key else stored.shape
+            total = lambda key: LeafSums(found[key], shape(manifest.leaves[key])).total()
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
@@ -267,27 +267,27 @@ class Restoring:
 
     def _warn(self, verify: bool) -> None:
         """One warning with all that was done and may not be expected."""
-        told = []
+        notes = []
         if self.match.casts:
-            told.append(_list(f"{len(self.match.casts)} leaves change their dtype", self.match.casts))
+            notes.append(_list(f"{len(self.match.casts)} leaves change their dtype", self.match.casts))
         if self.match.missing:
-            told.append(_list(f"{len(self.match.missing)} leaves stay as `like` has them", self.match.missing))
+            notes.append(_list(f"{len(self.match.missing)} leaves stay as `like` has them", self.match.missing))
         if abstract := tuple(sorted(key for key, live in self._live.items() if self._stays_abstract(key, live[1]))):
-            told.append(_list(f"{len(abstract)} leaves stay without values, as `like` has them", abstract))
+            notes.append(_list(f"{len(abstract)} leaves stay without values, as `like` has them", abstract))
         if self.match.extra:
-            told.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
-        if verify and self.opened.seal is None and isinstance(self.opened, OrbaxCheckpoint):
-            told.append("it has no sums to be checked by: jshard did not write it.")
+            notes.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
+        if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
+            notes.append("it has no sums to be checked by: jshard did not write it.")
         in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
         if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
-            told.append(
+            notes.append(
                 f"{self.forecast}.\n"
                 "It is stored in pieces for another layout; where it is restored often, rewrite it:\n"
                 f"jshard ckpt reshard {self.opened.path} {self.opened.path}-resharded --mesh ..."
             )
         _log.info("%s: %s", self.opened.path, self.forecast)
-        if told:
-            message = f"{self.opened.path} is restored; " + "\n".join(told)
+        if notes:
+            message = f"{self.opened.path} is restored; " + "\n".join(notes)
             warnings.warn(message, CheckpointWarning, stacklevel=4)
 
     def _stays_abstract(self, key: str, live: Any) -> bool:
@@ -300,7 +300,7 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
         raise CheckpointError(
             "There is nothing to restore into.",
             where=f"like={like!r}",
-            why="`like` is a state without values, or not a state: it says what is read, and where it is to lie.",
+            why="`like` is a state without values, or not a state: it says what is read, and where it is to be.",
             do='restore(path, like={"model": model, "optimizer": optimizer, "step": 0})',
         )
     if only is None:
@@ -330,16 +330,18 @@ def _check_policies(missing: str, extra: str) -> None:
             )
 
 
-def _check_files(path: Path, seal: _seal.Seal) -> None:
-    if found := _seal.damage(path, seal):
-        raise damaged(path, found, f"of {len(seal.files)} files {len(found)} are not as they were when it was saved.")
+def _check_files(path: Path, manifest: _manifest.Manifest) -> None:
+    if found := _manifest.damage(path, manifest):
+        raise damaged(
+            path, found, f"of {len(manifest.files)} files {len(found)} are not as they were when it was saved."
+        )
 
 
-def _check_sums(path: Path, seal: _seal.Seal, heard: list[dict[str, Any]]) -> None:
-    """Compares the sums of what all processes have read with those of the seal."""
+def _check_sums(path: Path, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
+    """Compares the sums of what all processes have read with those of the manifest."""
     bad = []
     for key in heard[0]:
-        leaf = seal.leaves[key]
+        leaf = manifest.leaves[key]
         total = add(other[key] for other in heard)
         if total != leaf.sums:
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")

@@ -1,7 +1,7 @@
-"""A save, from the arrays on the devices to a sealed folder under its final name.
+"""A save, from the arrays on the devices to a complete folder under its final name.
 
     begin    everything is checked, and the devices' values are copied or held: the step may go on when it returns
-    finish   in any thread: the data are written, the sums exchanged, the seal is written, the folder gets its name
+    finish   in any thread: the data are written, the sums exchanged, the manifest is written, the folder gets its name
 
 A folder under its final name is complete: until then it is called `NAME.saving`.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes
+import dataclasses
 import errno
 import os
 import shutil
@@ -20,15 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from jshard._compat import orbax_operations, versions
-from jshard._errors import FourPartError
-from jshard._processes import is_primary
+from jshard._errors import FourPartError, RunError
+from jshard._processes import all_or_none, is_primary
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.balance import balanced
-from jshard.checkpoint.barrier import agree, in_four_parts, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.leaves import check_equal, told
+from jshard.checkpoint.leaves import check_equal, local_copies
 from jshard.checkpoint.owner import Owner, is_owned, owner_file
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.sums import LeafSums, add
@@ -37,6 +37,7 @@ from jshard.checkpoint.timeline import Phases, mesh_layout
 SAVING_SUFFIX = ".saving"
 
 _SUMMING_THREADS = 2
+_OF_DISK = "ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "EACCES", "EPERM"  # as `reason` has them
 _ARRAY = "zarr.json"  # describes an array, in its folder
 
 
@@ -46,8 +47,8 @@ class Saving:
     Args:
         path: a folder that does not exist yet.
         state: what `save` takes.
-        step: number of steps that are done, for the seal.
-        metrics: what the state is worth, for the seal.
+        step: number of steps that are done, for the manifest.
+        metrics: what the state is worth, for the manifest.
         timeout_s: how long any one wait may take.
         prepare: done first, by the first process.
 
@@ -94,7 +95,7 @@ class Saving:
 
     @property
     def unnamed(self) -> Path:
-        """Where the checkpoint lies until it is complete."""
+        """Where the checkpoint is until it is complete."""
         return unnamed(self.path)
 
     def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
@@ -137,14 +138,14 @@ class Saving:
         except Exception as caught:
             error = caught
         del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
-        told = {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
-        heard = self._agree("written", told, error)
+        own = {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
+        heard = self._agree("written", own, error)
         if is_primary():
             try:
                 self._complete(heard)
             except Exception as caught:
                 error = caught
-        self._agree("sealed", None, error)
+        self._agree("complete", None, error)
         give_memory_back()
         self.record |= {"processes": [other["report"] for other in heard]}
 
@@ -159,9 +160,9 @@ class Saving:
             _leaves.check_paths(leaves)
             _refuse_nothing(self.path, leaves)
             self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-            self._described = {key: _seal.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
+            self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
             by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
-            self._mesh, copies = mesh_layout(by_text), told(by_text)
+            self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
             full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
             full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
             if is_primary():
@@ -173,7 +174,7 @@ class Saving:
         return full
 
     def _begin_sums(self, leaves: Mapping[str, Any]) -> dict[str, LeafSums]:
-        """Begun before anything can overwrite the values, on the devices where they lie there."""
+        """Begun before anything can overwrite the values, on the devices where they are there."""
         sums: dict[str, LeafSums] = {}
         error: Exception | None = None
         try:
@@ -210,19 +211,19 @@ class Saving:
             warnings.warn(message, CheckpointWarning, stacklevel=5)
 
     def _complete(self, heard: list[dict[str, Any]]) -> None:
-        """Seals the folder, and gives it its name once it would survive a power cut."""
+        """Writes the manifest of the folder, and gives it its name once it would survive a power cut."""
         assert self._owner is not None
         self._owner.check()
         storage.cut_padding(self.unnamed, self._logical)
-        files = _seal.files_of(self.unnamed)
+        files = _manifest.files_of(self.unnamed)
         storage.check_whole(self.unnamed, self._described, files)
-        chunks = _seal.chunks_of(self.unnamed)
+        chunks = _manifest.chunks_of(self.unnamed)
         leaves = {}
         for key, described in self._described.items():
             sums = [other["sums"][key] for other in heard if key in other["sums"]]
             total = add(sums) if sums else None
-            leaves[key] = _seal.with_facts(described, sums=total, chunk=chunks.get(key))
-        seal = _seal.Seal(
+            leaves[key] = dataclasses.replace(described, sums=total, chunk=chunks.get(key))
+        manifest = _manifest.Manifest(
             leaves=leaves,
             files=files,
             step=self._step,
@@ -230,9 +231,9 @@ class Saving:
             mesh=self._mesh["axes"],
             processes=len(heard),
             metrics=self._metrics,
-            versions=versions(_seal.PACKAGES),
+            versions=versions(_manifest.PACKAGES),
         )
-        _seal.write(self.unnamed, seal)
+        _manifest.write(self.unnamed, manifest)
         keep_on_disk(self.unnamed)
         self.unnamed.rename(self.path)
         flush(str(self.path.parent))
@@ -240,8 +241,21 @@ class Saving:
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
 
-    def _agree(self, topic: str, told: Any, error: Exception | None) -> list[Any]:
-        return agree(topic, self.path, told, error, timeout_s=self._timeout_s)
+    def _agree(self, topic: str, value: Any, error: Exception | None) -> list[Any]:
+        """The values of all processes, if all of them can go on."""
+        own = None if error is None else in_four_parts(self.path, error)
+        # Whoever waited for the others in vain has had its time, and so had they.
+        timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
+        if own is not None and own is not error:
+            own.__cause__ = error
+        return all_or_none(f"{topic} {self.path}", value, own, failed=self._others_failed, timeout_s=timeout_s)
+
+    def _others_failed(self, failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+        for number, parts in failures.items():
+            if parts["is_request"]:
+                where = [*parts["where"], f"process {number}"]
+                return CheckpointError(parts["what"], where=where, why=parts["why"], do=parts["do"])
+        return write_failed(self.path, "\n".join(f"process {n}: {parts['why']}" for n, parts in failures.items()))
 
     @contextlib.contextmanager
     def _errors_named(self) -> Any:
@@ -251,6 +265,22 @@ class Saving:
             raise
         except Exception as error:
             raise in_four_parts(self.path, error) from error
+
+
+def in_four_parts(path: Path, error: Exception) -> FourPartError:
+    """An error of whatever kind as a user meets it."""
+    return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
+
+
+def write_failed(path: Path, why: str) -> RunError:
+    """The error for a checkpoint that could not be written."""
+    is_of_disk = any(f"({name})" in why for name in _OF_DISK)
+    return RunError(
+        "The checkpoint could not be written.",
+        where=str(path),
+        why=why,
+        do="make room, or name a folder on another disk." if is_of_disk else "remove that cause, and write it again.",
+    )
 
 
 def unnamed(path: Path) -> Path:

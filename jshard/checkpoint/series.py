@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import os
 import time
@@ -11,19 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jshard._errors import RunError
-from jshard._processes import is_primary
+from jshard._processes import exchange, is_primary
 from jshard.checkpoint import timeline as _history
-from jshard.checkpoint.barrier import check_shared, exchange
 from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.lookup import no_such_step, not_read, not_written, refuse_buckets
-from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.pending import Pending
+from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
-from jshard.checkpoint.series_folder import Keep, SeriesFolder, warn
-
-_SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
+from jshard.checkpoint.series_folder import SHOWN_S, Keep, SeriesFolder, check_shared, warn
 
 
 class Checkpointer:
@@ -48,7 +44,7 @@ class Checkpointer:
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
     Attributes:
-        folder: where they lie; absolute, so that it stays the same where the program changes its own.
+        folder: where they are; absolute, so that it stays the same where the program changes its own.
         completed: the step that this object saved last, complete and on the disk.
 
     Raises:
@@ -104,7 +100,7 @@ class Checkpointer:
                 warn(str(error))
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, or would lie."""
+        """Where the checkpoint of a step is, or would be."""
         return self._files.path(step)
 
     def steps(self) -> list[int]:
@@ -130,9 +126,9 @@ class Checkpointer:
         A network file system may show the others an older state of the folder: they wait until they see that step,
         up to a minute.
         """
-        seen = json.dumps(self.latest()) if is_primary() else ""
-        latest = json.loads(self._exchange("latest", seen)[0])
-        until = time.monotonic() + _SHOWN_S
+        seen = self.latest() if is_primary() else None
+        latest = exchange(f"latest {self.folder.name}", seen, timeout_s=self.timeout_s)[0]
+        until = time.monotonic() + SHOWN_S
         while latest is not None and latest not in self.steps() and time.monotonic() < until:
             time.sleep(0.1)
         return latest
@@ -152,7 +148,7 @@ class Checkpointer:
             metrics: what it is worth, for `Keep(best=...)` and for people.
 
         Returns:
-            Where it lies.
+            Where it is.
 
         Raises:
             CheckpointError: there is something at that path already, or the processes do not see the same folder.
@@ -275,7 +271,7 @@ class Checkpointer:
                 return restored
 
     def set_aside_newer(self, step: int) -> None:
-        """Renames what lies there of later steps to `STEP.damaged`: a run that went back saves these steps again.
+        """Renames what is there of later steps to `STEP.damaged`: a run that went back saves these steps again.
 
         Also folders that were copied by half, and stand in the way of a save.
 
@@ -346,9 +342,6 @@ class Checkpointer:
         if is_primary():
             for each in noted:
                 _history.append(self.folder, each)
-
-    def _exchange(self, topic: str, text: str) -> list[str]:
-        return exchange(f"{topic} {self.folder.name}", text, timeout_s=self.timeout_s)
 
 
 def _checked(step: Any) -> int:

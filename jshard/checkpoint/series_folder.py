@@ -7,18 +7,26 @@ import itertools
 import json
 import math
 import os
+import secrets
+import socket
+import time
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+import jax
+
 from jshard._errors import RunError
-from jshard.checkpoint import manifest as _seal
+from jshard._processes import exchange, is_primary
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.lookup import incomplete, incomplete_in, steps_in
-from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.owner import is_owned
+from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import discard_unnamed, unnamed
 from jshard.checkpoint.storage import is_committed
+
+SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,21 +111,18 @@ def write(folder: Path, steps: Iterable[int]) -> None:
     draft.replace(folder / _NAME)
 
 
-# The folder of a series: which checkpoints lie there, which of them are whole, and which may go.
-
-
 class SeriesFolder:
     """The files of a series, as one process sees them. What only one may do, the first process is to call.
 
     Args:
-        folder: where the checkpoints lie; it need not be there.
+        folder: where the checkpoints are; it need not be there.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of a step lies, or would lie."""
+        """Where the checkpoint of a step is, or would be."""
         return self.folder / str(step)
 
     def steps(self) -> list[int]:
@@ -131,12 +136,12 @@ class SeriesFolder:
     def damage(self, step: int) -> str | None:
         """What is wrong with the files of a complete checkpoint, in short; None if they are all there."""
         try:
-            seal = OrbaxCheckpoint(self.path(step)).seal
+            manifest = OrbaxCheckpoint(self.path(step)).manifest
         except RunError as error:
             return error.why
         except CheckpointError:
-            return None  # of a newer jshard: whoever restores it is told
-        found = [] if seal is None else _seal.damage(self.path(step), seal)
+            return None  # of a newer jshard: a restore says so
+        found = [] if manifest is None else _manifest.damage(self.path(step), manifest)
         return None if not found else found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
 
     def begin(self, step: int, *, is_damaged: bool) -> None:
@@ -144,10 +149,10 @@ class SeriesFolder:
 
         Args:
             step: the one that is saved.
-            is_damaged: whether what lies there of this step is known to be damaged.
+            is_damaged: whether what is there of this step is known to be damaged.
 
         Raises:
-            CheckpointError: something lies there that was never completed.
+            CheckpointError: something is there that was never completed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         begun = steps_begun(self.folder)
@@ -191,12 +196,61 @@ class SeriesFolder:
         found = {}
         for step in steps:
             try:
-                seal = _seal.read(self.path(step))
+                manifest = _manifest.read(self.path(step))
             except (RunError, CheckpointError):
                 continue
-            if seal is not None:
-                found[step] = seal.metrics
+            if manifest is not None:
+                found[step] = manifest.metrics
         return found
+
+
+def check_shared(folder: Path, *, timeout_s: float) -> None:
+    """The first process writes a file, and the others look for it; every process calls it.
+
+    Args:
+        folder: made if it is not there.
+        timeout_s: how long to wait for the other processes.
+
+    Raises:
+        CheckpointError: some process does not see the file.
+        RunError: it cannot be written, or a process did not come.
+    """
+    if jax.process_count() == 1:
+        return
+    name, error = f".shared-{secrets.token_hex(8)}", ""
+    if is_primary():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / name).touch()
+        except OSError as caught:
+            error = reason(caught)
+    name, error = exchange("folder", [name, error], timeout_s=timeout_s)[0]
+    if error:
+        raise RunError(
+            "The folder for checkpoints cannot be written.", where=str(folder), why=error, do="name another."
+        )
+    here = [_sees(folder / name), socket.gethostname(), str(folder)]
+    heard = exchange("folder seen", here, timeout_s=timeout_s + SHOWN_S)  # others may be looking still
+    if is_primary():
+        (folder / name).unlink(missing_ok=True)
+    blind = [f"process {number} on {host}: {path}" for number, (sees, host, path) in enumerate(heard) if not sees]
+    if blind:
+        raise CheckpointError(
+            "The folder for checkpoints is not shared between the processes.",
+            where=blind,
+            why=f"process 0 on {heard[0][1]} wrote a file into {heard[0][2]}, and these did not see it in "
+            f"{SHOWN_S:.0f} s.",
+            do="name a folder on a file system that all hosts have, by the same path.",
+        )
+
+
+def _sees(path: Path) -> bool:
+    until = time.monotonic() + SHOWN_S
+    while not path.exists():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def warn(message: str) -> None:

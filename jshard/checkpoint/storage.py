@@ -19,7 +19,7 @@ from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.errors import quiet
 from jshard.checkpoint.manifest import MARK, StoredLeaf
-from jshard.checkpoint.manifest import NAME as SEAL
+from jshard.checkpoint.manifest import NAME as MANIFEST
 
 _UNKNOWN_BYTES = 1 << 40
 
@@ -28,10 +28,10 @@ def free_bytes(root: Path = Path("/")) -> int:
     """Memory that could be taken: what the system has, or less where a container or a job has a limit.
 
     Args:
-        root: of the file system that tells it.
+        root: of the file system that says it.
 
     Returns:
-        Bytes; a large number where nobody tells.
+        Bytes; a large number where it is not known.
     """
     return max(0, min((_available(root), *_left_in_groups(root))))
 
@@ -69,7 +69,7 @@ def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
         yield left
 
 
-# The only room that speaks to Orbax: what is asked of it, and why.
+# Saves and reads through Orbax.
 
 # Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
 COMMIT_MARK = "commit_success.txt"
@@ -167,7 +167,7 @@ def items(path: Path) -> tuple[str, ...]:
 def is_item(path: Path) -> bool:
     """Whether a folder is one tree of a checkpoint by others."""
     is_tree = (path / DESCRIPTION).is_file() and not (path / CHECKPOINT_METADATA).is_file()
-    return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / SEAL).is_file()
+    return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / MANIFEST).is_file()
 
 
 def _trees(path: Path) -> dict[str, tuple[str, str]]:
@@ -334,7 +334,7 @@ def _cut_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, bu
 
 
 class _Progress:
-    """What Orbax tells while it saves."""
+    """What Orbax reports while it saves."""
 
     def __init__(self, on_written: Callable[[], object]) -> None:
         self._on_written = on_written
@@ -361,7 +361,7 @@ def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[],
     saving.use_ocdbt = False
     saving.use_zarr3 = True
     saving.use_compression = False
-    saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh; the seal tells it to people
+    saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh
     # By default this follows the text of JAX_PLATFORMS. A leaf that all processes hold is written once, in parts.
     saving.use_replica_parallel = jax.process_count() > 1
     saving.min_slice_bytes_for_replica_parallel = LEAST_SLICE_BYTES

@@ -1,4 +1,4 @@
-"""Sums over a leaf that tell whether a bit of it has changed, whatever mesh it was saved from or is restored onto.
+"""Sums over a leaf that show whether a bit of it has changed, whatever mesh it was saved from or is restored onto.
 
 A leaf is seen as a matrix of unsigned words of 8, 16 or 32 bits; wider dtypes are several words. Its last dim are the
 columns, all others the rows. Each row is cut into segments of 512 words, or of one in small leaves, and the segments
@@ -70,7 +70,7 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
 
     Args:
         values: what the box holds.
-        box: where it lies in the leaf.
+        box: where it is in the leaf.
         shape: of the leaf.
     """
     words = _words(values)
@@ -104,7 +104,7 @@ def _part(shard: Any, shape: tuple[int, ...]) -> tuple[Any, Box | None]:
 
 def device_sums(values: jax.Array, box: Box, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
     """`box_sums` where the values are: the twin for accelerators."""
-    # Whatever mesh is active: the values lie on one device.
+    # Whatever mesh is active: the values are on one device.
     here = jax.sharding.Mesh(np.array(list(values.devices())), "device")
     with jax.enable_x64(True), jax.set_mesh(here):
         starts = np.array([part.start or 0 for part in box], np.uint64)
@@ -163,7 +163,7 @@ def _is_sub_byte(dtype: Any) -> bool:
 
 
 def _cuts(first: int, last: int, width: int) -> list[tuple[int, int]]:
-    """Some columns in up to three parts: what lies in a segment by itself, whole segments, the rest."""
+    """Some columns in up to three parts: what is in a segment by itself, whole segments, the rest."""
     whole = min(-(-first // width) * width, last), max(last // width * width, min(-(-first // width) * width, last))
     return [(start, stop) for start, stop in ((first, whole[0]), whole, (whole[1], last)) if start < stop]
 

@@ -47,7 +47,7 @@ class Phases:
         return time.perf_counter() - self._start_s
 
     def report(self, *, num_bytes: int) -> dict[str, Any]:
-        """What this process tells of itself: `{"process", "host", "began_at", "bytes", "phases": [[name, from, to]]}`.
+        """What this process reports: `{"process", "host", "began_at", "bytes", "phases": [[name, from, to]]}`.
 
         Args:
             num_bytes: what it wrote or read.
@@ -79,11 +79,16 @@ def append(folder: Path, record: Mapping[str, Any]) -> None:
 
 def read(folder: Path) -> list[dict[str, Any]]:
     """The history of a series, oldest first; lines that were cut off by a crash are left out."""
-    return list(_lines(folder / NAME))
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (folder / NAME).read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+    return found
 
 
 def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The mesh of a state as the history tells it."""
+    """The mesh of a state as the history has it."""
     for leaf in leaves.values():
         sharding = getattr(leaf, "sharding", None)
         if isinstance(sharding, NamedSharding):
@@ -95,17 +100,7 @@ def mesh_layout(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return {"axes": {}, "processes": []}
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    try:
-        text = path.read_text()
-    except OSError:
-        return
-    for line in text.splitlines():
-        with contextlib.suppress(ValueError):
-            yield json.loads(line)
-
-
-# What a save or a restore took, phase by phase in each process, and which process the others waited for.
+# The history as values: which process was slow in which phase.
 
 SLOWER = 1.5  # a process is named from this many times the median of the others on
 _LEAST_SHARE, _LEAST_S = 0.05, 0.01  # and if that costs a share of the whole, and more than clocks are good for
@@ -117,7 +112,7 @@ Phase = tuple[str, float, float]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Row:
+class ProcessTimes:
     """A process in a save or a restore.
 
     Attributes:
@@ -188,7 +183,7 @@ class Timeline:
     blocked_s: float | None
     axes: Mapping[str, int]
     devices: tuple[int, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[ProcessTimes, ...]
 
     @property
     def total_s(self) -> float:
@@ -234,16 +229,12 @@ class Timeline:
 
 
 def timelines(folder: Path) -> list[Timeline]:
-    """Every save and restore that the history of a series tells of, oldest first; broken lines are left out."""
-    return list(_read(read(folder)))
-
-
-def _read(records: Sequence[Mapping[str, Any]]) -> Iterator[Timeline]:
-    for record in records:
-        try:
-            yield _timeline(record)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            continue
+    """Every save and restore in the history of a series, oldest first; broken lines are left out."""
+    found = []
+    for record in read(folder):
+        with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
+            found.append(_timeline(record))
+    return found
 
 
 def _timeline(record: Mapping[str, Any]) -> Timeline:
@@ -264,9 +255,9 @@ def _timeline(record: Mapping[str, Any]) -> Timeline:
     )
 
 
-def _row(row: Mapping[str, Any], began_s: float) -> Row:
+def _row(row: Mapping[str, Any], began_s: float) -> ProcessTimes:
     phases = tuple((str(name), began_s + begin, began_s + end) for name, begin, end in row["phases"])
-    return Row(
+    return ProcessTimes(
         process=int(row["process"]),
         host=str(row["host"]),
         num_bytes=int(row["bytes"]),

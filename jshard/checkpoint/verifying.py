@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jshard._errors import RunError, printable
-from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.boxes import CheckpointSource
-from jshard.checkpoint.manifest import Seal
+from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.sums import add, box_sums
 
 _THREADS = 2
@@ -23,7 +23,7 @@ class Finding:
 
     Attributes:
         leaf: the path of the leaf that is damaged; None where a file belongs to no leaf alone.
-        file: the file, or the folder with the leaf's files where it cannot be told which; None if leaves share them.
+        file: the file, or the folder with the leaf's files where it is not known which; None if leaves share them.
         why: what is wrong with it.
     """
 
@@ -84,8 +84,8 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         source = CheckpointSource(path)
     except RunError as error:
         return _unreadable(path, error)
-    seal = source.seal
-    findings = [] if seal is None else _in_files(source, seal)
+    manifest = source.manifest
+    findings = [] if manifest is None else _in_files(source, manifest)
     damaged = {finding.leaf for finding in findings}
     whole = [name for name in source.leaves if name not in damaged]
     with concurrent.futures.ThreadPoolExecutor(_THREADS) as pool:
@@ -97,7 +97,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         findings=tuple(findings),
         num_leaves=len(source.opened.leaves),
         num_bytes=sum(source.leaves[name].nbytes for name in whole),
-        num_files=0 if seal is None else len(seal.files),
+        num_files=0 if manifest is None else len(manifest.files),
         unsummed=sum(
             1 for name, leaf in source.leaves.items() if leaf.nbytes and source.opened.leaves[name].sums is None
         ),
@@ -105,17 +105,17 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
 
 
 def _unreadable(path: Path, error: RunError) -> Verdict:
-    """What describes the checkpoint is damaged: nothing else of it can be told."""
+    """What describes the checkpoint is damaged: nothing else of it is known."""
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
     return Verdict(path=path, findings=(finding,), num_leaves=0, num_bytes=0, num_files=0)
 
 
-def _in_files(source: CheckpointSource, seal: Seal) -> list[Finding]:
+def _in_files(source: CheckpointSource, manifest: Manifest) -> list[Finding]:
     """Files that are missing, cut off, or small and changed."""
     owners = _owners(source)
     found = []
-    for line in _seal.damage(source.path, seal):
+    for line in _manifest.damage(source.path, manifest):
         file, _, why = line.partition("  ")
         found.append(Finding(leaf=_owner(file, owners), file=file, why=why))
     return found
@@ -158,7 +158,7 @@ def _in_values(source: CheckpointSource) -> list[Finding]:
 def _place(source: CheckpointSource, name: str) -> str | None:
     """The file of a leaf, or their folder if it has several."""
     folder = source.folder(name)
-    if folder is None or source.seal is None:
+    if folder is None or source.manifest is None:
         return folder
-    files = [file for file in source.seal.files if file.startswith(f"{folder}/") and not file.endswith("zarr.json")]
+    files = [file for file in source.manifest.files if file.startswith(f"{folder}/") and not file.endswith("zarr.json")]
     return files[0] if len(files) == 1 else f"{folder}/ ({len(files)} files)"

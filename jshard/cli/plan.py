@@ -143,7 +143,8 @@ class PlanArgs:
     json: bool = False
     """Print JSON and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report with its timeline into one file, too. Needs --topology."""
+    """Write the report with its timeline into one file, too, and the timeline beside it as *.trace.json. Needs
+    --topology."""
     timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600
     """How long the compiler may take."""
 
@@ -173,6 +174,7 @@ def run(argv: Sequence[str]) -> int:
         raise
     if args.html is not None:
         _write(args.html, report.to_html())
+        _write(args.html.with_suffix(".trace.json"), report.plan.to_chrome_trace())
     if args.json:
         print(report.to_json())
     else:

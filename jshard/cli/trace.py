@@ -33,7 +33,7 @@ class TraceArgs:
     json: bool = False
     """Print JSON and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the report with a timeline of one step into one file, too."""
+    """Write the report with a timeline of one step into one file, too, and the timeline beside it as *.trace.json."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -48,8 +48,10 @@ def run(argv: Sequence[str]) -> int:
         )
     found = trace(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
     if args.html is not None:
-        args.html.write_text(found.to_html())
-        print(f"written: {args.html}", file=sys.stderr)
+        texts = {args.html: found.to_html(), args.html.with_suffix(".trace.json"): found.to_chrome_trace()}
+        for path, text in texts.items():
+            path.write_text(text)
+            print(f"written: {path}", file=sys.stderr)
     if args.json:
         print(found.to_json())
     else:

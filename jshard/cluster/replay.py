@@ -7,7 +7,7 @@ from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.schedule import Schedule
 from jshard.inspect.hlo.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
-from jshard.inspect.hlo.work import Work
+from jshard.inspect.hlo.work import OpWork
 
 # Every device of a host brings its own link to other hosts, and these kinds use all of them together.
 _SHARED_LINKS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -57,7 +57,7 @@ class Assumptions:
             f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us a collective"
         )
 
-    def compute_s(self, work: Work) -> float:
+    def compute_s(self, work: OpWork) -> float:
         """Time of an operation: bound by its products or by its memory traffic, whichever takes longer."""
         products = sum(flops / self._peak(dtype) for dtype, flops in work.flops) / self.matmul_efficiency
         return max(products, work.memory_bytes / (self.memory_bytes_per_s * self.memory_efficiency))

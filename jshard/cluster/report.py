@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Group
@@ -13,39 +13,17 @@ from rich.text import Text
 from jshard._text import duration, human_bytes
 from jshard.cluster.compile import CompiledStep
 from jshard.cluster.estimate import Estimate, EstimateRange, PlannedCluster
-from jshard.cluster.replay import Assumptions, Replay, Segment, Span
+from jshard.cluster.replay import Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
-from jshard.inspect.drawing import (
-    CHAR,
-    COLORS,
-    LANE,
-    LEAST,
-    OTHER_KIND,
-    Box,
-    legend,
-    merged,
-    opened,
-    page,
-    rectangle,
-    text_at,
-)
+from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.hlo.schedule import Schedule
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
-_MARGIN, _GAP = 110, 14  # left of the lanes; between segments
-_COMPUTE, _LINKS, _HEIGHT = 72, 120, 228  # tops of the lanes; height of the picture
-_LEGEND = {
-    COLORS["matmul"]: "matrix products",
-    COLORS["other"]: "other computation",
-    COLORS["exposed"]: "waits for communication",
-    **{COLORS[kind]: kind for kind in ("all-gather", "reduce-scatter", "all-reduce")},
-}
 
-
-def timeline_svg(schedule: Schedule, assumptions: Assumptions, *, title: str = "", width: int = 1200) -> str:
-    """Draws the computing and the communicating stream of one step, as a self-contained SVG.
+def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
+    """The computing and the communicating stream of one step, as bars to be drawn.
 
     A loop is drawn as one steady round with the number of rounds above it, so lengths are true within a part, and
     between parts of the picture, but the picture is shorter than the step.
@@ -53,64 +31,42 @@ def timeline_svg(schedule: Schedule, assumptions: Assumptions, *, title: str = "
     Args:
         schedule: the program.
         assumptions: the machine.
-        title: first line.
-        width: in pixels.
 
     Example:
-        >>> pathlib.Path("step.svg").write_text(timeline_svg(schedule, h100))
+        >>> pathlib.Path("step.trace.json").write_text(chrome_trace(timeline(schedule, h100)))
     """
     replay = Replay(schedule, assumptions)
-    shown_s = sum(s.end_s - s.begin_s for s in replay.segments) or 1.0
-    room = width - _MARGIN - 20 - _GAP * max(0, len(replay.segments) - 1)
-    scale = max(room, 100) / shown_s
-    parts: list[str] = []
-    left = float(_MARGIN)
+    bars = []
+    begin_s = 0.0
     for segment in replay.segments:
-        parts += _segment(segment, replay.spans, schedule.windows, left, scale)
-        left += (segment.end_s - segment.begin_s) * scale + _GAP
-    heading = title or "One step, estimated"
-    total = f"step {duration(replay.clock_s)}, exposed {duration(sum(replay.exposed_s))} (estimate)"
-    head = [text_at(12, 22, f"{heading}: {total}", weight="bold"), text_at(12, 40, str(assumptions))]
-    lanes = [text_at(12, _COMPUTE + 21, "computation"), text_at(12, _LINKS + 21, "communication")]
-    return "\n".join(
-        [opened(width, _HEIGHT, heading), *head, *lanes, *parts, *legend(_LEGEND, _MARGIN, _HEIGHT - 26), "</svg>"]
-    )
+        end_s = begin_s + segment.end_s - segment.begin_s
+        if segment.rounds > 1:
+            label = f"x {segment.rounds}"
+            bars.append(
+                Bar("loops", begin_s, end_s, "loop", label, f"{segment.loop}: {label} {duration(end_s - begin_s)}")
+            )
+        moved_s = begin_s - segment.begin_s
+        for span in replay.spans:
+            first_s, last_s = max(span.begin_s, segment.begin_s), min(span.end_s, segment.end_s)
+            if last_s > first_s:
+                bars.append(_bar(span, schedule.windows, first_s + moved_s, last_s + moved_s))
+        begin_s = end_s
+    return bars
 
 
-def _segment(
-    segment: Segment, spans: Sequence[Span], windows: Sequence[Window], left: float, scale: float
-) -> Iterator[str]:
-    boxes: dict[bool, list[Box]] = {True: [], False: []}
-    for span in spans:
-        begin_s, end_s = max(span.begin_s, segment.begin_s), min(span.end_s, segment.end_s)
-        if end_s > begin_s:
-            box = _box(span, windows, begin_s - segment.begin_s, end_s - segment.begin_s)
-            boxes[span.lane == "communication"].append(box)
-    for communicates, top in ((False, _COMPUTE), (True, _LINKS)):
-        for box in merged(boxes[communicates], LEAST / scale):
-            yield rectangle(box, left, top, scale)
-    length = (segment.end_s - segment.begin_s) * scale
-    took = duration(segment.end_s - segment.begin_s)
-    if length > CHAR * len(took):
-        yield text_at(left, _LINKS + LANE + 18, took)
-    if segment.rounds > 1:
-        yield text_at(left, _COMPUTE - 6, f"x {segment.rounds}", weight="bold")
-    yield f'<path d="M{left:.1f} {_LINKS + LANE + 4} h{length:.1f}" stroke="#444" fill="none"/>'
-
-
-def _box(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) -> Box:
+def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) -> Bar:
     took = duration(span.end_s - span.begin_s)
     if span.window is None:
-        return Box(begin_s, end_s, COLORS[span.lane], "", f"{span.name}: {took}")
+        return Bar("computation", begin_s, end_s, span.lane, "", f"{span.name}: {took}")
     window = windows[span.window]
     unit = window.unit or ""
-    color = COLORS["exposed"] if span.lane == "exposed" else COLORS.get(window.kind, OTHER_KIND)
-    verb = "waits for " if span.lane == "exposed" else ""
-    tip = f"{verb}{window.kind} {unit} ({window.full_bytes / 2**20:.1f} MiB over {len(window.group)}): {took}"
-    return Box(begin_s, end_s, color, "" if span.lane == "exposed" else unit, tip)
+    what = f"{window.kind} {unit} ({window.full_bytes / 2**20:.1f} MiB over {len(window.group)}): {took}"
+    if span.lane == "exposed":
+        return Bar("computation", begin_s, end_s, "exposed", "", f"waits for {what}")
+    return Bar("communication", begin_s, end_s, window.kind, unit, what)
 
 
-# The report.
+# The report: what was compiled, and apart from it what is estimated.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
 _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by default
@@ -216,9 +172,18 @@ class ClusterPlan:
 
     def to_html(self, report: str) -> str:
         """One page that needs nothing else: a report and the timeline of the step."""
-        picture = timeline_svg(self.audit.schedule, self.estimates.stated.assumptions, title=self.name)
-        subtitle = "The picture is an estimate under the assumptions in it; nothing was run."
-        return page(f"{self.name} on {self.topology.text}", subtitle, picture, report)
+        subtitle = (
+            f"The timeline is an estimate, and nothing was run. A loop is drawn as one round. "
+            f"{self.estimates.stated.assumptions}"
+        )
+        return html_page(f"{self.name} on {self.topology.text}", subtitle, self._bars(), report)
+
+    def to_chrome_trace(self) -> str:
+        """The timeline of the step, as JSON for https://ui.perfetto.dev."""
+        return chrome_trace(self._bars())
+
+    def _bars(self) -> list[Bar]:
+        return timeline(self.audit.schedule, self.estimates.stated.assumptions)
 
     def _estimates_json(self) -> dict[str, Any]:
         found = self.estimates

@@ -24,8 +24,8 @@ from jshard.inspect.hlo.schedule import Schedule, read_schedule
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.model_traffic import (
     MixingRow,
-    Row,
     Total,
+    TrafficRow,
     mixing_rows,
     mixing_table,
     rows_of,
@@ -41,7 +41,7 @@ _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory 
 
 
 def host_arguments_bytes(text: str) -> int:
-    """Bytes of a program's arguments that lie in host memory, for one device."""
+    """Bytes of a program's arguments that are in host memory, for one device."""
     layout = _ENTRY.search(text)
     found = _ON_HOST.findall(layout[1]) if layout else []
     return sum(math.prod(int(n) for n in dims.split(",") if n) * round(item_bytes(dtype)) for dtype, dims in found)
@@ -59,8 +59,6 @@ def host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
     return (Difference(words, None, None, ()),)
 
 
-# `audit`: what a compiled program really sends, holds and overlaps, beside what its plan asks for.
-
 _SHOWN = 10
 
 
@@ -75,8 +73,8 @@ class CompiledMemory:
         temporaries_bytes: everything between.
         peak_bytes: the most at one time.
         host_arguments_bytes: arguments in host memory; the figures above are of the device's own memory.
-        host_results_bytes: likewise results.
-        host_temporaries_bytes: likewise everything between.
+        host_results_bytes: results in host memory.
+        host_temporaries_bytes: everything between, in host memory.
     """
 
     arguments_bytes: int
@@ -90,7 +88,7 @@ class CompiledMemory:
 
     @property
     def host_bytes(self) -> int:
-        """What the program takes of the host's memory; results lie in the place of arguments."""
+        """What the program takes of the host's memory; results are in the place of arguments."""
         return max(self.host_arguments_bytes, self.host_results_bytes) + self.host_temporaries_bytes
 
     @classmethod
@@ -111,13 +109,13 @@ class CompiledMemory:
 
 def _peak_bytes(found: Any) -> int:
     """The most in the device's own memory at one time; not on every platform what the compiler calls so."""
-    told, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
+    reported, temporaries = found.peak_memory_in_bytes, found.temp_size_in_bytes
     standing = found.argument_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes
-    if told - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
+    if reported - standing <= temporaries / 100:  # XLA:CPU leaves the temporaries out
         return standing + temporaries
-    if _host_figures(found):  # and what lies in host memory is counted in
-        return min(told, standing + temporaries)
-    return told
+    if _host_figures(found):  # and what is in host memory is counted in
+        return min(reported, standing + temporaries)
+    return reported
 
 
 def _host_figures(found: Any) -> dict[str, int]:
@@ -154,7 +152,7 @@ class Audit:
         return not self.differences
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[TrafficRow, ...]:
         """The collectives but those of the model's own mixing, alike ones together, the largest first."""
         return rows_of(self._others)
 
@@ -188,7 +186,7 @@ class Audit:
             raise ShardingError(
                 "The audit has no plan.",
                 where=f"amount({kind!r})",
-                why="amounts are by the number of parameters, which a program does not tell.",
+                why="amounts are by the number of parameters, which a program does not have.",
                 do="js.audit(program, model=model)",
             )
         return total_of(kind, self._others).elements / self.plan.gathered_part.num_parameters
@@ -250,10 +248,10 @@ def audit(
     Args:
         program: what `jax.jit(step).lower(...)` or its `compile()` returned, or the text of a compiled program.
         model: the annotated model, concrete or abstract, to compare with.
-        plan: likewise its plan.
+        plan: its plan.
         memory: bytes of one device, where only a text is left.
         accumulate: as in `js.value_and_grad`; what is planned counts that often.
-        sync: likewise.
+        sync: as in `js.value_and_grad`.
 
     Returns:
         An `Audit`: print it, show it in a notebook, take its JSON, or look at `differences`.

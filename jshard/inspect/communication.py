@@ -50,10 +50,10 @@ def partitioned_collectives(lowered: Any, mesh: Mesh | AbstractMesh) -> Amounts 
     if module is None:
         return None
     with module.context:
-        return _Reader(module, mesh).of_function("main")
+        return _TrafficReader(module, mesh).of_function("main")
 
 
-class _Reader:
+class _TrafficReader:
     """Walks the functions of a module from its first, through loops, branches and calls."""
 
     def __init__(self, module: Any, mesh: Mesh | AbstractMesh) -> None:
@@ -98,8 +98,8 @@ class _Reader:
 
     def _named(self, op: Any) -> tuple[str, ...]:
         """Axes of a collective that the partitioner made."""
-        told = next((str(op.attributes[name]) for name in _AXES_IN if name in op.attributes), "")
-        return tuple(axis for axis, n in self._degrees.items() if n > 1 and f'"{axis}"' in told)
+        text = next((str(op.attributes[name]) for name in _AXES_IN if name in op.attributes), "")
+        return tuple(axis for axis, n in self._degrees.items() if n > 1 and f'"{axis}"' in text)
 
     def _grouped(self, op: Any, kind: str) -> tuple[str, ...]:
         """Axes of a collective that the program had."""
@@ -109,7 +109,7 @@ class _Reader:
         return axes_of_groups(group, self._mesh)
 
     def _full_bytes(self, op: Any, kind: str, axes: tuple[str, ...]) -> float:
-        """Bytes of the whole arrays, as `Collective.full_bytes` tells them: of those, what one device has part in."""
+        """Bytes of the whole arrays, as of `Collective.full_bytes`: of those, what one device has part in."""
         value = op.operands[0] if kind == "reduce-scatter" else op.results[0]
         sizes, dtype = _TYPE.match(str(value.type)).groups()  # type: ignore[union-attr]
         size = math.prod(int(n) for n in sizes.split("x") if n) * item_bytes(_hlo(dtype))
@@ -127,8 +127,8 @@ def _name(op: Any) -> str:
 
 def _sharding(op: Any) -> str:
     """How the dims of an operation's result are split, as text."""
-    told = next((str(op.attributes[name]) for name in ("out_sharding", "sdy.sharding") if name in op.attributes), "")
-    found = _DIMS.search(told)
+    text = next((str(op.attributes[name]) for name in ("out_sharding", "sdy.sharding") if name in op.attributes), "")
+    found = _DIMS.search(text)
     return found.group(1) if found else ""
 
 

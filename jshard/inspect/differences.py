@@ -16,8 +16,8 @@ from jshard.inspect.model_traffic import (
     gathered_anyway,
     resized,
     shapes_on_device,
+    split_by_plan,
     summed_over_copies,
-    told_apart,
     without_mixing,
 )
 from jshard.plans.mesh import DATA_AXES, EXPERT, FSDP
@@ -35,7 +35,7 @@ _WIDENED = "XLA:CPU sends narrower floats as f32"
 
 
 @dataclasses.dataclass(frozen=True, order=True)
-class Place:
+class CollectiveKind:
     """A kind of collective over some axes of the mesh."""
 
     kind: str
@@ -84,12 +84,12 @@ def differences(
         windows: the collectives, with their axes.
         plan: of the model.
         accumulate: as in `js.value_and_grad`.
-        sync: likewise.
+        sync: as in `js.value_and_grad`.
         on_cpu: the program was compiled by XLA:CPU; what that alone does says so.
     """
     windows, mixing = without_mixing(windows)
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
-    ours, apart = told_apart([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
+    ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
     compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
     least = TOLERANCE * plan.gathered_part.num_parameters
     delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
@@ -108,7 +108,7 @@ def differences(
     return (*found, *_resized(mixing, on_cpu))
 
 
-_Elements = dict[Place, dict[str, float]]  # by place and dtype
+_Elements = dict[CollectiveKind, dict[str, float]]  # by place and dtype
 
 
 def _compiled(windows: Iterable[Window]) -> _Elements:
@@ -125,13 +125,13 @@ def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
         if sync == "last" and t.purpose == "parameters for backward":
             continue  # gathered once, for all microbatches
         dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
-        sums[Place(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
+        sums[CollectiveKind(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
     return sums
 
 
 def _gathered_once(
-    windows: list[Window], less: dict[Place, float], plan: ShardPlan, times: int
-) -> tuple[dict[Place, float], list[tuple[Window, list[Array]]]]:
+    windows: list[Window], less: dict[CollectiveKind, float], plan: ShardPlan, times: int
+) -> tuple[dict[CollectiveKind, float], list[tuple[Window, list[Array]]]]:
     """Takes off what is missing because gathers before forward and before backward were joined.
 
     Each parameter is then gathered at least once, and not more often than planned.
@@ -168,7 +168,11 @@ def _gathered_once(
 
 
 def _replaced(
-    less: dict[Place, float], more: dict[Place, float], planned: _Elements, compiled: _Elements, windows: list[Window]
+    less: dict[CollectiveKind, float],
+    more: dict[CollectiveKind, float],
+    planned: _Elements,
+    compiled: _Elements,
+    windows: list[Window],
 ) -> list[Difference]:
     """Pairs what is missing with what is there instead, and takes it off both."""
     found = []
@@ -192,8 +196,8 @@ def _replaced(
 
 
 def _amounts(
-    less: dict[Place, float],
-    more: dict[Place, float],
+    less: dict[CollectiveKind, float],
+    more: dict[CollectiveKind, float],
     planned: _Elements,
     compiled: _Elements,
     plan: ShardPlan,
@@ -213,7 +217,7 @@ def _amounts(
 
 
 def _dtypes(
-    places: list[Place],
+    places: list[CollectiveKind],
     compiled: _Elements,
     planned: _Elements,
     windows: list[Window],
@@ -236,7 +240,7 @@ def _dtypes(
 
 def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, least: float) -> list[Difference]:
     """Collectives of arrays that should not be gathered or reduced, such as parameters that are never gathered."""
-    found: dict[Place, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
+    found: dict[CollectiveKind, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
     for window, arrays in among:
         found[_place(window)].append((window, arrays))
     differences = []
@@ -260,26 +264,26 @@ def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
     return found
 
 
-def _gathers(plan: ShardPlan) -> Place:
+def _gathers(plan: ShardPlan) -> CollectiveKind:
     """Where parameters are gathered."""
-    return Place("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
+    return CollectiveKind("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
 
 
-def _place(window: Window) -> Place:
-    return Place(window.kind, window.axes or (), len(window.group))
+def _place(window: Window) -> CollectiveKind:
+    return CollectiveKind(window.kind, window.axes or (), len(window.group))
 
 
-def _sum(elements: Mapping[Place, Mapping[str, float]], place: Place) -> float:
+def _sum(elements: Mapping[CollectiveKind, Mapping[str, float]], place: CollectiveKind) -> float:
     return sum(elements.get(place, {}).values())
 
 
-def _item(elements: _Elements, place: Place) -> float:
+def _item(elements: _Elements, place: CollectiveKind) -> float:
     """Bytes of an element, on the average."""
     found = elements[place]
     return sum(item_bytes(dtype) * n for dtype, n in found.items()) / sum(found.values())
 
 
-def _units(windows: Iterable[Window], place: Place) -> tuple[str, ...]:
+def _units(windows: Iterable[Window], place: CollectiveKind) -> tuple[str, ...]:
     names = {unit for w in windows if _place(w) == place for unit in w.units}
     return tuple(folded_names(sorted(names)))
 
@@ -287,7 +291,7 @@ def _units(windows: Iterable[Window], place: Place) -> tuple[str, ...]:
 def _named(units: tuple[str, ...]) -> str:
     """`unit blocks/0..11`, or `units ...` of several."""
     if not units:
-        return "unit not told"
+        return "unit not known"
     return f"unit{'s'[: len(units) > 1]} {', '.join(units)}"
 
 

@@ -1,102 +1,147 @@
-"""Pieces of a picture of a step, as self-contained SVG: boxes in lanes, texts, the legend, the page around it."""
+"""One form for every timeline: bars in lanes, as a Chrome trace for Perfetto, as one HTML page, or as a PNG."""
 
 import dataclasses
 import html
-from collections.abc import Iterable, Iterator, Mapping
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-LANE, CHAR = 34, 6.2  # height of a lane; width of a letter
-LEAST = 0.4  # narrower pieces are merged with their neighbours
+from jshard._text import duration
+
 COLORS = {
     "matmul": "#3b6ea5",
+    "computing": "#3b6ea5",
     "other": "#a9c3dd",
     "exposed": "#d1495b",
     "all-gather": "#2f9e6e",
     "reduce-scatter": "#e09f3e",
     "all-reduce": "#8e6bbf",
+    "plan": "#7a7a7a",
+    "device_to_host": "#8e6bbf",
+    "write": "#3b6ea5",
+    "read": "#3b6ea5",
+    "verify": "#2f9e6e",
+    "sums": "#2f9e6e",
+    "commit": "#e09f3e",
+    "finish": "#a9c3dd",
 }
-OTHER_KIND = "#7a7a7a"
+_OTHER = "#555555"
+_LEAST_SHARE = 1 / 3000  # narrower bars cannot be seen: a page joins them with their neighbours
 _PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; }}</style></head>
-<body><h1>{title}</h1>
+<style>body {{ font-family: sans-serif; margin: 2em; }} pre {{ font-size: 13px; line-height: 1.35; }}
+.lane {{ position: relative; height: 32px; margin: 3px 0 3px 130px; }} .lane b {{ margin-left: -130px; }}
+i {{ position: absolute; top: 0; height: 100%; overflow: hidden; font: 12px/32px sans-serif; color: #fff; }}</style>
+</head><body><h1>{title}</h1>
 <p>{subtitle}</p>
-{picture}
+{timeline}
 <pre>{report}</pre>
 </body></html>
 """
 
 
 @dataclasses.dataclass(frozen=True)
-class Box:
-    """A rectangle of the picture before it is written.
+class Bar:
+    """Something that takes time.
 
     Args:
-        begin_s: seconds from the begin of its part of the picture.
-        end_s: likewise.
-        color: that it is filled with.
+        lane: the line in which it is drawn; lanes come in the order of their first bars.
+        begin_s: seconds from the begin of the timeline.
+        end_s: seconds from the same moment.
+        kind: what it is, of `COLORS` or another word.
         label: written into it, if there is room.
-        tip: shown when the pointer rests on it.
+        tip: shown when the pointer rests on it, and as its name in a trace.
     """
 
+    lane: str
     begin_s: float
     end_s: float
-    color: str
+    kind: str
     label: str
     tip: str
 
 
-def merged(boxes: Iterable[Box], least_s: float) -> Iterator[Box]:
+def chrome_trace(bars: Iterable[Bar]) -> str:
+    """Bars in the JSON of Chrome traces, which https://ui.perfetto.dev opens; every bar is in it."""
+    lanes: dict[str, int] = {}
+    events = []
+    for bar in bars:
+        lane = lanes.setdefault(bar.lane, len(lanes))
+        times = {"ts": bar.begin_s * 1e6, "dur": (bar.end_s - bar.begin_s) * 1e6}
+        events.append({"ph": "X", "pid": 0, "tid": lane, "name": bar.tip, "cat": bar.kind, **times})
+    names = [
+        {"ph": "M", "pid": 0, "tid": lane, "name": "thread_name", "args": {"name": name}}
+        for name, lane in lanes.items()
+    ]
+    return json.dumps({"traceEvents": [*names, *events], "displayTimeUnit": "ms"})
+
+
+def html_page(title: str, subtitle: str, bars: Iterable[Bar], report: str) -> str:
+    """One page that needs nothing else: a timeline, and a report below it."""
+    escaped = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}
+    return _PAGE.format(**escaped, timeline="\n".join(_html_lanes(bars)))
+
+
+def write_png(path: Path, title: str, bars: Iterable[Bar]) -> None:
+    """Draws a timeline into a PNG. Needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    lanes = _by_lane(bars)
+    figure = Figure(figsize=(10, 1.5 + 0.35 * len(lanes)), layout="constrained")
+    axes = figure.add_subplot()
+    for place, (name, found) in enumerate(lanes.items()):
+        spans = [(bar.begin_s, bar.end_s - bar.begin_s) for bar in found]
+        axes.broken_barh(spans, (place - 0.35, 0.7), facecolors=[_color(bar.kind) for bar in found], label=name)
+    axes.set_yticks(range(len(lanes)), list(lanes))
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    axes.set_title(title, loc="left", fontsize=10)
+    kinds = dict.fromkeys(bar.kind for found in lanes.values() for bar in found)
+    if kinds:
+        marks = [Patch(color=_color(kind), label=kind) for kind in kinds]
+        axes.legend(handles=marks, loc="upper left", bbox_to_anchor=(1, 1))
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+def _html_lanes(bars: Iterable[Bar]) -> Iterator[str]:
+    lanes = _by_lane(bars)
+    whole_s = max((bar.end_s for found in lanes.values() for bar in found), default=0.0) or 1.0
+    kinds = dict.fromkeys(bar.kind for found in lanes.values() for bar in found)
+    legend = (f'<span style="color:{_color(kind)}">&#9632;</span> {html.escape(kind)}' for kind in kinds)
+    yield f"<p>{' &nbsp; '.join(legend)} &nbsp; (0 to {duration(whole_s)})</p>"
+    for name, found in lanes.items():
+        yield f'<div class="lane"><b>{html.escape(name)}</b>'
+        for bar in _joined(found, whole_s * _LEAST_SHARE):
+            left, width = 100 * bar.begin_s / whole_s, 100 * (bar.end_s - bar.begin_s) / whole_s
+            place = f"left:{left:.3f}%;width:{width:.3f}%;background:{_color(bar.kind)}"
+            yield f'<i style="{place}" title="{html.escape(bar.tip)}">{html.escape(bar.label)}</i>'
+        yield "</div>"
+
+
+def _by_lane(bars: Iterable[Bar]) -> dict[str, list[Bar]]:
+    lanes: dict[str, list[Bar]] = {}
+    for bar in bars:
+        lanes.setdefault(bar.lane, []).append(bar)
+    return lanes
+
+
+def _joined(bars: Iterable[Bar], least_s: float) -> Iterator[Bar]:
     """Joins neighbours of which one is too narrow to be seen; the longer one gives color and text."""
-    last: Box | None = None
-    for box in boxes:
+    last: Bar | None = None
+    for bar in bars:
         if last is None:
-            last = box
-        elif box.begin_s - last.end_s < least_s and min(box.end_s - box.begin_s, last.end_s - last.begin_s) < least_s:
-            longer = max(last, box, key=lambda b: b.end_s - b.begin_s)
-            last = dataclasses.replace(longer, begin_s=last.begin_s, end_s=box.end_s)
+            last = bar
+        elif bar.begin_s - last.end_s < least_s and min(bar.end_s - bar.begin_s, last.end_s - last.begin_s) < least_s:
+            longer = max(last, bar, key=lambda b: b.end_s - b.begin_s)
+            last = dataclasses.replace(longer, begin_s=last.begin_s, end_s=bar.end_s)
         else:
             yield last
-            last = box
+            last = bar
     if last is not None:
         yield last
 
 
-def rectangle(box: Box, left: float, top: float, scale: float) -> str:
-    """A box in a lane, `scale` pixels for a second."""
-    x, width = left + box.begin_s * scale, (box.end_s - box.begin_s) * scale
-    shape = f'<rect x="{x:.1f}" y="{top:g}" width="{max(width, 0.3):.1f}" height="{LANE}" fill="{box.color}"'
-    if box.label:
-        shape += ' stroke="#fff" stroke-width="0.6"'
-    drawn = f"{shape}><title>{html.escape(box.tip)}</title></rect>"
-    if box.label and width > CHAR * len(box.label) + 6:
-        drawn += text_at(x + 3, top + 21, box.label, fill="#fff")
-    return drawn
-
-
-def legend(labels: Mapping[str, str], left: float, top: float) -> Iterator[str]:
-    """Colors and what they mean, in a row."""
-    for color, label in labels.items():
-        yield f'<rect x="{left:.1f}" y="{top:g}" width="12" height="12" fill="{color}"/>'
-        yield text_at(left + 17, top + 10, label)
-        left += 34 + CHAR * len(label)
-
-
-def opened(width: int, height: float, title: str) -> str:
-    """The first line of a picture; its last one is `</svg>`."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height:g}"'
-        f' viewBox="0 0 {width} {height:g}"'
-        f' font-family="system-ui, sans-serif" font-size="12" role="img"><title>{html.escape(title)}</title>'
-        f'<rect width="{width}" height="{height:g}" fill="#fff"/>'
-    )
-
-
-def text_at(x: float, y: float, text: str, *, fill: str = "#222", weight: str = "normal") -> str:
-    """A line of text."""
-    return f'<text x="{x:.1f}" y="{y:g}" fill="{fill}" font-weight="{weight}">{html.escape(text)}</text>'
-
-
-def page(title: str, subtitle: str, picture: str, report: str) -> str:
-    """One page that needs nothing else: a picture, and a report below it."""
-    escaped = {"title": html.escape(title), "subtitle": html.escape(subtitle), "report": html.escape(report)}
-    return _PAGE.format(**escaped, picture=picture)
+def _color(kind: str) -> str:
+    return COLORS.get(kind, _OTHER)

@@ -68,8 +68,8 @@ def _replicated_notes(plan: ShardPlan) -> list[str]:
 def _ungathered_notes(plan: ShardPlan) -> list[str]:
     """One line for the units that are never gathered: nothing of what they send is in the tables."""
     names = folded_names([unit.name for unit in plan.units if not unit.gathered])
-    told = "called in global view; what that sends is the model's own, and not counted"
-    return [f"Never gathered: {', '.join(names)} ({told})"] if names else []
+    why = "called in global view; what that sends is the model's own, and not counted"
+    return [f"Never gathered: {', '.join(names)} ({why})"] if names else []
 
 
 def _stack_notes(plan: ShardPlan) -> list[str]:
@@ -103,7 +103,7 @@ def _tied_notes(plan: ShardPlan) -> list[str]:
     return [f"Tied: {' = '.join((leaf.path, *leaf.aliases))}, gathered by {leaf.unit}" for leaf in tied]
 
 
-# `explain`: the plan as a person reads it: what lies where and why, what it holds and what it sends.
+# The report.
 
 
 def explain(
@@ -115,10 +115,10 @@ def explain(
     wrt: Any = nnx.Param,
     leaves: bool = False,
 ) -> "Explanation":
-    """Says where every parameter of an annotated model lies and what training it costs.
+    """Says where every parameter of an annotated model is and what training it costs.
 
     Nothing is compiled, and no array is needed: an abstract model of any size will do. What follows from the
-    plan is told apart from what is estimated. Once the model was called, what it sends as it mixes the examples of its
+    plan is kept apart from what is estimated. Once the model was called, what it sends as it mixes the examples of its
     batch is listed by line.
 
     Args:

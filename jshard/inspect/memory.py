@@ -98,7 +98,7 @@ def saved_arrays(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt
         for region in regions:
             found.update(_kind(v.aval, 1) for v in _new(region.outvars, set(map(id, region.invars))))
         if regions or (eqn.primitive.name == "sharding_constraint" and id(eqn.invars[0]) in known):
-            known.update(map(id, eqn.outvars))  # counted; or a parameter that is never gathered, held where it lies
+            known.update(map(id, eqn.outvars))  # counted; or a parameter that is never gathered, held where it is
     shards = data_degree(unit_of(model).mesh)  # type: ignore[union-attr]
     found.update(_kind(v.aval, shards) for v in _new(jaxpr.outvars, known))
     return found
@@ -165,14 +165,14 @@ class Memory:
         prefetched_bytes: the most that is gathered ahead of its use meanwhile; without a bound on it, of the units
             that leave the order to the compiler, nothing.
         largest_gradient_bytes: the largest gradient of one unit before it is reduced.
-        layer_gradient_bytes: likewise of those inside the root.
+        layer_gradient_bytes: the same of those inside the root.
         activations_bytes: what autodiff saves for backward; None if it was not estimated.
         outside_bytes: what no layer saves of that, but the head and the loss; with copies that they keep.
         recomputed_bytes: what backward computes again of one layer, under its remat policy.
         host_parameters_bytes: parameters in host memory, a device's part of them.
-        host_gradients_bytes: likewise gradients, of those that are trained.
-        host_optimizer_bytes: likewise optimizer state.
-        host_activations_bytes: likewise of what autodiff saves. All figures above are of the device's own memory.
+        host_gradients_bytes: gradients, of those that are trained.
+        host_optimizer_bytes: optimizer state.
+        host_activations_bytes: of what autodiff saves. All figures above are of the device's own memory.
     """
 
     parameters_bytes: int
@@ -324,7 +324,7 @@ def _gradient_bytes(leaves: tuple[LeafPlan, ...]) -> int:
 def optimizer_bytes(plan: ShardPlan, optimizer: Any = None) -> tuple[int, int, str]:
     """Bytes of optimizer state on one device, those in host memory for it, and whose state it is.
 
-    State with the shape of its parameter lies as the parameter does, other state of a parameter along a dim that
+    State with the shape of its parameter is as the parameter does, other state of a parameter along a dim that
     divides, the rest is replicated, as `js.shard_optimizer` does it. An `nnx.Optimizer` with arrays is measured.
     """
     if isinstance(optimizer, nnx.Optimizer):

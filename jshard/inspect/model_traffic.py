@@ -34,7 +34,7 @@ class OfWindows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row(OfWindows):
+class TrafficRow(OfWindows):
     """Collectives of a program that are alike.
 
     Args:
@@ -88,7 +88,7 @@ class Total:
     Args:
         kind: of them.
         total_bytes: bytes of the whole arrays, over all executions, in the dtypes on the wire.
-        elements: likewise, numbers of elements, whatever their dtype.
+        elements: numbers of elements over all executions, whatever their dtype.
     """
 
     kind: str
@@ -96,14 +96,14 @@ class Total:
     elements: int
 
 
-def rows_of(windows: Iterable[Window]) -> tuple[Row, ...]:
+def rows_of(windows: Iterable[Window]) -> tuple[TrafficRow, ...]:
     """The collectives, alike ones together, the largest first."""
     alike: dict[Any, list[Window]] = {}
     for w in windows:
         key = w.kind, w.dtype, w.axes, len(w.group), w.phase, bool(w.loop), _patterns(w.units)
         alike.setdefault(key, []).append(w)
     rows = [
-        Row(kind, dtype, axes, group_size, _folded(found), phase, in_loop, tuple(found))
+        TrafficRow(kind, dtype, axes, group_size, _folded(found), phase, in_loop, tuple(found))
         for (kind, dtype, axes, group_size, phase, in_loop, _), found in alike.items()
     ]
     return tuple(sorted(rows, key=lambda row: -row.total_bytes))
@@ -124,16 +124,16 @@ def total_of(kind: str, windows: Iterable[Window]) -> Total:
     return Total(kind, sum(size for size, _ in sizes), round(sum(size / item for size, item in sizes)))
 
 
-# What units that are never gathered send: the model's own, told apart from what the plan has asked for.
+# What units that are never gathered send: the model's own, apart from what the plan has asked for.
 
 Array = tuple[str, tuple[int, ...]]
 
 
-def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
+def split_by_plan(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window], list[Window]]:
     """The collectives that the plan is about, and those of units that are never gathered.
 
     Where a program does not say of which unit one is, those that read it do, if what is sent was computed. A compiler
-    joins collectives, too: there the arrays are told apart by their shapes. Of units that are gathered all count but
+    joins collectives, too: there the arrays are distinguished by their shapes. Of units that are gathered all count but
     what has the shape of a parameter that never is; of both together, and of what has no unit, those that have the
     shape of a parameter that is. All-reduces count as the former: small arrays are reduced as one, so that no shape is
     left.
@@ -148,8 +148,8 @@ def told_apart(windows: Iterable[Window], plan: ShardPlan) -> tuple[list[Window]
         if whose and names.issuperset(whose):
             own.append(window)
             continue
-        is_told = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))
-        is_ours = lambda dims, is_told=is_told: dims in known or (is_told and dims not in theirs)
+        is_known = window.kind == "all-reduce" or (bool(window.units) and names.isdisjoint(window.units))
+        is_ours = lambda dims, is_known=is_known: dims in known or (is_known and dims not in theirs)
         ours = [array for array in window.arrays if is_ours(comparable(array[1]))]
         rest = [array for array in window.arrays if array not in ours]
         planned += [with_arrays(window, ours) if rest else window] if ours or not rest else []

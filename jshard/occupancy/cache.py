@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import FourPartError, RunError, ShardingError
-from jshard._processes import gather_texts, is_primary
+from jshard._errors import RunError, ShardingError
+from jshard._processes import all_or_none, is_primary
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.candidates import Choice, Timing
@@ -210,26 +210,16 @@ def of_first(work: Callable[[], str], *, where: str) -> str:
     Raises:
         RunError: in the other processes, where the work of the first one failed.
     """
-    made, failed = "", None
+    made, error = "", None
     if is_primary():
         try:
             made = work()
-        except Exception as error:  # the others wait to hear of it
-            failed = error
-    outcome = {"text": made, "failed": None if failed is None else _first_line(failed)}
-    first = json.loads(gather_texts(json.dumps(outcome))[0])
-    if failed is not None:
-        raise failed
-    if first["failed"] is not None:
-        raise RunError(
-            "The first process could not do it.",
-            where=where,
-            why=first["failed"],
-            do="see what process 0 says.",
-        )
-    return str(first["text"])
+        except Exception as caught:  # the others wait to hear of it
+            error = caught
 
+    def failed(failures: Mapping[int, Mapping[str, Any]]) -> RunError:
+        what = next(iter(failures[0]["what"].splitlines()), "")
+        why = f"{failures[0]['kind']}: {what}"
+        return RunError("The first process could not do it.", where=where, why=why, do="see what process 0 says.")
 
-def _first_line(error: Exception) -> str:
-    what = error.what if isinstance(error, FourPartError) else str(error)
-    return f"{type(error).__name__}: {next(iter(what.splitlines()), '')}"
+    return str(all_or_none(f"first of {where}", made, error, failed=failed)[0])

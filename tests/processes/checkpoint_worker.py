@@ -21,8 +21,8 @@ import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._errors import FourPartError
-from jshard.checkpoint import storage
-from jshard.checkpoint.barrier import exchange
+from jshard._processes import exchange
+from jshard.checkpoint import series_folder, storage
 from jshard.checkpoint.saving import Saving
 from jshard.checkpoint.sums import LeafSums
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
@@ -59,7 +59,7 @@ def matrix():
 
 def not_shared():
     """Each process is given a folder of its own."""
-    checkpoint.barrier._SHOWN_S = 0.5
+    series_folder.SHOWN_S = 0.5
     own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
     assert own.latest() is None and not own.folder.exists()
     return told(lambda: own.save(1, state(1)))

@@ -8,13 +8,40 @@ Example:
     write_safetensors("out/", whole_leaves(ForeignSource(ours, gpt.hf_names(config))))
 """
 
+from pathlib import Path
+
+from jshard.checkpoint.formats.dcp import METADATA as _METADATA
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
-from jshard.checkpoint.formats.detect import foreign_source as foreign_source
 from jshard.checkpoint.formats.names import ForeignSource as ForeignSource
 from jshard.checkpoint.formats.names import NamedSource as NamedSource
 from jshard.checkpoint.formats.names import Stored as Stored
+from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
-from jshard.checkpoint.formats.source import Source as Source
+from jshard.checkpoint.formats.source import ArraySource as ArraySource
 from jshard.checkpoint.formats.source import StoredArray as StoredArray
 from jshard.checkpoint.formats.source import whole_leaves as whole_leaves
+
+
+def foreign_source(path: str | Path) -> DcpSource | SafetensorsSource | None:
+    """Opens a checkpoint of another library.
+
+    Args:
+        path: a file or folder on this machine.
+
+    Returns:
+        The checkpoint; None if there is none of a format that is known here.
+
+    Raises:
+        CheckpointError: it cannot be read, or its pickle names something that is not allowed.
+        RunError: it is damaged.
+
+    Example:
+        >>> source = foreign_source("gpt2/")
+    """
+    path = Path(path)
+    if (path / _METADATA).is_file():
+        return DcpSource(path)
+    if (path.suffix == _SUFFIX) if path.is_file() else any(path.glob("*" + _SUFFIX)):
+        return SafetensorsSource(path)
+    return None

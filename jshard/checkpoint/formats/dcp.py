@@ -1,6 +1,6 @@
 """PyTorch's distributed checkpoints (FSDP2, torchtitan), read box by box and without PyTorch.
 
-A folder holds `.metadata`, a pickle that says which tensor lies in which chunks and where each chunk is; and files
+A folder holds `.metadata`, a pickle that says which tensor is in which chunks and where each chunk is; and files
 `__RANK_N.distcp` in which every chunk is a whole `torch.save` archive: a zip whose members are not compressed, so the
 numbers of a chunk are one run of bytes.
 """
@@ -19,7 +19,7 @@ from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import inert_pickle
 from jshard.checkpoint.formats.inert_pickle import DTYPES, Record, records
-from jshard.checkpoint.formats.source import Box, Region, StoredArray, bounds, damaged, local_path, read_region
+from jshard.checkpoint.formats.source import Box, FileRegion, StoredArray, bounds, damaged, local_path, read_region
 from jshard.checkpoint.formats.torch_archive import Archive
 
 METADATA = ".metadata"
@@ -81,7 +81,7 @@ class DcpSource:
         )
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a tensor, as a new array, put together from the chunks it lies in; threads may call it."""
+        """A box of a tensor, as a new array, put together from the chunks it is in; threads may call it."""
         return self._tensors[name].read(box)
 
     def damaged_names(self) -> list[str]:
@@ -90,8 +90,8 @@ class DcpSource:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where an item lies: a run of bytes in a file."""
+class _Piece:
+    """Where an item is: a run of bytes in a file."""
 
     path: Path
     offset: int
@@ -104,7 +104,7 @@ class _Place:
 class _Values(Mapping[str, Any]):
     """Values by name, each read when it is asked for."""
 
-    def __init__(self, places: Mapping[str, _Place]) -> None:
+    def __init__(self, places: Mapping[str, _Piece]) -> None:
         self._places = places
 
     def __getitem__(self, name: str) -> Any:
@@ -120,13 +120,13 @@ class _Values(Mapping[str, Any]):
 class _Tensor:
     """A tensor and its chunks."""
 
-    def __init__(self, path: Path, name: str, leaf: StoredArray, chunks: Mapping[tuple[int, ...], _Place], sizes: Any):
+    def __init__(self, path: Path, name: str, leaf: StoredArray, chunks: Mapping[tuple[int, ...], _Piece], sizes: Any):
         self.leaf = leaf
         self._path, self._name = path, name
         self._places = list(chunks.values())
         self._begin = np.array(list(chunks), np.int64).reshape(len(chunks), len(leaf.shape))
         self._end = self._begin + np.array(sizes, np.int64).reshape(self._begin.shape)
-        self._regions: dict[int, Region] = {}
+        self._regions: dict[int, FileRegion] = {}
 
     def read(self, box: Box) -> np.ndarray:
         limits = bounds(box, self.leaf.shape)
@@ -141,7 +141,7 @@ class _Tensor:
             read_region(self._region(int(i)), part, values[inside] if inside else values)
         return values
 
-    def _region(self, chunk: int) -> Region:
+    def _region(self, chunk: int) -> FileRegion:
         if chunk not in self._regions:
             place = self._places[chunk]
             region = place.archive().tensor()
@@ -167,8 +167,8 @@ class _Tensor:
             raise damaged(self._path / METADATA, why)
 
 
-def _metadata(path: Path) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, ...] | None], _Place]]:
-    """What `.metadata` says of every item, and where each item, or chunk of it, lies."""
+def _metadata(path: Path) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, ...] | None], _Piece]]:
+    """What `.metadata` says of every item, and where each item, or chunk of it, is."""
     file = path / METADATA
     if not file.is_file():
         raise CheckpointError(
@@ -199,7 +199,7 @@ def _hint(path: Path) -> str:
     return f"\nit holds {alone[0]}: each process saved for itself, and such files cannot be joined." if alone else ""
 
 
-def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
+def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Piece]:
     file, sizes = path / METADATA, {}
     places = {}
     for index, info in stored.items():
@@ -212,14 +212,14 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int,
         numbers = (info.get("offset"), info.get("length"))
         known = isinstance(name, str) and (chunk is None or _are_sizes(chunk))
         if not known or not _is_inside(relative) or not _are_sizes(numbers):
-            raise damaged(file, f"{name} is said to lie in {relative}, at {numbers}.")
+            raise damaged(file, f"{name} is said to be in {relative}, at {numbers}.")
         if relative not in sizes:
             sizes[relative] = _size(path / relative, file)
         if sum(numbers) > sizes[relative]:
             raise damaged(
                 path / relative, f"it ends at byte {sizes[relative]}; {name} has {numbers[1]} bytes from {numbers[0]}."
             )
-        places[name, chunk] = _Place(path / relative, *numbers)
+        places[name, chunk] = _Piece(path / relative, *numbers)
     return places
 
 
@@ -250,7 +250,7 @@ def _extended(path: Path, name: Any, descriptors: Any) -> CheckpointError:
 
 
 def _tensor(
-    path: Path, name: str, record: Record, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]
+    path: Path, name: str, record: Record, places: Mapping[tuple[str, tuple[int, ...] | None], _Piece]
 ) -> _Tensor:
     properties, shape, chunks = record.get("properties"), record.get("size"), record.get("chunks")
     state = properties.state if isinstance(properties, Record) else None
@@ -261,7 +261,7 @@ def _tensor(
         raise damaged(path / METADATA, f"{name} is said to be of shape {shape} in chunks {corners[:3]}.")
     begins = [begin for begin, _ in corners]
     if gone := [begin for begin in begins if (name, begin) not in places]:
-        raise damaged(path / METADATA, f"it does not say where the chunks {gone[:3]} of {name} lie.")
+        raise damaged(path / METADATA, f"it does not say where the chunks {gone[:3]} of {name} are.")
     if len(set(begins)) < len(begins) or sum(math.prod(size) for _, size in corners) != math.prod(shape):
         raise damaged(path / METADATA, f"{len(begins)} chunks do not make up {name} of shape {shape}.")
     leaf = StoredArray(shape, dtype)

@@ -131,7 +131,7 @@ def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[...
     Args:
         file: the pickle.
         allowed: what each module and name stands for.
-        path: to tell in errors.
+        path: for errors.
         storage: makes a persistent object of its key; None if there are none.
 
     Raises:
@@ -139,7 +139,7 @@ def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[...
         RunError: it is no pickle, or damaged.
     """
     try:
-        return _Reader(file, allowed, storage).load()
+        return _PickleReader(file, allowed, storage).load()
     except FourPartError:
         raise
     except _NotAllowed as error:
@@ -148,7 +148,7 @@ def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[...
         raise damaged(path, f"its pickle cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-class _Reader(pickle.Unpickler):
+class _PickleReader(pickle.Unpickler):
     """Looks names up in the table, and nowhere else."""
 
     def __init__(self, file: IO[bytes], allowed: Allowed, storage: Callable[..., Any] | None) -> None:

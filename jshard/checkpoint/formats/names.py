@@ -1,4 +1,4 @@
-"""Leaves under other names: what a model's parameters are called elsewhere, and how they lie there."""
+"""Leaves under other names: what a model's parameters are called elsewhere, and how they are there."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats.source import Box, Source, StoredArray, bounds
+from jshard.checkpoint.formats.source import ArraySource, Box, StoredArray, bounds
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class NamedSource:
         (768, 3, 768)
     """
 
-    def __init__(self, source: Source, names: Names) -> None:
+    def __init__(self, source: ArraySource, names: Names) -> None:
         self._source = source
         dropped = _dropped(names, source)
         found = {
@@ -93,7 +93,7 @@ class NamedSource:
         self.unused = [name for name in source.leaves if name not in used and not _is_buffer(name, source.leaves[name])]
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of one of our leaves: reads what lies in it of each stored part."""
+        """A box of one of our leaves: reads what is in it of each stored part."""
         stored, parts = self._parts[name]
         limits = bounds(box, self.leaves[name].shape)
         if stored.parts > 1:
@@ -124,7 +124,7 @@ class ForeignSource:
         >>> write_safetensors("out", whole_leaves(ForeignSource(source, gpt.hf_names(config))))
     """
 
-    def __init__(self, source: Source, names: Names) -> None:
+    def __init__(self, source: ArraySource, names: Names) -> None:
         self._source = source
         nameless = [path for path in source.leaves if path not in names]
         if nameless:
@@ -165,7 +165,7 @@ def _stored(value: str | Stored) -> Stored:
     return Stored(value) if isinstance(value, str) else value
 
 
-def _dropped(names: Names, source: Source) -> str | None:
+def _dropped(names: Names, source: ArraySource) -> str | None:
     """The word that most names begin with, if no stored name does: the file was written without it."""
     words = collections.Counter(
         name.partition(".")[0] for stored in names.values() for name in _stored(stored).names if "." in name
@@ -175,13 +175,13 @@ def _dropped(names: Names, source: Source) -> str | None:
     return None if begins or count * 2 <= words.total() else word
 
 
-def _find(name: str, source: Source, dropped: str | None) -> str | None:
+def _find(name: str, source: ArraySource, dropped: str | None) -> str | None:
     word, _, rest = name.partition(".")
     return next((n for n in (name, rest if word == dropped else name) if n in source.leaves), None)
 
 
 def _joined(
-    path: str, stored: Stored, names: list[str], source: Source
+    path: str, stored: Stored, names: list[str], source: ArraySource
 ) -> tuple[StoredArray, tuple[Stored, list[tuple[str, int, int]]]]:
     """Our leaf, and where each stored array begins and ends in it along the dim they are joined along."""
     leaves = [source.leaves[name] for name in names]
@@ -217,7 +217,7 @@ def _in_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, .
     return (*shape[:-1], stored.parts, shape[-1] // stored.parts)
 
 
-def _parts_of(source: Source, name: str, limits: tuple[tuple[int, int], ...], width: int) -> np.ndarray:
+def _parts_of(source: ArraySource, name: str, limits: tuple[tuple[int, int], ...], width: int) -> np.ndarray:
     """A box of our leaf whose last two dims are one there."""
     *lead, (first, last), (begin, end) = limits
     values = source.read(name, (*(slice(*limit) for limit in lead), slice(first * width, last * width)))

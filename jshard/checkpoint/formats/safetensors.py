@@ -17,7 +17,7 @@ from jshard._errors import RunError, printable
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats.source import (
     Box,
-    Region,
+    FileRegion,
     StoredArray,
     WholeLeaf,
     damaged,
@@ -91,7 +91,7 @@ def _files(path: Path) -> tuple[list[Path], Mapping[str, str] | None]:
             "There is no safetensors checkpoint to read.",
             where=str(path),
             why=f"the folder holds neither {INDEX} nor a file that ends in {SUFFIX}.",
-            do="give the path of such a file, or of the folder it lies in.",
+            do="give the path of such a file, or of the folder it is in.",
         )
     return files, None
 
@@ -111,14 +111,14 @@ def _read_index(path: Path) -> Mapping[str, str]:
     return index
 
 
-def _check_index(path: Path, index: Mapping[str, str], regions: Mapping[str, Region]) -> None:
+def _check_index(path: Path, index: Mapping[str, str], regions: Mapping[str, FileRegion]) -> None:
     wrong = [name for name, file in index.items() if name not in regions or regions[name].path.name != file]
     if wrong:
         raise damaged(path, f"{len(wrong)} arrays are not where it says, the first is {wrong[0]} in {index[wrong[0]]}.")
 
 
-def _all_regions(files: Iterable[Path]) -> dict[str, Region]:
-    regions: dict[str, Region] = {}
+def _all_regions(files: Iterable[Path]) -> dict[str, FileRegion]:
+    regions: dict[str, FileRegion] = {}
     for file in files:
         header, start = _header(file)
         if _may_hold_parts(file, header.pop("__metadata__", None) or {}):
@@ -149,7 +149,7 @@ def _in_parts(path: Path, why: str) -> CheckpointError:
         why=f"{why}\nPyTorch's HuggingFaceStorageWriter leaves such files with save_distributed=True.",
         do="save with enable_consolidation=True, or join the files with\n"
         "torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files;\n"
-        "if two checkpoints lie in the folder, give the path of one file.",
+        "if two checkpoints are in the folder, give the path of one file.",
     )
 
 
@@ -177,7 +177,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Region]:
+def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, FileRegion]:
     unknown = [f"{name}  {entry.get('dtype')}" for name, entry in header.items() if _dtype(entry) is None]
     if unknown:
         raise CheckpointError(
@@ -194,7 +194,7 @@ def _regions(path: Path, header: Mapping[str, Any], start: int) -> dict[str, Reg
             stated = f"{entry['dtype']} {shape} at {entry.get('data_offsets')}"
             raise damaged(path, f"{name} cannot be {stated}: the data has {size} bytes.")
         spans.append((begin, end, name))
-        regions[name] = Region(path, start + begin, tuple(shape), dtype, row_major(shape, dtype.itemsize))
+        regions[name] = FileRegion(path, start + begin, tuple(shape), dtype, row_major(shape, dtype.itemsize))
     _check_cover(path, sorted(spans), size)
     return regions
 
@@ -215,7 +215,7 @@ def _fits(shape: list[int], dtype: np.dtype, begin: int, end: int, size: int) ->
 
 
 def _check_cover(path: Path, spans: list[tuple[int, int, str]], size: int) -> None:
-    """Arrays lie end to end, as the format demands: nothing overlaps, nothing is left over."""
+    """Arrays are end to end, as the format demands: nothing overlaps, nothing is left over."""
     at = 0
     for begin, end, name in spans:
         if begin != at:

@@ -36,7 +36,7 @@ class StoredArray:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Source(Protocol):
+class ArraySource(Protocol):
     """A checkpoint that can be read. Nothing is read before `read` is called, and never more than it asks for."""
 
     @property
@@ -58,7 +58,7 @@ WholeLeaf = tuple[str, tuple[int, ...], np.dtype, Callable[[], np.ndarray]]
 """Name, shape, dtype, and a function that gets the whole array: what a writer takes."""
 
 
-def whole_leaves(source: Source) -> Iterator[WholeLeaf]:
+def whole_leaves(source: ArraySource) -> Iterator[WholeLeaf]:
     """The leaves of a source for a writer, which gets one after another.
 
     Example:
@@ -76,7 +76,7 @@ def bounds(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(part.indices(size)[:2] for part, size in zip(box, shape, strict=True))
 
 
-class Region(NamedTuple):
+class FileRegion(NamedTuple):
     """An array inside a file. A tuple, so that nothing can change it behind a check.
 
     Args:
@@ -106,7 +106,7 @@ def row_major(shape: Sequence[int], itemsize: int) -> tuple[int, ...]:
     return tuple(itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
 
 
-def read_region(region: Region, box: Box, out: np.ndarray | None = None) -> np.ndarray:
+def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> np.ndarray:
     """A box of an array inside a file, as a new array or into `out`.
 
     The file is mapped for as long as the copy takes: pages that were read do not stay in this process's memory.
@@ -130,7 +130,7 @@ def local_path(path: str | Path, kind: str) -> Path:
     """The path of a checkpoint on this machine.
 
     Raises:
-        CheckpointError: there is nothing, or it lies in a bucket.
+        CheckpointError: there is nothing, or it is in a bucket.
     """
     if "://" in str(path):
         raise CheckpointError(

@@ -14,7 +14,7 @@ from jshard._errors import FourPartError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import inert_pickle
 from jshard.checkpoint.formats.inert_pickle import DTYPES, Sealed
-from jshard.checkpoint.formats.source import Region, damaged, read_region
+from jshard.checkpoint.formats.source import FileRegion, damaged, read_region
 
 _MOST_PICKLE_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
@@ -100,15 +100,15 @@ class Archive:
     def __init__(self, path: Path, offset: int, length: int) -> None:
         self._path, self._offset, self._length = path, offset, length
 
-    def tensor(self) -> Region:
-        """The tensor that it is an archive of: where its numbers lie; they are not read.
+    def tensor(self) -> FileRegion:
+        """The tensor that it is an archive of: where its numbers are; they are not read.
 
         Raises:
             CheckpointError: its pickle names something that is not allowed.
             RunError: it is damaged, or holds no tensor.
         """
         region = self._load(_TENSOR)
-        if not isinstance(region, Region):
+        if not isinstance(region, FileRegion):
             raise damaged(self._path, f"the archive at byte {self._offset} holds no tensor.")
         return region
 
@@ -130,9 +130,9 @@ class Archive:
             return False
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _Window]]:
+    def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _ArchiveWindow]]:
         with self._path.open("rb", buffering=0) as file:
-            window = _Window(file, self._offset, self._length)
+            window = _ArchiveWindow(file, self._offset, self._length)
             with zipfile.ZipFile(window) as archive:
                 yield archive, window
 
@@ -146,7 +146,7 @@ class Archive:
             why = f"the archive at byte {self._offset} cannot be read: {type(error).__name__}: {error}"
             raise damaged(self._path, why) from error
 
-    def _unpickled(self, archive: zipfile.ZipFile, window: _Window, allowed: inert_pickle.Allowed) -> Any:
+    def _unpickled(self, archive: zipfile.ZipFile, window: _ArchiveWindow, allowed: inert_pickle.Allowed) -> Any:
         members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
         self._check_members(members)
         if "byteorder" in members and archive.read(members["byteorder"]).strip() != b"little":
@@ -177,7 +177,7 @@ class Archive:
             )
 
 
-class _Window(io.RawIOBase):
+class _ArchiveWindow(io.RawIOBase):
     """A run of bytes of a file, as a file of its own."""
 
     def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
@@ -207,8 +207,8 @@ class _Window(io.RawIOBase):
         return count
 
 
-def _data_offset(window: _Window, member: zipfile.ZipInfo) -> int:
-    """Where the bytes of a member begin; the header before them has a padding that the zip's table does not tell."""
+def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
+    """Where the bytes of a member begin; the header before them has a padding that the zip's table does not have."""
     window.seek(member.header_offset)
     header = window.read(_LOCAL_HEADER_BYTES) or b""
     if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
@@ -217,7 +217,7 @@ def _data_offset(window: _Window, member: zipfile.ZipInfo) -> int:
     return member.header_offset + _LOCAL_HEADER_BYTES + name + extra
 
 
-def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Region:
+def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> FileRegion:
     if not isinstance(storage, _Storage) or not isinstance(dtype, str):
         raise ValueError("a tensor without a storage")
     numbers = (offset, *size, *stride)
@@ -225,12 +225,12 @@ def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> Re
         raise ValueError(f"a tensor of size {size}, stride {stride} at {offset}")
     itemsize = DTYPES[dtype].itemsize
     strides = tuple(n * itemsize for n in stride)
-    region = Region(storage.path, storage.offset + offset * itemsize, tuple(size), DTYPES[dtype], strides)
+    region = FileRegion(storage.path, storage.offset + offset * itemsize, tuple(size), DTYPES[dtype], strides)
     # The second also keeps a stride of 0 from making much of little.
     if offset * itemsize + max(region.span_bytes, math.prod(region.shape) * itemsize) > storage.nbytes:
         raise ValueError(f"a tensor of size {size}, stride {stride} at {offset} in {storage.nbytes} bytes")
     return region
 
 
-def _read(region: Region) -> Any:
+def _read(region: FileRegion) -> Any:
     return read_region(region, tuple(slice(0, n) for n in region.shape))

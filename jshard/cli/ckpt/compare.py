@@ -12,8 +12,8 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import human_bytes
-from jshard.checkpoint.diff import LeafDiff, diff, differing
-from jshard.checkpoint.listing import Entry, checkpoint_at, listing
+from jshard.checkpoint.diff import LeafDiff, diff
+from jshard.checkpoint.listing import ListedCheckpoint, checkpoint_at, listing
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
@@ -55,7 +55,7 @@ def run_verify(argv: Sequence[str]) -> int:
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
 
-def _incomplete(entry: Entry) -> Verdict:
+def _incomplete(entry: ListedCheckpoint) -> Verdict:
     findings = tuple(Finding(leaf=None, file=None, why=why) for why in entry.damage)
     return Verdict(path=entry.path, findings=findings, num_leaves=0, num_bytes=0, num_files=0)
 
@@ -109,7 +109,7 @@ def run_diff(argv: Sequence[str]) -> int:
         print(as_json({"a": str(paths[0]), "b": str(paths[1]), "leaves": leaves}))
     else:
         show(_differences_table(paths, found, args))
-    return 1 if differing(found) else 0
+    return 1 if any(leaf.kind != "equal" for leaf in found) else 0
 
 
 def _differences_table(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
@@ -119,7 +119,7 @@ def _differences_table(paths: Sequence[Path], found: Sequence[LeafDiff], args: D
     lines.append(Text(f"{len(found)} leaves: {summary or 'none'}"))
     if args.no_values:
         lines[-1].append(" (no values were read: equal means that sums, or at least shapes, are)")
-    shown = found if args.all else differing(found)
+    shown = [leaf for leaf in found if args.all or leaf.kind != "equal"]
     if not shown:
         return Group(*lines)
     table = made_table("", "differs", "|a|>", "|b|>??", "|a-b|/|a|>", "largest>?", "shape, dtype", "leaf")

@@ -13,12 +13,18 @@ from jshard._errors import RunError, ShardingError
 from jshard._text import human_bytes
 from jshard.checkpoint.boxes import CheckpointSource, Part, part_of
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import ForeignSource, NamedSource, Source, whole_leaves, write_safetensors
-from jshard.checkpoint.formats.detect import foreign_source
+from jshard.checkpoint.formats import (
+    ArraySource,
+    ForeignSource,
+    NamedSource,
+    foreign_source,
+    whole_leaves,
+    write_safetensors,
+)
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.listing import checkpoint_at, is_checkpoint, listing
-from jshard.checkpoint.manifest import Seal
-from jshard.checkpoint.opened import by_path
+from jshard.checkpoint.manifest import Manifest
+from jshard.checkpoint.readers import by_path
 from jshard.checkpoint.reshard import import_leaves, reshard
 from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
@@ -58,21 +64,26 @@ def run_reshard(argv: Sequence[str]) -> int:
     path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
-        seal = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
-    print(as_json(written(args.out, seal)) if args.json else summary(args.out, seal))
+        manifest = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
+    print(as_json(written(args.out, manifest)) if args.json else summary(args.out, manifest))
     return 0
 
 
-def summary(out: Path, seal: Seal) -> str:
+def summary(out: Path, manifest: Manifest) -> str:
     """One line on a checkpoint that was written."""
-    found = written(out, seal)
-    return f"{out}: {found['leaves']} leaves, {human_bytes(sum(leaf.nbytes for leaf in seal.leaves.values()), 1)}"
+    found = written(out, manifest)
+    return f"{out}: {found['leaves']} leaves, {human_bytes(sum(leaf.nbytes for leaf in manifest.leaves.values()), 1)}"
 
 
-def written(out: Path, seal: Seal) -> dict[str, object]:
+def written(out: Path, manifest: Manifest) -> dict[str, object]:
     """The same as JSON."""
-    num_bytes = sum(leaf.nbytes for leaf in seal.leaves.values())
-    return {"path": str(out.absolute()), "leaves": len(seal.leaves), "bytes": num_bytes, "mesh": dict(seal.mesh)}
+    num_bytes = sum(leaf.nbytes for leaf in manifest.leaves.values())
+    return {
+        "path": str(out.absolute()),
+        "leaves": len(manifest.leaves),
+        "bytes": num_bytes,
+        "mesh": dict(manifest.mesh),
+    }
 
 
 # `jshard ckpt import FOREIGN OUT`: writes a checkpoint of what other libraries saved.
@@ -118,12 +129,12 @@ def run_import(argv: Sequence[str]) -> int:
         paths, values = _paths_and_values(args.path, source)
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("import", total) as note:
-        seal = import_leaves(source, args.out.absolute(), mesh, paths=paths, values=values, on_written=note)
-    print(as_json(written(args.out, seal)) if args.json else summary(args.out, seal))
+        manifest = import_leaves(source, args.out.absolute(), mesh, paths=paths, values=values, on_written=note)
+    print(as_json(written(args.out, manifest)) if args.json else summary(args.out, manifest))
     return 0
 
 
-def _opened(path: Path) -> Source:
+def _opened(path: Path) -> ArraySource:
     if is_checkpoint(path):
         return CheckpointSource(path.absolute())
     found = foreign_source(path)
@@ -137,7 +148,7 @@ def _opened(path: Path) -> Source:
     return found
 
 
-def _paths_and_values(path: Path, source: Source) -> tuple[Mapping[str, str], Mapping[str, Any]]:
+def _paths_and_values(path: Path, source: ArraySource) -> tuple[Mapping[str, str], Mapping[str, Any]]:
     """Names of arrays by path, and the numbers and texts beside them; what lists PyTorch keeps has no place here."""
     held = source.values() if isinstance(source, CheckpointSource) else getattr(source, "values", {})
     values = {name: value for name, value in held.items() if isinstance(value, int | float | str)}
@@ -210,7 +221,7 @@ def run_export(argv: Sequence[str]) -> int:
     if not args.no_verify:
         _check_good(ours)
     part = part_of(ours, args.part, names=None if model is None else model.names())
-    source: Source = part if model is None else _named(args, part, model.names())
+    source: ArraySource = part if model is None else _named(args, part, model.names())
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("export", total) as note:
         files = write_safetensors(
@@ -236,7 +247,7 @@ def _check_good(ours: CheckpointSource) -> None:
         )
 
 
-def _named(args: ExportArgs, source: Part, names: Names) -> Source:
+def _named(args: ExportArgs, source: Part, names: Names) -> ArraySource:
     missing = [path for path in names if path not in source.leaves]
     if missing:
         raise ShardingError(

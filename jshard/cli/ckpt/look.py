@@ -14,9 +14,9 @@ from rich.text import Text
 from jshard._errors import ShardingError, printable
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.listing import Entry, Listing, checkpoint_at, listing
-from jshard.checkpoint.manifest import Seal, StoredLeaf
-from jshard.checkpoint.opened import Opened, open_checkpoint
+from jshard.checkpoint.listing import ListedCheckpoint, Listing, checkpoint_at, listing
+from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.readers import Opened, open_checkpoint
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text
 from jshard.inspect.tables import add_row, made_table, show, whole_line
@@ -64,11 +64,11 @@ def _listing_table(found: Listing) -> Group:
     return Group(whole_line(str(found.path)), table, *map(Text, lines))
 
 
-def _version(entry: Entry) -> str:
+def _version(entry: ListedCheckpoint) -> str:
     return entry.version or ("" if entry.damage else "(plain Orbax)")
 
 
-def _state(entry: Entry) -> str:
+def _state(entry: ListedCheckpoint) -> str:
     if not entry.is_complete:
         return "INCOMPLETE"
     return "DAMAGED" if entry.damage else "latest" if entry.is_latest else "complete"
@@ -143,20 +143,21 @@ def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | No
 
 
 def _head(opened: Opened) -> Iterator[str]:
-    seal: Seal | None = opened.seal
+    manifest: Manifest | None = opened.manifest
     yield str(opened.path)
-    if seal is None:
+    if manifest is None:
         yield "jshard did not write it: there are no sums to verify it by."
         return
-    step = "" if seal.step is None else f"step {seal.step}, "
-    yield f"{step}saved {moment(seal.saved_at)} by {_processes(seal)} on {mesh_text(seal.mesh) or '1 device'}"
-    yield ", ".join(f"{package} {version}" for package, version in seal.versions.items())
-    if seal.metrics:
-        yield ", ".join(f"{name} {value:g}" for name, value in seal.metrics.items())
+    step = "" if manifest.step is None else f"step {manifest.step}, "
+    mesh = mesh_text(manifest.mesh) or "1 device"
+    yield f"{step}saved {moment(manifest.saved_at)} by {_processes(manifest)} on {mesh}"
+    yield ", ".join(f"{package} {version}" for package, version in manifest.versions.items())
+    if manifest.metrics:
+        yield ", ".join(f"{name} {value:g}" for name, value in manifest.metrics.items())
 
 
-def _processes(seal: Seal) -> str:
-    return "1 process" if seal.processes == 1 else f"{seal.processes} processes"
+def _processes(manifest: Manifest) -> str:
+    return "1 process" if manifest.processes == 1 else f"{manifest.processes} processes"
 
 
 def _rows(tree: Mapping[str, Any], depth: int | None, level: int = 0) -> Iterator[tuple[str, Any, int, int]]:
@@ -197,6 +198,7 @@ def _bytes(leaves: Iterable[StoredLeaf]) -> int:
 
 
 def _leaves_json(opened: Opened, shown: Mapping[str, StoredLeaf]) -> dict[str, Any]:
-    seal = {} if opened.seal is None else dataclasses.asdict(dataclasses.replace(opened.seal, leaves={}, files={}))
+    found = opened.manifest
+    manifest = {} if found is None else dataclasses.asdict(dataclasses.replace(found, leaves={}, files={}))
     leaves = {path: dataclasses.asdict(leaf) | {"bytes": leaf.nbytes} for path, leaf in shown.items()}
-    return {"path": str(opened.path), **seal, "is_sealed": opened.seal is not None, "leaves": leaves}
+    return {"path": str(opened.path), **manifest, "is_sealed": found is not None, "leaves": leaves}

@@ -122,7 +122,7 @@ class Collective:
         executions: how often it runs in one run of the program, loops counted.
         full_bytes: of one execution, the bytes of the whole array: the result of an all-gather, the input of
             a reduce-scatter, the array of an all-reduce, one device's array of the others.
-        conditional: it lies in a branch, and may not run at all.
+        conditional: it is in a branch, and may not run at all.
     """
 
     name: str
@@ -173,7 +173,7 @@ def collectives(program: Any, num_devices: int | None = None) -> tuple[Collectiv
         ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
     """
     module = parse_module(program if isinstance(program, str) else program.as_text())
-    return tuple(_Reader(module, num_devices or module.num_devices).visit(module.entry))
+    return tuple(_CollectiveReader(module, num_devices or module.num_devices).visit(module.entry))
 
 
 def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
@@ -222,7 +222,7 @@ def wire_bytes(found: Iterable[Collective]) -> float:
     return sum(c.wire_bytes for c in found)
 
 
-class _Reader:
+class _CollectiveReader:
     """Walks the computations from the entry, through loops, branches and calls."""
 
     def __init__(self, module: Module, num_devices: int) -> None:
@@ -265,7 +265,7 @@ class _Reader:
 
 
 def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, int]:
-    """Bytes of the whole arrays of a collective, by dtype: what `Collective.full_bytes` tells."""
+    """Bytes of the whole arrays of a collective, by dtype: what `Collective.full_bytes` is."""
     scattered = group_size if kind == "reduce-scatter" else 1
     sizes: dict[str, int] = collections.defaultdict(int)
     for dtype, dims in results_of(instruction, kind):

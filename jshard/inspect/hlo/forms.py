@@ -11,10 +11,10 @@ _UNIT = re.compile(r"jshard\[([^\]]*)\](/backward)?")
 
 
 def unit_and_phase(op_name: str) -> tuple[tuple[str, ...], str | None]:
-    """The units and the phase that a traced name tells: `.../jshard[blocks/3]/backward/...`."""
+    """The units and the phase in a traced name: `.../jshard[blocks/3]/backward/...`."""
     found = [(name, _UNIT.findall(name)) for name in _joined_names(op_name)]
-    told = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit
-    units = dict.fromkeys(unit for _, (unit, _) in told)
+    tagged = [(name, tags[-1]) for name, tags in found if tags]  # the innermost unit
+    units = dict.fromkeys(unit for _, (unit, _) in tagged)
     marked = [(name, bool(tags and tags[-1][1])) for name, tags in found if tags or named_in(name)]
     phases = {"backward" if is_marked or "transpose(" in name else "forward" for name, is_marked in marked}
     return tuple(units), "both" if len(phases) > 1 else next(iter(phases), None)
@@ -58,7 +58,7 @@ class Role:
     Args:
         stage: `start`, `done`, or `blocking` for one that is start and end at once.
         kind: one of `KINDS`; empty for a `done`.
-        collective: the instruction that tells its shape and its group; None for a `done`.
+        collective: the instruction that has its shape and its group; None for a `done`.
         key: what start and end have in common, where they do not name each other.
     """
 

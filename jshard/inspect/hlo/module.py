@@ -46,7 +46,7 @@ class Instruction:
 
     @property
     def text(self) -> str:
-        """How it is told in errors."""
+        """Its name in errors."""
         return f"%{self.name} = {self.opcode}(...)"
 
     @property

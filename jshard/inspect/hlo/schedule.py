@@ -93,7 +93,7 @@ def read_schedule(
 
     Args:
         program: a `jax.stages.Compiled`, or its text.
-        mesh: to tell the axes of groups.
+        mesh: for the axes of groups.
         expect_collectives: a program of several devices without any is an error, as communication that was
             overlooked would look like communication that is hidden.
 

@@ -4,7 +4,7 @@ import dataclasses
 
 from jshard._text import folded_names
 from jshard.engine.moved import Mixing
-from jshard.inspect.hlo.work import Work
+from jshard.inspect.hlo.work import OpWork
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Window:
     Args:
         name: the instruction's name in the text.
         kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
-        sizes: bytes of the whole arrays by dtype, of one execution; as `Collective.full_bytes` tells.
+        sizes: bytes of the whole arrays by dtype, of one execution; as of `Collective.full_bytes`.
         group: positions, in the mesh's order, of the devices of the first group.
         axes: the mesh axes that it runs over; None if no mesh was given.
         units: paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the
@@ -27,7 +27,7 @@ class Window:
         operations: instructions that compute between start and end.
         matmuls: matrix products among these, those in fusions and loops counted.
         flops: floating-point operations of these.
-        conditional: it lies in a branch, and may not run at all.
+        conditional: it is in a branch, and may not run at all.
         arrays: of its result: dtype and dims of each.
         mixing: the lines of the model that mix examples by it; several if the compiler joined theirs.
         is_mixing: it is for those alone.
@@ -64,7 +64,7 @@ class Window:
 
     @property
     def unit(self) -> str | None:
-        """The unit, or several joined by `+`, those of a list folded: `blocks/0..3`; None if not told."""
+        """The unit, or several joined by `+`, those of a list folded: `blocks/0..3`; None if not known."""
         return "+".join(folded_names(self.units)) or None
 
     @property
@@ -78,7 +78,7 @@ class Compute:
     """An instruction that computes."""
 
     name: str
-    work: Work
+    work: OpWork
 
 
 @dataclasses.dataclass(frozen=True)

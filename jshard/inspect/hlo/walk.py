@@ -17,7 +17,7 @@ from jshard.inspect.hlo.collectives import (
 from jshard.inspect.hlo.forms import Forms, Role, base_opcode, channel, mixing_in, unit_and_phase
 from jshard.inspect.hlo.module import Computation, Instruction, Module, tuple_index
 from jshard.inspect.hlo.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
-from jshard.inspect.hlo.work import Work, Worker, added
+from jshard.inspect.hlo.work import OpWork, Worker, added
 
 _NOBODY = ""
 _WRAPPING, _OPAQUE = ("fusion", "call"), ("while", "conditional")
@@ -116,7 +116,7 @@ class _Amount:
         )
 
 
-# The place in `Walk.windows` of a collective under way, and what had been passed at its start; None: told already.
+# The place in `Walk.windows` of a collective under way, and what had been passed at its start; None: noted already.
 _UnderWay = tuple[int, _Amount | None]
 
 
@@ -128,14 +128,14 @@ class _Body:
         home: the computation.
         steps: so far.
         parts: the work of each.
-        passed: likewise, counted.
+        passed: the same, counted.
         under_way: by token, the collectives that began and were not waited for; None if the end is to be ignored.
         arrivals: what was passed in a loop's body when it waited for a part of the loop's state.
     """
 
     home: Computation
     steps: list[Step] = dataclasses.field(default_factory=list)
-    parts: list[Work] = dataclasses.field(default_factory=list)
+    parts: list[OpWork] = dataclasses.field(default_factory=list)
     passed: _Amount = dataclasses.field(default_factory=_Amount)
     under_way: dict[str, _UnderWay | None] = dataclasses.field(default_factory=dict)
     arrivals: dict[str, _Amount] = dataclasses.field(default_factory=dict)
@@ -175,7 +175,7 @@ class Walk:
 
     Args:
         module: the program.
-        mesh: to tell the axes of groups.
+        mesh: for the axes of groups.
     """
 
     def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:

@@ -26,7 +26,7 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class OpWork:
     """The work of an instruction, of a computation, or of several together.
 
     Args:
@@ -51,13 +51,13 @@ class Work:
         """Whether it takes no time."""
         return not (self.flops or self.memory_bytes)
 
-    def times(self, rounds: int) -> "Work":
+    def times(self, rounds: int) -> "OpWork":
         """The same work again and again."""
         flops = tuple((dtype, count * rounds) for dtype, count in self.flops)
-        return Work(flops, self.matmuls * rounds, self.memory_bytes * rounds, self.uncounted)
+        return OpWork(flops, self.matmuls * rounds, self.memory_bytes * rounds, self.uncounted)
 
 
-def added(parts: Iterable[Work]) -> Work:
+def added(parts: Iterable[OpWork]) -> OpWork:
     """The sum."""
     flops: dict[str, float] = collections.defaultdict(float)
     matmuls, memory_bytes, uncounted = 0, 0.0, []
@@ -67,7 +67,7 @@ def added(parts: Iterable[Work]) -> Work:
         matmuls += part.matmuls
         memory_bytes += part.memory_bytes
         uncounted += part.uncounted
-    return Work(tuple(sorted(flops.items())), matmuls, memory_bytes, tuple(dict.fromkeys(uncounted)))
+    return OpWork(tuple(sorted(flops.items())), matmuls, memory_bytes, tuple(dict.fromkeys(uncounted)))
 
 
 class Worker:
@@ -79,14 +79,14 @@ class Worker:
 
     def __init__(self, module: Module) -> None:
         self._module = module
-        self._inside: dict[str, Work] = {}
+        self._inside: dict[str, OpWork] = {}
 
-    def work(self, home: Computation, instruction: Instruction) -> Work:
+    def work(self, home: Computation, instruction: Instruction) -> OpWork:
         """The work of one instruction of a computation."""
         if instruction.opcode in _FREE or _target(instruction).startswith(_NOTHING):
-            return Work()
+            return OpWork()
         if instruction.opcode in _BESIDE and _is_hosts(home, instruction):
-            return Work()  # a copy between device and host
+            return OpWork()  # a copy between device and host
         arithmetic = self._arithmetic(home, instruction)
         if instruction.opcode == "fusion":
             touched = sum(_fusion_bytes(body) for body in self._module.callees(instruction))
@@ -94,7 +94,7 @@ class Worker:
             touched = _plain_bytes(home, instruction)
         return dataclasses.replace(arithmetic, memory_bytes=touched)
 
-    def _arithmetic(self, home: Computation, instruction: Instruction) -> Work:
+    def _arithmetic(self, home: Computation, instruction: Instruction) -> OpWork:
         """The matrix products of an instruction, and of what it calls."""
         opcode = instruction.opcode
         if opcode == "dot":
@@ -105,7 +105,7 @@ class Worker:
             return _custom_call(home, instruction)
         return added(self._within(body) for body in self._module.callees(instruction))
 
-    def _within(self, body: Computation) -> Work:
+    def _within(self, body: Computation) -> OpWork:
         if body.name not in self._inside:
             self._inside[body.name] = added(self._arithmetic(body, i) for i in body.instructions)
         return self._inside[body.name]
@@ -117,8 +117,8 @@ def _is_hosts(home: Computation, instruction: Instruction) -> bool:
     return any(_HOST in one.shape for one in (instruction, *given) if one is not None)
 
 
-def _product(dtype: str, flops: float) -> Work:
-    return Work(((dtype, flops),), 1) if flops else Work()
+def _product(dtype: str, flops: float) -> OpWork:
+    return OpWork(((dtype, flops),), 1) if flops else OpWork()
 
 
 def _dtype(home: Computation, instruction: Instruction) -> str:
@@ -143,10 +143,10 @@ def _dot_flops(home: Computation, dot: Instruction) -> float:
     return 2.0 * math.prod(out) * contracted
 
 
-def _custom_call(home: Computation, call: Instruction) -> Work:
+def _custom_call(home: Computation, call: Instruction) -> OpWork:
     name = _target(call)
     if name.startswith(_GEMMS):
-        # The dims contracted are in the backend's own words: sizes tell them too.
+        # The dims contracted are in the backend's own words: sizes give them, too.
         (dtype, left), (_, right), (_, out) = (_array(x) for x in (home.operand(call, 0), home.operand(call, 1), call))
         batch = math.prod(left[d] for d in _places(call.attributes, "lhs_batch_dimensions") if d < len(left))
         sizes = [float(math.prod(dims)) for dims in (left, right, out)]
@@ -155,14 +155,14 @@ def _custom_call(home: Computation, call: Instruction) -> Work:
         return _attention(home, call, backward="Backward" in name)
     if name.startswith(MOSAIC) and _KERNEL in call.op_name:
         return _kernel(home, call)
-    return Work() if name.startswith(_NOTHING) else Work(uncounted=(name,))
+    return OpWork() if name.startswith(_NOTHING) else OpWork(uncounted=(name,))
 
 
-def _kernel(home: Computation, call: Instruction) -> Work:
+def _kernel(home: Computation, call: Instruction) -> OpWork:
     """Our own kernels: products of the first operand with every other matrix; or norms, which have none."""
     operands = [_array(home.operand(call, i)) for i in range(len(call.operands))]
     if "_norm" in call.op_name.rpartition(_KERNEL)[2]:
-        return Work()
+        return OpWork()
     (dtype, left), *others = operands
     out = math.prod(_array(call)[1])
     rights = [math.prod(dims) for _, dims in others if len(dims) == 2]
@@ -175,14 +175,14 @@ def _target(call: Instruction) -> str:
     return found.group(1) if found else ""
 
 
-def _attention(home: Computation, call: Instruction, *, backward: bool) -> Work:
+def _attention(home: Computation, call: Instruction, *, backward: bool) -> OpWork:
     """Two matrix products forward, five backward; half of them behind a causal mask."""
     (dtype, query), (_, key) = (_array(home.operand(call, i)) for i in (0, 1))
     if len(query) != 4 or len(key) != 4:
-        return Work(uncounted=("__cudnn$fmha",))
+        return OpWork(uncounted=("__cudnn$fmha",))
     count = (5 if backward else 2) * 2.0 * math.prod(query) * key[1]
     causal = "CAUSAL" in call.attributes
-    return Work(((dtype, count / 2 if causal else count),), 5 if backward else 2)
+    return OpWork(((dtype, count / 2 if causal else count),), 5 if backward else 2)
 
 
 def _convolution_flops(home: Computation, convolution: Instruction) -> float:
@@ -199,13 +199,13 @@ def _convolution_flops(home: Computation, convolution: Instruction) -> float:
         )
     )
     spatial = sorted(d for d in kernel if d.isdigit())
-    window = _Window.read(convolution.attributes, len(spatial))
+    window = _ConvolutionWindow.read(convolution.attributes, len(spatial))
     pairs = math.prod(window.pairs(place, left.get(d, 1), kernel[d], out.get(d, 1)) for place, d in enumerate(spatial))
     return 2.0 * out.get("b", 1) * out.get("f", 1) * kernel.get("i", 1) * pairs
 
 
 @dataclasses.dataclass(frozen=True)
-class _Window:
+class _ConvolutionWindow:
     """The `window={...}` of a convolution: one number per spatial dim."""
 
     stride: list[int]
@@ -214,7 +214,7 @@ class _Window:
     kernel_dilation: list[int]
 
     @classmethod
-    def read(cls, attributes: str, dims: int) -> "_Window":
+    def read(cls, attributes: str, dims: int) -> "_ConvolutionWindow":
         found = re.search(r"window=\{([^}]*)\}", attributes)
         parts = dict(re.findall(r"(\w+)=([\w\-]+)", found.group(1))) if found else {}
 

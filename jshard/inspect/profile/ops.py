@@ -12,7 +12,7 @@ from jshard.inspect.hlo.forms import Forms, base_opcode, unit_and_phase
 from jshard.inspect.hlo.module import Computation, Instruction, Module, parse_module
 from jshard.inspect.profile.planes import DeviceEvents, Event
 
-_CONTAINERS = ("while", "conditional")  # others are known by what lies inside their time
+_CONTAINERS = ("while", "conditional")  # others are known by what is inside their time
 _NAMES = "|".join((*KINDS, *OTHERS, "all-reduce-scatter"))
 # Names as compilers give them, and as jax does after its own primitives: `all_gather.3`, `psum_invariant.7`.
 _COLLECTIVE = re.compile(rf"({_NAMES})(-start|-done)?(\.\d+)*(\.call-(start|done))?")
@@ -41,8 +41,8 @@ class Op:
         name: that of its instruction; start and end of an asynchronous one have one name.
         kind: of the collective, such as `all-gather`; empty for one that computes.
         units: paths of the units that it gathers or reduces, if the program says so.
-        phase: `forward`, `backward` or `both`, likewise.
-        contains: it is a loop, a branch or a call: what it does is told by others.
+        phase: `forward`, `backward` or `both`; None if it is not known.
+        contains: it is a loop, a branch or a call: what it does is known from others.
         place: in the order of the program's outermost instructions, which run once; None for others.
     """
 
@@ -80,7 +80,7 @@ class Ops:
 
     @functools.cached_property
     def outermost(self) -> frozenset[str]:
-        """Names of the operations outside loops and branches, as far as a text tells them."""
+        """Names of the operations outside loops and branches, as far as a text has them."""
         return frozenset(op.name for op in self._known.values() if op.place is not None)
 
     def of(self, event: Event) -> Op:
@@ -100,7 +100,7 @@ class Ops:
         return dataclasses.replace(op, contains=True) if not (event.computes or op.kind) else op
 
     def untold(self, events: Iterable[Event]) -> set[str]:
-        """Names of collectives that the program's text should tell, and does not."""
+        """Names of collectives that the program's text should have, and does not."""
         ours = {e.op for e in events if self.is_told and e.module == self.program and self.of(e).kind}
         return {name for name in ours if not _NCCL.match(name) and _one_name(name) not in self._known}
 
@@ -212,7 +212,7 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> lis
     Args:
         device: its events.
         program: name of the program; empty for all.
-        ops: tells operations apart.
+        ops: knows operations by their names.
         marked: how many steps the host marked.
     """
     if device.runs:
@@ -239,7 +239,7 @@ def whole(runs: Sequence[Run], expected: frozenset[str], ops: Ops | None) -> lis
     Args:
         runs: of one program on one device.
         expected: names of the operations that every run does.
-        ops: tells what the program has before and after what was seen; None if it cannot.
+        ops: knows what the program has before and after what was seen; None if it cannot.
     """
     if ops is not None and len(runs) == 1:  # no other run to hold it against, but perhaps the program's text
         return [expected <= runs[0].ops and not ops.missing_at_an_end(runs[0].ops)]
@@ -247,7 +247,7 @@ def whole(runs: Sequence[Run], expected: frozenset[str], ops: Ops | None) -> lis
 
 
 def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
-    """The operations that some run did, and which every whole one does: without those in branches, if that is told."""
+    """The operations that some run did, and which every whole one does: without those in branches, if that is known."""
     seen = frozenset(name for run in runs for name in run.ops)
     return seen & ops.outermost if ops is not None and ops.is_told else seen
 

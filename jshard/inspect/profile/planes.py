@@ -21,7 +21,7 @@ _STREAM = re.compile(r"^Stream\b")
 # Copies between host and device: the device neither computes nor talks to another one.
 _HOST_COPY = re.compile(r"^Memcpy\s?(H2D|D2H|HtoD|DtoH)\b", re.IGNORECASE)
 _PROGRAM_ID = re.compile(r"\(\d+\)$")  # as in `jit_step(123)`
-_UNTOLD = ("Threadpool", "Wait", "Rendezvous", "$")  # most of what a CPU's threads tell; $ are frames of Python
+_SKIPPED = ("Threadpool", "Wait", "Rendezvous", "$")  # most of what a CPU's threads report; $ are frames of Python
 _END = "end: "
 _NEXT = "ThunkExecutor::Execute"  # the thread that ends an operation begins the next ones before it says so
 _AT_ONCE = 10**8  # picoseconds from the end of that to the word of it
@@ -120,7 +120,7 @@ def _cpu_devices(plane: Any) -> Iterator[DeviceEvents]:
         of_line: dict[int, list[Event]] = collections.defaultdict(list)
         said, nexts = dict[int, int](), list[Event]()
         for raw in line.events:
-            if raw.name.startswith(_UNTOLD):
+            if raw.name.startswith(_SKIPPED):
                 continue
             details = _details(raw)
             if raw.name.startswith(_END) and "_c" in details:
@@ -153,7 +153,7 @@ def _marks(plane: Any) -> Iterator[int]:
         if line.name.startswith(_POOL):
             continue  # a thread of the program has its command's name: python, jshard
         for raw in line.events:
-            if not raw.name.startswith(_UNTOLD):
+            if not raw.name.startswith(_SKIPPED):
                 number = _details(raw).get("step_num")
                 if number is not None:
                     yield int(number)

@@ -1,80 +1,46 @@
-"""How a trace is shown: tables, JSON, and a picture of one measured step."""
+"""How a trace is shown: tables, JSON, and a timeline of one measured step."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
 
 from jshard._text import duration, folded_names
-from jshard.inspect.drawing import (
-    COLORS,
-    LANE,
-    LEAST,
-    OTHER_KIND,
-    Box,
-    legend,
-    merged,
-    opened,
-    rectangle,
-    text_at,
-)
-from jshard.inspect.profile.shares import CollectiveTime, Measured, Seconds, Shares
+from jshard.inspect.drawing import Bar
+from jshard.inspect.profile.ops import Op
+from jshard.inspect.profile.shares import MeasuredSpan, Seconds, Shares
 from jshard.inspect.tables import FittedTable, add_row, made_table
 
 if TYPE_CHECKING:
     from jshard.inspect.profile.result import Trace, TraceRow
 
 
-_MARGIN, _TOP, _GAP, _FOOT = 110, 62, 8, 46  # left of the lanes; above, between and below them
 _MOST_ROWS = 6  # of collectives in flight at one time; more are drawn over one another
-_LEGEND = {
-    COLORS["matmul"]: "computing",
-    COLORS["exposed"]: "exposed: communicating, nothing computes",
-    **{COLORS[kind]: kind for kind in ("all-gather", "reduce-scatter", "all-reduce")},
-    OTHER_KIND: "other collectives",
-}
 
 
-def step_svg(measured: Measured, *, title: str, width: int = 1200) -> str:
-    """Draws a measured step as a self-contained SVG, true to scale.
-
-    Args:
-        measured: the step of one device.
-        title: first line.
-        width: in pixels.
-    """
-    shares = measured.shares
-    scale = (width - _MARGIN - 20) / (shares.step_s or 1.0)
-    rows = _rows(measured.flights)
-    height = _TOP + (1 + max(1, len(rows))) * (LANE + _GAP) + _FOOT
-    total = (
-        f"step {duration(shares.step_s)}, exposed {duration(shares.communicating_s)}, idle {duration(shares.idle_s)}"
-    )
-    parts = [opened(width, height, title), text_at(12, 22, f"{title}: {total}", weight="bold")]
-    lanes = [_own_lane(measured), *(_boxes(row, measured.collectives) for row in rows)]
-    for place, boxes in enumerate(lanes):
-        top = _TOP + place * (LANE + _GAP)
-        if place < 2:
-            parts.append(text_at(12, top + 21, ("computation", "communication")[place]))
-        parts += (rectangle(box, _MARGIN, top, scale) for box in merged(boxes, LEAST / scale))
-    parts += legend(_LEGEND, _MARGIN, height - 26)
-    return "\n".join([*parts, "</svg>"])
-
-
-def _own_lane(measured: Measured) -> list[Box]:
-    """What the device itself did: computing, or waiting for a collective."""
-    kinds = (("computing", COLORS["matmul"], measured.computing), ("exposed", COLORS["exposed"], measured.exposed))
-    boxes = [
-        Box(begin_s, end_s, color, "", f"{name}: {duration(end_s - begin_s)}")
-        for name, color, spans in kinds
+def timeline(measured: MeasuredSpan) -> list[Bar]:
+    """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
+    bars = [
+        Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}")
+        for kind, spans in (("computing", measured.computing), ("exposed", measured.exposed))
         for begin_s, end_s in spans
     ]
-    return sorted(boxes, key=lambda box: box.begin_s)
+    bars.sort(key=lambda bar: bar.begin_s)
+    for number, flights in enumerate(_rows(measured.flights), start=1):
+        lane = "communication" if number == 1 else f"communication {number}"
+        bars += [_flight(lane, span, measured.collectives[place].op) for span, place in flights]
+    return bars
+
+
+def _flight(lane: str, span: Seconds, op: Op) -> Bar:
+    unit = "+".join(folded_names(op.units))
+    tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(span[1] - span[0])}"
+    return Bar(lane, *span, op.kind, unit, " ".join(tip.split()))
 
 
 def _rows(flights: Iterable[tuple[Seconds, int]]) -> list[list[tuple[Seconds, int]]]:
@@ -91,15 +57,7 @@ def _rows(flights: Iterable[tuple[Seconds, int]]) -> list[list[tuple[Seconds, in
     return rows
 
 
-def _boxes(row: Sequence[tuple[Seconds, int]], collectives: Sequence[CollectiveTime]) -> Iterator[Box]:
-    for (begin_s, end_s), place in row:
-        op = collectives[place].op
-        unit = "+".join(folded_names(op.units))
-        tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(end_s - begin_s)}"
-        yield Box(begin_s, end_s, COLORS.get(op.kind, OTHER_KIND), unit, " ".join(tip.split()))
-
-
-# How a trace is shown: tables, and JSON.
+# The tables, and JSON.
 
 _SHOWN = 12
 _CPU = (
@@ -155,11 +113,11 @@ def _kinds_json(rows: Iterable[TraceRow]) -> list[dict[str, Any]]:
 
 def _headline(trace: Trace) -> str:
     numbers = [step.number for step in trace.steps]
-    told = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps ({numbers[0]}..{numbers[-1]})"
+    which = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps ({numbers[0]}..{numbers[-1]})"
     devices = f"{len(trace.devices)} {trace.platform.upper()} device{'s' * (len(trace.devices) != 1)}"
     shares = trace.shares
     hidden = "nothing is communicated" if shares.hidden is None else f"{shares.hidden:.1%} of the communication hidden"
-    return f"Measured: {told} of {trace.program} on {devices}, {_ms(shares.step_s)} ms a step, {hidden}."
+    return f"Measured: {which} of {trace.program} on {devices}, {_ms(shares.step_s)} ms a step, {hidden}."
 
 
 def _parts_table(shares: Shares) -> FittedTable:
@@ -200,7 +158,7 @@ def _shares_table(title: str, first: str, rows: list[tuple[str, Shares]]) -> Fit
 def _collectives_table(trace: Trace) -> FittedTable:
     caption = "Of a step on a device, in the mean. in flight: begin to end; those of one row may overlap."
     if not trace.has_units:
-        caption += " By kind only: the program's text, which tells the units, is not beside the profile."
+        caption += " By kind only: the program's text, which names the units, is not beside the profile."
     table = made_table("Collectives", "collective", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>")
     table.caption = caption
     rows = trace.by_unit if trace.has_units else trace.by_kind

@@ -1,4 +1,4 @@
-"""What a profile tells of its steps, as values."""
+"""What a profile says of its steps, as values."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -7,12 +7,12 @@ from typing import Any
 from rich.console import Group
 
 from jshard._text import folded_names, name_pattern
-from jshard.inspect.drawing import page
-from jshard.inspect.profile.report import json_of, step_svg, tables
-from jshard.inspect.profile.shares import CollectiveTime, Measured, Shares
+from jshard.inspect.drawing import chrome_trace, html_page
+from jshard.inspect.profile.report import json_of, tables, timeline
+from jshard.inspect.profile.shares import MeasuredCollective, MeasuredSpan, Shares
 from jshard.inspect.tables import printed
 
-_PICTURE = "The picture is the middle step of the profile, on the device with the most exposed communication."
+_PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +26,7 @@ class DeviceStep:
     """
 
     device: str
-    measured: Measured
+    measured: MeasuredSpan
     since_last_s: float | None = None
 
     @property
@@ -35,7 +35,7 @@ class DeviceStep:
         return self.measured.shares
 
     @property
-    def collectives(self) -> tuple[CollectiveTime, ...]:
+    def collectives(self) -> tuple[MeasuredCollective, ...]:
         """The collectives that it took part in."""
         return self.measured.collectives
 
@@ -64,8 +64,8 @@ class TraceRow:
 
     Args:
         kind: such as `all-gather`.
-        unit: the unit, or several folded as `blocks/0..11`; None if it is not told.
-        phase: `forward`, `backward` or `both`; None likewise.
+        unit: the unit, or several folded as `blocks/0..11`; None if it is not known.
+        phase: `forward`, `backward` or `both`; None if it is not known.
         name: of the instruction, if the row is of one.
         runs: how often they ran.
         in_flight_s: from begin to end, each by itself.
@@ -90,7 +90,7 @@ class Trace:
         program: name of the step's program.
         platform: `cpu`, `gpu` or `tpu`.
         steps: those that are whole in the profile, in order.
-        has_units: the program's text was there, and tells the unit of each collective.
+        has_units: the program's text was there, and names the unit of each collective.
         notes: what else is to be said.
     """
 
@@ -148,10 +148,13 @@ class Trace:
 
         The step is the middle one, on the device whose communication is exposed the most.
         """
-        step = self.steps[len(self.steps) // 2]
-        device = max(step.devices, key=lambda d: d.shares.communicating_s)
+        step, device = self._drawn
         title = f"Step {step.number} of {self.program} on {device.device}, measured"
-        return page(title, _PICTURE, step_svg(device.measured, title=title), str(self))
+        return html_page(title, _PICTURE, timeline(device.measured), str(self))
+
+    def to_chrome_trace(self) -> str:
+        """The timeline of the same step, as JSON for https://ui.perfetto.dev."""
+        return chrome_trace(timeline(self._drawn[1].measured))
 
     def __str__(self) -> str:
         return printed(self)
@@ -162,13 +165,18 @@ class Trace:
         return tables(self)
 
     @property
+    def _drawn(self) -> tuple[TraceStep, DeviceStep]:
+        step = self.steps[len(self.steps) // 2]
+        return step, max(step.devices, key=lambda d: d.shares.communicating_s)
+
+    @property
     def _device_steps(self) -> list[DeviceStep]:
         return [d for step in self.steps for d in step.devices]
 
     def _rows(
-        self, key: Callable[[CollectiveTime], Any], *, named: bool = False, folds: bool = True
+        self, key: Callable[[MeasuredCollective], Any], *, named: bool = False, folds: bool = True
     ) -> tuple[TraceRow, ...]:
-        alike: dict[Any, list[CollectiveTime]] = {}
+        alike: dict[Any, list[MeasuredCollective]] = {}
         for time in (time for d in self._device_steps for time in d.collectives):
             alike.setdefault(key(time), []).append(time)
         count = len(self._device_steps)
@@ -187,5 +195,5 @@ class Trace:
         return tuple(sorted(rows, key=lambda row: (-row.exposed_s, -row.in_flight_s)))
 
 
-def _folded(times: Iterable[CollectiveTime]) -> str | None:
+def _folded(times: Iterable[MeasuredCollective]) -> str | None:
     return ", ".join(folded_names(sorted({unit for t in times for unit in t.op.units}))) or None

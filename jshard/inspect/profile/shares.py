@@ -147,7 +147,7 @@ class Shares:
 
 
 @dataclasses.dataclass(frozen=True)
-class CollectiveTime:
+class MeasuredCollective:
     """The time of one collective of the program, on one device in one step.
 
     Args:
@@ -164,32 +164,32 @@ class CollectiveTime:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class MeasuredSpan:
     """A span of time of one device.
 
     Args:
         shares: how it was spent.
         collectives: those in it, in the order in which they begin.
         computing: when something computed, in seconds from the begin of the span.
-        flights: when collectives were in flight, likewise; with their places in `collectives`.
+        flights: when collectives were in flight, in seconds from the same moment, with their places in `collectives`.
         exposed: when something communicated and nothing computed.
     """
 
     shares: Shares
-    collectives: tuple[CollectiveTime, ...]
+    collectives: tuple[MeasuredCollective, ...]
     computing: tuple[Seconds, ...] = ()
     flights: tuple[tuple[Seconds, int], ...] = ()
     exposed: tuple[Seconds, ...] = ()
 
 
-def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> Measured:
+def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> MeasuredSpan:
     """Measures a span of time of one device.
 
     Args:
         events: of the device, by their begin; others than those of the span may be among them.
-        ops: tells operations apart.
+        ops: knows operations by their names.
         begin_ps: of the span.
-        end_ps: likewise.
+        end_ps: of the span.
     """
     computing, in_flight = [], collections.defaultdict[Op, list[Interval]](list)
     for event in events:
@@ -209,11 +209,11 @@ def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> Me
     owned = [(part, place) for place, parts in enumerate(flights.values()) for part in parts]
     parts = shared_out(owned, exposed)
     times = (
-        CollectiveTime(op, len(found), length(found) / _PER_S, parts.get(place, 0.0) / _PER_S)
+        MeasuredCollective(op, len(found), length(found) / _PER_S, parts.get(place, 0.0) / _PER_S)
         for place, (op, found) in enumerate(flights.items())
     )
     from_begin = lambda part: ((part[0] - begin_ps) / _PER_S, (part[1] - begin_ps) / _PER_S)
-    return Measured(
+    return MeasuredSpan(
         Shares(*(part / _PER_S for part in (computing_ps, exposed_ps, both_ps, idle_ps))),
         tuple(times),
         tuple(map(from_begin, busy)),

@@ -101,7 +101,7 @@ def _no_profile(path: Path, why: str) -> ShardingError:
     return ShardingError("There is no profile.", where=str(path), why=why, do=f"record one: {_RECORD}.")
 
 
-# `trace`: reads a profile, and tells of each step what computed, what communicated, and what hid what.
+# `trace`: reads a profile, and says of each step what computed, what communicated, and what hid what.
 
 _AGAIN = "record it again, with whole steps inside: jshard train gpt --profile 10:15"
 _PS_PER_S = 10**12
@@ -117,7 +117,7 @@ def trace(path: str | os.PathLike[str], *, steps: Collection[int] | None = None,
         path: the folder of a run that was trained with `--profile`, a folder that `jax.profiler` wrote into, or one
             `*.xplane.pb`. The newest profile in a folder is read; of several processes all files.
         steps: numbers of the steps to keep; all by default.
-        program: the step's compiled program, or its text, which tells the unit of each collective; by default
+        program: the step's compiled program, or its text, which names the unit of each collective; by default
             program.txt beside the profile.
 
     Returns:
@@ -216,8 +216,8 @@ def _notes_of_steps(timelines: Sequence[_Timeline], ops: Ops, *, is_marked: bool
         yield f"Left out, as the profile does not have all of them: {num_cut} steps."
     if not ops.is_told:
         if any(run.id is None and not t.device.runs for t in timelines for run in t.runs):
-            yield "Where a step begins is told by operations that repeat: less sure than with the program's text."
-        yield "Units are not told: give program=, the compiled step; `jshard train --profile` writes it down."
+            yield "Where a step begins is taken from operations that repeat: less sure than with the program's text."
+        yield "Units are not known: give program=, the compiled step; `jshard train --profile` writes it down."
 
 
 def _numbered(

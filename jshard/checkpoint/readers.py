@@ -14,14 +14,14 @@ import numpy as np
 
 from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint import manifest as _seal
+from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, reason
-from jshard.checkpoint.formats import NamedSource, Source, StoredArray, foreign_source
+from jshard.checkpoint.formats import ArraySource, NamedSource, StoredArray, foreign_source
 from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.lookup import no_checkpoint
-from jshard.checkpoint.manifest import Seal, StoredLeaf
+from jshard.checkpoint.manifest import Manifest, StoredLeaf
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
@@ -31,14 +31,14 @@ class Opened(Protocol):
     """A checkpoint that is opened.
 
     Attributes:
-        path: where it lies.
-        seal: what it says of itself; None if jshard did not write it.
+        path: where it is.
+        manifest: what it says of itself; None if jshard did not write it.
         leaves: what it holds, by path.
         items: the names that all paths begin with, where it holds several trees that were saved side by side.
     """
 
     path: Path
-    seal: Seal | None
+    manifest: Manifest | None
     leaves: Mapping[str, StoredLeaf]
     items: tuple[str, ...]
 
@@ -75,7 +75,7 @@ class OrbaxCheckpoint:
 
     Args:
         path: its folder.
-        verify: whether a seal that is lost or damaged is an error; else it is read as if plain Orbax had written it.
+        verify: whether a manifest that is lost or damaged is an error; else the folder is read as one of plain Orbax.
 
     Raises:
         CheckpointError: there is no checkpoint there, or a newer jshard wrote it.
@@ -86,13 +86,13 @@ class OrbaxCheckpoint:
         self.path, self._verify = path, verify
         self._names: dict[str, str] = {}  # of leaves that are called otherwise there
         try:
-            self.seal = _seal.read(path)
+            self.manifest = _manifest.read(path)
         except RunError:
             if verify:
                 raise
-            self.seal = None
-        self.leaves: Mapping[str, StoredLeaf] = self._from_orbax() if self.seal is None else self.seal.leaves
-        names = storage.items(path) if self.seal is None else ()
+            self.manifest = None
+        self.leaves: Mapping[str, StoredLeaf] = self._from_orbax() if self.manifest is None else self.manifest.leaves
+        names = storage.items(path) if self.manifest is None else ()
         self.items = tuple(map(_leaves.escape, names))
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
@@ -114,12 +114,12 @@ class OrbaxCheckpoint:
 
     def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.read`."""
-        # Arrays without elements are in the seal alone.
+        # Arrays without elements are in the manifest alone.
         empty = {path: like for path, like in wanted.items() if 0 in getattr(like, "shape", ())}
         found = {path: _zeros(like) for path, like in empty.items()}
         full = {self.stored_name(path): like for path, like in wanted.items() if path not in empty}
         try:
-            loaded = storage.load(self.path, full, plain=self.seal is None) if full else {}
+            loaded = storage.load(self.path, full, plain=self.manifest is None) if full else {}
             return found | {path: loaded[name] for path in wanted if (name := self.stored_name(path)) in loaded}
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
@@ -134,7 +134,7 @@ class OrbaxCheckpoint:
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
-            why = f"its seal, {_seal.NAME}, is missing: it was copied by half, or somebody removed it."
+            why = f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it."
             raise RunError(
                 "The checkpoint cannot be read.",
                 where=str(self.path),
@@ -152,18 +152,23 @@ class ForeignCheckpoint:
     """What another library wrote: leaves under our paths, read box by box.
 
     Args:
-        path: where it lies.
+        path: where it is.
         source: its arrays.
         names: stored name of every array, by path.
         values: stored name of everything else, by path; it is read when it is asked for.
         unnamed: stored names that have no counterpart here.
     """
 
-    seal: Seal | None = None
+    manifest: Manifest | None = None
     items: tuple[str, ...] = ()
 
     def __init__(
-        self, path: Path, source: Source, names: Mapping[str, str], values: Mapping[str, str], unnamed: Sequence[str]
+        self,
+        path: Path,
+        source: ArraySource,
+        names: Mapping[str, str],
+        values: Mapping[str, str],
+        unnamed: Sequence[str],
     ) -> None:
         self.path, self._source, self._names, self._values = path, source, names, values
         self._value = functools.cache(lambda name: getattr(source, "values", {})[values[name]])
