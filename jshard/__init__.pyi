@@ -5,11 +5,6 @@ from jshard import kernels as kernels
 from jshard import occupancy as occupancy
 from jshard import parallel as parallel
 from jshard import train as train
-from jshard._errors import AnnotationError as AnnotationError
-from jshard._errors import CallError as CallError
-from jshard._errors import MeshError as MeshError
-from jshard._errors import RunError as RunError
-from jshard._errors import ShardingError as ShardingError
 from jshard.api.fully_shard import fully_shard as fully_shard
 from jshard.api.gradients import value_and_grad as value_and_grad
 from jshard.api.init import abstract_init as abstract_init
@@ -19,6 +14,11 @@ from jshard.api.scan_layers import scan_layers as scan_layers
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.context import global_view as global_view
 from jshard.engine.per_example import per_example as per_example
+from jshard.errors import AnnotationError as AnnotationError
+from jshard.errors import CallError as CallError
+from jshard.errors import MeshError as MeshError
+from jshard.errors import RunError as RunError
+from jshard.errors import ShardingError as ShardingError
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
 from jshard.inspect.explain import Explanation as Explanation

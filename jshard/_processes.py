@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jshard._compat import coordinator
-from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError
 
 _LONG_S = 86400.0  # where one process works and the others wait for it, as long as it takes
 

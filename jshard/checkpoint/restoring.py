@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard._errors import RunError, printable
 from jshard._processes import exchange
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
@@ -30,6 +29,7 @@ from jshard.checkpoint.readers import Opened, OrbaxCheckpoint, unreadable
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
+from jshard.errors import RunError, printable
 
 _NAME = "params"
 

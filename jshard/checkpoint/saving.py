@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from jshard._compat import orbax_operations, versions
-from jshard._errors import FourPartError, RunError
 from jshard._processes import all_or_none, is_primary
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
@@ -33,6 +32,7 @@ from jshard.checkpoint.owner import Owner, is_owned, owner_file
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
+from jshard.errors import FourPartError, RunError
 
 SAVING_SUFFIX = ".saving"
 

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jshard._errors import RunError
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.checkpointer import TIMEOUT_S
@@ -20,6 +19,7 @@ from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
 from jshard.checkpoint.series_folder import SHOWN_S, Keep, SeriesFolder, check_shared, warn
+from jshard.errors import RunError
 
 
 class Checkpointer:

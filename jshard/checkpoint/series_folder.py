@@ -16,7 +16,6 @@ from pathlib import Path
 
 import jax
 
-from jshard._errors import RunError
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
@@ -25,6 +24,7 @@ from jshard.checkpoint.owner import is_owned
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import discard_unnamed, unnamed
 from jshard.checkpoint.storage import is_committed
+from jshard.errors import RunError
 
 SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import RunError, ShardingError
 from jshard._processes import all_or_none, is_primary
+from jshard.errors import RunError, ShardingError
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.candidates import Choice, Timing
