@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import markdown_table
-from jshard._errors import FourPartError, MissingExtraError
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.estimate import Estimate, PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.topology import parse_topology, require_compiler
+from jshard.errors import FourPartError, MissingExtraError
 
 MODEL = str(Path(__file__).parents[1] / "models" / "gpt.py")
 SMALL = ("accumulate=1", "model.n_layer=2", "sequence_length=256")  # of quick runs, beside the size of the batch

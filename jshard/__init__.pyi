@@ -5,11 +5,11 @@ from jshard import kernels as kernels
 from jshard import occupancy as occupancy
 from jshard import parallel as parallel
 from jshard import train as train
-from jshard._errors import AnnotationError as AnnotationError
-from jshard._errors import CallError as CallError
-from jshard._errors import MeshError as MeshError
-from jshard._errors import RunError as RunError
-from jshard._errors import ShardingError as ShardingError
+from jshard.errors import AnnotationError as AnnotationError
+from jshard.errors import CallError as CallError
+from jshard.errors import MeshError as MeshError
+from jshard.errors import RunError as RunError
+from jshard.errors import ShardingError as ShardingError
 from jshard.api.fully_shard import fully_shard as fully_shard
 from jshard.api.gradients import value_and_grad as value_and_grad
 from jshard.api.init import abstract_init as abstract_init

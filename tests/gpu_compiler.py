@@ -2,8 +2,8 @@
 
 import pytest
 
-from jshard._errors import MissingExtraError
 from jshard.cluster.topology import require_compiler
+from jshard.errors import MissingExtraError
 
 
 def _missing() -> str:

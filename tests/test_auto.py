@@ -12,7 +12,6 @@ from flax import nnx
 
 import jshard as js
 from jshard import cli
-from jshard._errors import AnnotationError
 from jshard.cli import _training
 from jshard.cli._train_args import TrainArgs
 from jshard.cli._train_request import request_of
@@ -20,6 +19,7 @@ from jshard.cluster.costs import Cost
 from jshard.cluster.estimate import machine_here
 from jshard.cluster.search import Search
 from jshard.cluster.variants import Variant
+from jshard.errors import AnnotationError
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
 from jshard.train import auto

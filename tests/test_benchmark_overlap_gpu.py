@@ -18,8 +18,8 @@ from benchmarks.overlap import (
 from benchmarks.overlap.bench import Load
 from benchmarks.overlap.gpu_bench import CupyBench, ProgramBench
 from benchmarks.overlap.grid import DOT, Setting, Size, groups
-from jshard._errors import RunError
 from jshard.cluster.topology import parse_topology, topology_devices
+from jshard.errors import RunError
 from jshard.inspect.audit import audit
 from jshard.occupancy.measure import load_shape
 from tests.gpu_compiler import needs_gpu_compiler

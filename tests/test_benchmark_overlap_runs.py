@@ -24,7 +24,7 @@ from benchmarks.overlap import (
 )
 from benchmarks.overlap.grid import DOT, Size, groups
 from benchmarks.overlap.records import BenchmarkError, Placement, Record, continued, load, newest, save
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.occupancy import gpu
 from tests.made_up_overlap import CONDITIONS, H200, RING, MadeUp, kernel, record
 

@@ -18,11 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard import checkpoint
-from jshard._errors import RunError
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning, errors, saving, storage
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.saving import SAVING_SUFFIX
 from jshard.checkpoint.series_folder import Keep
+from jshard.errors import RunError
 
 
 def state(number):

@@ -13,8 +13,8 @@ from flax import nnx
 
 import jshard as js
 from jshard import checkpoint
-from jshard._errors import RunError
 from jshard.checkpoint import storage
+from jshard.errors import RunError
 from tests.helpers import placed
 from tests.micro_gpt import annotate, build, micro
 

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jshard as js
-from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import position as position_module
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.position import check_position, from_text, is_data_position, position_text, set_position, to_text
 from jshard.data import packed_batches as packed_module
 from jshard.data.batches import GlobalBatches, order_of
 from jshard.data.packed_batches import PackedBatches
+from jshard.errors import RunError, ShardingError
 
 FEW = grain.ReadOptions(num_threads=2, prefetch_buffer_size=8)
 

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import DcpSource, StoredArray
+from jshard.errors import RunError
 from tests import dcp_fixture
 from tests.dcp_fixture import edit_metadata, places, put_archive, split, write_dcp
 

@@ -15,10 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard import checkpoint
-from jshard._errors import RunError
 from jshard.checkpoint import manifest as seals
 from jshard.checkpoint import storage
 from jshard.checkpoint.sums import LeafSums, add, box_sums, device_sums
+from jshard.errors import RunError
 
 FLIPS = 50
 

@@ -22,8 +22,8 @@ from orbax.checkpoint import v1 as orbax
 
 import jshard as js
 from jshard import checkpoint
-from jshard._errors import FourPartError, RunError
 from jshard.checkpoint import Checkpointer, CheckpointError
+from jshard.errors import FourPartError, RunError
 
 GOLDEN = pathlib.Path(__file__).parent / "golden" / "checkpoint_mistakes.txt"
 HEAD = "=== "

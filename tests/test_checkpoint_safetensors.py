@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     DcpSource,
@@ -23,6 +22,7 @@ from jshard.checkpoint.formats import (
     write_safetensors,
 )
 from jshard.checkpoint.formats.safetensors import DTYPES, INDEX
+from jshard.errors import RunError
 from tests.dcp_fixture import split, write_dcp
 
 RNG = np.random.default_rng(0)

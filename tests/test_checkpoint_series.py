@@ -20,12 +20,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard._errors import RunError
 from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.listing import checkpoint_at
 from jshard.checkpoint.saving import SAVING_SUFFIX
 from jshard.checkpoint.series_folder import SeriesFolder
+from jshard.errors import RunError
 from tests.compiling import python
 
 
@@ -269,7 +269,7 @@ def test_a_deletion_that_was_interrupted_is_ended(tmp_path):
 
 TOO_LARGE = """
     import resource
-    from jshard._errors import RunError
+    from jshard.errors import RunError
     ckpt.save(1, state(1))
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))

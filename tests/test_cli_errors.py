@@ -15,7 +15,7 @@ import pytest
 
 import jshard as js
 from jshard import cli
-from jshard._errors import MeshError, RunError
+from jshard.errors import MeshError, RunError
 from jshard.recipes.recipe import tree, versions
 
 WRONG = MeshError("The mesh is wrong.", where="--mesh fsdp=3", why="8 / 3.", do="--mesh fsdp=8")

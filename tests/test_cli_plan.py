@@ -8,7 +8,6 @@ import pytest
 
 import jshard as js
 from jshard import cli
-from jshard._errors import MissingExtraError, RunError
 from jshard.cluster import compile as module
 from jshard.cluster.child import compiler_error, lowered_step
 from jshard.cluster.compile import (
@@ -21,6 +20,7 @@ from jshard.cluster.compile import (
 )
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
+from jshard.errors import MissingExtraError, RunError
 from jshard.recipes.building import batch_like
 from jshard.recipes.state import create
 from jshard.train import TrainStep, load_model_file

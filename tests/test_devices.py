@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.facts.devices import DEVICES, device_of, peak_of
 from jshard.facts.gpu_target import accepted_text, target_config_text
 

@@ -10,8 +10,8 @@ from benchmarks.kernels.compiled import KernelCall, assembler, compile_calls
 from benchmarks.kernels.launches import Launch
 from benchmarks.kernels.table import assembled, calls
 from jshard import _compat
-from jshard._errors import MissingExtraError
 from jshard.cluster.compile import CompileError
+from jshard.errors import MissingExtraError
 from jshard.kernels import KernelError, Occupancy
 from jshard.occupancy import GPUS, shipped_kernels
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jshard as js
-from jshard._errors import CallError
+from jshard.errors import CallError
 from jshard.linen import route
 from tests.linen_models import VOCAB, WIDTH, Block, Decoder, SetupBlock, SetupDecoder, X, cross_entropy
 from tests.linen_stand_in import StandIn

@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 NAMES = {"up": ("fsdp", "tp"), "down": ("tp", "fsdp")}

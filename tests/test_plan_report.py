@@ -7,13 +7,13 @@ import shlex
 
 import pytest
 
-from jshard._errors import RunError
 from jshard._text import duration
 from jshard.cli.plan import PlanReport
 from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import choose
 from jshard.cluster.variants import Variant, command_line, compared
+from jshard.errors import RunError
 from tests.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 
 HOST = cluster_of("h100:1x8")

@@ -6,9 +6,9 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._errors import AnnotationError, ShardingError
 from jshard.api.override import revise
 from jshard.engine.context import plain_flax
+from jshard.errors import AnnotationError, ShardingError
 from jshard.recipes.units import parse_units, with_units
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.micro_gpt import MODELS, micro

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import jshard as js
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.train import Recipe
 from jshard.train.run_folder import RunFolder
 from jshard.train.run_record import RunLock, RunRecord

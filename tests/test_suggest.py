@@ -4,9 +4,9 @@ import functools
 
 import pytest
 
-from jshard._errors import RunError
 from jshard.cluster.compare import VariantCompiler, suggestions
 from jshard.cluster.variants import Variant
+from jshard.errors import RunError
 from tests.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
 
 HOST = cluster_of("h100:1x8")

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from jshard._errors import MissingExtraError
 from jshard.cluster import topology as module
 from jshard.cluster.compile import child_environment
 from jshard.cluster.topology import TopologyError, parse_topology, require_compiler
+from jshard.errors import MissingExtraError
 from tests.gpu_compiler import needs_gpu_compiler
 
 HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
@@ -145,7 +145,7 @@ def test_a_missing_assembler_is_told(monkeypatch):
 
 PROGRAM = """
 import sys
-from jshard._errors import FourPartError
+from jshard.errors import FourPartError
 from jshard.cluster.topology import parse_topology, topology_devices
 for text in sys.argv[1:]:
     try:

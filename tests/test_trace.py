@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.inspect.profile.ops import Ops
 from jshard.inspect.profile.planes import Event
 from jshard.inspect.profile.shares import common, length, shared_out, union, without

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.train import trackers
 from jshard.train.trackers import Trackers
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 import jshard as js
-from jshard._errors import RunError
 from jshard.data import Data, DataError, Loader, local_rows
 from jshard.data.text import TokenWindows
+from jshard.errors import RunError
 
 TEXT = np.arange(2000, dtype=np.int64).astype(np.uint8)
 WINDOWS = 199  # of 10 tokens

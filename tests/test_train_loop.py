@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import jshard as js
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.train import Every, Meter, StopSignal, fit, to_devices
 from jshard.train import loop as loop_module
 from jshard.train.loop import Fitted

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.train import jsonl as metrics
 from jshard.train.jsonl import plot_loss
 from jshard.train.trackers import Trackers

@@ -14,10 +14,10 @@ from flax import nnx
 from safetensors.numpy import save_file
 
 import jshard as js
-from jshard._errors import RunError, ShardingError
 from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
 from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.data import load_text
+from jshard.errors import RunError, ShardingError
 from jshard.recipes.state import create_from, restore
 from jshard.train import StopSignal, load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics

@@ -12,10 +12,10 @@ import time
 import numpy as np
 import pytest
 
-from jshard._errors import RunError, ShardingError
 from jshard.data import Data, Loader
 from jshard.data.source import Reader, first_spec
 from jshard.data.worker_pool import WorkerPool
+from jshard.errors import RunError, ShardingError
 
 MODEL_FILE = """
 import dataclasses, sys, threading

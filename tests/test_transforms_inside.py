@@ -11,7 +11,7 @@ from flax import nnx
 from jax.experimental import checkify
 
 import jshard as js
-from jshard._errors import CallError
+from jshard.errors import CallError
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from jshard._errors import AnnotationError, ShardingError
 from jshard.cli._arguments import parse
 from jshard.cli._train_args import parse_mesh
 from jshard.cli.plan import PlanArgs
 from jshard.cluster.estimate import parse_known
 from jshard.cluster.variants import GSPMD, Variant, command_line, compared
+from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.policies import strategies
 from jshard.recipes.overrides import override
 from jshard.recipes.units import parse_units

@@ -12,7 +12,7 @@ import jax
 from benchmarks.overlap.grid import COLLECTIVE_BYTES, DOT, PLACEMENTS, Group, Setting, Size
 from benchmarks.overlap.programs import MOST_ERROR, wrong_result
 from benchmarks.overlap.records import Row
-from jshard._errors import FourPartError
+from jshard.errors import FourPartError
 
 ROUNDS = 9
 _SIZING = 3  # times from which the size of the half load is taken

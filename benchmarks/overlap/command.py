@@ -23,7 +23,7 @@ from benchmarks.overlap.kernel_times import cases
 from benchmarks.overlap.machine import conditions, nccl_version
 from benchmarks.overlap.records import BenchmarkError, Record, continued, newest, save
 from benchmarks.overlap.session import PLACEMENT, Session, Task
-from jshard._errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError
 from jshard.occupancy import ASSUMED_CTAS, CommFootprint, GpuFacts, footprint, gpu
 
 _SECONDS = 540.0  # within ten minutes, with what Python and JAX take to begin and to end

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.overlap.conclusion import PROBE_REGISTERS, PROBE_THREADS
 from benchmarks.overlap.records import Placement
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.occupancy import Block
 
 SOURCE = Path(__file__).with_name("comm.cu")

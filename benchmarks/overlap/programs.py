@@ -12,7 +12,7 @@ from jax import lax
 
 from benchmarks.overlap.grid import Setting
 from jshard import _compat
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.kernels.matmul import matmul
 from jshard.occupancy import CommFootprint
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 
 _FORMAT = 1
 _STEM = "overlap"

@@ -17,7 +17,7 @@ from benchmarks.overlap.gpu_bench import CupyBench, ProgramBench
 from benchmarks.overlap.grid import COLLECTIVE_BYTES, Group
 from benchmarks.overlap.kernel_times import Case
 from benchmarks.overlap.records import Record
-from jshard._errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError
 from jshard.occupancy import CommFootprint, GpuFacts
 
 PLACEMENT = "placement"

@@ -10,9 +10,9 @@ import jax
 from flax import nnx
 
 from jshard import _compat
-from jshard._errors import AnnotationError
 from jshard.api.override import revise
 from jshard.engine.route import route
+from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.linen.route import call_annotated
 from jshard.plans import checks

@@ -8,8 +8,8 @@ import flax.linen as nn
 import jax
 from flax import nnx
 
-from jshard._errors import AnnotationError, CallError
 from jshard.engine.accumulate import Loss, accumulated
+from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Trained, joined
 from jshard.linen.optimizer import layout_of, linen_loss
 from jshard.plans.placement import Placement

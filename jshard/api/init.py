@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import AnnotationError, MeshError
+from jshard.errors import AnnotationError, MeshError
 from jshard.linen.init import linen_arrays, linen_mesh, linen_shapes
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.padding import padding_of, store

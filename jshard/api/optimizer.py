@@ -9,7 +9,7 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.linen.optimizer import linen_optimizer
 from jshard.plans.memories import sharding_of, to_device
 from jshard.plans.optimizer_state import StatePlaces, key_texts, parts_of, streamed

@@ -7,7 +7,7 @@ from typing import Any
 
 from flax import nnx
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans import checks
 from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import Prefetch, check_remat

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard._errors import CallError
 from jshard.engine.call import Before, Call, Kept, is_float, raw
 from jshard.engine.units import in_region_trace
+from jshard.errors import CallError
 from jshard.plans.units import dotted, plain_class, unit_of
 
 

@@ -15,9 +15,9 @@ from typing import Any
 import jax
 
 from jshard._compat import coordinator
-from jshard._errors import FourPartError, RunError
 from jshard._processes import gather_texts, is_primary
 from jshard.checkpoint.errors import CheckpointError, reason
+from jshard.errors import FourPartError, RunError
 
 
 def exchange(topic: str, text: str, *, timeout_s: float) -> list[str]:

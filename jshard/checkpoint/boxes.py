@@ -16,12 +16,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats.source import Box, StoredArray, bounds
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.opened import OrbaxCheckpoint, unreadable
 from jshard.checkpoint.storage import DESCRIPTION
+from jshard.errors import printable
 
 _BOX_BYTES = 64 << 20
 

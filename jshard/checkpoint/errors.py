@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 
 
 class CheckpointError(ShardingError):

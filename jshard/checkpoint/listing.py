@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from jshard._errors import FourPartError
 from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.errors import CheckpointError
@@ -15,6 +14,7 @@ from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.saving import SAVING_SUFFIX
 from jshard.checkpoint.series_folder import SeriesFolder
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, is_committed, is_item
+from jshard.errors import FourPartError
 
 _OF_A_SERIES = (_history.NAME, "series.json")
 

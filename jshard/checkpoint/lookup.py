@@ -7,9 +7,9 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.storage import COMMIT_MARK, is_committed
+from jshard.errors import RunError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.sums import Sums
+from jshard.errors import RunError
 
 NAME = "jshard.json"
 FORMAT = 1

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import Match, renamed
+from jshard.errors import printable
 
 _TOGETHER = 3  # so many leaves below one path are told by that path
 # Fields of Optax's states that have the tree of the parameters: they fit, and are never meant.

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint import storage
@@ -22,6 +21,7 @@ from jshard.checkpoint.formats.names import Names
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import Seal, StoredLeaf
+from jshard.errors import RunError
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}

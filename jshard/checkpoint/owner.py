@@ -15,8 +15,8 @@ import secrets
 import socket
 from pathlib import Path
 
-from jshard._errors import RunError
 from jshard.checkpoint.errors import CheckpointError
+from jshard.errors import RunError
 
 _SUFFIX = ".owner"
 _held: set[int] = set()  # files that are locked

@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jshard._compat import before_threads_end
-from jshard._errors import FourPartError, RunError
 from jshard.checkpoint.barrier import show_threads
 from jshard.checkpoint.errors import reason
+from jshard.errors import FourPartError, RunError
 
 _END_S = 2400.0  # the longest that the end of a program waits by default
 

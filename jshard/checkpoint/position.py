@@ -10,9 +10,9 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import numpy as np
 
-from jshard._errors import RunError, ShardingError
 from jshard._processes import gather_texts
 from jshard.checkpoint.errors import CheckpointError
+from jshard.errors import RunError, ShardingError
 
 _TUPLE, _BYTES, _ARRAY, _SCALAR, _ITEMS = _TAGS = tuple("~tuple ~bytes ~array ~scalar ~items".split())
 

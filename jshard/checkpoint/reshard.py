@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard._compat import versions
-from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint import storage
@@ -29,6 +28,7 @@ from jshard.checkpoint.manifest import Seal, StoredLeaf
 from jshard.checkpoint.owner import Owner
 from jshard.checkpoint.saving import flush, give_memory_back, keep_on_disk, remove_unnamed, unnamed
 from jshard.checkpoint.sums import LeafSums, Sums
+from jshard.errors import RunError
 
 PARTS_SUFFIX = ".partial_save"  # Orbax's, until the parts are joined
 _TIMEOUT_S = 1200.0

@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jshard._errors import RunError, printable
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint.balance import cut_further, spreads
@@ -31,6 +30,7 @@ from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
+from jshard.errors import RunError, printable
 
 _NAME = "params"
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from jshard._compat import orbax_operations, versions
-from jshard._errors import FourPartError
 from jshard._processes import is_primary
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _seal
@@ -33,6 +32,7 @@ from jshard.checkpoint.owner import Owner, is_owned, owner_file
 from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
+from jshard.errors import FourPartError
 
 SAVING_SUFFIX = ".saving"
 

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from jshard._errors import RunError
 from jshard._processes import is_primary
 from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.barrier import check_shared, exchange
@@ -22,6 +21,7 @@ from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
 from jshard.checkpoint.saving import Saving
 from jshard.checkpoint.series_folder import Keep, SeriesFolder, warn
+from jshard.errors import RunError
 
 _SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 

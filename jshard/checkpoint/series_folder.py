@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from jshard._errors import RunError
 from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.lookup import incomplete, incomplete_in, steps_in
@@ -19,6 +18,7 @@ from jshard.checkpoint.opened import OrbaxCheckpoint
 from jshard.checkpoint.owner import is_owned
 from jshard.checkpoint.saving import discard_unnamed, unnamed
 from jshard.checkpoint.storage import is_committed
+from jshard.errors import RunError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jshard._compat import set_orbax_deadline
-from jshard._errors import RunError
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.errors import quiet
 from jshard.checkpoint.manifest import MARK, StoredLeaf
 from jshard.checkpoint.manifest import NAME as SEAL
+from jshard.errors import RunError
 
 _UNKNOWN_BYTES = 1 << 40
 

@@ -8,11 +8,11 @@ import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from jshard._errors import RunError, printable
 from jshard.checkpoint import manifest as _seal
 from jshard.checkpoint.boxes import CheckpointSource
 from jshard.checkpoint.manifest import Seal
 from jshard.checkpoint.sums import add, box_sums
+from jshard.errors import RunError, printable
 
 _THREADS = 2
 

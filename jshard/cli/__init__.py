@@ -18,8 +18,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 
 from jshard import __version__, _compat
-from jshard._errors import FourPartError, MissingExtraError, RunError, ShardingError
 from jshard._live import at_work, fitted
+from jshard.errors import FourPartError, MissingExtraError, RunError, ShardingError
 
 COMMANDS = {
     "train": "train a recipe of a model file, or of a model that comes with jshard",

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import tyro
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 
 T = TypeVar("T")
 

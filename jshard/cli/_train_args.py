@@ -13,7 +13,7 @@ from typing import Annotated
 import tyro
 
 from jshard import launch
-from jshard._errors import MeshError, ShardingError
+from jshard.errors import MeshError, ShardingError
 
 _SIMULATED = 8
 

@@ -9,12 +9,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import ShardingError
 from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
 from jshard.cli._devices import open_mesh
 from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh, parse_steps
 from jshard.cluster.options import PROFILES
 from jshard.cluster.variants import Variant, as_text
+from jshard.errors import ShardingError
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, check_recipe, tree, versions

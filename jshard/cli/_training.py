@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import launch
-from jshard._errors import FourPartError, ShardingError
 from jshard._processes import gather_texts
 from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
 from jshard.cli._train_args import TrainArgs, num_devices
@@ -22,6 +21,7 @@ from jshard.cli._train_request import Request, request_of
 from jshard.data import Data
 from jshard.data.text import load_text
 from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.tables import show, whole_line
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import tyro
 
-from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
+from jshard.errors import ShardingError
 from jshard.recipes.shipped_models import neighbours, shipped_models
 
 

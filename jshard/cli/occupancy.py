@@ -15,8 +15,8 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
+from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.occupancy import (
     ASSUMED_CTAS,

@@ -15,7 +15,6 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import ShardingError
 from jshard._live import at_work, fitted
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
@@ -30,6 +29,7 @@ from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import Chosen, choose
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.cluster.variants import COMPARED, Variant, compared
+from jshard.errors import ShardingError
 from jshard.inspect.tables import broken_line, printed, show
 from jshard.plans.mesh import AnyMesh, data_degree
 from jshard.recipes.recipe import check_batch

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import tyro
 
-from jshard._errors import ShardingError
 from jshard.cli._arguments import parse
 from jshard.cli._train_args import parse_steps
+from jshard.errors import ShardingError
 from jshard.inspect.profile.trace import trace
 from jshard.inspect.tables import show
 

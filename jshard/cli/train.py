@@ -6,10 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from jshard import launch
-from jshard._errors import ShardingError
 from jshard.cli import loading
 from jshard.cli._arguments import parse
 from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh
+from jshard.errors import ShardingError
 
 
 def run(argv: Sequence[str]) -> int:

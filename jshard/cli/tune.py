@@ -12,13 +12,13 @@ from typing import Annotated
 import tyro
 from flax import nnx
 
-from jshard._errors import FourPartError, ShardingError
 from jshard._live import fitted
 from jshard.cli._arguments import parse
 from jshard.cli._devices import open_mesh
 from jshard.cli._train_args import TrainArgs, num_devices
 from jshard.cli._train_request import request_of
 from jshard.cli._training import own_data
+from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.tables import show
 from jshard.occupancy import OccupancyWarning, footprint
 from jshard.occupancy.cache import default_path

@@ -19,12 +19,12 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard._errors import FourPartError
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.compile import PROGRAM, CompileError, CompileRequest, TooLargeError, answer
 from jshard.cluster.options import Options, compile_nothing, options_for
 from jshard.cluster.topology import Topology, parse_topology, topology_devices
 from jshard.engine.context import plain_flax
+from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.mfu import dense_flops

@@ -12,7 +12,6 @@ from typing import Any, TextIO
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import AnnotationError, FourPartError
 from jshard._live import at_work
 from jshard._text import duration, three_digits
 from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
@@ -20,6 +19,7 @@ from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
+from jshard.errors import AnnotationError, FourPartError
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import FourPartError, RunError, ShardingError
 from jshard.cluster.topology import Topology, parse_topology
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import REPLICA
 from jshard.plans.plan import ShardPlan

@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jshard._errors import ShardingError
 from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
+from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 from jshard.inspect.hlo.schedule import Schedule
 from jshard.inspect.hlo.steps import Window

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from jshard._errors import ShardingError
 from jshard.cluster.option_table import GPU, OPTIONS, TPU, nearest
+from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, device_of
 
 Value = bool | int | str

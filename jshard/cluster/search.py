@@ -11,7 +11,6 @@ from typing import Any
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import AnnotationError
 from jshard._live import at_work
 from jshard._text import duration
 from jshard.cluster.compare import Compared, Comparison, VariantCompiler
@@ -19,6 +18,7 @@ from jshard.cluster.compile import CompileRequest
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.variants import Variant, command_line
+from jshard.errors import AnnotationError
 from jshard.inspect.tables import add_row, broken_line, made_table, printed
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError

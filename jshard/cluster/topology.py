@@ -18,7 +18,7 @@ from typing import Any
 from jax.experimental import topologies
 
 from jshard import _compat
-from jshard._errors import MissingExtraError, RunError, ShardingError
+from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts
 from jshard.facts.gpu_target import accepted_text
 

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jshard._errors import AnnotationError, ShardingError
 from jshard.cluster.compile import CompileRequest
+from jshard.errors import AnnotationError, ShardingError
 from jshard.plans.mesh import FSDP, REPLICA
 from jshard.plans.policies import strategies
 

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from jax.sharding import Mesh
 
-from jshard._errors import RunError, ShardingError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.data.source import DataError
+from jshard.errors import RunError, ShardingError
 from jshard.plans.mesh import batch_sharding, data_degree
 
 ENDLESS = sys.maxsize  # the length of `dataset.repeat()`

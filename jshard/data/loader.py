@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from jshard._errors import FourPartError, RunError
 from jshard.data.batches import Batches
 from jshard.data.source import Data, DataError, Reader, Sample, Spec, first_spec
 from jshard.data.worker_pool import WorkerPool, pickled
+from jshard.errors import FourPartError, RunError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from jshard._errors import RunError, ShardingError
 from jshard._processes import gather_texts
 from jshard.checkpoint.position import from_text, to_text
 from jshard.data.batches import ENDLESS, Batches
+from jshard.errors import RunError, ShardingError
 
 # Sequences that a lane has given, and the state of its iterator behind them.
 Position = tuple[int, Any]

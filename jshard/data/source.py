@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from jshard._errors import FourPartError, ShardingError
+from jshard.errors import FourPartError, ShardingError
 
 if TYPE_CHECKING:
     from jshard.data.tokenizer import Tokenizer

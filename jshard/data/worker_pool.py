@@ -21,8 +21,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from jshard._errors import RunError, ShardingError
 from jshard.data.source import Reader, Sample
+from jshard.errors import RunError, ShardingError
 
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)

@@ -10,11 +10,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.context import Copies, copies_scope
 from jshard.engine.experts import expert_dim
 from jshard.engine.stored import gather, reduce_scatter
 from jshard.engine.values import Shard, Value
+from jshard.errors import CallError
 from jshard.plans.memories import back, placed_like, to_device
 from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
 from jshard.plans.optimizer_state import key_texts

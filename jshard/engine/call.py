@@ -12,8 +12,8 @@ from flax import nnx
 from jax.custom_derivatives import SymbolicZero
 
 from jshard import _compat
-from jshard._errors import AnnotationError, CallError
 from jshard.engine.context import is_without_update
+from jshard.errors import AnnotationError, CallError
 from jshard.plans.padding import logical_shape, padding_of
 from jshard.plans.units import LogicalOptimizer, Path, Unit, dotted, plain_class, unit_of, walk
 

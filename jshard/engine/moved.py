@@ -10,8 +10,8 @@ import re
 from collections.abc import Hashable, Iterable, Sequence
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.values import Moved
+from jshard.errors import CallError
 from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import Unit

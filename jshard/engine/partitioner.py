@@ -16,12 +16,12 @@ from jax import lax
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._errors import CallError, FourPartError
 from jshard.engine.moved import scope_of
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.contraction import flops
 from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
 from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Source, State, Value
+from jshard.errors import CallError, FourPartError
 
 if TYPE_CHECKING:
     from jshard.engine.rules.loops import Scan

@@ -22,8 +22,8 @@ from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.values import PARTIAL, State
+from jshard.errors import CallError
 
 Function = TypeVar("Function", bound=Callable)
 Axes = int | None | tuple[int | None, ...]

@@ -17,7 +17,6 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine import experts, moved, stored
 from jshard.engine.ahead import gathered_in, tied
 from jshard.engine.batch import batch_size, warn_of_whole
@@ -27,6 +26,7 @@ from jshard.engine.stacks import note_layers
 from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
 from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
+from jshard.errors import CallError
 from jshard.plans.memories import fetched, placed_like
 from jshard.plans.mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
 from jshard.plans.placement import Placement, spec_over

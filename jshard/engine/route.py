@@ -10,7 +10,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.call import guarded_inside, is_array, is_nnx
 from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.nnx_call import NnxCall
@@ -18,6 +17,7 @@ from jshard.engine.region import open_region, remat_of
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call
 from jshard.engine.units import UnitSettings, call_unit, called_inside, computes_in, in_region_trace, run_ungathered
+from jshard.errors import CallError
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import AnyMesh, data_axes, data_degree
 from jshard.plans.plan import resharded

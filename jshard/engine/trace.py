@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.call import refuse_written
 from jshard.engine.rules import calls
+from jshard.errors import CallError
 from jshard.plans.placement import Placement
 
 

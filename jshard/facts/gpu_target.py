@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from jshard._errors import RunError
+from jshard.errors import RunError
 
 Field = tuple[str, Any]  # a name of the proto and its value; a list of fields is a message
 

@@ -9,7 +9,7 @@ import types
 from collections.abc import Mapping
 from typing import Literal
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES
 
 

@@ -14,9 +14,9 @@ from jax.sharding import AbstractMesh
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import ShardingError
 from jshard._text import human_bytes
 from jshard.engine.stacks import as_traced
+from jshard.errors import ShardingError
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jshard._errors import CallError
 from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view, without_update
+from jshard.errors import CallError
 from jshard.linen.annotation import annotation_of
 from jshard.plans.optimizer_state import key_texts
 from jshard.plans.plan import root_forgotten

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from jshard._errors import printable
+from jshard.errors import printable
 
 _PIPED_WIDTH = 110  # of what no terminal shows
 _PATH = 24  # characters of a line of a path, where it needs several

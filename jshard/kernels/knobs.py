@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
 from jshard import _compat
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
 
 WARPGROUP_ROWS = 64  # rows of the smallest product that a warpgroup's tensor cores take

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Mapping
 from importlib.util import find_spec
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 
 TICK_S = 0.1
 """A supervisor looks at its workers and peers this often."""

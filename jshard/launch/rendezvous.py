@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.cluster import TICK_S, Cluster, Deadlines
 from jshard.launch.peers import Link, Peers, close_all, hostname
 

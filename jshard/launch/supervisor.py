@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import rendezvous, worker_process
 from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines
 from jshard.launch.peers import Ending, Peers, cause

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jshard._errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError
 from jshard.launch.cluster import GOOD, Deadlines
 
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece

@@ -18,7 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.launch.cluster import TICK_S, Cluster, Deadlines
 from jshard.launch.peers import Ending, hostname
 

@@ -13,7 +13,7 @@ import flax.linen as nn
 
 from jshard import _compat
 from jshard._compat import LINEN_CALL
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.linen.layout import Layout, Leaf, Seen
 from jshard.plans import checks
 from jshard.plans.memories import check_offload

@@ -16,9 +16,9 @@ from flax.linen.transforms import get_module_scopes, set_module_scopes
 from jax.tree_util import DictKey
 
 from jshard import _compat
-from jshard._errors import AnnotationError, CallError
 from jshard.engine.call import guard
 from jshard.engine.trace import merged, others, picked
+from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Layout, Leaf
 from jshard.linen.padded import is_padded, padding_in
 from jshard.plans.memories import fetched

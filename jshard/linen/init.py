@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.linen.annotation import Annotation, annotation_of
 from jshard.linen.optimizer import places_of
 from jshard.linen.padded import boxed

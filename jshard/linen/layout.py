@@ -10,7 +10,7 @@ import jax
 import optax
 from flax import nnx
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.checks import check_patterns_used
 from jshard.plans.memories import fetched, placed_like
 from jshard.plans.optimizer_state import key_texts, tail_in

@@ -12,8 +12,8 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jshard import _compat
-from jshard._errors import AnnotationError
 from jshard.engine.accumulate import Loss
+from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_of
 from jshard.linen.layout import HostUpdate, Layout, Trained, joined
 from jshard.linen.padded import boxed, boxed_like, unboxed

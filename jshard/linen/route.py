@@ -14,9 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.context import in_global_view
 from jshard.engine.route import run_call
+from jshard.errors import CallError
 from jshard.linen.annotation import Annotation, annotation_of, check_found
 from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested, raw_of
 from jshard.linen.layout import Layout, Seen, SeenUnit

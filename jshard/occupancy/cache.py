@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import FourPartError, RunError, ShardingError
 from jshard._processes import gather_texts, is_primary
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.occupancy import CommFootprint
 from jshard.occupancy.candidates import Choice, Timing

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.kernels.knobs import LEAST_TILE, WARPGROUP_ROWS, Occupancy, product_ns
 from jshard.occupancy import (
     CommFootprint,

@@ -14,9 +14,9 @@ import flax.linen as nn
 from flax import nnx
 
 from jshard import _compat
-from jshard._errors import RunError
 from jshard._text import duration
 from jshard.cluster.options import compiler_options
+from jshard.errors import RunError
 from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import (

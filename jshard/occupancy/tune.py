@@ -16,9 +16,9 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard import _compat
-from jshard._errors import ShardingError
 from jshard._text import duration, folded_names, human_bytes
 from jshard.cluster.replay import Assumptions
+from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 from jshard.occupancy import CommFootprint
 from jshard.occupancy import cache as stored

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.memories import PARAMS
 from jshard.plans.mesh import FSDP, AnyMesh, degree
 from jshard.plans.policies import MixedPrecision, UnitPolicy

@@ -11,7 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import AnnotationError, MeshError
+from jshard.errors import AnnotationError, MeshError
 from jshard.plans.mesh import AnyMesh
 
 OPTIMIZER, PARAMS = "optimizer", "params"

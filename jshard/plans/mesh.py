@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from jshard._errors import CallError, MeshError
+from jshard.errors import CallError, MeshError
 
 REPLICA, FSDP, EXPERT, TENSOR = AXES = ("replica", "fsdp", "expert", "tensor")
 DATA_AXES = (REPLICA, FSDP, EXPERT)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.memories import OPTIMIZER
 from jshard.plans.placement import ShardDim, ShardPlacement
 

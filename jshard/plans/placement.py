@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
 from jshard.plans.policies import MixedPrecision
 

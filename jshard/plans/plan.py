@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.placement import Entry, Placement, place
 from jshard.plans.replicated import is_named
 from jshard.plans.units import (

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jshard._errors import AnnotationError
 from jshard._kernel_names import PRODUCT
+from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, REPLICA, AnyMesh, degree
 
 Remat = str | Callable[..., Any]

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from jshard import _compat
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, degree
 from jshard.plans.placement import INDIVISIBLE, PADDED_FROM_BYTES, Placement
 from jshard.plans.policies import MixedPrecision

@@ -14,8 +14,8 @@ import jax
 from flax import nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT as OVERWRITTEN
 
-from jshard._errors import AnnotationError
 from jshard.engine.context import in_plain_flax
+from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotation_of, relaid
 from jshard.linen.call import as_arrays, flat, raw_of
 from jshard.linen.layout import Layout

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jshard._errors import AnnotationError
 from jshard.api.gradients import value_and_grad
+from jshard.errors import AnnotationError
 from jshard.plans.memories import back, to_device
 
 _MOST = 2.0**64  # far beyond what float16 can use; its product with a loss is finite in float32

@@ -43,7 +43,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._errors import FourPartError, ShardingError
+from jshard.errors import FourPartError, ShardingError
 from jshard.plans.units import as_filter
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.shipped_models import model_path, shipped_folder, shipped_models

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jshard._errors import FourPartError, ShardingError
+from jshard.errors import FourPartError, ShardingError
 from jshard.recipes.recipe import Recipe
 
 if TYPE_CHECKING:

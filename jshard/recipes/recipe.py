@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import optax
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 from jshard.plans.mesh import AnyMesh, data_axes, data_degree, degree
 
 _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")

@@ -17,7 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import AnnotationError
+from jshard.errors import AnnotationError
 from jshard.plans.memories import to_device
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import unit_of

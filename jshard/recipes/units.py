@@ -10,8 +10,8 @@ import flax.linen as nn
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard._errors import ShardingError
 from jshard.api.override import SETTINGS, revise
+from jshard.errors import ShardingError
 from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.model_file import LinenUnits, ModelFile
 

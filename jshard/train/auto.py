@@ -23,7 +23,6 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard import _compat
-from jshard._errors import ShardingError
 from jshard._live import at_work
 from jshard._processes import gather_texts, is_primary
 from jshard._text import duration
@@ -32,6 +31,7 @@ from jshard.cluster.estimate import Machine, machine_here
 from jshard.cluster.search import Search, is_same, search
 from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
+from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
 from jshard.occupancy.cache import default_path, write_whole
 from jshard.plans.mesh import FSDP, REPLICA, shard_batch

@@ -20,8 +20,8 @@ from jax.extend import core as jex
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard._errors import RunError
 from jshard.engine.context import global_view, plain_flax
+from jshard.errors import RunError
 from jshard.plans.units import dotted
 from jshard.recipes.linen_model import LinenModel
 from jshard.recipes.model_file import ModelFile

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 
 
 class Jsonl:

@@ -25,8 +25,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from jshard._errors import RunError
 from jshard.data import Data, local_rows
+from jshard.errors import RunError
 from jshard.plans.mesh import data_degree, shard_batch
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view

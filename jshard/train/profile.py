@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
-from jshard._errors import ShardingError
 from jshard._processes import is_primary
+from jshard.errors import ShardingError
 from jshard.inspect.profile.trace import PROFILE, PROGRAM, process_folder
 
 _FAILURES = (RuntimeError, OSError, ValueError)  # jax's errors are RuntimeErrors

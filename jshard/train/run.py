@@ -18,11 +18,11 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from jshard import launch
-from jshard._errors import RunError, ShardingError
 from jshard._live import at_work
 from jshard._processes import is_primary
 from jshard.checkpoint.lookup import OF_A_RUN, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
+from jshard.errors import RunError, ShardingError
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
 from jshard.recipes.loss_scale import loss_scale_of

@@ -26,7 +26,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jshard import _processes
-from jshard._errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
 from jshard.train.run_record import RunLock, RunRecord, check_agree

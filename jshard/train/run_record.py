@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.recipes.recipe import tree
 
 _FIXED = ("model", "sequence_length", "seed")  # with other values it would be another run

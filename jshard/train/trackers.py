@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 
 
 class Tracker(Protocol):

@@ -20,11 +20,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
-from jshard._errors import FourPartError
 from jshard.checkpoint import storage
 from jshard.checkpoint.barrier import exchange
 from jshard.checkpoint.saving import Saving
 from jshard.checkpoint.sums import LeafSums
+from jshard.errors import FourPartError
 from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
 
 PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])

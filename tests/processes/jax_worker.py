@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import multihost_utils
 
 from jshard import launch
-from jshard._errors import RunError
+from jshard.errors import RunError
 
 rounds = int(sys.argv[1])
 killed = int(sys.argv[2]) if len(sys.argv) > 2 else None

@@ -17,7 +17,7 @@ import pytest
 
 import jshard as js
 from jshard import launch
-from jshard._errors import RunError
+from jshard.errors import RunError
 from jshard.launch import peers as peers_module
 from jshard.launch import rendezvous
 from jshard.launch.peers import Ending, Link, Peers, from_message

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from jshard._errors import printable
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import inert_pickle
 from jshard.checkpoint.formats.inert_pickle import DTYPES, Record, records
 from jshard.checkpoint.formats.source import Box, Region, StoredArray, bounds, damaged, local_path, read_region
 from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.errors import printable
 
 METADATA = ".metadata"
 

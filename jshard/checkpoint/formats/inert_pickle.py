@@ -14,9 +14,9 @@ from typing import IO, Any, NoReturn
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._errors import FourPartError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats.source import damaged
+from jshard.errors import FourPartError
 
 Allowed = Mapping[tuple[str, str], Any]
 

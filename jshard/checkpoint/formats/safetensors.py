@@ -13,7 +13,6 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard._errors import RunError, printable
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats.source import (
     Box,
@@ -25,6 +24,7 @@ from jshard.checkpoint.formats.source import (
     read_region,
     row_major,
 )
+from jshard.errors import RunError, printable
 
 INDEX = "model.safetensors.index.json"
 SUFFIX = ".safetensors"

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jshard._errors import RunError, printable
 from jshard.checkpoint.errors import CheckpointError
+from jshard.errors import RunError, printable
 
 Box = tuple[slice, ...]
 """A part of an array, a slice per dim: what `jax.make_array_from_callback` asks for."""

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jshard._errors import FourPartError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import inert_pickle
 from jshard.checkpoint.formats.inert_pickle import DTYPES, Sealed
 from jshard.checkpoint.formats.source import Region, damaged, read_region
+from jshard.errors import FourPartError
 
 _MOST_PICKLE_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30

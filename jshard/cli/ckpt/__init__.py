@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import jax
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 
 COMMANDS = {
     "ls": "the checkpoints of a run: steps, sizes, whether their files are all there",

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 import jshard as js
-from jshard._errors import ShardingError
 from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.names import Names
 from jshard.cli._devices import simulate_devices
 from jshard.cli._train_args import num_devices, parse_mesh
+from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file
 from jshard.recipes.overrides import override

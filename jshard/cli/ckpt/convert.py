@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from jshard._errors import RunError, ShardingError
 from jshard._text import human_bytes
 from jshard.checkpoint.boxes import CheckpointSource, Part, part_of
 from jshard.checkpoint.errors import CheckpointError
@@ -23,6 +22,7 @@ from jshard.checkpoint.reshard import import_leaves, reshard
 from jshard.checkpoint.verifying import verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
+from jshard.errors import RunError, ShardingError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._errors import ShardingError, printable
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.listing import Entry, Listing, checkpoint_at, listing
@@ -19,6 +18,7 @@ from jshard.checkpoint.manifest import Seal, StoredLeaf
 from jshard.checkpoint.opened import Opened, open_checkpoint
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text
+from jshard.errors import ShardingError, printable
 from jshard.inspect.tables import add_row, made_table, show, whole_line
 
 

@@ -10,13 +10,13 @@ from typing import Annotated, Literal
 
 import tyro
 
-from jshard._errors import ShardingError
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.listing import series_at
 from jshard.checkpoint.timeline import Timeline, timelines
 from jshard.checkpoint.timeline_report import TimelineReport, to_html, write_png
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json
+from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 
 

@@ -9,9 +9,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.rules.table import rule
 from jshard.engine.values import Eqn, Value, array_bytes
+from jshard.errors import CallError
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner

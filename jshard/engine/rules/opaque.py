@@ -9,11 +9,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard._errors import CallError
 from jshard.engine.per_example import Body
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.table import free_dim, rule, same
 from jshard.engine.values import PARTIAL, Eqn, State, Value, array_bytes
+from jshard.errors import CallError
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner

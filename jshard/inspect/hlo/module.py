@@ -9,7 +9,7 @@ import functools
 import re
 from collections.abc import Iterator
 
-from jshard._errors import ShardingError
+from jshard.errors import ShardingError
 
 _HEADER = re.compile(r"^(ENTRY\s+)?%?([\w.\-]+)\s*\(.*\)\s*->.*\{\s*$")
 _ASSIGNED = re.compile(r"^\s*(ROOT\s+)?%?([\w.\-]+)\s*=\s*(.*)$")

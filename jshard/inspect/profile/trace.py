@@ -12,7 +12,7 @@ from typing import Any
 
 from jax.profiler import ProfileData
 
-from jshard._errors import RunError, ShardingError
+from jshard.errors import RunError, ShardingError
 from jshard.inspect.profile.ops import Ops, Run, busiest_program, expected_ops, runs_of, whole
 from jshard.inspect.profile.planes import DeviceEvents, ProcessEvents, process_events
 from jshard.inspect.profile.result import DeviceStep, Trace, TraceStep
