@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import jshard as js
 from jshard import _compat
 from jshard.cluster.option_table import OPTIONS
+from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import CommFootprint, OccupancyError, cache, footprint, gpu
 from jshard.occupancy import shape as shaping
@@ -350,7 +351,7 @@ def test_in_several_processes_the_first_ones_measurements_count(model, products,
     monkeypatch.setattr(cache, "gather_texts", lambda text: [first, text])
     assert shaped_with(model, tmp_path / "no such file").occupancy["matmul"].latency_ns == 90
     monkeypatch.setattr(cache, "gather_texts", lambda text: ['{"text": "", "failed": "CacheError: bad"}', text])
-    with pytest.raises(js.RunError, match="CacheError: bad"):
+    with pytest.raises(RunError, match="CacheError: bad"):
         shaped_with(model, tmp_path / "no such file")
 
 

@@ -243,7 +243,7 @@ def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]
     if not where.gathered:  # what is said for all units is not for this one
         common = UnitPolicy()
         policy["gathered"] = False
-        checks.check_ungathered(UnitPolicy(**policy), None, where.offload)
+        checks.check_ungathered(UnitPolicy(**policy), where.offload)
         placing["mixed_precision"] = MixedPrecision()
     made: PlacementRule = dataclasses.replace(record.rule, **placing)
     return dataclasses.replace(record, policy=dataclasses.replace(common, **policy), rule=made)
