@@ -37,6 +37,7 @@ import jshard as js
 from benchmarks.iterations import Instant, Iterations, Terminal
 from benchmarks.tables import markdown_table
 from jshard import train
+from jshard.data import Loader, load_text, local_rows
 from jshard.recipes.mfu import Mfu, Peak, dense_flops, peak_bytes
 from jshard.recipes.state import create
 from jshard.train.jsonl import Jsonl
@@ -157,11 +158,11 @@ class _Setup:
         mesh = js.mesh(devices=jax.devices()[: case.num_devices])
         assert isinstance(mesh, Mesh)
         self.mesh = mesh
-        self._loader = js.data.Loader(
-            data=js.data.load_text([_MODEL], sequence_length=self.recipe.sequence_length),
+        self._loader = Loader(
+            data=load_text([_MODEL], sequence_length=self.recipe.sequence_length),
             batch_size=self.recipe.batch_size,
             seed=0,
-            rows=js.data.local_rows(self.recipe.batch_size, mesh),
+            rows=local_rows(self.recipe.batch_size, mesh),
         )
         self.batch = js.shard_batch(next(self._loader.train(1)), mesh)
         self.step = train.TrainStep(_GPT.loss_fn, *create(_GPT, self.recipe, mesh), self.batch)

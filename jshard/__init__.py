@@ -1,22 +1,30 @@
 """jshard: annotate a Flax model, and it trains fully sharded, with communication that is shown.
 
-The public names are those of `__init__.pyi`.
+The public names are those of `__init__.pyi`; errors are in `jshard.errors`, data in `jshard.data`.
 
 Example:
     >>> import jshard as js
 """
 
-from importlib import import_module as _import_module
-
 from jshard._lazy import attach as _attach
 
-_load, __dir__, __all__ = _attach(__name__, __file__)
+_MOVED = {
+    "jshard.errors": "AnnotationError CallError MeshError RunError",
+    "jshard.inspect.explain": "Explanation",
+    "jshard.plans.plan": "LeafPlan UnitPlan",
+    "jshard.plans.policies": "Strategy strategies",
+}
+
+_UNLISTED = {
+    # Functions that are gone, which warn when they are called.
+    "batch_mean": "jshard.plans.moved",
+    "per_shard": "jshard.plans.moved",
+    # Modules that were names of `js`. `from jshard import data` asks here first, and is right: no warning.
+    "data": "jshard",
+    "inspect": "jshard",
+    "occupancy": "jshard",
+}
+
+__getattr__, __dir__, __all__ = _attach(__name__, __file__, moved=_MOVED, unlisted=_UNLISTED)
 
 __version__ = "0.1.0"
-
-
-def __getattr__(name: str) -> object:
-    """A public name, loaded when it is first asked for; for one release also a function that is gone."""
-    if name in ("batch_mean", "per_shard"):
-        return getattr(_import_module("jshard.plans.moved"), name)
-    return _load(name)

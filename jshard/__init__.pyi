@@ -1,8 +1,5 @@
 from jshard import checkpoint as checkpoint
-from jshard import data as data
-from jshard import inspect as inspect
 from jshard import kernels as kernels
-from jshard import occupancy as occupancy
 from jshard import parallel as parallel
 from jshard import train as train
 from jshard.api.fully_shard import fully_shard as fully_shard
@@ -14,26 +11,17 @@ from jshard.api.scan_layers import scan_layers as scan_layers
 from jshard.cluster.options import compiler_options as compiler_options
 from jshard.engine.context import global_view as global_view
 from jshard.engine.per_example import per_example as per_example
-from jshard.errors import AnnotationError as AnnotationError
-from jshard.errors import CallError as CallError
-from jshard.errors import MeshError as MeshError
-from jshard.errors import RunError as RunError
 from jshard.errors import ShardingError as ShardingError
 from jshard.inspect.audit import audit as audit
 from jshard.inspect.check import check as check
-from jshard.inspect.explain import Explanation as Explanation
 from jshard.inspect.explain import explain as explain
 from jshard.inspect.profile.trace import trace as trace
 from jshard.occupancy.shape import overlap as overlap
 from jshard.plans.mesh import mesh as mesh
 from jshard.plans.mesh import shard_batch as shard_batch
 from jshard.plans.placement import ShardPlacement as ShardPlacement
-from jshard.plans.plan import LeafPlan as LeafPlan
 from jshard.plans.plan import ShardPlan as ShardPlan
-from jshard.plans.plan import UnitPlan as UnitPlan
 from jshard.plans.plan import plan as plan
 from jshard.plans.policies import MixedPrecision as MixedPrecision
-from jshard.plans.policies import Strategy as Strategy
-from jshard.plans.policies import strategies as strategies
 
 __version__: str

@@ -19,7 +19,7 @@ def printable(text: str, keep: str = "") -> str:
 
 
 class FourPartError(Exception):
-    """An error told in four parts; the base of those that jshard raises.
+    """An error in four parts; the base of those that jshard raises.
 
     Args:
         what: one sentence: what failed.

@@ -25,7 +25,7 @@ from jshard.plans.units import dotted, plain_class, walk
 
 
 def split(model: nnx.Module, table: Mapping[str, Sequence[Entry]]) -> None:
-    """Says which dims of a model's parameters lie on which axes of the mesh.
+    """Says which dims of a model's parameters are on which axes of the mesh.
 
     To be called before `js.fully_shard`, which shards another dim of them over `fsdp`. The same can be said one by
     one, by `variable.set_metadata(out_sharding=...)`.
@@ -110,7 +110,7 @@ def hold(x: jax.Array, *entries: Entry) -> jax.Array:
 
 
 def to_experts(x: jax.Array) -> jax.Array:
-    """Says that inputs of experts lie where their expert does: one all-to-all over `expert`, and one in backward.
+    """Says that inputs of experts are where their expert does: one all-to-all over `expert`, and one in backward.
 
     Args:
         x: (experts, batch, ...): for every expert, the inputs that the batch has for it.

@@ -6,7 +6,7 @@
 After "DHEN: A Deep and Hierarchical Ensemble Network for Large-Scale Click-Through Rate Prediction" (Zhang et al.,
 2022). A sample is some ids (who, where, which ad) and some numbers. Each id becomes a row of its table, the numbers one
 more such row, and every layer lets several kinds of interaction see all of these rows at once. The samples come from
-`clicks.py`, which lies beside this file: they follow a law that is known, and with it the smallest loss there can be.
+`clicks.py`, which is beside this file: they follow a law that is known, and with it the smallest loss there can be.
 
 The two halves are sharded in two ways. The layers are units, gathered one after another. A table must never be
 gathered: it is most of the memory of all devices together, and a step reads little of it. So the ids travel to where

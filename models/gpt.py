@@ -52,7 +52,7 @@ class GPTConfig:
     # Read by `annotate` only: an unsharded GPT computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
     remat: str = "none"
-    offload: str | None = None  # "optimizer" or "params": what lies in host memory
+    offload: str | None = None  # "optimizer" or "params": what is in host memory
 
     def __post_init__(self) -> None:
         if self.d_model % self.n_head:
@@ -205,7 +205,7 @@ def generate(
     """Continues each prompt by `num_tokens` tokens, drawn one after another.
 
     Every token runs the whole model over a window of `block_size` positions. That is slow, and
-    clear: what lies behind the last token cannot be seen from it, so one window serves every length.
+    clear: what is behind the last token cannot be seen from it, so one window serves every length.
     """
     length = prompt_BT.shape[1]
     block_size = model.config.block_size
@@ -230,7 +230,7 @@ def build(config: GPTConfig, rngs: nnx.Rngs) -> GPT:
     return GPT(config, rngs=rngs)
 
 
-# The last dims on the `tensor` axis, where the mesh has one: heads, features and tokens lie apart.
+# The last dims on the `tensor` axis, where the mesh has one: heads, features and tokens are apart.
 OUT, IN = ("tensor",), ("tensor", None)
 TENSOR = {"*/qkv/*": OUT, "*/up/*": OUT, "*/out/kernel": IN, "*/down/kernel": IN, "tokens/embedding": IN}
 
@@ -241,11 +241,10 @@ def annotate(model: GPT, mesh: Mesh | AbstractMesh) -> None:
     js.parallel.split(model, TENSOR if config.tied else TENSOR | {"head/kernel": OUT})
     low = config.compute_dtype != "float32"
     precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32") if low else None
-    placement = js.ShardPlacement(offload=config.offload)
+    placement, stacked = (js.ShardPlacement(offload=config.offload, stacked=n) for n in (0, 1))
     settings = dict[str, Any](mesh=mesh, mixed_precision=precision, placement=placement)
     if config.scan:
-        stacked = dict[str, Any](settings, placement=dataclasses.replace(placement, stacked=1))
-        js.fully_shard(model.blocks, remat=config.remat, **stacked)
+        js.fully_shard(model.blocks, remat=config.remat, **dict[str, Any](settings, placement=stacked))
     else:
         for block in model.blocks:
             js.fully_shard(block, remat=config.remat, **settings)

@@ -29,6 +29,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
+from jshard.errors import AnnotationError
 from jshard.train import Recipe
 
 
@@ -243,9 +244,9 @@ def build(config: LlamaConfig, rngs: nnx.Rngs) -> Llama:
 
 
 def check_heads(config: LlamaConfig, degree: int) -> None:
-    """Raises where a head of keys would lie on two devices of the tensor axis; `fully_shard` sees to the rest."""
+    """Raises where a head of keys would be on two devices of the tensor axis; `fully_shard` sees to the rest."""
     if config.n_kv_head % degree:
-        raise js.AnnotationError(
+        raise AnnotationError(
             "The heads do not split over the tensor axis.",
             where=f"mesh axis 'tensor' of degree {degree}",
             why=f"n_kv_head={config.n_kv_head} is no multiple of {degree}.",
@@ -353,7 +354,7 @@ def llama3_8b() -> Recipe:
 
 
 def llama3_70b() -> Recipe:
-    """70.6B parameters, likewise."""
+    """70.6B parameters."""
     config = LlamaConfig(n_layer=80, n_head=64, d_model=8192, d_ff=28_672)
     return large(config, sequence_length=8192, accumulate=8, learning_rate=1.5e-4)
 

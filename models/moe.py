@@ -5,7 +5,7 @@
     jshard train moe --recipe mixtral_8x7b --mesh fsdp=8,expert=8 --dry-run
 
 In each block a router sends every token to the best `top_k` of E feed-forward layers, the experts. On a mesh with an
-`expert` axis they lie apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and
+`expert` axis they are apart: each device holds E / (its degree) of them, sharded over `fsdp` like anything else, and
 the tokens travel to them and back. `js.parallel.to_experts` and `from_experts` are all that the model knows of it.
 
 A sequence has C places for its tokens at each expert, C = capacity x top_k x T / E rounded up. A token that finds none
@@ -203,7 +203,7 @@ def build(config: MoEConfig, rngs: nnx.Rngs) -> Model:
 
 
 def annotate(model: Model, mesh: Mesh | AbstractMesh) -> None:
-    """The stack of blocks, the head and the rest are units; experts lie on `expert`, heads and widths on `tensor`."""
+    """The stack of blocks, the head and the rest are units; experts are on `expert`, heads and widths on `tensor`."""
     config = model.config
     js.parallel.split(
         model,

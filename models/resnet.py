@@ -4,11 +4,11 @@
     jshard train resnet --recipe resnet50      # 25.6M parameters
     jshard train resnet --recipe regnet_9b --mesh fsdp=128 --dry-run
 
-Batch normalisation is what sets it apart from a transformer. It looks across the samples of a batch, which lie on
+Batch normalisation is what sets it apart from a transformer. It looks across the samples of a batch, which are on
 different devices; jshard makes its statistics those of the whole batch. And its running averages are state that no
 gradient reaches: the step carries them along, checkpoints hold them, evaluation uses them.
 
-The images are the handwritten digits of `digits.py`, which lies beside this file; large recipes enlarge them.
+The images are the handwritten digits of `digits.py`, which is beside this file; large recipes enlarge them.
 
 Names end in the dims of the array they hold:
 

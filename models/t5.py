@@ -4,7 +4,7 @@
     jshard plan t5 --recipe t5_11b --topology h100:64x8            # without a GPU
 
 The data are those of the T5 paper (arXiv 1910.10683), over bytes: spans of text are cut out, the encoder reads what is
-left, and the decoder writes the spans. They come from `spans.py`, which lies beside this file. Everything up to
+left, and the decoder writes the spans. They come from `spans.py`, which is beside this file. Everything up to
 `annotate` is plain Flax; `annotate` alone says what is sharded.
 
 Names end in the dims of the array they hold:

@@ -6,13 +6,13 @@
 
 An image is a video of one frame. The model turns noise into videos of a class by rectified flow (Liu et al. 2022,
 arXiv 2209.03003): it learns with what velocity a sample moves on the straight line from noise to video. Who copies
-this file copies `digits.py`, which lies beside it, too, or brings other `data`.
+this file copies `digits.py`, which is beside it, too, or brings other `data`.
 
 Names end in the dims of the array they hold:
 
     B  batch                 N  patches, of all frames                   D  model width (d_model)
     T  frames                P  numbers in a patch                       H  heads
-    Y  rows                  S  sinusoids that a time is told in         K  width of one head (D / H)
+    Y  rows                  S  sinusoids that encode a time            K  width of one head (D / H)
     X  columns               M  modulations of a block: 6, or 2
     C  channels
 """
@@ -107,7 +107,7 @@ def sinusoids(at: jax.Array, width: int) -> jax.Array:
 
 
 def positions(config: VDiTConfig) -> jax.Array:
-    """Where each patch is: half of the features tell its row, half its column; the frame is added to both."""
+    """Where each patch is: half of the features give its row, half its column; the frame is added to both."""
     (t, y, x), D = config.grid, config.d_model
     rows_YXD = jnp.broadcast_to(sinusoids(jnp.arange(y), D // 2)[:, None], (y, x, D // 2))
     columns_YXD = jnp.broadcast_to(sinusoids(jnp.arange(x), D // 2)[None], (y, x, D // 2))
@@ -384,7 +384,7 @@ def large(config: VDiTConfig, *, batch_size: int, num_steps: int, warmup_steps: 
 def dit_xl_2() -> Recipe:
     """DiT-XL/2 for ImageNet of 256 x 256 pixels as latents of 32 x 32 x 4; its batch, rate and steps.
 
-    675M parameters: the paper's count, less the table of positions and the half of the output that tells variances.
+    675M parameters: the paper's count, less the table of positions and the half of the output that gives variances.
     """
     config = VDiTConfig(n_layer=28, n_head=16, d_model=1152)
     return large(config, batch_size=256, num_steps=400_000, warmup_steps=1000)

@@ -14,13 +14,14 @@ from flax import nnx
 import jshard as js
 from jshard.api.optimizer import abstract_optimizer
 from jshard.data.batches import GlobalBatches
+from jshard.plans.policies import strategies
 
 # By name: the degrees of the mesh.
 LAYOUTS: dict[str, dict[str, int]] = {
     "one device": {"fsdp": 1},
-    "replicate": js.strategies["replicate"].mesh,
-    "zero3": js.strategies["zero3"].mesh,
-    "hsdp": js.strategies["hsdp"].mesh,
+    "replicate": strategies["replicate"].mesh,
+    "zero3": strategies["zero3"].mesh,
+    "hsdp": strategies["hsdp"].mesh,
     "tensor": {"fsdp": 4, "tensor": 2},
     "all axes": {"replica": 2, "fsdp": 2, "tensor": 2},
 }

@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from jshard.errors import AnnotationError
 from tests.compiling import python
 from tests.helpers import (
     Attention,
@@ -380,7 +381,7 @@ def test_a_module_used_twice(units):
 
     build = lambda: Repeated(nnx.Rngs(0))
     if units == "second":  # the same object, found under its first name
-        with pytest.raises(js.AnnotationError, match=r"No submodule is chosen"):
+        with pytest.raises(AnnotationError, match=r"No submodule is chosen"):
             js.shard_init(build, annotate)
         return
     model = js.shard_init(build, annotate)
@@ -553,12 +554,12 @@ class Cube(nnx.Module):
 def test_a_large_replicated_parameter_is_an_error_wherever_the_model_is_first_used():
     annotate = lambda model: js.fully_shard(model, mesh=MESH)
     for init in (js.shard_init, js.abstract_init):
-        with pytest.raises(js.AnnotationError, match=r"1 large parameter\(s\) of Cube(.|\n)*odd"):
+        with pytest.raises(AnnotationError, match=r"1 large parameter\(s\) of Cube(.|\n)*odd"):
             init(Cube, annotate)
     model = annotate(Cube())
-    with pytest.raises(js.AnnotationError, match="odd  float32"):
+    with pytest.raises(AnnotationError, match="odd  float32"):
         model(ODD_ROWS)
-    with pytest.raises(js.AnnotationError, match="odd  float32"):  # another name does not help
+    with pytest.raises(AnnotationError, match="odd  float32"):  # another name does not help
         js.abstract_init(
             Cube,
             lambda model: js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["even/*"])),

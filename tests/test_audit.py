@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
-from jshard.inspect import ProgramError
+from jshard.inspect import ProgramError, collectives, full_bytes
 from jshard.inspect.audit import Audit, CompiledMemory, audit
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.differences import differences, hlo_dtype
@@ -38,9 +38,9 @@ def test_a_program_that_does_as_planned(scanned: Audit):
     assert scanned.ok
     assert scanned.amount("all-gather") == pytest.approx(2.00, abs=0.02)
     assert scanned.amount("reduce-scatter") == pytest.approx(1.00, abs=0.02)
-    compiled = js.inspect.collectives(program(DECODER, replica=2).compiled)
+    compiled = collectives(program(DECODER, replica=2).compiled)
     for total in scanned.totals:
-        assert total.total_bytes == js.inspect.full_bytes(compiled, total.kind)
+        assert total.total_bytes == full_bytes(compiled, total.kind)
         assert total.elements * 4 == total.total_bytes
 
 

@@ -22,6 +22,7 @@ from jshard.cluster.variants import Variant
 from jshard.errors import AnnotationError
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
+from jshard.plans.policies import strategies
 from jshard.train import auto
 from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
 from jshard.train.run import Finished
@@ -136,34 +137,45 @@ def test_the_key_is_the_models_and_the_devices():
 
 def annotated(strategy, mesh=None, **settings):
     mesh = mesh or js.mesh()
-    annotate = lambda model: js.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, **settings)
-    return js.abstract_init(builder(Config()), annotate)
+
+    def annotate(model):
+        with pytest.warns(FutureWarning, match="strategy: this setting of fully_shard goes") as caught:
+            js.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, **settings)
+        assert caught[0].filename == __file__
+        written.append(str(caught[0].message).partition("\n  js.fully_shard(layer, mesh=mesh, ")[2])
+
+    written: list[str] = []
+    model = js.abstract_init(builder(Config()), annotate)
+    (line,) = written
+    return model, line
 
 
 def layers(model):
     return {(unit.reshard_after_forward, unit.remat) for unit in js.plan(model).units[1:]}
 
 
-def test_a_strategy_by_name_or_value():
-    assert layers(annotated("zero2")) == {(False, "none")}
-    assert layers(annotated("zero3", reshard_after_forward=False)) == {(True, "none")}
-    two = dataclasses.replace(js.strategies["hpz"], reshard_after_forward=2)
-    model = annotated(two, remat="full")
-    assert layers(model) == {(2, "full")}
+def test_a_strategy_works_and_its_warning_has_the_new_line():
+    model, line = annotated("zero2")
+    assert layers(model) == {(False, "none")} and line == "reshard_after_forward=False)"
+    model, line = annotated("zero3", reshard_after_forward=False)
+    assert layers(model) == {(True, "none")} and line == "reshard_after_forward=True)"
+    two = dataclasses.replace(strategies["hpz"], reshard_after_forward=2)
+    model, line = annotated(two, remat="full")
+    assert layers(model) == {(2, "full")} and line == "reshard_after_forward=2)"
     assert "Strategy: hpz" in str(js.explain(model))
     with pytest.raises(AnnotationError, match="The strategy is not known"):
-        annotated("zero4")
+        js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="zero4")
 
 
 def test_a_root_alone_has_no_layers_to_set():
-    with pytest.raises(AnnotationError, match="no units whose settings could be changed"):
+    with pytest.warns(FutureWarning), pytest.raises(AnnotationError, match="no units whose settings could be changed"):
         js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="zero2")
 
 
 def test_a_library_call_chooses_nothing_by_itself(monkeypatch):
     monkeypatch.setattr(auto, "_path", lambda: pytest.fail("the file in the home folder is read"))
     with pytest.raises(AnnotationError, match="does not choose a strategy") as error:
-        annotated("auto")
+        js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="auto")
     assert "jshard train MODEL --auto" in error.value.do and "reshard_after_forward=False" in error.value.do
 
 

@@ -20,6 +20,7 @@ from jshard.cluster.compile import (
 )
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
+from jshard.data import load_text
 from jshard.errors import MissingExtraError, RunError
 from jshard.recipes.building import batch_like
 from jshard.recipes.state import create
@@ -256,7 +257,7 @@ def test_the_child_touches_no_accelerator_and_gets_no_flags():
 def test_the_program_is_that_of_a_run(folder):
     """The child's program, which is made without arrays, is the one that training compiles."""
     model_file, recipe, mesh = load_model_file(MODELS / "gpt.py"), micro(), js.mesh()
-    data = js.data.load_text([_text(folder)], sequence_length=recipe.sequence_length)
+    data = load_text([_text(folder)], sequence_length=recipe.sequence_length)
     run = TrainStep(model_file.loss_fn, *create(model_file, recipe, mesh), batch_like(data, recipe.batch_size, mesh))
     _, lowered = lowered_step(model_file, recipe, mesh)
     compiled = lowered.compile()

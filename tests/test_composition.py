@@ -11,6 +11,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from jshard.errors import AnnotationError
 from tests.helpers import Config, Decoder, annotator, builder, loss_fn, placed, token_batch
 from tests.parity import assert_parity, flat, train, worst
 from tests.wide import wide
@@ -435,5 +436,5 @@ def test_parameters_added_after_the_annotation_are_right_and_named():
     np.testing.assert_allclose(value, want, rtol=1e-6)
     found, wanted = flat(grads), flat(want_grads)
     assert max(worst(found[k], wanted[k]) for k in wanted) < 2e-6
-    with pytest.raises(js.AnnotationError, match="never saw"):
+    with pytest.raises(AnnotationError, match="never saw"):
         js.plan(grown(True))

@@ -23,9 +23,10 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard import _processes
+from jshard import _processes, errors
 from jshard.api.override import revise
 from jshard.engine.rules import RULES
+from jshard.errors import MeshError
 from tests.helpers import with_placement
 from tests.linen_errors import ERRORS as LINEN_ERRORS
 from tests.linen_errors import stacked_layers
@@ -353,7 +354,6 @@ ERRORS: dict[str, Callable[[], object]] = {
         prefetch="512MiB",
         reshard_after_forward=True,
         mixed_precision=js.MixedPrecision(param="bfloat16"),
-        strategy="zero2",
     ),
     "ungathered: parameters in host memory": lambda: shard(linear(), gathered=False, offload="params"),
     "ungathered: units inside": lambda: shard(Model(print, nnx.Rngs(0)), units="inner", gathered=False),
@@ -504,9 +504,13 @@ def layers_in_a_loop() -> nnx.Module:
 
 
 WARNINGS: dict[str, Callable[[], object]] = {
+    "warning: a name that has moved": lambda: js.MeshError,
     "warning: settings that moved": lambda: js.fully_shard(linear(), mesh=js.mesh(), stacked=0, shard_dim=0),
     "warning: settings of a unit that moved": lambda: js.fully_shard(
         nn.Dense(64), mesh=js.mesh(), units={nn.Dense: {"min_size": 1}}
+    ),
+    "warning: a strategy": lambda: js.fully_shard(
+        Model(print, nnx.Rngs(0)), mesh=js.mesh(), units="inner", strategy="zero2"
     ),
     "warning: settings that are gone": lambda: shard(linear(), outputs="mean", batch_dim=1),
     "warning: a function that is gone": lambda: js.batch_mean(X),
@@ -533,7 +537,7 @@ def provoke(name: str) -> str:
             WARNINGS[name]()
         (warning,) = caught
         return _without_lines(str(warning.message))
-    with pytest.raises((js.ShardingError, js.RunError)) as raised:
+    with pytest.raises((js.ShardingError, errors.RunError)) as raised:
         ERRORS[name]()
     return _without_lines(f"{type(raised.value).__name__}: {raised.value}")
 
@@ -566,7 +570,7 @@ def test_no_golden_text_is_left_over():
 def test_form(name):
     """What in one sentence; where, why and do, none of them empty."""
     kind, _, text = golden()[name].partition(": ")
-    assert issubclass(getattr(js, kind), RuntimeError if name.startswith("processes: ") else js.ShardingError)
+    assert issubclass(getattr(errors, kind), RuntimeError if name.startswith("processes: ") else js.ShardingError)
     assert issubclass(js.ShardingError, ValueError)
     lines = text.splitlines()
     assert lines[0].endswith(".")
@@ -635,9 +639,9 @@ def test_every_warning_in_the_source_has_its_golden_text():
 
 
 def test_an_error_survives_pickling():
-    error = js.MeshError("What.", where=["here", "there"], why="numbers", do="this")
+    error = MeshError("What.", where=["here", "there"], why="numbers", do="this")
     again = pickle.loads(pickle.dumps(error))
-    assert type(again) is js.MeshError and str(again) == str(error) and again.where == error.where
+    assert type(again) is MeshError and str(again) == str(error) and again.where == error.where
 
 
 def test_ten_places_are_shown_and_the_rest_counted():

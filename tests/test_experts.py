@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import AnnotationError, CallError
 from jshard.inspect.communication import traffic_of
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read
@@ -119,13 +120,13 @@ def test_the_batch_is_split_over_the_expert_axis_too():
     assert dict(mesh.shape) == {"replica": 1, "fsdp": 2, "expert": 4, "tensor": 1}
     placed = js.shard_batch(np.arange(16), mesh)
     assert {s.data.shape for s in placed.addressable_shards} == {(2,)}
-    with pytest.raises(js.CallError, match=r"over 8 data shards \(fsdp=2, expert=4\)"):
+    with pytest.raises(CallError, match=r"over 8 data shards \(fsdp=2, expert=4\)"):
         js.shard_batch(np.arange(12), mesh)
 
 
 def test_experts_that_do_not_divide_are_named():
     config = dataclasses.replace(MICRO, n_expert=6)
-    with pytest.raises(js.AnnotationError) as caught:
+    with pytest.raises(AnnotationError) as caught:
         planned(js.mesh(expert=4), config)
     assert "dim 1 over expert (4)" in caught.value.why
     assert [where.split()[0] for where in caught.value.where] == [

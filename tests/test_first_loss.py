@@ -13,6 +13,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.data import Data
+from jshard.errors import RunError
 from jshard.recipes.building import new_model
 from jshard.recipes.model_file import ModelFile, next_token_loss
 from jshard.train import Recipe, TrainStep, first_loss, fit, run_recipe
@@ -111,7 +112,7 @@ def line(text):
 def test_a_token_beyond_the_table_is_named(build, tmp_path):
     rows = samples(token=60, at=5)
     data = Data(train=rows, held_out=samples(), description="ids", fingerprint="ids")
-    with pytest.raises(js.RunError) as error:
+    with pytest.raises(RunError) as error:
         run_recipe(file(build=build), recipe(), mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
     found = text_of(error.value)
     place = line("x = self.table(ids)" if build is Model else 'name="table")(ids)')
@@ -132,7 +133,7 @@ def test_a_position_beyond_the_table_is_named():
 
 def test_a_parameter_that_was_not_finite_before_is_named(tmp_path):
     data = Data(train=samples(), held_out=samples(), description="ids", fingerprint="ids")
-    with pytest.raises(js.RunError) as error:
+    with pytest.raises(RunError) as error:
         run_recipe(file(), recipe(spoiled=True), mesh=js.mesh(), data=data, out=tmp_path / "run", sample_tokens=0)
     found = text_of(error.value)
     assert found.startswith("down/kernel is not finite.\n")
@@ -217,7 +218,7 @@ def test_a_resumed_run_names_its_checkpoint(tmp_path):
     data = Data(train=samples(), held_out=samples(), description="ids", fingerprint="ids")
     how = {"mesh": js.mesh(), "data": data, "out": tmp_path / "run", "sample_tokens": 0, "say": lambda line: None}
     run_recipe(file(), dataclasses.replace(recipe(), num_steps=1), **how)
-    with pytest.raises(js.RunError) as error:
+    with pytest.raises(RunError) as error:
         run_recipe(file(log_of_nothing), recipe(), resume=True, **how)
     found = text_of(error.value)
     assert found.startswith("`log` makes a value that is not finite.\n") and "at step 2, before any update" in found
@@ -228,7 +229,7 @@ def test_a_loop_of_ones_own_is_told_that_no_update_was_made():
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
     batch = batch_of(samples(token=60))
     step = TrainStep(next_token_loss, model, optimizer, batch)
-    with pytest.raises(js.RunError, match="NaN/inf at step 1, before any update") as error:
+    with pytest.raises(RunError, match="NaN/inf at step 1, before any update") as error:
         fit(step, [batch], num_steps=1)
     text_of(error.value)
 

@@ -13,6 +13,7 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.errors import AnnotationError
 from tests.helpers import Block, Config, builder, compile_to_read
 from tests.parity import worst
 
@@ -85,7 +86,7 @@ def test_scales_are_agreed_on_together():
 
 @pytest.mark.parametrize("field", ["param", "reduce", "output"])
 def test_a_plain_cast_to_fp8_is_refused(field):
-    with pytest.raises(js.AnnotationError, match="too few bits for a plain cast") as error:
+    with pytest.raises(AnnotationError, match="too few bits for a plain cast") as error:
         js.MixedPrecision(**{field: "float8_e4m3fn"})
     assert "ends at 448" in str(error.value)
 

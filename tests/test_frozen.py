@@ -12,6 +12,7 @@ from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
+from jshard.errors import CallError
 from tests.helpers import Config, Decoder, abstract, annotator, compile_to_read, loss_fn, placed, token_batch
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, flat, worst
 from tests.test_token_chain import Region, regions
@@ -280,6 +281,6 @@ def test_gradients_of_what_is_no_parameter():
         found = flat(nnx.jit(grad)(model, x)[1])
         assert found.keys() == wanted.keys() == {"scale"}
         assert worst(found["scale"], wanted["scale"]) <= GRADIENT_TOLERANCE
-    with pytest.raises(js.CallError, match="no parameter") as error:
+    with pytest.raises(CallError, match="no parameter") as error:
         js.value_and_grad(loss, accumulate=2, sync="last", wrt=Table)(model, x)
     assert "scale  Table" in str(error.value)

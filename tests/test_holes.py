@@ -7,6 +7,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import CallError
 from tests.helpers import Config, builder, loss_fn, sharded, token_batch
 
 X = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
@@ -126,7 +127,7 @@ def write_state(model, x):
 )
 def test_f_writes_that_cannot_leave_the_region_are_refused(how, message):
     model = js.fully_shard(Writing(nnx.Rngs(0), how), mesh=js.mesh())
-    with pytest.raises(js.CallError, match=message):
+    with pytest.raises(CallError, match=message):
         call(model, X)
 
 
@@ -174,5 +175,5 @@ def test_k_accumulation_that_syncs_last_does_not_take_copies_of_what_was_changed
 
     config = Config()
     grad = js.value_and_grad(perturbed, accumulate=2, sync="last")
-    with pytest.raises(js.CallError, match="the loss changed them before the call"):
+    with pytest.raises(CallError, match="the loss changed them before the call"):
         grad(sharded(config, js.mesh()), *token_batch(config))

@@ -11,6 +11,7 @@ import pytest
 from flax.training.train_state import TrainState
 
 import jshard as js
+from jshard.errors import AnnotationError
 from tests.helpers import compile_to_read, with_placement
 from tests.linen_models import (
     VOCAB,
@@ -159,7 +160,7 @@ def test_a_plan_from_a_call_is_that_of_init():
 def test_choices_that_nothing_matches_are_told_without_init():
     variables = Decoder(depth=1).init(jax.random.key(0), X)
     model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=[Block, "blok_*"])
-    with pytest.raises(js.AnnotationError, match=r"units='blok_\*'"):
+    with pytest.raises(AnnotationError, match=r"units='blok_\*'"):
         jax.eval_shape(model.apply, variables, X)
 
 

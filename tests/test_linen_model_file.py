@@ -25,6 +25,7 @@ from jshard.checkpoint import Checkpointer, CheckpointWarning
 from jshard.cluster.child import lowered_step
 from jshard.data import load_text
 from jshard.engine.context import plain_flax
+from jshard.errors import AnnotationError
 from jshard.inspect.memory import activations
 from jshard.recipes.building import abstract_model, batch_of, new_model
 from jshard.recipes.model_file import next_token_loss
@@ -209,7 +210,7 @@ def test_the_compiled_program_is_that_of_a_run_and_plain_flax_is_without_units()
     assert instructions(compiled.as_text()) == instructions(run.compiled.as_text())
     with plain_flax():
         assert "all_gather" not in lowered_step(FILE, asked, mesh)[1].as_text()
-        with pytest.raises(js.AnnotationError, match="in its own dtypes only"):
+        with pytest.raises(AnnotationError, match="in its own dtypes only"):
             lowered_step(with_units(FILE, {"remat": "full"}), asked, mesh)
 
 
@@ -513,5 +514,5 @@ class Late(nn.Module):
 )
 def test_what_a_run_cannot_hold_is_told(module, message):
     mesh = js.mesh()
-    with pytest.raises(js.AnnotationError, match=message):
+    with pytest.raises(AnnotationError, match=message):
         lowered_step(file_of(module, None), RECIPE, mesh)

@@ -15,6 +15,7 @@ from jax.extend import core as jex
 import jshard as js
 from jshard import _compat
 from jshard.cluster.topology import parse_topology, topology_devices
+from jshard.errors import AnnotationError, MeshError
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import batch_sharding
 from tests.gpu_compiler import needs_gpu_compiler
@@ -253,7 +254,7 @@ def test_explain_counts_what_lies_on_the_host():
 @pytest.mark.parametrize("offload", ["optimizer", "params"])
 def test_state_that_optax_alone_made_is_refused(offload: str):
     model = annotated(offload=offload)
-    with pytest.raises(js.AnnotationError, match=r"would not lie(.|\n)*opt_state/1/0/mu/block_0/Dense_0/kernel"):
+    with pytest.raises(AnnotationError, match=r"would not lie(.|\n)*opt_state/1/0/mu/block_0/Dense_0/kernel"):
         js.shard_init(creator(model, TX), model)
     assert js.shard_init(lambda: model.init(jax.random.key(0), X), model)
 
@@ -265,7 +266,7 @@ def test_devices_without_host_memory_are_refused(monkeypatch):
         {"offload": "params"},
         {"units": {Block: {"placement": js.ShardPlacement(offload="params")}}},
     ):
-        with pytest.raises(js.MeshError, match="8 of 8 devices lack it"):
+        with pytest.raises(MeshError, match="8 of 8 devices lack it"):
             annotated(**settings)
 
 
@@ -281,7 +282,7 @@ def test_units_may_differ_in_what_is_offloaded():
     of_state = [path for path in hosted if "opt_state" in path]
     assert len(of_state) == 2 * 2 * 2 and not any("table" in path for path in hosted)
     assert len(hosted) == len(of_state) + 2 and sum("params['block_1']" in path for path in hosted) == 2
-    with pytest.raises(js.AnnotationError, match="There is no such offload"):
+    with pytest.raises(AnnotationError, match="There is no such offload"):
         annotated(units={Block: {"placement": js.ShardPlacement(offload="cpu")}})
 
 

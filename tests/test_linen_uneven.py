@@ -18,6 +18,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jshard as js
 from jshard import checkpoint
+from jshard.errors import AnnotationError
 from jshard.linen.padded import Padded, is_padded, unboxed
 from jshard.plans import replicated
 from tests.helpers import with_placement
@@ -285,7 +286,7 @@ def in_global_view(state: TrainState, x: Any) -> None:
 def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_padding(update, tx):
     model, x = js.fully_shard(Table(), mesh=js.mesh()), table()[1]
     state = js.shard_init(creator(model, tx, x), model)
-    with pytest.raises(js.AnnotationError, match=r"Table: kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
+    with pytest.raises(AnnotationError, match=r"Table: kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
         update(state, x)
     assert refused.value.do == "tx = js.shard_optimizer(model, tx)  # around the whole chain"
     js.shard_optimizer(model, tx)
@@ -307,7 +308,7 @@ def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
     loss = lambda params, x: jnp.mean(apply(params, x) ** 2)
     for wrt in ("adapter", "table/*"):
         grad = jax.jit(js.value_and_grad(loss, model=model, wrt=wrt))
-        with pytest.raises(js.AnnotationError) if wrt == "table/*" else contextlib.nullcontext():
+        with pytest.raises(AnnotationError) if wrt == "table/*" else contextlib.nullcontext():
             grad(params, x)
     tx = js.shard_optimizer(model, ADAMW)  # traces are older
     assert tx and jax.grad(loss)(params, x)["table"]["kernel"].shape == (VOCAB, WIDTH)
@@ -411,7 +412,7 @@ def test_what_is_small_or_named_stays_replicated():
     named = js.fully_shard(
         Table(), mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=["kernel"], shard_dim=0)
     )
-    with pytest.raises(js.AnnotationError, match="it is in allow_replicated, and not padded"):
+    with pytest.raises(AnnotationError, match="it is in allow_replicated, and not padded"):
         jax.eval_shape(named.init, jax.random.key(0), x)
 
 

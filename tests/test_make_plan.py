@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.api.override import revise
+from jshard.errors import AnnotationError
 from jshard.plans import optimizer_state
 from jshard.plans import placement as _placement
 from jshard.plans import plan as _shard_plan
@@ -57,7 +58,7 @@ def test_a_plan_is_made_without_a_model():
 def test_all_parameters_that_cannot_be_placed_are_in_one_error():
     unit = record(js.mesh(fsdp=4, tensor=2, devices=8))
     leaves = {(name,): Leaf((63, 64), "float32", ("tensor",), around=(((),),)) for name in "ab"}
-    with pytest.raises(js.AnnotationError, match=r"a  shape \(63, 64\)(.|\n)*b  shape \(63, 64\)"):
+    with pytest.raises(AnnotationError, match=r"a  shape \(63, 64\)(.|\n)*b  shape \(63, 64\)"):
         make_plan(leaves, {(): unit})
 
 

@@ -9,6 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
+from jshard.errors import CallError, MeshError
 
 LAYOUTS = {
     "default": ({}, (1, 8, 1)),
@@ -103,7 +104,7 @@ NONSENSE = {
 
 @pytest.mark.parametrize("name", NONSENSE)
 def test_nonsense_is_a_four_part_error(name):
-    with pytest.raises(js.MeshError) as caught:
+    with pytest.raises(MeshError) as caught:
         js.mesh(**NONSENSE[name])
     error = caught.value
     lines = str(error).splitlines()
@@ -123,7 +124,7 @@ def test_the_mesh_that_is_suggested_keeps_the_other_axes():
         ({"replica": -1, "tensor": 2}, "js.mesh(replica=-1, fsdp=1, tensor=2)"),
         ({"fsdp": 4, "expert": 2, "devices": 6}, "js.mesh(fsdp=-1, expert=2, devices=6)"),
     ):
-        with pytest.raises(js.MeshError) as caught:
+        with pytest.raises(MeshError) as caught:
             js.mesh(**asked)
         assert caught.value.do.partition("  #")[0].splitlines()[0] == suggested
 
@@ -131,7 +132,7 @@ def test_the_mesh_that_is_suggested_keeps_the_other_axes():
 def test_too_few_cpu_devices_can_be_simulated(monkeypatch):
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda: one)
-    with pytest.raises(js.MeshError) as caught:
+    with pytest.raises(MeshError) as caught:
         js.mesh(replica=2, tensor=2)
     call, update = caught.value.do.splitlines()
     assert call == "js.mesh(fsdp=-1)" and eval(call, {"js": js}).size == 1
@@ -190,20 +191,20 @@ def test_a_batch_that_lies_on_the_mesh_already_stays():
 
 @pytest.mark.parametrize("rows", [1, 7, 9, 12])
 def test_a_batch_that_does_not_divide_is_an_error_with_the_numbers(rows):
-    with pytest.raises(js.CallError, match=rf"batch\['x'\]  shape \({rows}, 2\)(.|\n)*multiple of 8"):
+    with pytest.raises(CallError, match=rf"batch\['x'\]  shape \({rows}, 2\)(.|\n)*multiple of 8"):
         js.shard_batch({"x": np.zeros((rows, 2)), "y": np.zeros((16, 2))}, js.mesh())
 
 
 def test_every_bad_leaf_of_a_batch_is_named():
-    with pytest.raises(js.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         js.shard_batch([np.zeros(9), np.zeros(8), np.zeros(()), np.zeros((15, 2))], js.mesh())
     assert caught.value.where == ("batch[0]  shape (9,)", "batch[2]  shape ()", "batch[3]  shape (15, 2)")
 
 
 def test_a_batch_needs_a_mesh_of_ours():
-    with pytest.raises(js.MeshError, match="no axis to shard over"):
+    with pytest.raises(MeshError, match="no axis to shard over"):
         js.shard_batch(np.zeros(8), Mesh(np.array(jax.devices()), ("data",)))
-    with pytest.raises(js.MeshError, match="not a mesh"):
+    with pytest.raises(MeshError, match="not a mesh"):
         js.shard_batch(np.zeros(8), None)
 
 

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 import jshard as js
 from jshard.engine.moved import Mixing
+from jshard.errors import CallError
 from jshard.inspect.audit import audit
 from jshard.inspect.differences import differences
 from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
@@ -155,7 +156,7 @@ def test_a_right_transformer_mixes_nothing():
 
 
 def test_what_is_computed_whole_is_refused_if_asked():
-    with pytest.raises(js.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         quietly(annotated("Refused", fallback="error"))
     text = str(caught.value)
     assert "every device computes for the whole batch" in text

@@ -19,6 +19,7 @@ import jshard as js
 from jshard import _compat
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
+from jshard.errors import AnnotationError, MeshError
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.loss_scale import LossScale, scaled_value_and_grad
@@ -254,14 +255,14 @@ def test_a_checkpoint_keeps_the_memory_and_the_values(tmp_path):
 
 def test_devices_without_host_memory_are_refused_with_what_they_have(monkeypatch):
     monkeypatch.setattr(_compat, "memory_kinds", lambda device: ["device"])
-    with pytest.raises(js.MeshError, match=r"memories: device\n[^$]*'pinned_host'; 8 of 8 devices lack it"):
+    with pytest.raises(MeshError, match=r"memories: device\n[^$]*'pinned_host'; 8 of 8 devices lack it"):
         annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="params")
-    with pytest.raises(js.MeshError, match='remat="offload" needs'):
+    with pytest.raises(MeshError, match='remat="offload" needs'):
         annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat="offload")
 
 
 def test_an_offload_that_does_not_exist_is_refused():
-    with pytest.raises(js.AnnotationError, match=r"js.ShardPlacement\(offload='cpu'\)"):
+    with pytest.raises(AnnotationError, match=r"js.ShardPlacement\(offload='cpu'\)"):
         annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="cpu")
 
 

@@ -16,6 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 import jshard as js
 from jshard import _compat, _processes
 from jshard.cluster.option_table import OPTIONS
+from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import CommFootprint, OccupancyError, cache, footprint, gpu
 from jshard.occupancy import shape as shaping
@@ -353,7 +354,7 @@ def test_in_several_processes_the_first_ones_measurements_count(model, products,
         {"kind": "CacheError", "is_request": True, "what": "bad", "why": "", "where": [], "do": ""},
         "",
     ]
-    with pytest.raises(js.RunError, match="CacheError: bad"):
+    with pytest.raises(RunError, match="CacheError: bad"):
         shaped_with(model, tmp_path / "no such file")
 
 

@@ -10,7 +10,7 @@ from jax.experimental import checkify, io_callback
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-import jshard as js
+from jshard.errors import CallError
 from tests.on_shards import ONE_BY_8, TWO_BY_4, check_on, mesh_of, on_shards
 
 rng = np.random.default_rng(0)
@@ -77,7 +77,7 @@ def test_callbacks_in_loops_and_for_rows(mesh):
 def test_ordered_debug_callbacks_are_refused():
     """JAX has none on several devices, and says so without a line."""
     fn = lambda x: (jax.debug.callback(print, x, ordered=True), x * 2)[1]
-    with pytest.raises(js.CallError, match="ordered") as error:
+    with pytest.raises(CallError, match="ordered") as error:
         on_shards(fn, (X,), MESHES[0], gradients=False)
     assert "test_partition_effects.py" in str(error.value) and "io_callback" in str(error.value)
 

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 from jax import lax
 
-import jshard as js
 from jshard.engine.rules import RULES
+from jshard.errors import CallError
 from tests.on_shards import ONE_BY_8, check, mesh_of, on_shards
 
 rng = np.random.default_rng(0)
@@ -233,12 +233,12 @@ def test_a_fault_of_the_engine_names_the_line(monkeypatch):
         raise KeyError("a_parameter_that_jax_has_renamed")
 
     monkeypatch.setitem(RULES, "tanh", broken)
-    with pytest.raises(js.CallError) as error:
+    with pytest.raises(CallError) as error:
         on_shards(rnn, (S, W), mesh_of(*ONE_BY_8), gradients=False)
     text = str(error.value)
     assert "cannot run tanh" in text and "test_partition_loops.py" in text and "a_parameter_that_jax" in text
     assert text.count("why:") == 1 and "split along dim 0" in text
 
     monkeypatch.setitem(RULES, "tanh", lambda p, eqn, values: [values[0].with_array(values[0].x[:1])])
-    with pytest.raises(js.CallError, match="AssertionError"):
+    with pytest.raises(CallError, match="AssertionError"):
         on_shards(rnn, (S, W), mesh_of(*ONE_BY_8), gradients=False)

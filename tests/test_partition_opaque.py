@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.engine.per_example import traced_for
+from jshard.errors import CallError
 from tests.on_shards import ONE_BY_8, TWO_BY_4, check, check_on, mesh_of, on_shards
 
 rng = np.random.default_rng(0)
@@ -155,7 +156,7 @@ def test_a_policy_knows_what_a_declared_function_names():
     ],
 )
 def test_wrong_declarations_are_refused(call, says):
-    with pytest.raises(js.CallError, match=r"js\.per_example") as error:
+    with pytest.raises(CallError, match=r"js\.per_example") as error:
         call(X, W)
     assert says in str(error.value)
 
@@ -164,7 +165,7 @@ def test_a_function_for_the_whole_batch_is_refused_with_the_line():
     def fn(x):
         return x.reshape(16, -1).reshape(32, 16)
 
-    with pytest.raises(js.CallError, match="cannot run on the 4 examples") as error:
+    with pytest.raises(CallError, match="cannot run on the 4 examples") as error:
         on_shards(js.per_example(fn), (X,), MESHES[0], gradients=False)
     assert "test_partition_opaque.py" in str(error.value)
 
@@ -360,12 +361,12 @@ def test_shard_maps_that_cannot_run_are_refused():
         out_specs=P(("tensor", "fsdp")),
         axis_names={"tensor", "fsdp"},
     )
-    with pytest.raises(js.CallError, match="data axis inside of another axis") as error:
+    with pytest.raises(CallError, match="data axis inside of another axis") as error:
         on_shards(lambda x: inside(x), (X,), mesh, gradients=False)
     assert "test_partition_opaque.py" in str(error.value)
     other = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     apart = jax.shard_map(lambda x: x, mesh=other, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(js.CallError, match="another mesh") as error:
+    with pytest.raises(CallError, match="another mesh") as error:
         on_shards(lambda x: apart(x), (X,), mesh, gradients=False)
     assert "test_partition_opaque.py" in str(error.value)
     with pytest.raises(NameError, match=r"axis_index under `jax\.shard_map`"):

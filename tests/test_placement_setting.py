@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import AnnotationError
 from jshard.plans.moved import GONE, MovedSettings
 from jshard.plans.placement import ShardPlacement
 
@@ -65,7 +66,7 @@ def test_linen_models_take_it():
 def test_what_is_no_setting_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         planned(colour="red")
-    with pytest.raises(js.AnnotationError, match=r"no such placement(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
+    with pytest.raises(AnnotationError, match=r"no such placement(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
         planned(placement=1)
 
 
@@ -89,5 +90,5 @@ def test_a_unit_of_a_linen_model_takes_it():
         assert plan_of({"shard_dim": 1, "min_size": 16}) == new
     assert caught[0].filename == __file__
     assert (new.leaf("inner/kernel").placement.dim, new.leaf("out/kernel").placement.dim) == (1, 0)
-    with pytest.raises(js.AnnotationError, match="'stacked'; a unit sets"):
+    with pytest.raises(AnnotationError, match="'stacked'; a unit sets"):
         plan_of({"placement": js.ShardPlacement(stacked=1)})

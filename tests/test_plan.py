@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import AnnotationError
 from tests.helpers import Block, Config, abstract, annotator, builder, sharded, with_placement
 
 WIDTH = 64
@@ -174,7 +175,7 @@ def test_the_one_call_form_gives_the_same_plan():
 def test_a_forgotten_root_is_an_error():
     model = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
     js.fully_shard(model.second, mesh=js.mesh())
-    with pytest.raises(js.AnnotationError) as caught:
+    with pytest.raises(AnnotationError) as caught:
         js.plan(model)
     assert str(caught.value) == (
         "The root of the model is not annotated.\n"

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.errors import CallError
 from jshard.inspect import collectives, full_bytes
 from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
@@ -286,7 +287,7 @@ def linear(size: int = 32, seed: int = 0) -> nnx.Linear:
 )
 def test_what_cannot_be_scanned_is_refused(layers, args, said):
     model = stack_of(*layers())
-    with pytest.raises(js.CallError) as caught:
+    with pytest.raises(CallError) as caught:
         model(jnp.ones((16, 32)), *args)
     assert said in str(caught.value)
     assert "do:" in str(caught.value)

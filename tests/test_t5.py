@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.data import load_text
 from tests.model_files import (
     assert_parity_of,
     assert_plans,
@@ -119,7 +120,7 @@ def test_samples_have_the_lengths_of_the_paper():
 
 
 def test_samples_are_lines_of_real_text_with_a_share_cut_out():
-    data, text = data_of("t5", RECIPE), js.data.load_text(sequence_length=RECIPE.sequence_length)
+    data, text = data_of("t5", RECIPE), load_text(sequence_length=RECIPE.sequence_length)
     padding = 0
     for i in range(50):
         sample, again = data.train[i], t5.data(RECIPE).train[i] if i < 2 else data.train[i]

@@ -18,6 +18,7 @@ from flax import nnx
 
 import jshard as js
 from jshard import cli
+from jshard.errors import AnnotationError, CallError
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.micro_gpt import MODELS, micro
@@ -131,9 +132,9 @@ def test_a_split_sequence_takes_less_memory():
 
 
 def test_heads_and_tokens_that_do_not_divide_are_told():
-    with pytest.raises(js.AnnotationError, match=r"dim 0 over tensor \(2\)(.|\n)*divides it"):
+    with pytest.raises(AnnotationError, match=r"dim 0 over tensor \(2\)(.|\n)*divides it"):
         compiled(dataclasses.replace(MICRO, vocab_size=257))
-    with pytest.raises(js.CallError, match=r"float32\[16, 16, 3, 1, 64\](.|\n)*dim 3 does not divide"):
+    with pytest.raises(CallError, match=r"float32\[16, 16, 3, 1, 64\](.|\n)*dim 3 does not divide"):
         compiled(dataclasses.replace(MICRO, n_head=1))
 
 

@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
 from jshard.checkpoint.readers import OrbaxCheckpoint
-from jshard.data import load_text
+from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.state import create_from, restore
 from jshard.train import StopSignal, load_model_file, run_recipe
@@ -162,7 +162,7 @@ def test_another_mesh_sees_the_same_samples(data, tmp_path):
         sample_tokens=0,
         say=lambda line: None,
     )
-    loader = js.data.Loader(data=data, batch_size=16, seed=0, rows=range(16))
+    loader = Loader(data=data, batch_size=16, seed=0, rows=range(16))
     wanted = [index for step in range(3) for index in loader.sample_ids(step)]
     assert source.read[-len(wanted) :] == wanted  # before them are the loader's checks
     assert finished.step == 3
@@ -176,7 +176,7 @@ def test_a_run_goes_on_with_batches_of_another_size(whole, data, tmp_path):
     how = {"mesh": js.mesh(), "out": out, "resume": True, "sample_tokens": 0}
     lines = []
     run_recipe(MODEL_FILE, recipe, data=dataclasses.replace(data, train=source), say=lines.append, **how)
-    loader = js.data.Loader(data=data, batch_size=16, seed=0, rows=range(16))
+    loader = Loader(data=data, batch_size=16, seed=0, rows=range(16))
     assert "batch_size is 8, was 16" in lines and source.read[-16:] == loader.sample_ids(8)
 
 

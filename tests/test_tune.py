@@ -17,6 +17,7 @@ import jshard as js
 from benchmarks.kernels.launches import launches
 from jshard import _compat, _processes, cli
 from jshard.cli import tune as tune_command
+from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import COPY_ENGINE, cache, footprint, gpu
 from jshard.occupancy import measure as measuring
@@ -72,7 +73,7 @@ def test_of_equals_xla_is_kept():
 
 @pytest.mark.parametrize("timings", [[timed(A, 1, 1)], [timed(None, 0, 5)], [timed(None, 5, 5), timed(A, -1, 3)]])
 def test_measurements_that_say_nothing_are_refused(timings):
-    with pytest.raises(js.RunError, match="The measurements say nothing"):
+    with pytest.raises(RunError, match="The measurements say nothing"):
         choose(timings)
 
 
@@ -355,7 +356,7 @@ def test_where_the_first_process_fails_all_do(model, tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="the GPU fell off"):
         tune(model, loss_fn, BATCH, bench=bench, **asked(tmp_path / "a.json"))
     monkeypatch.setattr(cache, "is_primary", lambda: False)
-    with pytest.raises(js.RunError, match=r"why:   RuntimeError: the GPU fell off the bus\n"):
+    with pytest.raises(RunError, match=r"why:   RuntimeError: the GPU fell off the bus\n"):
         tune(model, loss_fn, BATCH, bench=bench, **asked(tmp_path / "a.json"))
 
 

@@ -16,6 +16,7 @@ from orbax.checkpoint import v1 as ocp
 
 import jshard as js
 from jshard import checkpoint
+from jshard.errors import AnnotationError
 from jshard.inspect.memory import memory_of
 from jshard.plans.padding import padding_of
 from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch, with_placement
@@ -395,7 +396,7 @@ def rows() -> np.ndarray:
 )
 def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_padding(update, jit):
     model = placed(table, shard_table)
-    with pytest.raises(js.AnnotationError, match=r"kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
+    with pytest.raises(AnnotationError, match=r"kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
         jit(update)(model, rows())
     assert refused.value.do == "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
     np.testing.assert_array_equal(model.kernel[...], plain_values())
@@ -427,7 +428,7 @@ def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
     assert "activations" in str(js.explain(model, loss=loss, batch=rows()))
     for grad in (nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)), js.value_and_grad(loss, wrt=nnx.LoRAParam)):
         assert jax.tree.leaves(nnx.jit(lambda model, x, grad=grad: grad(model, x))(model, rows()))
-    with pytest.raises(js.AnnotationError, match="Adapted: table/kernel "):
+    with pytest.raises(AnnotationError, match="Adapted: table/kernel "):
         nnx.grad(loss)(model, rows())
 
 
@@ -437,7 +438,7 @@ def test_an_optimizer_counts_for_its_model_only_and_for_copies_of_it():
     js.shard_optimizer(model, optax.sgd(1e-2))
     for one in (model, nnx.clone(model), nnx.merge(graphdef, state)):
         step(one, rows())
-    with pytest.raises(js.AnnotationError, match=r"js\.shard_optimizer was not called"):
+    with pytest.raises(AnnotationError, match=r"js\.shard_optimizer was not called"):
         step(placed(table, shard_table), rows())
 
 

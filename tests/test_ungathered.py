@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.api.override import repeated_layers, revise
+from jshard.errors import CallError
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.steps import Window
 from jshard.inspect.memory import activations, memory_of
@@ -327,13 +328,13 @@ def test_an_operation_inside_that_reads_it_is_refused_with_its_line(name, gradie
     js.shard_optimizer(model, optax.sgd(0.1))
     loss = lambda model, x: model(x).mean()
     run = nnx.jit(nnx.grad(loss) if gradients else loss)
-    with pytest.raises(js.CallError, match=r"(?s)never gathered was read.*table/rows.*test_ungathered\.py:\d+"):
+    with pytest.raises(CallError, match=r"(?s)never gathered was read.*table/rows.*test_ungathered\.py:\d+"):
         run(model, DATA[1])
 
 
 def test_a_call_inside_is_refused_and_names_the_unit():
     model = around(lambda model, x: model.head(x) + model.table(jnp.arange(BATCH)))
-    with pytest.raises(js.CallError, match=r"(?s)never gathered was called inside.*table: Table\.__call__"):
+    with pytest.raises(CallError, match=r"(?s)never gathered was called inside.*table: Table\.__call__"):
         model(DATA[1])
 
 

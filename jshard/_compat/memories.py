@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def on_host(x: Any) -> bool:
-    """Whether an array, traced or not, lies in the host's memory: that is part of its type."""
+    """Whether an array, traced or not, is in the host's memory: that is part of its type."""
     aval = x if isinstance(x, core.ShapedArray) else jax.typeof(x)
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host
 

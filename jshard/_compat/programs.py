@@ -1,4 +1,4 @@
-"""What the compiler is told, and programs in its own form."""
+"""Options of the compiler, and programs in its own form."""
 
 from collections.abc import Callable
 from typing import Any

@@ -18,7 +18,7 @@ from jshard.linen.route import call_annotated
 from jshard.plans import checks
 from jshard.plans.memories import check_offload, sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
-from jshard.plans.moved import MovedSettings, placement_of, units_of
+from jshard.plans.moved import MovedSettings, layers_of, placement_of, units_of
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, PlacementRule, ShardPlacement
 from jshard.plans.plan import Leaf, make_plan
@@ -27,11 +27,9 @@ from jshard.plans.policies import (
     MixedPrecision,
     Prefetch,
     Remat,
-    Strategy,
     UnitPolicy,
     check_remat,
     check_strategy,
-    settings_of,
 )
 from jshard.plans.units import (
     LogicalOptimizer,
@@ -67,7 +65,6 @@ def fully_shard(
     mixed_precision: MixedPrecision | None = None,
     remat: Remat = "none",
     prefetch: int | str | None = 1,
-    strategy: str | Strategy | None = None,
     placement: ShardPlacement | None = None,
     fallback: str = "warn",
     **moved: Unpack[MovedSettings],
@@ -106,12 +103,9 @@ def fully_shard(
             `units=` it is that of the units and not of the root, around which it would run every unit three times;
             for both, annotate the units one by one, then the root.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;
-            likewise in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
+            the same in backward, in the other order. 0: when it is needed. A budget such as `"512MiB"`: as early as
             the bytes that are gathered and not yet used stay within it. None: the compiler chooses, without a bound.
-        strategy: settings of the layers, in place of what they were annotated with; give it to the root. A name of
-            `js.strategies`, or one of its values: whether gathered parameters are kept. `jshard train --auto` and
-            `jshard plan --auto` find which is the quickest.
-        placement: where its parameters lie, if not along the largest dim that divides: `js.ShardPlacement`.
+        placement: where its parameters are, if not along the largest dim that divides: `js.ShardPlacement`.
         fallback: what an operation is that has no form on one data shard, so that every device computes it for the
             whole batch: `"warn"`, from 1 MiB and 1 % of what the parameters send on; or `"error"`. Give it to the root.
         **moved: settings from before, for one more release; a warning says what to write instead.
@@ -131,6 +125,7 @@ def fully_shard(
     """
     check_mesh(mesh)
     check_remat(remat)
+    strategy = moved.get("strategy")
     check_strategy(strategy)
     where = placement_of(placement, moved)
     units = units_of(units, where)
@@ -163,7 +158,7 @@ def fully_shard(
         gathered=where.gathered,
     )
     if not where.gathered:
-        checks.check_ungathered(policy, strategy, where.offload)
+        checks.check_ungathered(policy, where.offload)
     optimizer = LogicalOptimizer(_LINEN_OPTIMIZER) if isinstance(module, nn.Module) else None  # nnx: where it is padded
     record = Unit(mesh, policy, rule, as_filter(where.ignored), tuple(where.allow_replicated), optimizer=optimizer)
     root = record if units is None else dataclasses.replace(record, policy=dataclasses.replace(policy, remat="none"))
@@ -172,11 +167,12 @@ def fully_shard(
         checks.check_no_units(units, where.gathered)
         return annotated(module, root, units, record, where.ignored, call_annotated)
     checks.check_has_parameters(modules)
+    layers = None if strategy is None else layers_of(strategy, mesh)
     _annotate_all(modules, root, _choose_units(modules, units), record, where.ignored)
-    if strategy is not None:
+    if layers is not None:
+        settings, name = layers
         for root in modules:
-            settings, why = settings_of(strategy, mesh)
-            revise(root, settings, strategy=why)
+            revise(root, settings, strategy=name)
     return module
 
 

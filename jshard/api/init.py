@@ -48,7 +48,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
 
     Args:
         build: returns the model, e.g. `lambda: GPT(config, rngs=nnx.Rngs(0))`; of a Linen model, its variables or a
-            `TrainState`: optimizer state lies as its parameters do. It is traced: it must not depend on values.
+            `TrainState`: optimizer state is placed as its parameters are. It is traced: it must not depend on values.
         annotate: calls `fully_shard` on its submodules and on the root; or the annotated Linen model.
         mesh: checked against the mesh of the annotation, if given.
 
@@ -81,7 +81,7 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
     for path, variable in walk(model):
         if path in planned:
             store(variable, padding_of(planned[path]), variable.get_raw_value())
-    return _annotated(model, annotate)  # the arrays lie where it wants them: nothing moves
+    return _annotated(model, annotate)  # the arrays are where it wants them: nothing moves
 
 
 def _mesh_of_devices(used: AnyMesh, asked: AnyMesh | None, name: str) -> Mesh:

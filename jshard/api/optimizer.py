@@ -35,16 +35,16 @@ def shard_optimizer(
 ) -> Any:
     """An `nnx.Optimizer` whose state is created sharded; for a Linen model the transformation for its `TrainState`.
 
-    State with the shape of a parameter lies as the parameter does; other large state is sharded along a dim that
+    State with the shape of a parameter is placed as the parameter is; other large state is sharded along a dim that
     divides; the rest is replicated. `nnx.Optimizer(model, tx, wrt=nnx.Param)` trains the same, but its first step
-    compiles twice, as its counters do not lie on the mesh yet. And it sees the padding of parameters that are stored
+    compiles twice, as its counters do not be on the mesh yet. And it sees the padding of parameters that are stored
     padded: gradients with respect to them are refused until this function was called for the model.
 
-    State of parameters that were annotated with `offload` lies in host memory, and so it stays: an update brings it to
+    State of parameters that were annotated with `offload` is in host memory, and so it stays: an update brings it to
     the device and takes it back, leaf by leaf. Such parameters need this optimizer.
 
     A Linen model's state is created by its `TrainState.create(..., tx=js.shard_optimizer(model, tx))`, and sharded by
-    `shard_init`. Its parameters need this only where they are stored padded, or `offload` says where state lies.
+    `shard_init`. Its parameters need this only where they are stored padded, or `offload` says where state is.
 
     Args:
         model: the annotated model, its arrays on the mesh; or abstract, as `abstract_init` makes it. Or a Linen model.
@@ -125,12 +125,12 @@ class _Placed(optax.GradientTransformationExtraArgs):
 
 
 def _of_other_mesh(name: str, its: Mesh, mesh: Mesh) -> AnnotationError:
-    told = lambda mesh: ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
-    why = f"it holds state to the mesh it was made for ({told(its)}), and the model is on another ({told(mesh)})."
+    text_of = lambda mesh: ", ".join(f"{axis}={n}" for axis, n in mesh.shape.items())
+    why = f"it holds state to the mesh it was made for ({text_of(its)}), and the model is on another ({text_of(mesh)})."
     return AnnotationError(
         "The transformation is that of another sharded optimizer.",
         where=f"shard_optimizer({name}, tx)",
-        why=why if told(its) != told(mesh) else f"it holds state to other devices, in a mesh of {told(its)}.",
+        why=why if text_of(its) != text_of(mesh) else f"it holds state to other devices, in a mesh of {text_of(its)}.",
         do="tx = optax.adamw(3e-4); optimizer = js.shard_optimizer(model, tx)  # not other_optimizer.tx",
     )
 
@@ -192,7 +192,7 @@ def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -
     """The transformation on logical arrays, its state held to the plan, its updates to the parameters' placements.
 
     Optax sees no padding, so that means over parameters are right. Cutting it off and adding it again stays on each
-    device: inside a program the compiler shards the logical array unevenly, as it lies. Without holding the state the
+    device: inside a program the compiler shards the logical array unevenly, as it is. Without holding the state the
     compiler picks its shardings anew, and may change them from step to step.
     """
     tx = optax.with_extra_args_support(tx)

@@ -18,7 +18,7 @@ SETTINGS = ("reshard_after_forward", "remat", "prefetch")
 
 
 def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = "") -> None:
-    """Changes settings of an annotated model's units, in place. Where the parameters lie stays as it is.
+    """Changes settings of an annotated model's units, in place. Where the parameters are stays as it is.
 
     `prefetch`, and a `reshard_after_forward` of False, go to every unit inside the root. Other values of
     `reshard_after_forward`, and `remat`, go to the layers only: units that the model has several of, or stacks of

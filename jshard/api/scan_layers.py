@@ -205,8 +205,8 @@ def _warn(text: str) -> None:
 
 def _check_carry(stack: _Stack, before: Any, after: Any) -> None:
     """Raises unless a layer returned what it was given: the same structure, shapes and dtypes."""
-    told = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
-    given, got = told(_arrays(before)), told(_arrays(after))
+    types_of = lambda tree: jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", tree)
+    given, got = types_of(_arrays(before)), types_of(_arrays(after))
     if given == got:
         return
     raise CallError(

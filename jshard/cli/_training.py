@@ -22,6 +22,7 @@ from jshard.data import Data
 from jshard.data.text import load_text
 from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from jshard.errors import FourPartError, ShardingError
+from jshard.inspect.explain import Explanation
 from jshard.inspect.tables import show, whole_line
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of
@@ -139,7 +140,7 @@ def own_data(request: Request) -> Data:
     return data
 
 
-def explained(request: Request, mesh: AnyMesh, data: Data | None) -> js.Explanation:
+def explained(request: Request, mesh: AnyMesh, data: Data | None) -> Explanation:
     """The plan of a recipe on a mesh, which need not have devices, and its memory."""
     model_file, recipe = request.model_file, request.recipe
     if data is not None:

@@ -116,7 +116,7 @@ def compared(
     """The strategies to compare, on as many devices as a mesh has.
 
     Args:
-        names: of `js.strategies`, or `gspmd`.
+        names: of `jshard.plans.policies.strategies`, or `gspmd`.
         mesh: the mesh asked for; it decides the groups of the strategies with replicas if it has replicas itself.
         near: else the devices in each group, or a multiple of them that can hold the state, if there are more than
             those; and the neighbours of hpz.

@@ -204,7 +204,7 @@ def _checked_rows(batch_size: int, rows: Sequence[int] | Mesh) -> tuple[int, ...
             "These are not rows of a global batch.",
             where=f"rows={list(found)}",
             why=f"rows are some of the numbers 0 to {batch_size - 1}, in order, each once, and at least one.",
-            do=f"rows=js.data.local_rows({batch_size}, mesh), or rows=mesh.",
+            do=f"rows=jshard.data.local_rows({batch_size}, mesh), or rows=mesh.",
         )
     return found
 

@@ -24,6 +24,7 @@ from typing import Any
 from jshard.data.source import Reader, Sample
 from jshard.errors import RunError, ShardingError
 
+MODEL_FILE = "jshard_model_file_"  # what the names of loaded model files in sys.modules begin with
 _AHEAD = 2  # batches a worker is asked for before the first of them is fetched; few numbers, that fit into a pipe
 _LEFT_TO_THE_RUN = (signal.SIGINT, signal.SIGTERM)
 _DYING_S = 1.0  # from the end of its pipe to the end of a worker
@@ -147,10 +148,8 @@ def pickled(reader: Reader) -> bytes:
     """
     import cloudpickle  # only where there are workers
 
-    from jshard.recipes.model_file import MODULE_PREFIX  # brings jax, and the workers import this module
-
     # A worker cannot import a model file by its name: its classes and functions travel with what uses them.
-    model_files = [module for name, module in sys.modules.items() if name.startswith(MODULE_PREFIX)]
+    model_files = [module for name, module in sys.modules.items() if name.startswith(MODEL_FILE)]
     for module in model_files:
         cloudpickle.register_pickle_by_value(module)
     try:

@@ -74,11 +74,11 @@ def warn_of_whole(call: str, arguments: Sequence[Any], batch: int, degree: int, 
 
 def _no_batch(rows: Sequence[Any], degree: int) -> tuple[str, str]:
     size = max(rows, key=lambda x: x.size).shape[0]
-    fewer, more = size // degree * degree, -(-size // degree) * degree
-    line = f"x = x[:{fewer}]  # or padded to {more}" if fewer else f"x = jnp.resize(x, ({more}, *x.shape[1:]))"
+    fewer = size // degree * degree
+    line = f" To leave out the last of {size}: x = x[:{fewer}]" if fewer else ""
     return (
         f"No argument has a leading dim that divides by {degree}, the number of data shards: {_shapes(rows)}.",
-        f"A batch of a multiple of {degree} is split: {line}",
+        f"A batch of a multiple of {degree} is split.{line}",
     )
 
 
@@ -86,14 +86,12 @@ def _beside(others: Sequence[Any], batch: int, degree: int) -> tuple[str, str]:
     largest = max(others, key=lambda x: x.size)
     why = f"Of the arguments those with a leading dim of {batch} are split, and these are whole: {_shapes(others)}."
     if batch in largest.shape[1:-1]:
-        return why, f"If examples are another dim of it: x = jnp.moveaxis(x, {largest.shape.index(batch, 1)}, 0)"
-    size = largest.shape[0]
-    length = max(batch, -(-size // degree) * degree)
-    more = length - (size if length > size else batch)
-    return why, (
-        f"If their rows are examples, too, pad what is shorter to {length}:"
-        f" x = jnp.pad(x, [(0, {more})] + [(0, 0)] * (x.ndim - 1))"
-    )
+        dim = largest.shape.index(batch, 1)
+        return why, (
+            f"If dim {dim} is that of the examples, give it first: x = jnp.moveaxis(x, {dim}, 0)"
+            f"; in the model: x = jnp.moveaxis(x, 0, {dim})"
+        )
+    return why, f"If their rows are examples, too: a number of them that all arguments have, a multiple of {degree}."
 
 
 def _shapes(rows: Sequence[Any]) -> str:

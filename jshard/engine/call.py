@@ -77,7 +77,7 @@ class Call:
 
     Attributes:
         params: the parameters, with paths that start with 0 in the module, 1 in the arguments.
-        state: the other variables, likewise.
+        state: the other variables, in the same form.
         arrays: the array arguments, and `names` for each: the name or position of its argument.
     """
 

@@ -108,7 +108,7 @@ class ExpertPartitioner(Partitioner):
 
 
 def expert_dim(placement: Placement) -> int | None:
-    """The dim of a parameter that its experts lie along, counted from the end; None if it is not one of experts."""
+    """The dim of a parameter that its experts are along, counted from the end; None if it is not one of experts."""
     found = (i for i, entry in enumerate(placement.spec) if EXPERT in axes_of(entry))
     return next((i - len(placement.spec) for i in found), None)
 

@@ -97,7 +97,7 @@ _warned: set[tuple[Key, str]] = set()
 
 
 def key_of(kind: str, mesh: Iterable[tuple[str, int]], placements: Iterable[Placement]) -> Key:
-    """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters lie."""
+    """Of a model, whose record has other paths in its plan than in a call: its class and where its parameters are."""
     return kind, tuple(mesh), frozenset(collections.Counter(placements).items())
 
 

@@ -296,7 +296,7 @@ class Region:
         return kept
 
     def _spec(self, one: Crossing, ndim: int) -> PartitionSpec:
-        """Where an array that crosses lies over the data axes."""
+        """Where an array that crosses is over the data axes."""
         dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
         return experts.with_experts(self._over_batch_axes(one.state, ndim), dim)
 
@@ -331,7 +331,7 @@ def _hold_back(shards: list[Value], others: list[Value]) -> None:
 
 
 def _in_states(p: ShardedPartitioner, values: Sequence[Value], wanted: Sequence[State | Own]) -> list[Value]:
-    """Values in the states asked for; a gradient lies in the memory that its parameter is stored in."""
+    """Values in the states asked for; a gradient is in the memory that its parameter is stored in."""
     at = [i for i, s in enumerate(wanted) if isinstance(s, Shard)]
     shards = p.store_unit([values[i] for i in at], [cast(Shard, wanted[i]) for i in at])
     found = dict(zip(at, shards, strict=True))

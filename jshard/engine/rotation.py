@@ -244,7 +244,7 @@ def _has_units(eqn: Eqn) -> bool:
 
 
 def _rows_of(aval: Any, length: int) -> jax.Array:
-    """Rows of a type, to be written; in host memory, if that is where the type lies."""
+    """Rows of a type, to be written; in host memory, if that is where the type is."""
     shape = (length, *aval.shape)
     return (
         _compat.host_rows(shape, aval.dtype)

@@ -29,13 +29,13 @@ _OWN_SETTINGS = ("reshard_after_forward", "mixed_precision", "remat", "prefetch"
 
 @dataclasses.dataclass(eq=False)
 class Annotation:
-    """What `fully_shard` was told of a Linen module, and the layouts found since.
+    """What `fully_shard` records of a Linen module, and the layouts found since.
 
     Args:
         base: the class that the user wrote.
         root: the record of the root, without parameters.
         choices: which submodules are units, each with the record of its units.
-        ignored: as it was given, to tell of patterns that match nothing.
+        ignored: as it was given, to report patterns that match nothing.
         layouts: what `init` has shown, by the shapes of the parameters.
         specs: the mesh axes that the model names for its parameters, as `init` has shown them.
         latest: the layout that was made or used last.
@@ -68,7 +68,7 @@ class Annotation:
         """The layout of these parameters: the one that `init` has shown, or else the one that a survey shows.
 
         `init` reaches every submodule that has parameters. What another call shows is for that call only: another
-        method may reach other units. Parameters that come without the boxes of `init` lie as they did in them.
+        method may reach other units. Parameters that come without the boxes of `init` are placed as they were in them.
         """
         if keep:
             self.specs |= {(path, leaf.shape): leaf.spec for path, leaf in leaves.items()}
@@ -243,7 +243,7 @@ def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]
     if not where.gathered:  # what is said for all units is not for this one
         common = UnitPolicy()
         policy["gathered"] = False
-        checks.check_ungathered(UnitPolicy(**policy), None, where.offload)
+        checks.check_ungathered(UnitPolicy(**policy), where.offload)
         placing["mixed_precision"] = MixedPrecision()
     made: PlacementRule = dataclasses.replace(record.rule, **placing)
     return dataclasses.replace(record, policy=dataclasses.replace(common, **policy), rule=made)

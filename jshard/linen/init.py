@@ -21,7 +21,7 @@ from jshard.plans.replicated import check_replicated
 def linen_shapes(build: Callable[[], Any], model: nn.Module) -> Any:
     """What `build()` returns, with shapes for arrays, and shardings if the mesh has devices.
 
-    What lies at the path of a parameter and has its shape is sharded and padded as it is. In host memory are parameters
+    An array at the path of a parameter, of its shape, is sharded and padded as it is. In host memory are parameters
     that were annotated so, and state that `build` put there, which `js.shard_optimizer` does.
     """
     annotation = _annotation(model)
@@ -69,11 +69,11 @@ def _offloaded(shapes: Any, places: StatePlaces) -> list[list[Keys]]:
 
 
 def _check_offloaded(offloaded: list[list[Keys]], kind: str) -> None:
-    """Raises for optimizer state that is to lie in host memory, and that Optax alone made: it knows of no memory."""
+    """Raises for optimizer state that is to be in host memory, and that Optax alone made: it knows of no memory."""
     state = ["/".join(keys) for _, *rest in offloaded for keys in rest]
     if state:
         raise AnnotationError(
-            "The optimizer state would not lie in host memory.",
+            "The optimizer state would not be in host memory.",
             where=[f"{kind}: {path}" for path in state],
             why="the model was annotated with offload, and this was made by Optax alone.",
             do="TrainState.create(..., tx=js.shard_optimizer(model, tx))",

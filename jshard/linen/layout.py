@@ -45,7 +45,7 @@ def is_masked(x: Any) -> bool:
 
 @jax.tree_util.register_pytree_with_keys_class
 class HostUpdate:
-    """The update of a parameter in host memory: the sum lies there, too.
+    """The update of a parameter in host memory: the sum is there, too.
 
     The update streams such sums, so it has this one already. It holds for that very array only, and is lost where the
     update is changed: then the parameter is fetched, and the sum made anew.
@@ -79,7 +79,7 @@ class HostUpdate:
         return cls(children[0])
 
 
-# Units of a Linen model that are never gathered: what lies around them runs as written, in global view.
+# Units of a Linen model that are never gathered: what is around them runs as written, in global view.
 
 
 def modules_around(units: Mapping[Path, "SeenUnit"]) -> frozenset[Path]:
@@ -99,7 +99,7 @@ def check_alone(kind: str, units: Mapping[Path, "SeenUnit"]) -> None:
     wrong = sorted(wrong) + sorted(modules_around(units) & units.keys())
     if wrong:
         raise AnnotationError(
-            "A unit lies around one that is never gathered, or inside.",
+            "A unit is around one that is never gathered, or inside.",
             where=[f"{kind}: {dotted(path)}" for path in wrong],
             why=f"the call of {', '.join(map(dotted, sorted(never)))} runs as written, in global view, and so does what"
             " is around it.",
@@ -196,7 +196,7 @@ def _check(layout: "Layout", wrt: Any, names: set[str]) -> None:
         )
 
 
-# Where the parameters of a Linen model lie, and which unit gathers each: from its shapes and from what a trace showed.
+# Where the parameters of a Linen model are, and which unit gathers each: from its shapes and from what a trace showed.
 
 
 @dataclasses.dataclass
@@ -280,7 +280,7 @@ class Layout:
 
     @property
     def plan(self) -> ShardPlan:
-        """Where its parameters lie."""
+        """Where its parameters are."""
         assert self.root.plan is not None, "a layout is made with it"
         return self.root.plan
 

@@ -29,7 +29,7 @@ def linen_optimizer(
 ) -> optax.GradientTransformationExtraArgs:
     """The transformation for the `TrainState` of an annotated Linen model; see `js.shard_optimizer`.
 
-    Its parameters may be unknown yet: where the state lies is looked up when it is made and updated.
+    Its parameters may be unknown yet: where the state is is looked up when it is made and updated.
 
     Raises:
         AnnotationError: the model is not annotated, or a setting is for nnx models.
@@ -58,7 +58,7 @@ def linen_optimizer(
 
 
 def places_of(layout: Layout) -> StatePlaces:
-    """Where what lies at the path of a parameter lies, too."""
+    """Where the parameter at a path is, so that its state is there, too."""
     return StatePlaces(layout.plan)
 
 
@@ -76,7 +76,7 @@ class _Update:
         self._tx, self._mesh, self._extra = tx, layout.root.mesh, extra
 
     def __call__(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
-        """Updates and the next state of arrays on the device, each as what it replaces lies."""
+        """Updates and the next state of arrays on the device, each placed as what it replaces."""
         held = _held((grads, state), self.places, self._mesh)
         plain_grads, plain_state = unboxed(held)
         made = self._tx.update(plain_grads, plain_state, unboxed(params), **self._extra)
@@ -147,7 +147,7 @@ def _has_boxes(tree: Any) -> bool:
 
 
 def _to_host(state: Any, places: StatePlaces) -> Any:
-    """Optimizer state, put where the plan says: `shard_init` reads from its type where it is to lie."""
+    """Optimizer state, put where the plan says: `shard_init` reads from its type where it is to be."""
     there = lambda path, x: to_host(x) if places.on_host(key_texts(path), x.shape) else x
     return jax.tree.map_with_path(there, state)
 

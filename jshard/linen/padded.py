@@ -1,6 +1,6 @@
 """The box of a Linen parameter that is stored padded: in a `TrainState`, in gradients, in optimizer state.
 
-A Linen parameter is an array in the user's own tree. One that no dim divides lies there in a box of Flax, as that of
+A Linen parameter is an array in the user's own tree. One that no dim divides is there in a box of Flax, as that of
 `nn.Partitioned` is: the model, plain Flax and whoever reads the box see the logical array; trees are mapped over the
 stored one, whose padding is zero and has no gradient.
 """
@@ -111,7 +111,7 @@ def is_padded(x: Any) -> bool:
 
 
 def padding_in(leaf: Any) -> Padding | None:
-    """The padding of the array in a box, which may lie in another one; None if there is none."""
+    """The padding of the array in a box, which may be in another one; None if there is none."""
     while isinstance(leaf, meta.AxisMetadata) and not is_padded(leaf):
         leaf = getattr(leaf, "value", None)
     return leaf.padding if isinstance(leaf, Padded) else None

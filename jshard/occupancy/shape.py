@@ -235,7 +235,7 @@ def overlap(
         model_or_plan: an annotated model, of nnx or Linen, concrete or abstract, or its plan.
         device: as in a topology, "h200", or with its cluster, "h200:64x8"; the one that is here by default.
         comm: what runs beside the kernels: "ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine", or a
-            `js.occupancy.CommFootprint`.
+            `jshard.occupancy.CommFootprint`.
         nccl: version of NCCL, e.g. "2.30.7"; the newest whose kernels were read by default.
         loss: function of an nnx model and the batch. With it and `batch` the products of the model are known: what a
             unit computes, and which measurements are of it.

@@ -87,12 +87,11 @@ def check_no_units(units: Any, gathered: bool) -> None:
         )
 
 
-def check_ungathered(policy: UnitPolicy, strategy: Any, offload: str | None) -> None:
+def check_ungathered(policy: UnitPolicy, offload: str | None) -> None:
     """Raises for settings that mean nothing for a unit that is never gathered."""
     plain = UnitPolicy(gathered=False, group=policy.group)
     names = [f.name for f in dataclasses.fields(policy) if getattr(policy, f.name) != getattr(plain, f.name)]
     given = [f"{name}=..." for name in names]
-    given += ["strategy=..."] if strategy is not None else []
     given += [f"offload={offload!r}"] if offload == PARAMS else []
     if given:
         raise AnnotationError(

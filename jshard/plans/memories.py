@@ -1,7 +1,7 @@
 """Memory beyond the device: what `offload` means, which devices have it, and arrays on their way to and fro.
 
-Where an array lies is part of its type, so nothing here is told what to move: what is typed as the host's goes to the
-device before it is used, and what comes in its place is typed likewise.
+Where an array is is part of its type, so nothing here is asked what to move: what is typed as the host's goes to the
+device before it is used, and what comes in its place has the same type.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
         raise AnnotationError(
             "There is no such offload.",
             where=f"placement=js.ShardPlacement(offload={offload!r})",
-            why='it is "optimizer" (optimizer state lies in host memory), "params" (parameters and their gradients do,'
+            why='it is "optimizer" (optimizer state is in host memory), "params" (parameters and their gradients do,'
             " too) or None.",
             do='js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(offload="optimizer"))',
         )
@@ -58,7 +58,7 @@ def sharding_of(mesh: Any, spec: PartitionSpec, *, on_host: bool) -> NamedShardi
 
 
 def to_device(tree: Any) -> Any:
-    """The tree with what lies on the host brought to the device."""
+    """The tree with what is on the host brought to the device."""
     return jax.tree.map(fetched, tree)
 
 
@@ -73,15 +73,15 @@ def to_host(x: jax.Array) -> jax.Array:
 
 
 def placed_like(x: jax.Array, like: Any) -> jax.Array:
-    """An array in the memory that another one lies in."""
+    """An array in the memory that another one is in."""
     return to_host(x) if _compat.on_host(like) else x
 
 
 def back(tree: Any, like: Any) -> Any:
-    """A tree of arrays, each in the memory that its like lies in."""
+    """A tree of arrays, each in the memory that its like is in."""
     return jax.tree.map(placed_like, tree, like)
 
 
 def hosted(arrays: Sequence) -> list[int]:
-    """Positions of the arrays that lie on the host; a gradient that nobody asked for is None, and lies nowhere."""
+    """Positions of the arrays that are on the host; a gradient that nobody asked for is None, and is nowhere."""
     return [i for i, x in enumerate(arrays) if x is not None and _compat.on_host(x)]

@@ -30,14 +30,14 @@ def mesh(
 
     The batch is split over all but `tensor`; parameters are sharded over `fsdp` and repeated over `replica`;
     `expert` and `tensor` split the parameters that the model's own annotations say, and repeat the others. The
-    innermost axes lie on the devices with the fastest links: devices are ordered by slice, process and id (on TPU
+    innermost axes are on the devices with the fastest links: devices are ordered by slice, process and id (on TPU
     by their place in the torus), so that neighbours share a host.
 
     Args:
         replica: degree of the replica axis; -1 takes the devices that the other axes leave.
-        fsdp: degree of the sharding axis; -1 (the default) likewise.
-        expert: degree of the axis that experts lie on; -1 likewise. Of degree 1 the mesh has no such axis.
-        tensor: degree of the tensor axis; -1 likewise.
+        fsdp: degree of the sharding axis; -1 (the default): what is left.
+        expert: degree of the axis that experts are on; -1: what is left. Of degree 1 the mesh has no such axis.
+        tensor: degree of the tensor axis; -1: what is left.
         devices: the devices to use, all of them by default. An int asks for a mesh of that many devices
             that need not exist: good for `js.plan` and `js.explain`, not for arrays.
         **unknown: refused: there are no other axes.
@@ -85,8 +85,8 @@ def _check_devices(devices: Any) -> None:
 
 def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: Any) -> dict[str, int]:
     """The degrees in axis order, with -1 replaced by what is left."""
-    told = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
-    where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (told | unknown).items()) + ")"
+    named = {k: v for k, v in asked.items() if k != EXPERT or type(v) is not int or v != 1}
+    where = "js.mesh(" + ", ".join(f"{k}={v}" for k, v in (named | unknown).items()) + ")"
     known = ", ".join(AXES)
     if unknown:
         names = ", ".join(repr(k) for k in unknown)
@@ -114,7 +114,7 @@ def _fill(asked: dict[str, int], unknown: dict[str, int], count: int, devices: A
             do=_nearest_call(asked, count, devices),
         )
     if count < 1 or count % fixed or (not open_axes and fixed != count):
-        product = " x ".join(str(v) for v in told.values() if v != -1)
+        product = " x ".join(str(v) for v in named.values() if v != -1)
         does = "does not divide" if open_axes and count > 0 else "is not"
         raise MeshError(
             "The mesh does not match the devices.",
@@ -175,7 +175,7 @@ def check_mesh(value: Any) -> AnyMesh:
         raise MeshError(
             "The mesh has no axis to shard over.",
             where=f"mesh axes {shape}",
-            why=f"parameters are sharded over an axis named {FSDP!r}, and copies lie on {REPLICA!r}.",
+            why=f"parameters are sharded over an axis named {FSDP!r}, and copies are on {REPLICA!r}.",
             do="mesh = js.mesh(fsdp=-1)",
         )
     wrong = [n for n, t in zip(value.axis_names, value.axis_types, strict=True) if t != AxisType.Auto]
@@ -224,7 +224,7 @@ def data_shards(degrees: Mapping[str, int]) -> int:
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """How arrays lie whose leading dim is the batch."""
+    """How arrays whose leading dim is the batch are placed."""
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh)))
 
 
@@ -267,7 +267,7 @@ def shard_batch(batch: Any, mesh: Mesh) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _batch_layout(mesh: Mesh) -> tuple[NamedSharding, int, int]:
-    """Where batches lie, over how many shards and processes. Kept: a run asks before every step."""
+    """Where batches are, over how many shards and processes. Kept: a run asks before every step."""
     check_mesh(mesh)
     return batch_sharding(mesh), data_degree(mesh), num_processes(mesh)
 

@@ -10,7 +10,9 @@ from typing import Any, TypedDict, TypeVar
 
 from jshard.errors import AnnotationError
 from jshard.plans.memories import OPTIMIZER
+from jshard.plans.mesh import AnyMesh
 from jshard.plans.placement import ShardDim, ShardPlacement
+from jshard.plans.policies import Strategy, settings_of
 
 T = TypeVar("T")
 
@@ -39,6 +41,7 @@ class MovedSettings(TypedDict, total=False):
     min_size: int
     offload: str | None
     gathered: bool
+    strategy: str | Strategy | None
     outputs: str | None
     batch_arg: str | Sequence[str] | None
     replicated_args: Sequence[str]
@@ -54,7 +57,7 @@ def placement_of(placement: ShardPlacement | None, moved: Mapping[str, Any]) -> 
         moved: the arguments of `fully_shard` that it does not name.
     """
     found = check_placement(placement)
-    if unknown := [name for name in moved if name not in _FIELDS and name not in GONE]:
+    if unknown := [name for name in moved if name not in (*_FIELDS, *GONE, "strategy")]:
         raise TypeError(f"fully_shard() got an unexpected keyword argument {unknown[0]!r}")
     if gone := [name for name in moved if name in GONE]:
         reasons = "".join(f"\n  {name}: {GONE[name]}." for name in gone)
@@ -76,6 +79,24 @@ def placement_of(placement: ShardPlacement | None, moved: Mapping[str, Any]) -> 
     return found
 
 
+def layers_of(strategy: str | Strategy, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+    """The settings that a strategy gives the layers, and its name; with a warning that has them as arguments.
+
+    Args:
+        strategy: as `fully_shard` was given it.
+        mesh: of the root.
+    """
+    settings, name = settings_of(strategy, mesh)
+    given = "".join(f", {key}={value!r}" for key, value in settings.items())
+    warnings.warn(
+        "strategy: this setting of fully_shard goes with the next release. The new line, for each layer:\n"
+        f"  js.fully_shard(layer, mesh=mesh{given})",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return settings, name
+
+
 def units_of(units: Any, common: ShardPlacement) -> Any:
     """The choices of units; where the settings of one name fields of a placement, as one value.
 
@@ -93,7 +114,7 @@ def _settings(settings: Mapping[str, Any], common: ShardPlacement) -> Mapping[st
     if not fields:
         return settings
     inherited = {name: getattr(common, name) for name in OF_A_UNIT}
-    if not fields.get("gathered", True):  # its parameters are used where they lie
+    if not fields.get("gathered", True):  # its parameters are used where they are
         inherited["offload"] = common.offload and OPTIMIZER
     placement = settings.get("placement") or ShardPlacement(**inherited)
     placement = dataclasses.replace(placement, **fields)

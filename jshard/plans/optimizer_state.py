@@ -21,10 +21,10 @@ Keys = tuple[str, ...]
 
 
 class StatePlaces:
-    """Where each array of an optimizer's state lies; from shapes and paths alone.
+    """Where each array of an optimizer's state is; from shapes and paths alone.
 
     Args:
-        plan: where the parameters lie.
+        plan: where the parameters are.
         over_replica: whether the state of replicated parameters is sharded over `replica`.
     """
 
@@ -54,17 +54,17 @@ class StatePlaces:
 
     @property
     def offloaded(self) -> dict[Keys, Placement]:
-        """The parameters whose state lies in host memory."""
+        """The parameters whose state is in host memory."""
         return {path: placement for path, placement in self._parameters.items() if placement.offload is not None}
 
     def on_host(self, path: Keys, shape: tuple[int, ...]) -> bool:
-        """Whether an array of the state lies in host memory: one of the shape of a parameter that is offloaded."""
+        """Whether an array of the state is in host memory: one of the shape of a parameter that is offloaded."""
         parameter = self.parameter(path)
         shapes = () if parameter is None or parameter.offload is None else (parameter.shape, parameter.stored_shape)
         return shape in shapes
 
     def on_host_itself(self, path: Keys) -> bool:
-        """Whether the parameter at a path lies in host memory, and not its state alone."""
+        """Whether the parameter at a path is in host memory, and not its state alone."""
         parameter = self.parameter(path)
         return parameter is not None and parameter.on_host
 
@@ -111,9 +111,9 @@ def parts_of(
     """Parameters with their gradients and their state, several together, those first whose gradients come first.
 
     Args:
-        offloaded: the parameters whose state lies on the host, by path.
+        offloaded: the parameters whose state is on the host, by path.
         arguments: paths of what the update takes; each ends in that of a parameter, or belongs to none.
-        results: likewise of what it makes.
+        results: the same of what it makes.
         gradients: paths of the gradients; what has none is frozen, and in no part.
     """
     found: dict[Keys, Part] = {path: ([], []) for path in offloaded}
@@ -134,12 +134,12 @@ def parts_of(
 
 
 def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence[Part], like: Sequence) -> list:
-    """The results of a function of arrays, those of each part put where their like lies before a later part begins.
+    """The results of a function of arrays, those of each part put where their like is before a later part begins.
 
     Args:
         function: takes arrays on the device and returns a list of arrays.
-        arguments: what it takes; what lies on the host is fetched when its part begins.
-        parts: in their order. Results in none of them come at the end; what is only passed on stays where it lies.
+        arguments: what it takes; what is on the host is fetched when its part begins.
+        parts: in their order. Results in none of them come at the end; what is only passed on stays where it is.
         like: for each result, an array whose memory it goes to.
     """
     lazy = _Lazy(function, arguments)
@@ -174,7 +174,7 @@ class _Lazy:
         self._makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
 
     def unchanged(self, like: Sequence) -> list[Any]:
-        """The results that are arguments where they lie, such as frozen parameters; None for the others."""
+        """The results that are arguments where they are, such as frozen parameters; None for the others."""
         found = [None if isinstance(v, jex.Literal) else self._arguments.get(v) for v in self._results]
         stays = lambda x, y: x is not None and _compat.on_host(x) == _compat.on_host(y)
         return [x if stays(x, y) else None for x, y in zip(found, like, strict=True)]

@@ -178,14 +178,14 @@ def _padded_class(base: type[nnx.Variable], padding: Padding) -> type[nnx.Variab
 
 @functools.cache
 def _metaclass(meta: type) -> type:
-    """A metaclass of its own, so that pickle can be told how to rebuild a padded class."""
+    """A metaclass of its own, so that pickle knows how to rebuild a padded class."""
     made = type("PaddedMeta", (meta,), {})
     copyreg.pickle(made, lambda cls: (_padded_class, (cls._jshard_unpadded, cls._jshard_padding)))  # type: ignore[arg-type]
     return made
 
 
 def _placed(stored: Any, given: Any, old: Any) -> Any:
-    """What was padded just now where the old value lies; what was given padded stays where it is."""
+    """What was padded just now where the old value is; what was given padded stays where it is."""
     are_here = isinstance(stored, jax.Array) and isinstance(old, jax.Array)
     if stored is given or not are_here or _compat.is_tracer(stored) or _compat.is_tracer(old):
         return stored

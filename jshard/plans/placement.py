@@ -32,7 +32,7 @@ class Placement:
         because: why the parameter is replicated; empty if it is sharded.
         layers: layers stacked in the leading dims; a scan gathers them one at a time.
         padding: rows of zeros at the end of `dim` in the stored array, without which it would not divide.
-        offload: what of it lies in host memory: "optimizer", its optimizer state; "params", the parameter too.
+        offload: what of it is in host memory: "optimizer", its optimizer state; "params", the parameter too.
         gathered: whether its unit gathers it; False: what uses it works on the shards.
     """
 
@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def on_host(self) -> bool:
-        """Whether the stored parameter lies in host memory."""
+        """Whether the stored parameter is in host memory."""
         return self.offload == "params"
 
     @property
@@ -104,13 +104,13 @@ def axes_of(entry: Entry) -> tuple[str, ...]:
 
 
 def spec_over(axes: Sequence[str], entries: Sequence[Entry]) -> PartitionSpec:
-    """A spec that says only what lies on some axes, for a region that is manual over them."""
+    """A spec that says only what is on some axes, for a region that is manual over them."""
     return PartitionSpec(*[tuple(n for n in axes_of(entry) if n in axes) or None for entry in entries])
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlacement:
-    """Where the parameters of a unit lie: what `js.fully_shard` takes as `placement`.
+    """Where the parameters of a unit are: what `js.fully_shard` takes as `placement`.
 
     Args:
         shard_dim: which dim to shard: a number, for parameters that have that dim; or a function of (path, shape)
@@ -121,7 +121,7 @@ class ShardPlacement:
         allow_replicated: path patterns of parameters that are replicated rather than padded where no dim divides,
             whatever their size and without a warning; and of large arrays that are no parameters.
         min_size: parameters with fewer elements stay replicated.
-        offload: what lies in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
+        offload: what is in host memory. `"optimizer"`: the state that `js.shard_optimizer` makes for the parameters.
             `"params"`: the parameters and their gradients, too: each is brought to the device before it is gathered.
             Parameters below `min_size` stay on the device.
         gathered: False: parameters, gradients and optimizer state are sharded as of any unit, and never gathered. The
@@ -156,7 +156,7 @@ class PlacementRule:
         stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
         min_size: parameters with fewer elements stay replicated, and on the device.
         pads: a dim that does not divide may be stored padded; else the parameter is replicated.
-        offload: what of larger ones lies in host memory.
+        offload: what of larger ones is in host memory.
         gathered: whether the unit gathers its parameters.
     """
 
@@ -249,11 +249,11 @@ def _check_given(
     pieces = [math.prod(degrees[n] for n in axes_of(entry)) for entry in given]
     uneven = [d for d, (size, n) in enumerate(zip(shape, pieces, strict=False)) if size % n]
     if uneven:
-        told = "; ".join(f"dim {d} over {', '.join(axes_of(given[d]))} ({pieces[d]})" for d in uneven)
+        listed = "; ".join(f"dim {d} over {', '.join(axes_of(given[d]))} ({pieces[d]})" for d in uneven)
         raise AnnotationError(
             "A dim does not divide by the axis that the model's own sharding gives it.",
             where=f"{path}  shape {tuple(shape)}  out_sharding={given}",
-            why=f"{told}: every device holds an equal part.",
+            why=f"{listed}: every device holds an equal part.",
             do="choose a degree that divides it, or leave the axis out for this parameter.",
         )
 

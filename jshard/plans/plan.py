@@ -111,7 +111,7 @@ class UnitPlan:
 
 @dataclasses.dataclass(frozen=True)
 class ShardPlan:
-    """Where every parameter lies: pure data, made from the model's shapes, good for any size of model.
+    """Where every parameter is stored: pure data, made from the model's shapes, good for any size of model.
 
     Args:
         mesh: degree of every mesh axis, outermost first.
@@ -259,7 +259,7 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
 
 
 def role(owner: Path | None) -> str:
-    """What the owner of a parameter is to a unit, by the path from that unit; None if it lies outside of it."""
+    """What the owner of a parameter is to a unit, by the path from that unit; None if it is outside of it."""
     return OUTER if owner is None else NESTED if owner else OWN
 
 
@@ -280,7 +280,7 @@ def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The paths that lie in a module, from it."""
+    """The paths that are in a module, from it."""
     return tuple(own for path in paths if (own := inside(outer, path)) is not None)
 
 
@@ -342,7 +342,7 @@ def _tuples(data: Any) -> Any:
 
 
 def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
-    """Where every parameter of an annotated model lies; the model may be concrete or abstract.
+    """Where every parameter of an annotated model is; the model may be concrete or abstract.
 
     Args:
         model: the root module, after `fully_shard`; `nnx.eval_shape(...)` gives an abstract one of any size. Of a
@@ -357,7 +357,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
         >>> js.plan(model).num_parameters
         8704
     """
-    of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters lie outside of it
+    of_its_own = getattr(type(model), "_jshard_plan", None)  # of a model whose parameters are outside of it
     if of_its_own is not None:
         return of_its_own(wrt)
     root = unit_of(model)

@@ -192,17 +192,17 @@ def check_remat(remat: Remat) -> None:
     )
 
 
-# Sharding strategies as values: what each passes to the API, and `fully_shard(strategy=...)`.
+# Sharding strategies as values: what each passes to the API.
 
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
     """A way to shard a model, as keywords for `js.mesh`, `js.fully_shard` and `js.shard_optimizer`.
 
-    Take one of `js.strategies`, and `dataclasses.replace` what should differ.
+    Take one of `strategies`, and `dataclasses.replace` what should differ.
 
     Args:
-        name: its key in `js.strategies`.
+        name: its key in `strategies`.
         summary: one line.
         replica: degree of the replica axis; -1 takes the rest.
         fsdp: degree of the sharding axis; -1 takes the rest.
@@ -210,7 +210,8 @@ class Strategy:
         shard_replicated: as in `js.shard_optimizer`.
 
     Example:
-        >>> strategy = dataclasses.replace(js.strategies["hsdp"], replica=2)
+        >>> from jshard.plans.policies import strategies
+        >>> strategy = dataclasses.replace(strategies["hsdp"], replica=2)
         >>> mesh = js.mesh(**strategy.mesh)
         >>> model = js.fully_shard(model, units=Block, mesh=mesh, **strategy.annotation)
     """
@@ -268,8 +269,8 @@ def check_strategy(strategy: Any) -> None:
     raise AnnotationError(
         "The strategy is not known.",
         where=f"fully_shard(strategy={strategy!r})",
-        why=f"it is one of {', '.join(strategies)}, or a value of js.strategies.",
-        do='js.fully_shard(model, mesh=mesh, strategy="zero2")',
+        why=f"it is one of {', '.join(strategies)}, or a value of jshard.plans.policies.strategies.",
+        do="js.fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # zero2, for each layer",
     )
 
 

@@ -71,7 +71,7 @@ class Unit:
         ignored: filter for parameters that the annotation leaves out.
         allow_replicated: path patterns that may be large and replicated.
         kind: class of the module.
-        plan: where the parameters under the module lie; None before they are known.
+        plan: where the parameters under the module are; None before they are known.
         members: the same by key paths, as the engine looks them up.
         nested: whether an enclosing unit is known.
         name: path from the root, of a unit that is never gathered: its calls come from outside of the region, which
@@ -191,7 +191,7 @@ def _routed(method: Callable[..., Any], route: Callable[..., Any]) -> Callable[.
 
 @functools.cache
 def _unit_metaclass(meta: type) -> type:
-    """A metaclass of its own, so that pickle can be told how to rebuild a unit's class."""
+    """A metaclass of its own, so that pickle knows how to rebuild a unit's class."""
     made = type("UnitMeta", (meta,), {})
     copyreg.pickle(made, _reduce_class)  # type: ignore[arg-type]
     return made
@@ -262,7 +262,7 @@ def dotted(path: Path) -> str:
 
 
 def inside(outer: Path, path: Path | None) -> Path | None:
-    """A path from a module in it; None if it does not lie inside."""
+    """A path from a module in it; None if it does not be inside."""
     return path[len(outer) :] if path is not None and path[: len(outer)] == outer else None
 
 

@@ -43,6 +43,7 @@ import optax
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard.data.worker_pool import MODEL_FILE
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.units import as_filter
 from jshard.recipes.recipe import Recipe
@@ -51,7 +52,6 @@ from jshard.recipes.shipped_models import model_path, shipped_folder, shipped_mo
 Batch = Mapping[str, jax.Array]
 LossFn = Callable[[Any, Any], jax.Array]
 
-MODULE_PREFIX = "jshard_model_file_"  # of the names of loaded files in sys.modules
 _NEEDED = ("RECIPES", "build", "annotate")
 _OPTIONAL = ("loss_fn", "data", "generate", "flops", "hf_names")
 
@@ -230,7 +230,7 @@ def _unreadable(path: Path) -> str | None:
 def _module(path: Path) -> types.ModuleType:
     # A name of its own in sys.modules, so that the file's classes can be pickled and that two
     # files called model.py do not meet.
-    stem = MODULE_PREFIX + re.sub(r"\W", "_", path.stem)
+    stem = MODEL_FILE + re.sub(r"\W", "_", path.stem)
     name = next(name for name in _numbered(stem) if name not in sys.modules)
     resolved = path.resolve()
     module = types.ModuleType(name)

@@ -180,7 +180,7 @@ def parse_module(text: str) -> Module:
             "This is not the text of a compiled program.",
             where=repr(text[:60]),
             why="it has no ENTRY computation.",
-            do="js.inspect.collectives(jax.jit(f).lower(...).compile())",
+            do="jshard.inspect.collectives(jax.jit(f).lower(...).compile())",
         )
     head = text.lstrip().partition("\n")[0]
     partitions = re.search(r"num_partitions=(\d+)", head)

@@ -1,0 +1,165 @@
+"""The shape of the library: arrows between rooms point down, no file circles, caps on lines and files, words.
+
+Caps and sets of exceptions shrink: whoever makes the library smaller lowers them.
+"""
+
+import ast
+import doctest
+import inspect
+import pathlib
+import re
+from collections import Counter, defaultdict
+from functools import cache
+
+import pytest
+
+import jshard as js
+from jshard import engine
+
+PACKAGE = pathlib.Path(js.__file__).parent
+
+# From top to bottom: a room imports those below it, and itself. What stands outside of a room is on the ground.
+ROOMS = (
+    *("cli", "train", "launch", "occupancy", "cluster", "recipes", "data", "checkpoint", "inspect"),
+    *("parallel", "api", "linen", "kernels", "engine", "plans"),  # the core, but for kernels
+    *("facts", "ground"),
+)
+CORE = ("api", "linen", "engine", "plans")
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 48_000, 242, 12_600, 59
+MOST_NAMES, MOST_PARAMETERS = 25, 9
+SMALL = 80  # lines: what is shorter and has one importer belongs to it
+MOST_WORDS = 288  # lines with words that are not the field's
+
+# Exceptions that are there today.
+SHARED_CLASS_NAMES = set("Call Leaf Product Region Row Source Work _Job _Place _Reader _Window".split())
+FRAGMENTS: set[str] = set()
+READ_FRAMES = {"jshard._compat.callers"}  # for the line of the user that a warning names
+
+
+@cache
+def sources() -> dict[str, str]:
+    """The text of every module, by its dotted name."""
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(("jshard", *path.relative_to(PACKAGE).with_suffix("").parts))
+        found[name.removesuffix(".__init__")] = path.read_text()
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(sources()[module])
+
+
+def room(module: str) -> str:
+    name = module.split(".")[1] if "." in module else "ground"
+    return name if name in ROOMS else "cli" if name == "__main__" else "ground"
+
+
+@cache
+def imports(module: str, *, at_run_time: bool = False) -> frozenset[str]:
+    """The modules of the library that one imports; with `at_run_time` those that it cannot be imported without."""
+    nodes = tree(module).body if at_run_time else ast.walk(tree(module))
+    found = set()
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jshard"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in sources() else node.module for name in names}
+    return frozenset(found - {module, "jshard"})
+
+
+def test_arrows_point_down():
+    up = [
+        f"{module} -> {other}"
+        for module in sources()
+        for other in imports(module)
+        if ROOMS.index(room(module)) > ROOMS.index(room(other))
+    ]
+    assert not up, up
+
+
+def test_no_file_imports_itself_through_others():
+    done: set[str] = set()
+
+    def visit(module: str, above: tuple[str, ...]) -> None:
+        assert module not in above, " -> ".join((*above[above.index(module) :], module))
+        if module not in done:
+            for other in imports(module, at_run_time=True):
+                visit(other, (*above, module))
+            done.add(module)
+
+    for module in sources():
+        visit(module, ())
+
+
+@pytest.mark.parametrize(
+    ("rooms", "lines", "files"), [(ROOMS, MOST_LINES, MOST_FILES), (CORE, MOST_CORE_LINES, MOST_CORE_FILES)]
+)
+def test_the_library_stays_small(rooms, lines, files):
+    """A cap that is raised needs a line in the CHANGELOG that says what for."""
+    found = [text.count("\n") for module, text in sources().items() if room(module) in rooms]
+    assert sum(found) <= lines and len(found) <= files, (sum(found), len(found))
+
+
+def test_a_class_has_a_name_of_its_own():
+    homes = defaultdict(list)
+    for module in sources():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].append(module)
+    shared = {name: found for name, found in homes.items() if len(found) > 1}
+    assert shared.keys() == SHARED_CLASS_NAMES, shared
+
+
+def test_a_fragment_belongs_to_whoever_imports_it():
+    importers = Counter(other for module in sources() for other in imports(module))
+    small = {
+        module: text.count("\n")
+        for module, text in sources().items()
+        if text.count("\n") < SMALL and importers[module] == 1 and not module.startswith("jshard.cli")
+    }
+    assert small.keys() == FRAGMENTS, small
+
+
+def test_engine_and_plans_import_no_linen():
+    linen = [
+        module
+        for module in sources()
+        if room(module) in ("engine", "plans")
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Import | ast.ImportFrom) and "linen" in ast.unparse(node)
+    ]
+    assert not linen
+
+
+def test_the_idea_of_the_engine_runs():
+    """The example in its package docstring, on eight devices."""
+    result = doctest.testmod(engine)
+    assert result.attempted > 10 and not result.failed
+
+
+def test_the_public_face_is_small():
+    assert len([name for name in dir(js) if not name.startswith("_")]) <= MOST_NAMES
+    functions = {name: getattr(js, name) for name in dir(js) if inspect.isfunction(getattr(js, name))}
+    counted = {
+        name: len([p for p in inspect.signature(f).parameters.values() if p.kind != p.VAR_KEYWORD])
+        for name, f in functions.items()
+    }
+    assert not {name: n for name, n in counted.items() if n > MOST_PARAMETERS}
+
+
+def test_no_frame_of_a_caller_is_read():
+    assert {module for module, text in sources().items() if "sys._getframe" in text} == READ_FRAMES
+
+
+WORDS = re.compile(r"\b(lies?|lied|told|tells?|likewise|be it|There is no such)\b")
+
+
+def test_the_words_are_those_of_the_field():
+    found = [
+        f"{module}:{number}: {line.strip()}"
+        for module, text in sources().items()
+        for number, line in enumerate(text.splitlines(), 1)
+        if WORDS.search(line)
+    ]
+    assert len(found) <= MOST_WORDS, (len(found), found[-20:])
