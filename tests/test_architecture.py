@@ -25,13 +25,11 @@ ROOMS = (
     *("facts", "ground"),
 )
 CORE = ("api", "linen", "engine", "plans")
-MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 48_000, 242, 12_600, 59
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 47_700, 237, 12_500, 59
 MOST_NAMES, MOST_PARAMETERS = 25, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
-MOST_WORDS = 288  # lines with words that are not the field's
 
 # Exceptions that are there today.
-SHARED_CLASS_NAMES = set("Call Leaf Product Region Row Source Work _Job _Place _Reader _Window".split())
 FRAGMENTS: set[str] = set()
 READ_FRAMES = {"jshard._compat.callers"}  # for the line of the user that a warning names
 
@@ -108,7 +106,7 @@ def test_a_class_has_a_name_of_its_own():
             if isinstance(node, ast.ClassDef):
                 homes[node.name].append(module)
     shared = {name: found for name, found in homes.items() if len(found) > 1}
-    assert shared.keys() == SHARED_CLASS_NAMES, shared
+    assert not shared
 
 
 def test_a_fragment_belongs_to_whoever_imports_it():
@@ -152,7 +150,7 @@ def test_no_frame_of_a_caller_is_read():
     assert {module for module, text in sources().items() if "sys._getframe" in text} == READ_FRAMES
 
 
-WORDS = re.compile(r"\b(lies?|lied|told|tells?|likewise|be it|There is no such)\b")
+WORDS = re.compile(r"\b(lies?|lied|told|(?<!def )(?<!\.)tells?|likewise|be it|There is no such)\b")
 
 
 def test_the_words_are_those_of_the_field():
@@ -162,4 +160,4 @@ def test_the_words_are_those_of_the_field():
         for number, line in enumerate(text.splitlines(), 1)
         if WORDS.search(line)
     ]
-    assert len(found) <= MOST_WORDS, (len(found), found[-20:])
+    assert not found

@@ -66,7 +66,7 @@ def test_linen_models_take_it():
 def test_what_is_no_setting_is_an_error():
     with pytest.raises(TypeError, match="unexpected keyword argument 'colour'"):
         planned(colour="red")
-    with pytest.raises(AnnotationError, match=r"no such placement(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
+    with pytest.raises(AnnotationError, match=r"is no js.ShardPlacement(.|\n)*js.ShardPlacement\(shard_dim=0\)"):
         planned(placement=1)
 
 

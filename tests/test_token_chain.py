@@ -386,5 +386,5 @@ def test_gradients_of_units_of_all_kinds(prefetch, remat):
 
 @pytest.mark.parametrize("prefetch", [-1, 1.5, "much", "12 parsecs", True])
 def test_a_prefetch_that_is_none_is_refused(prefetch):
-    with pytest.raises(AnnotationError, match="There is no such prefetch"):
+    with pytest.raises(AnnotationError, match="The prefetch cannot work"):
         js.fully_shard(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), mesh=js.mesh(fsdp=-1), prefetch=prefetch)

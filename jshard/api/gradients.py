@@ -60,7 +60,7 @@ def value_and_grad(
     """
     if not isinstance(accumulate, int) or accumulate < 1 or sync not in ("each", "last"):
         raise AnnotationError(
-            "There is no such accumulation.",
+            "The accumulation cannot work.",
             where=f"value_and_grad(accumulate={accumulate!r}, sync={sync!r})",
             why='accumulate is a number of microbatches, sync is "each" or "last".',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="last")',

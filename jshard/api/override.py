@@ -36,7 +36,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
     unknown = [name for name in settings if name not in SETTINGS]
     if unknown:
         raise AnnotationError(
-            "There is no such setting of a unit to change.",
+            "A setting of a unit is not known.",
             where=[f"{name}={settings[name]!r}" for name in unknown],
             why=f"the settings are {', '.join(SETTINGS)}.",
             do='revise(model, {"remat": "full"})',

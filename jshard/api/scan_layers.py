@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jshard.engine.call import Before, Call, Kept, is_float, raw
+from jshard.engine.call import Before, Kept, MethodCall, is_float, raw
 from jshard.engine.units import in_region_trace
 from jshard.errors import CallError
 from jshard.plans.units import dotted, plain_class, unit_of
@@ -95,11 +95,11 @@ class _Stack:
         self.x, self.xs, self.args, self.kwargs, self.collect = x, xs, args, kwargs, collect
         run = getattr(plain_class(self.modules[0]), method)
         own = () if xs is None else (_row(xs, 0),)
-        self.calls = [Call(module, run, (x, *own, *args), kwargs) for module in self.modules]
+        self.calls = [MethodCall(module, run, (x, *own, *args), kwargs) for module in self.modules]
         _check_equal(self.calls)
 
     @property
-    def call(self) -> Call:
+    def call(self) -> MethodCall:
         """The first layer's, which stands for all."""
         return self.calls[0]
 
@@ -228,7 +228,7 @@ def _refuse_linen(layers: Any) -> None:
         )
 
 
-def _check_equal(calls: list[Call]) -> None:
+def _check_equal(calls: list[MethodCall]) -> None:
     """Raises unless all layers are built alike and share nothing."""
     first, seen = calls[0], {}
     if first.has_objects:

@@ -165,7 +165,7 @@ def run(argv: Sequence[str]) -> int:
     batch_sizes = _batch_sizes(args)
     _check_batches(batch_sizes, mesh)
     require_compiler(topology.device.platform)
-    job = _Job(args, request, PlannedCluster(topology, known), dict(mesh.shape))
+    job = _PlanJob(args, request, PlannedCluster(topology, known), dict(mesh.shape))
     try:
         report = job.report(variants, batch_sizes)
     except KeyboardInterrupt:
@@ -193,7 +193,7 @@ def _plan(args: PlanArgs, request: Request) -> int:
     return 0
 
 
-class _Job:
+class _PlanJob:
     """What is compiled for one command, and what is made of it."""
 
     def __init__(self, args: PlanArgs, request: Request, cluster: PlannedCluster, mesh: dict[str, int]) -> None:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
-from jshard.engine.values import Product
+from jshard.engine.values import LocalProduct
 
 WARNED_FLOPS = 1e9
 WARNED_SHARE = 0.1
@@ -40,7 +40,9 @@ def batch_size(arrays: Sequence[Any], degree: int) -> int:
     return max(votes, key=lambda n: (not is_inner(n), *votes[n]), default=0)
 
 
-def warn_of_whole(call: str, arguments: Sequence[Any], batch: int, degree: int, products: Sequence[Product]) -> None:
+def warn_of_whole(
+    call: str, arguments: Sequence[Any], batch: int, degree: int, products: Sequence[LocalProduct]
+) -> None:
     """Warns of large products that every device computes for all examples; once for each call and their lines.
 
     A single example is computed so on any number of devices.

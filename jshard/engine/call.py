@@ -72,7 +72,7 @@ class Live:
         return variables, attributes
 
 
-class Call:
+class MethodCall:
     """One call, taken apart.
 
     Attributes:
@@ -114,7 +114,7 @@ class Call:
         """Whether nnx objects are among the arguments."""
         return bool(self._objects)
 
-    def difference(self, other: "Call") -> str:
+    def difference(self, other: "MethodCall") -> str:
         """Where another call's module is built differently; empty if it is not."""
         mine, theirs = ({p: jax.tree.map(_kind, raw(v)) for p, v in c.params + c.state} for c in (self, other))
         unlike = [p for p in dict.fromkeys([*mine, *theirs]) if mine.get(p) != theirs.get(p)]
@@ -241,7 +241,7 @@ def _differentiated(
     return arrays[0], tangents[0]
 
 
-def guarded(call: Call, values: Sequence[Any]) -> list[Any]:
+def guarded(call: MethodCall, values: Sequence[Any]) -> list[Any]:
     """The parameters of a call; to differentiate with respect to a padded one is refused as long as it would be wrong.
 
     Args:
@@ -295,7 +295,7 @@ def guarded_inside(module: nnx.Module, unit: Unit) -> Iterator[None]:
                 one.set_raw_value(stored, _unsafe_bypass_check=True)
 
 
-def _optimizer(call: Call, path: tuple) -> LogicalOptimizer | None:
+def _optimizer(call: MethodCall, path: tuple) -> LogicalOptimizer | None:
     """That of the model that a parameter of a call belongs to: the called one, or one among the arguments."""
     unit = unit_of(call.graph[0] if path[0] == 0 else call.graph[1][path[1]])
     return None if unit is None else unit.optimizer

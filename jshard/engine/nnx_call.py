@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 
 from jshard.engine.call import Before, guarded, is_array, raw, refuse_written
-from jshard.engine.call import Call as Parts
+from jshard.engine.call import MethodCall as Parts
 from jshard.plans.padding import padding_of, store
 from jshard.plans.replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
 from jshard.plans.units import NESTED, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of

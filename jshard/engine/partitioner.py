@@ -20,7 +20,7 @@ from jshard.engine.moved import scope_of
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.contraction import flops
 from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Source, State, Value
+from jshard.engine.values import PARTIAL, Eqn, LocalProduct, MadeFrom, Moved, Shard, State, Value
 from jshard.errors import CallError, FourPartError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Partitioner:
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
         self.axes, self.degree = tuple(axes), degree
         self.batch_sizes = set(batch_sizes)
-        self.noted: list[Moved | Product] = []  # in the order of the trace; what is traced again is noted again
+        self.noted: list[Moved | LocalProduct] = []  # in the order of the trace; what is traced again is noted again
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
@@ -89,7 +89,7 @@ class Partitioner:
         if (work := flops(eqn)) and found[0].source is None:
             is_whole = not any(v.is_split or v.is_partial for v in values)
             share = 1 if is_whole else self.degree
-            self.noted.append(Product(work * self.trips / share, is_whole, self.place(eqn) if is_whole else ""))
+            self.noted.append(LocalProduct(work * self.trips / share, is_whole, self.place(eqn) if is_whole else ""))
 
     @property
     def moved(self) -> list[Moved]:
@@ -97,9 +97,9 @@ class Partitioner:
         return [one for one in self.noted if isinstance(one, Moved)]
 
     @property
-    def products(self) -> list[Product]:
+    def products(self) -> list[LocalProduct]:
         """What was multiplied."""
-        return [one for one in self.noted if isinstance(one, Product)]
+        return [one for one in self.noted if isinstance(one, LocalProduct)]
 
     def place(self, eqn: Eqn | None) -> str:
         """The user's line of an equation; of what the library traced once, that of its call. Empty if none is known."""
@@ -303,7 +303,7 @@ class Partitioner:
             found = self.bind(eqn, [v.x for v in values])
             if not known.can_be_known(eqn, values):
                 return [Value(x) for x in found]
-            return [Value(x, source=Source(eqn, values, k) if x.ndim else None) for k, x in enumerate(found)]
+            return [Value(x, source=MadeFrom(eqn, values, k) if x.ndim else None) for k, x in enumerate(found)]
         rule = RULES.get(eqn.primitive.name)
         if eqn.primitive.name not in CONVERT_PARTIAL:
             values = [self.settle(v) for v in values]

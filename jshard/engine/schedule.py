@@ -21,7 +21,7 @@ from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
 from jshard.engine.stacks import stored_rows
 from jshard.engine.units import BACKWARD, FORWARD, read_inside
-from jshard.engine.values import PARTIAL, Eqn, Moved, Product, Shard, Value
+from jshard.engine.values import PARTIAL, Eqn, LocalProduct, Moved, Shard, Value
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import batch_axes, degree
 from jshard.plans.placement import Placement
@@ -50,7 +50,7 @@ class ShardedPartitioner(Partitioner):
         self.mesh, self.name = mesh, name
         self.level = Level([])
         self.kept_whole = dict(whole or {})
-        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | Product], Any]] = {}
+        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | LocalProduct], Any]] = {}
         self._read: list[Value] = []
         self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
         self._outermost = False

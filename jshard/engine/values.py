@@ -33,7 +33,7 @@ by whoever reads it. None: whole on every shard."""
 Eqn = Any  # jax.extend.core.JaxprEqn
 
 
-class Source(NamedTuple):
+class MadeFrom(NamedTuple):
     """The equation that made a whole value from others that are known without data."""
 
     eqn: Eqn
@@ -56,7 +56,7 @@ class Value:
 
     x: Any
     state: State = None
-    source: Source | None = None
+    source: MadeFrom | None = None
     done: dict[State, "Value"] = dataclasses.field(default_factory=dict)
     counted: dict[int, int] = dataclasses.field(default_factory=dict)
     parameter: str = ""
@@ -142,7 +142,7 @@ class Moved:
 
 
 @dataclasses.dataclass(frozen=True)
-class Product:
+class LocalProduct:
     """One product of arrays, or all of a loop.
 
     Args:
@@ -155,7 +155,7 @@ class Product:
     is_whole: bool
     where: str
 
-    def times(self, trips: float) -> "Product":
+    def times(self, trips: float) -> "LocalProduct":
         """The same, as a loop makes it."""
         return dataclasses.replace(self, flops=self.flops * trips)
 

@@ -153,7 +153,7 @@ def check_types(mixed_precision: Any, shard_dim: Any, stacked: Any, min_size: An
     for name, value, good, wanted, line in checks:
         if not good:
             raise AnnotationError(
-                f"There is no such setting of {name}.",
+                f"The setting of {name} is not allowed.",
                 where=f"fully_shard({name}={value!r})",
                 why=f"it is {wanted}.",
                 do=line,
@@ -234,7 +234,7 @@ def check_choice(name: str, value: Any, allowed: tuple, within: str = "{}") -> N
     """
     if value not in allowed:
         raise AnnotationError(
-            f"There is no such choice for {name}.",
+            f"The choice for {name} is not allowed.",
             where=f"fully_shard({within.format(f'{name}={value!r}')})",
             why=f"it is one of {', '.join(map(repr, allowed))}.",
             do=f"js.fully_shard(model, mesh=mesh, {within.format(f'{name}={allowed[-1]!r}')})",

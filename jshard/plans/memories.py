@@ -29,7 +29,7 @@ def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = Fal
     """
     if offload not in (None, OPTIMIZER, PARAMS):
         raise AnnotationError(
-            "There is no such offload.",
+            "The offload is not known.",
             where=f"placement=js.ShardPlacement(offload={offload!r})",
             why='it is "optimizer" (optimizer state is in host memory), "params" (parameters and their gradients do,'
             " too) or None.",

@@ -132,7 +132,7 @@ def check_placement(placement: Any) -> ShardPlacement:
     if placement is None or isinstance(placement, ShardPlacement):
         return placement or ShardPlacement()
     raise AnnotationError(
-        "There is no such placement.",
+        "The placement is no js.ShardPlacement.",
         where=f"fully_shard(placement={placement!r})",
         why="it is a js.ShardPlacement.",
         do="js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))",

@@ -104,7 +104,7 @@ class Prefetch:
         found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B)", value) if isinstance(value, str) else None
         if found is None or found.group(2) not in _BYTES:
             raise AnnotationError(
-                "There is no such prefetch.",
+                "The prefetch cannot work.",
                 where=f"prefetch={value!r}",
                 why="it is a number of units (0: gather a unit when it is needed), a budget in bytes such as"
                 ' "512MiB", or None (the compiler chooses).',
@@ -184,7 +184,7 @@ def check_remat(remat: Remat) -> None:
     if callable(remat) or remat in ("none", "dots", OFFLOADED, "full"):
         return
     raise AnnotationError(
-        "There is no such remat policy.",
+        "The remat policy is not known.",
         where=f"fully_shard(remat={remat!r})",
         why='it is "none" (keep activations), "dots" (keep the results of matrix products), "offload" (keep them'
         ' in host memory), "full" (recompute the unit), or a function from jax.checkpoint_policies.',

@@ -35,7 +35,7 @@ _INLINED = frozenset("jit pjit closed_call checkpoint remat remat2 custom_jvp_ca
 
 
 @dataclasses.dataclass(frozen=True)
-class Leaf:
+class LossLeaf:
     """A parameter, or an array of the batch, with values that are not finite."""
 
     path: str
@@ -69,7 +69,7 @@ class Lookup:
     index: int
 
 
-Origin = Leaf | Equation | Lookup | None
+Origin = LossLeaf | Equation | Lookup | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +118,7 @@ def origin(loss_fn: Callable[..., Any], model: nnx.Module, batch: Any, *, of_gra
 
     closed = jax.make_jaxpr(computed)(leaves)
     search = _Search(batch)
-    given = [search.given(leaf, Leaf(_path(path), leaf)) for path, leaf in flat]
+    given = [search.given(leaf, LossLeaf(_path(path), leaf)) for path, leaf in flat]
     worst = _worst(search.run(closed.jaxpr, closed.consts, given))
     return worst and (worst.origin or Equation("a constant", "the loss"))
 
@@ -140,7 +140,7 @@ class _Search:
         self._split: dict[Any, Callable[..., list[Any]]] = {}
         self._order = itertools.count()
 
-    def given(self, value: Any, leaf: Leaf | None = None) -> _Marked:
+    def given(self, value: Any, leaf: LossLeaf | None = None) -> _Marked:
         """A leaf, or a constant, whose infinity may be that of a mask."""
         level = self._level_of(value)
         level = _GIVEN_INF if level == _INF and leaf is None else level
@@ -322,7 +322,7 @@ def explained(
     match found:
         case Lookup():
             return _of_lookup(found, then, recipe, batch)
-        case Leaf():
+        case LossLeaf():
             return _of_leaf(found, then, source)
         case Equation():
             return RunError(
@@ -381,7 +381,7 @@ def _remedy(found: Lookup, key: str | None, rows: int, largest: int, recipe: Rec
     return f"{more}, or {less}" if more else less
 
 
-def _of_leaf(found: Leaf, then: str, source: str) -> RunError:
+def _of_leaf(found: LossLeaf, then: str, source: str) -> RunError:
     wrong = _first(lambda x: ~jnp.isfinite(x), found.value, _everywhere(found.value))
     assert wrong is not None
     position, value, count, _ = wrong

@@ -18,7 +18,7 @@ from jshard import _compat
 from jshard.engine.rules.contraction import free_dims
 from jshard.engine.rules.shapes import ELEMENTWISE
 from jshard.engine.rules.table import RULES
-from jshard.engine.values import Eqn, Source, Value
+from jshard.engine.values import Eqn, MadeFrom, Value
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
@@ -66,7 +66,7 @@ def enter(value: Value, memo: dict[int, tuple[Value, Value]]) -> Value:
     if id(value) not in memo:
         source = value.source
         if source is not None:
-            source = Source(source.eqn, [enter(v, memo) for v in source.values], source.index)
+            source = MadeFrom(source.eqn, [enter(v, memo) for v in source.values], source.index)
         memo[id(value)] = Value(value.x, value.state, source), value
     return memo[id(value)][0]
 
@@ -97,7 +97,7 @@ def shard_of(p: "Partitioner", value: Value, dim: int) -> Any | None:
         return _shard_of(p, value, value.source, dim)
 
 
-def _shard_of(p: "Partitioner", value: Value, source: Source, dim: int) -> Any | None:
+def _shard_of(p: "Partitioner", value: Value, source: MadeFrom, dim: int) -> Any | None:
     eqn, values, index = source
     name = eqn.primitive.name
     shape = [n // p.degree if i == dim else n for i, n in enumerate(value.shape)]
