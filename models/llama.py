@@ -29,7 +29,6 @@ from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
 from jshard.checkpoint.formats import Stored
-from jshard.errors import AnnotationError
 from jshard.train import Recipe
 
 
@@ -246,7 +245,7 @@ def build(config: LlamaConfig, rngs: nnx.Rngs) -> Llama:
 def check_heads(config: LlamaConfig, degree: int) -> None:
     """Raises where a head of keys would be on two devices of the tensor axis; `fully_shard` sees to the rest."""
     if config.n_kv_head % degree:
-        raise AnnotationError(
+        raise js.ShardingError(
             "The heads do not split over the tensor axis.",
             where=f"mesh axis 'tensor' of degree {degree}",
             why=f"n_kv_head={config.n_kv_head} is no multiple of {degree}.",

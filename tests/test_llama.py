@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import AnnotationError
 from tests.model_files import assert_parity_of, assert_plans, model_file, module, smaller, tiny
 
 FILE, llama = model_file("llama"), module("llama")
@@ -69,7 +68,7 @@ def test_a_tensor_axis_cuts_what_it_names():
 
 
 def test_heads_that_do_not_split_over_the_tensor_axis_are_refused():
-    with pytest.raises(AnnotationError, match=r"(?s)degree 4.*n_kv_head=2.*tensor=2"):
+    with pytest.raises(js.ShardingError, match=r"(?s)degree 4.*n_kv_head=2.*tensor=2"):
         abstract(MICRO, js.mesh(fsdp=2, tensor=4))
 
 

@@ -71,7 +71,7 @@ def test_what_is_no_setting_is_an_error():
 
 
 def test_the_old_arguments_are_the_fields():
-    assert list(MovedSettings.__annotations__) == [*inspect.signature(ShardPlacement).parameters, *GONE]
+    assert list(MovedSettings.__annotations__) == [*inspect.signature(ShardPlacement).parameters, "strategy", *GONE]
 
 
 def test_a_unit_of_a_linen_model_takes_it():
