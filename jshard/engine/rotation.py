@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core as jex
 
@@ -246,11 +245,7 @@ def _has_units(eqn: Eqn) -> bool:
 def _rows_of(aval: Any, length: int) -> jax.Array:
     """Rows of a type, to be written; in host memory, if that is where the type is."""
     shape = (length, *aval.shape)
-    return (
-        _compat.host_rows(shape, aval.dtype)
-        if _compat.on_host(aval)
-        else lax.broadcast(np.zeros((), aval.dtype), shape)
-    )
+    return _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else lax.full(shape, 0, aval.dtype)
 
 
 @jax.jit

@@ -1,1 +1,1 @@
-"""What `fully_shard` records of a Linen model: units, layout, state, optimizer. Its calls are in `jshard.engine`."""
+"""The adapter for Linen: annotation, layout, calls as arrays, optimizer state, deferred initialisation."""
