@@ -25,7 +25,7 @@ from jshard.checkpoint import series_folder, storage
 from jshard.checkpoint.saving import Saving
 from jshard.checkpoint.sums import LeafSums
 from jshard.errors import FourPartError
-from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
+from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 
 PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
 SHARED = [layout for layout in LAYOUTS if layout != "one device"]  # a process of two cannot use one device alone

@@ -18,7 +18,7 @@ import pytest
 
 from jshard import checkpoint
 from tests import compiling
-from tests.checkpoint_states import LAYOUTS, abstract, differences, filled
+from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 
 ROOT = Path(__file__).parents[2]
 KILLS = int(os.environ.get("KILLS", "1"))

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests import compiling
-from tests.one_device import apart
-from tests.test_same_state import TOLERANCE, one_device
-from tests.trained_states import NAMES
+from tests.engine.one_device import apart
+from tests.engine.test_same_state import TOLERANCE, one_device
+from tests.engine.trained_states import NAMES
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 800
@@ -27,7 +27,14 @@ def test_two_processes_have_the_state_of_one_device(tmp_path):
     logs = [tmp_path / f"stderr-{process}" for process in range(2)]
     started = []
     for process, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.trained_states", str(process), str(port), str(tmp_path / "found.npz")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.engine.trained_states",
+            str(process),
+            str(port),
+            str(tmp_path / "found.npz"),
+        ]
         with log.open("w") as stderr:
             started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=stderr, stderr=stderr))
     try:

@@ -1,0 +1,693 @@
+"""An annotated model stays what it was, and every choice of units, dims and exceptions gives the plan it says."""
+
+import copy
+import dataclasses
+import functools
+import inspect
+import pathlib
+import pickle
+import subprocess
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard.errors import AnnotationError
+from tests.compiling import python
+from tests.helpers import (
+    Attention,
+    Block,
+    Config,
+    Decoder,
+    annotator,
+    builder,
+    loss_fn,
+    placed,
+    sharded,
+    token_batch,
+    with_placement,
+)
+from tests.parity import GRADIENT_TOLERANCE, compare, flat, train, worst
+from tests.wide import wide
+
+CONFIG = Config(width=32, hidden=64)
+SLIM = dataclasses.replace(CONFIG, attends=False)
+INPUTS, TARGETS = token_batch(CONFIG)
+
+
+def plain() -> Decoder:
+    return builder(CONFIG)()
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return sharded(CONFIG, js.mesh())
+
+
+@nnx.jit
+def loss_of(model: nnx.Module, inputs, targets):
+    return loss_fn(model, inputs, targets)
+
+
+def assert_same_gradients(build, annotate, loss, batch) -> None:
+    """Loss and gradients of the annotated model are those of the plain one."""
+    run = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss)(model, *batch))
+    value, grads = run(placed(build, annotate), *batch)
+    want_value, want = run(build(), *batch)
+    np.testing.assert_allclose(value, want_value, rtol=1e-6)
+    found, wanted = flat(grads), flat(want)
+    assert found.keys() == wanted.keys()
+    assert max(worst(found[k], wanted[k]) for k in wanted) <= GRADIENT_TOLERANCE
+
+
+def gathers(model: nnx.Module, *batch) -> int:
+    """How many all-gathers the call is written with."""
+    text = nnx.jit(lambda model, *batch: model(*batch)).lower(model, *batch).lowered.as_text()
+    return text.count("stablehlo.all_gather")
+
+
+# The model stays what it was.
+
+
+def test_the_class_behaves_as_before(model):
+    assert isinstance(model, Decoder)
+    assert isinstance(model.blocks[0], Block)
+    assert type(model).__name__ == "Decoder"
+    assert type(model).__qualname__ == Decoder.__qualname__
+    assert type(model).__module__ == Decoder.__module__
+    assert type(model).__doc__ == Decoder.__doc__
+    assert inspect.signature(model.__call__) == inspect.signature(plain().__call__)
+    assert model.config == CONFIG
+    assert type(model.norm) is nnx.RMSNorm  # not a unit: untouched
+    assert vars(model).keys() == vars(plain()).keys()
+    assert type(plain()) is Decoder  # other models of the class are not annotated
+
+
+def test_names_and_tree_are_those_of_the_plain_model(model):
+    state, wanted = nnx.state(model), nnx.state(plain())
+    assert jax.tree.structure(state) == jax.tree.structure(wanted)
+    assert [p for p, _ in nnx.to_flat_state(state)] == [p for p, _ in nnx.to_flat_state(wanted)]
+    same = jax.tree.map(lambda a, b: bool((np.asarray(a) == np.asarray(b)).all()), state, wanted)
+    assert all(jax.tree.leaves(same))
+    for (_, found), (_, other) in zip(nnx.to_flat_state(state), nnx.to_flat_state(wanted), strict=True):
+        assert type(found) is type(other)
+        assert found.get_metadata() == other.get_metadata()
+
+
+def test_state_of_a_plain_model_goes_into_an_annotated_one(model):
+    other = nnx.clone(model)
+    nnx.update(other, jax.tree.map(lambda x: x * 2, nnx.state(builder(CONFIG, seed=1)())))
+    wanted = builder(CONFIG, seed=1)()
+    nnx.update(wanted, jax.tree.map(lambda x: x * 2, nnx.state(wanted)))
+    np.testing.assert_allclose(loss_of(other, INPUTS, TARGETS), loss_of(wanted, INPUTS, TARGETS), rtol=1e-6)
+
+
+def test_display_is_that_of_the_plain_model(model, capsys):
+    in_place = plain()
+    annotator(js.mesh())(in_place)
+    merged = nnx.merge(*nnx.split(plain()))  # as every nnx.merge, shard_init sorts the attributes by name
+    for found, wanted in ((in_place, plain()), (model, merged)):
+        assert repr(found) == repr(wanted)
+        nnx.display(found)
+        text = capsys.readouterr().out
+        nnx.display(wanted)
+        assert text == capsys.readouterr().out != ""
+
+
+COPIES = {
+    "split and merge": lambda m: nnx.merge(*nnx.split(m)),
+    "split by kind": lambda m: (lambda g, p, r: nnx.merge(g, p, r))(*nnx.split(m, nnx.Param, ...)),
+    "clone": nnx.clone,
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda m: pickle.loads(pickle.dumps(m)),
+    "pickled graphdef": lambda m: nnx.merge(pickle.loads(pickle.dumps(nnx.split(m)[0])), nnx.split(m)[1]),
+    "pytree": lambda m: nnx.merge(nnx.graphdef(m), jax.tree.map(jnp.copy, nnx.state(m))),
+}
+
+
+@pytest.mark.parametrize("how", COPIES)
+def test_copies_are_annotated_and_compute_the_same(model, how):
+    other = COPIES[how](model)
+    assert other is not model and isinstance(other, Decoder)
+    assert js.plan(other) == js.plan(model)
+    assert float(loss_of(other, INPUTS, TARGETS)) == float(loss_of(model, INPUTS, TARGETS))
+    assert gathers(other, INPUTS) == gathers(model, INPUTS) > 0
+
+
+def test_a_copy_is_its_own(model):
+    other = nnx.clone(model)
+    other.norm.scale[...] = other.norm.scale[...] * 3
+    assert float(model.norm.scale[0]) == 1.0
+
+
+LOAD = """
+import pickle, sys, jax
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_platforms", "cpu")
+from flax import nnx
+import jshard as js
+from tests.api.test_annotation import CONFIG, loss_fn, token_batch
+
+with open(sys.argv[1], "rb") as file:
+    model, graphdef, plan, wanted = pickle.load(file)
+assert js.plan(model) == plan
+assert nnx.graphdef(model) == graphdef and hash(nnx.graphdef(model)) == hash(graphdef)
+loss = nnx.jit(lambda model, *batch: loss_fn(model, *batch))
+text = loss.lower(model, *token_batch(CONFIG)).lowered.as_text()
+assert "stablehlo.all_gather" in text
+assert float(loss(model, *token_batch(CONFIG))) == wanted
+"""
+
+
+def test_pickles_open_in_another_process(model, tmp_path):
+    kept = (model, nnx.graphdef(model), js.plan(model), float(loss_of(model, INPUTS, TARGETS)))
+    path = tmp_path / "model.pickle"
+    path.write_bytes(pickle.dumps(kept))
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(python(LOAD, path), cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_graphdefs_of_equal_models_are_equal_and_jit_traces_once(model):
+    again = sharded(CONFIG, js.mesh())
+    assert nnx.graphdef(again) == nnx.graphdef(model)
+    assert hash(nnx.graphdef(again)) == hash(nnx.graphdef(model))
+    assert nnx.graphdef(again) != nnx.graphdef(plain())
+    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(replica=2)))) != nnx.graphdef(model)
+    assert nnx.graphdef(placed(builder(CONFIG), annotator(js.mesh(), remat="full"))) != nnx.graphdef(model)
+    traces = []
+    step = nnx.jit(lambda m, x: traces.append(0) or m(x))
+    for each in (model, again, nnx.clone(model)):
+        step(each, INPUTS)
+    assert len(traces) == 1
+
+
+def test_eval_shape_of_an_annotated_model(model):
+    shapes = nnx.eval_shape(lambda: sharded(CONFIG, js.mesh()))
+    assert js.plan(shapes) == js.plan(model)
+    out = nnx.eval_shape(lambda m, x: m(x), model, jnp.asarray(INPUTS))
+    assert out.shape == (*INPUTS.shape, CONFIG.vocab)
+
+
+def test_annotation_in_place_equals_deferred_annotation(model):
+    other = plain()
+    annotator(js.mesh())(other)
+    assert js.plan(other) == js.plan(model)
+    for a, b in zip(*(jax.tree.leaves(nnx.state(m)) for m in (other, model)), strict=True):
+        assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+
+
+def test_fully_shard_returns_the_same_object():
+    linear = nnx.Linear(64, 64, rngs=nnx.Rngs(0))
+    assert js.fully_shard(linear, mesh=js.mesh()) is linear
+    pair = [nnx.Linear(64, 64, rngs=nnx.Rngs(0)), nnx.Linear(64, 64, rngs=nnx.Rngs(0))]
+    assert js.fully_shard(pair, mesh=js.mesh()) is pair
+
+
+def test_names_of_optimizer_state(model):
+    found = nnx.state(nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param))
+    wanted = nnx.state(nnx.Optimizer(plain(), optax.adamw(1e-3), wrt=nnx.Param))
+    created = nnx.state(js.shard_optimizer(model, optax.adamw(1e-3)))
+    for state in (found, created):
+        assert jax.tree.structure(state) == jax.tree.structure(wanted)
+        assert [p for p, _ in nnx.to_flat_state(state)] == [p for p, _ in nnx.to_flat_state(wanted)]
+
+
+def test_parameters_lie_as_planned(model):
+    plan = js.plan(model)
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        leaf = plan.leaf("/".join(map(str, path)))
+        array = variable.get_raw_value()
+        wanted = NamedSharding(js.mesh(), P(*leaf.placement.spec))
+        assert array.sharding.is_equivalent_to(wanted, array.ndim)
+        assert {s.data.nbytes for s in array.addressable_shards} == {leaf.placement.bytes_per_device}
+
+
+# Which submodules are units.
+
+ONE_CALL = {
+    "a class": (Block, {"blocks/0", "blocks/1"}),
+    "a pattern": ("blocks/*", {"blocks/0", "blocks/1"}),
+    "an inner pattern": ("blocks/*/attention", {"blocks/0/attention", "blocks/1/attention"}),
+    "a path": ("blocks/1", {"blocks/1"}),
+    "a predicate": (lambda path, module: path.endswith("up"), {"blocks/0/up", "blocks/1/up"}),
+    "a list": ([Attention, "blocks/0", "embed"], {"blocks/0", "blocks/0/attention", "blocks/1/attention", "embed"}),
+    "nested classes": ([Block, Attention], {f"blocks/{i}{inner}" for i in "01" for inner in ("", "/attention")}),
+}
+
+
+@pytest.mark.parametrize("form", ONE_CALL)
+def test_one_call_form(form):
+    units, names = ONE_CALL[form]
+    model = js.fully_shard(plain(), units=units, mesh=js.mesh(), reshard_after_forward=True, remat="full")
+    plan = js.plan(model)
+    assert {unit.name for unit in plan.units} == {"(root)", *names}
+    assert all(unit.reshard_after_forward is True for unit in plan.units)
+    assert {unit.name for unit in plan.units if unit.remat == "full"} == names
+    for leaf in plan.leaves:  # a parameter belongs to the innermost unit around it
+        around = [name for name in names if leaf.path.startswith(f"{name}/")]
+        assert leaf.unit == max(around, key=len, default="(root)")
+    np.testing.assert_allclose(loss_of(model, INPUTS, TARGETS), loss_of(plain(), INPUTS, TARGETS), rtol=1e-6)
+
+
+def test_one_call_form_is_the_loop_over_blocks(model):
+    other = js.fully_shard(plain(), units=Block, mesh=js.mesh())
+    assert js.plan(other) == js.plan(model)
+    assert nnx.graphdef(other) == nnx.graphdef(model)
+
+
+def test_a_list_is_one_unit():
+    def annotate(model):
+        for block in model.blocks:
+            js.fully_shard(block, mesh=js.mesh())
+        js.fully_shard([model.norm, model.head], mesh=js.mesh(), reshard_after_forward=False)
+        js.fully_shard(model, mesh=js.mesh())
+
+    config = dataclasses.replace(SLIM, tied=False)
+    plan = js.plan(js.abstract_init(builder(config), annotate))
+    assert [u.name for u in plan.units] == ["(root)", "blocks/0", "blocks/1", "head+norm"]
+    assert {leaf.path for leaf in plan.unit_leaves("head+norm")} == {"norm/scale", "head/kernel"}
+    assert_same_gradients(builder(config), annotate, loss_fn, (INPUTS, TARGETS))
+
+
+# Tied parameters.
+
+
+class Tied(nnx.Module):
+    """An embedding and a head that share one table, and two blocks that share a projection."""
+
+    def __init__(self, rngs: nnx.Rngs, *, blocks: bool = False):
+        self.embed = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+        self.blocks = nnx.List([nnx.Linear(256, 256, rngs=rngs) for _ in range(2)])
+        self.head = nnx.Linear(64, 256, use_bias=False, rngs=rngs)
+        if blocks:
+            self.blocks[1].kernel = self.blocks[0].kernel
+        else:
+            self.head.kernel = self.embed.kernel
+
+    def __call__(self, x):
+        h = self.embed(x)
+        for block in self.blocks:
+            h = jax.nn.gelu(block(h))
+        return self.head(h @ jnp.ones((256, 64)) / 256)
+
+
+def mean_square(model, x):
+    return (model(x) ** 2).mean()
+
+
+ROWS = (np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32),)
+MESH = js.mesh()
+
+
+def test_the_remat_of_the_one_call_form_is_that_of_the_units():
+    """Around the root it would gather and compute every unit three times."""
+    one_by_one, one_call = plain(), js.fully_shard(plain(), units=Block, mesh=MESH, remat="full")
+    for block in one_by_one.blocks:
+        js.fully_shard(block, mesh=MESH, remat="full")
+    js.fully_shard(one_by_one, mesh=MESH)
+    texts = [
+        nnx.jit(nnx.value_and_grad(loss_of)).lower(model, INPUTS, TARGETS).lowered.as_text()
+        for model in (one_by_one, one_call)
+    ]
+    gathers, products = ([text.count(op) for text in texts] for op in ("stablehlo.all_gather", "stablehlo.dot_general"))
+    assert gathers[0] == gathers[1] > 0 and products[0] == products[1]
+    assert js.plan(one_call) == js.plan(one_by_one)
+    alone = js.fully_shard(plain(), mesh=MESH, remat="full")  # a root that is the only unit keeps its own
+    assert [unit.remat for unit in js.plan(alone).units] == ["full"]
+
+
+TIES = {
+    "across two units": (False, lambda m: [js.fully_shard(m.embed, mesh=MESH), js.fully_shard(m.head, mesh=MESH)]),
+    "with the root": (False, lambda m: js.fully_shard(m.head, mesh=MESH)),
+    "in a list": (False, lambda m: js.fully_shard([m.embed, m.head], mesh=MESH)),
+    "no units": (False, lambda m: None),
+    "across blocks": (True, lambda m: [js.fully_shard(b, mesh=MESH) for b in m.blocks]),
+    "across blocks with the root": (True, lambda m: js.fully_shard(m.blocks[1], mesh=MESH)),
+    "across two units that are resharded": (
+        False,
+        lambda m: [js.fully_shard(u, mesh=MESH, reshard_after_forward=True, remat="full") for u in (m.embed, m.head)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TIES)
+def test_a_tied_parameter_lives_in_one_unit_and_is_gathered_once(case):
+    blocks, inner = TIES[case]
+
+    def annotate(model):
+        inner(model)
+        js.fully_shard(model, mesh=MESH)
+
+    build = lambda: Tied(nnx.Rngs(0), blocks=blocks)
+    model = placed(build, annotate)
+    plan = js.plan(model)
+    first, other = ("blocks/0/kernel", "blocks/1/kernel") if blocks else ("embed/kernel", "head/kernel")
+    assert plan.leaf(first) is plan.leaf(other)
+    assert plan.leaf(first).unit == "(root)"  # the innermost unit around both
+    assert len(plan.leaves) == 5
+    sharded_leaves = [leaf for leaf in plan.leaves if leaf.placement.dim is not None]
+    assert gathers(model, *ROWS) == len(sharded_leaves) == (4 - blocks - (not blocks))
+    assert_same_gradients(build, annotate, mean_square, ROWS)
+    assert nnx.graphdef(model) != nnx.graphdef(Tied(nnx.Rngs(0), blocks=not blocks))
+    copied = nnx.clone(model)
+    assert (
+        (copied.blocks[0].kernel is copied.blocks[1].kernel) if blocks else (copied.embed.kernel is copied.head.kernel)
+    )
+
+
+class Repeated(nnx.Module):
+    """One layer used at two depths, once by two names."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.first = nnx.Linear(64, 64, rngs=rngs)
+        self.second = self.first
+
+    def __call__(self, x):
+        return self.second(jax.nn.gelu(self.first(x)))
+
+
+@pytest.mark.parametrize("units", [None, nnx.Linear, "second", "first"], ids=str)
+def test_a_module_used_twice(units):
+    def annotate(model):
+        return js.fully_shard(model, mesh=MESH, units=units)
+
+    build = lambda: Repeated(nnx.Rngs(0))
+    if units == "second":  # the same object, found under its first name
+        with pytest.raises(AnnotationError, match=r"No submodule is chosen"):
+            js.shard_init(build, annotate)
+        return
+    model = js.shard_init(build, annotate)
+    assert model.first is model.second
+    plan = js.plan(model)
+    assert [leaf.aliases for leaf in plan.leaves] == [("second/bias",), ("second/kernel",)]
+    assert_same_gradients(build, annotate, mean_square, ROWS)
+
+
+# Which dim, and which parameters.
+
+
+class Shapes(nnx.Module):
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        for name, shape in shapes.items():
+            setattr(self, name, nnx.Param(jnp.zeros(shape)))
+
+
+SHAPES = {
+    "largest": (64, 128),
+    "first_of_equal": (128, 128),
+    "other_dim": (129, 64),
+    "last_of_three": (65, 33, 16),
+    "small": (64,),
+    "just_small": (1016,),
+    "just_large": (1024,),
+    "scalar": (),
+}
+
+
+def shapes(mesh=MESH, sizes=SHAPES, **settings):
+    model = nnx.eval_shape(lambda: Shapes(sizes))
+    return js.plan(js.fully_shard(model, mesh=mesh, **with_placement(**settings)))
+
+
+def dims(plan: js.ShardPlan) -> dict[str, int | None]:
+    return {leaf.path: leaf.placement.dim for leaf in plan.leaves}
+
+
+def test_the_largest_dim_that_divides_is_sharded_and_small_parameters_are_not():
+    plan = shapes()
+    assert dims(plan) == {
+        "largest": 1,
+        "first_of_equal": 0,
+        "other_dim": 1,
+        "last_of_three": 2,
+        "small": None,
+        "just_small": None,
+        "just_large": 0,
+        "scalar": None,
+    }
+    assert plan.leaf("other_dim").placement.spec == (None, "fsdp")
+    assert plan.leaf("other_dim").placement.bytes_per_device == 129 * 64 * 4 // 8
+    assert plan.leaf("small").placement.because == "smaller than min_size (64 < 1024 elements)"
+    assert plan.leaf("small").placement.bytes_per_device == 64 * 4
+
+
+def test_min_size():
+    assert dims(shapes(min_size=0))["small"] == 0
+    assert dims(shapes(min_size=0))["scalar"] is None
+    assert dims(shapes(min_size=10**6)) == dict.fromkeys(sorted(SHAPES))
+
+
+def test_a_mesh_of_degree_one_replicates():
+    plan = shapes(js.mesh(replica=-1, fsdp=1))
+    assert set(dims(plan).values()) == {None}
+    assert plan.leaf("largest").placement.because == "the fsdp axis has degree 1"
+
+
+def test_nothing_divides():
+    plan = shapes(js.mesh(devices=7))
+    assert plan.leaf("largest").placement.because == "no dim divides by 7 (shape (64, 128))"
+
+
+@pytest.mark.parametrize(
+    ("ignored", "left_out"),
+    [
+        ("largest", {"largest"}),
+        ("*_dim", {"other_dim"}),
+        (["*large*", "other_dim"], {"largest", "just_large", "other_dim"}),
+        (nnx.Param, set(SHAPES)),
+        (lambda path, value: value.ndim == 3, {"last_of_three"}),
+        (nnx.PathContains("largest"), {"largest"}),
+        ((nnx.PathContains("largest"), "other_dim"), {"largest", "other_dim"}),
+        ([], set()),
+    ],
+    ids=["path", "pattern", "patterns", "type", "function", "filter", "filter and path", "nothing"],
+)
+def test_ignored(ignored, left_out):
+    plan = shapes(ignored=ignored)
+    assert {leaf.path for leaf in plan.leaves if leaf.placement.because == "ignored by the annotation"} == left_out
+    for path, dim in dims(shapes()).items():
+        assert dims(plan)[path] == (None if path in left_out else dim)
+
+
+def test_ignored_parameters_train():
+    annotate = lambda model: js.fully_shard(
+        model, mesh=js.mesh(replica=2), units=Block, placement=js.ShardPlacement(ignored="*kernel")
+    )
+    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
+
+
+def test_shard_dim_is_a_number_or_a_function():
+    matrices = {"a": (64, 128), "b": (128, 64)}
+    assert dims(shapes(sizes=matrices, shard_dim=0)) == {"a": 0, "b": 0}
+    assert dims(shapes(sizes=matrices, shard_dim=-1)) == {"a": 1, "b": 1}
+    seen = {}
+
+    def choose(path, shape):
+        seen[path] = shape
+        return 0 if path == "a" else None
+
+    assert dims(shapes(sizes=matrices, shard_dim=choose)) == {"a": 0, "b": 0}
+    assert seen == matrices
+    # one that is asked for is sharded however small it is
+    assert dims(shapes(sizes={"small": (64,)}, shard_dim=0)) == {"small": 0}
+
+
+def test_another_shard_dim_trains():
+    last = lambda path, shape: len(shape) - 1 if len(shape) > 1 else None
+    annotate = lambda model: js.fully_shard(
+        model, mesh=js.mesh(), units=Block, placement=js.ShardPlacement(shard_dim=last)
+    )
+    model = placed(builder(SLIM), annotate)
+    assert model.blocks[0].down.kernel.get_raw_value().sharding.spec == P(None, "fsdp")
+    assert_same_gradients(builder(SLIM), annotate, loss_fn, (INPUTS, TARGETS))
+
+
+def test_stacked_dims_are_left_alone():
+    sizes = {"kernel": (64, 16, 8), "scale": (64, 32)}
+    assert dims(shapes(sizes=sizes)) == {"kernel": 0, "scale": 0}
+    assert dims(shapes(sizes=sizes, stacked=1)) == {"kernel": None, "scale": None}  # small per layer
+    assert dims(shapes(sizes=sizes, stacked=1, min_size=0)) == {"kernel": 1, "scale": 1}
+
+
+def test_axes_of_the_model_itself_are_kept():
+    model = nnx.eval_shape(lambda: Shapes({"a": (64, 128), "b": (128, 64)}))
+    model.a.set_metadata(out_sharding=(None, "tensor"))
+    plan = js.plan(js.fully_shard(model, mesh=js.mesh(fsdp=4, tensor=2)))
+    assert plan.leaf("a").placement.spec == ("fsdp", "tensor")
+    assert plan.leaf("a").placement.bytes_per_device == 64 * 128 * 4 // 8
+    assert plan.leaf("b").placement.spec == ("fsdp", None)
+
+
+# Parameters that no dim divides.
+
+
+class Odd(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, wide: int = 64):
+        self.odd = nnx.Linear(61, 67, rngs=rngs)
+        self.even = nnx.Linear(67, wide, rngs=rngs)
+
+    def __call__(self, x):
+        return self.even(self.odd(x))
+
+
+ODD_ROWS = ROWS[0][:, :61]
+
+
+class Cube(nnx.Module):
+    """A parameter of 64 KiB and more, all of whose dims are smaller than the axis."""
+
+    def __init__(self):
+        self.odd = nnx.Param(jnp.ones((7, 7, 7, 7, 7)))
+
+    def __call__(self, x):
+        return x * self.odd[0, 0, 0, 0, 0]
+
+
+def test_a_large_replicated_parameter_is_an_error_wherever_the_model_is_first_used():
+    annotate = lambda model: js.fully_shard(model, mesh=MESH)
+    for init in (js.shard_init, js.abstract_init):
+        with pytest.raises(AnnotationError, match=r"1 large parameter\(s\) of Cube(.|\n)*odd"):
+            init(Cube, annotate)
+    model = annotate(Cube())
+    with pytest.raises(AnnotationError, match="odd  float32"):
+        model(ODD_ROWS)
+    with pytest.raises(AnnotationError, match="odd  float32"):  # another name does not help
+        js.abstract_init(
+            Cube,
+            lambda model: js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["even/*"])),
+        )
+
+
+class VAE(nnx.Module):
+    """Flax's example: layers of 500, 20 latents. Neither divides by 8, and their kernels have 40,000 bytes."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.fc1, self.fc2 = (nnx.Linear(784, 500, rngs=rngs), nnx.Linear(500, 784, rngs=rngs))
+        self.mean, self.logvar, self.latents = (nnx.Linear(*n, rngs=rngs) for n in ((500, 20), (500, 20), (20, 500)))
+
+    def __call__(self, x, noise):
+        h = nnx.relu(self.fc1(x))
+        mean, logvar = self.mean(h), self.logvar(h)
+        z = mean + noise * jnp.exp(0.5 * logvar)
+        return self.fc2(nnx.relu(self.latents(z))), mean, logvar
+
+
+class OddVAE(VAE):
+    """The same with a layer of 9,984 bytes that 5 does not divide."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        super().__init__(rngs)
+        self.small = nnx.Linear(39, 64, use_bias=False, rngs=rngs)
+
+    def __call__(self, x, noise):
+        recon, mean, logvar = super().__call__(x, noise)
+        return recon.at[:, :64].add(self.small(x[:, :39])), mean, logvar
+
+
+@pytest.mark.parametrize(
+    ("kind", "devices", "count", "text"),
+    [(VAE, 8, 3, "120000 bytes of them, 3.7% of"), (OddVAE, 5, 1, "9984 bytes of them, 0.3% of")],
+)
+def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning(kind, devices, count, text):
+    def loss(model, x, noise):
+        recon, mean, logvar = model(x, noise)
+        return optax.sigmoid_binary_cross_entropy(recon, x).mean() + 0.1 * (mean**2 + jnp.exp(logvar) - logvar).mean()
+
+    rng, mesh = np.random.default_rng(0), js.mesh(devices=jax.devices()[:devices])
+    batch = rng.random((40, 784), np.float32), rng.standard_normal((40, 20), np.float32)
+    build = lambda: kind(nnx.Rngs(0))
+    with pytest.warns(UserWarning, match=rf"{count} parameter\(s\) of {kind.__name__} are replicated") as warned:
+        model = js.shard_init(build, lambda model: js.fully_shard(model, mesh=mesh))
+    assert len(warned) == 1 and text in str(warned[0].message)
+    found, wanted = (train(one, loss, batch, steps=3, tx=optax.adam(1e-3, eps=1e-3)) for one in (model, build()))
+    apart = compare(found, wanted)
+    assert max(apart.gradient, apart.parameters) <= GRADIENT_TOLERANCE, apart
+    assert f"no dim divides by {devices}" in str(js.explain(model))
+
+
+def test_it_may_be_allowed_by_name():
+    def annotate(model):
+        return js.fully_shard(model, mesh=MESH, placement=js.ShardPlacement(allow_replicated=["odd/*"]))
+
+    build = lambda: Odd(nnx.Rngs(0), wide=72)
+    model = js.shard_init(build, annotate)  # without a word: warnings are errors here
+    assert js.plan(model).leaf("odd/kernel").placement.because == "no dim divides by 8 (shape (61, 67))"
+    assert_same_gradients(build, annotate, mean_square, (ODD_ROWS,))
+
+
+class Many(nnx.Module):
+    """Five parameters that nothing divides."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.odd = nnx.List([nnx.Param(jnp.ones((33, 33))) for _ in range(5)])
+        self.large = nnx.Linear(64, 16384, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.large(x) * sum(odd[0, 0] for odd in self.odd)
+
+
+def test_small_ones_are_one_warning_told_once():
+    build = lambda: Many(nnx.Rngs(0))
+    annotate = lambda model: js.fully_shard(model, mesh=MESH)
+    with pytest.warns(UserWarning, match=r"5 parameter\(s\) of Many are replicated") as told:
+        model = js.shard_init(build, annotate)
+    assert len(told) == 1
+    assert str(told[0].message).count("  odd/") == 5
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            nnx.jit(lambda m, x: m(x))(model, ROWS[0])
+        js.abstract_init(build, annotate)
+
+
+ODD_CONFIG = Config(layers=1, width=60, hidden=90, vocab=255)
+ODD_BATCH = token_batch(ODD_CONFIG, batch=30, length=8)
+
+
+@pytest.mark.parametrize("count", [3, wide(6)])
+def test_odd_sizes_on_odd_numbers_of_devices(count):
+    mesh = js.mesh(devices=jax.devices()[:count])
+    model = placed(builder(ODD_CONFIG), annotator(mesh))
+    matrices = [leaf for leaf in js.plan(model).leaves if len(leaf.placement.shape) > 1]
+    assert all(leaf.placement.degree == count for leaf in matrices)
+    found, wanted = trained(model, ODD_BATCH), odd_sizes_on_one_device()
+    assert max(worst(found[k], wanted[k]) for k in wanted) <= GRADIENT_TOLERANCE
+
+
+@functools.cache
+def odd_sizes_on_one_device() -> dict[str, np.ndarray]:
+    return trained(builder(ODD_CONFIG)(), ODD_BATCH)
+
+
+def trained(model: nnx.Module, batch) -> dict[str, np.ndarray]:
+    """Parameters after some steps."""
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+    if type(model) is not Decoder:
+        optimizer = js.shard_optimizer(model, optax.sgd(0.1, momentum=0.9))
+
+    @nnx.jit
+    def step(model, optimizer, *batch):
+        optimizer.update(model, nnx.grad(loss_fn)(model, *batch))
+
+    for _ in range(3):
+        step(model, optimizer, *batch)
+    return flat(nnx.state(model, nnx.Param))
+
+
+def test_a_model_that_nothing_divides_still_trains():
+    mesh = js.mesh(devices=jax.devices()[:7])
+
+    def annotate(model):
+        js.fully_shard(model, mesh=mesh, units=Block, placement=js.ShardPlacement(allow_replicated=["*"]))
+
+    plan = js.plan(js.abstract_init(builder(ODD_CONFIG), annotate))
+    assert plan.bytes_per_device == plan.logical_bytes
+    assert_same_gradients(builder(ODD_CONFIG), annotate, loss_fn, token_batch(ODD_CONFIG, batch=28, length=8))

@@ -1,0 +1,242 @@
+"""The experiment about overlap, before it is run: what it measures, and what it will say of what was measured."""
+
+import dataclasses
+
+import pytest
+
+from benchmarks.overlap import (
+    command,
+    conclusion,
+    kernel_times,
+    predictions,
+)
+from benchmarks.overlap.grid import DOT, SIZES, Setting, groups
+from benchmarks.overlap.records import Placement
+from jshard.occupancy import COPY_ENGINE, Block, OccupancyError, footprint, gpu
+from tests.benchmarks.made_up_overlap import H200, RING, kernel, record, row, small
+
+# The grid.
+
+
+def told(facts, comm=RING):
+    return {group.form: group.settings for group in groups(facts, comm, SIZES[:1])}
+
+
+def test_grid_of_an_h200():
+    found = told(H200)
+    assert list(found) == [
+        "persistent 256x128x64/4",
+        "tiled 128x128x64/4",
+        "tiled 64x128x64/3",
+        "tiled 64x64x64/2",
+    ]
+    assert all(settings[0] == Setting(form=DOT) for settings in found.values())
+    assert all(not settings[1].is_shaped and all(s.is_shaped for s in settings[2:]) for settings in found.values())
+    _, *walking = found["persistent 256x128x64/4"]
+    assert [(s.reserved_sms, s.drains) for s in walking] == [
+        (0, ("kernel", "kernel")),
+        (8, ("kernel", "kernel")),
+        (16, ("0", "0")),
+        (32, ("0", "0")),
+    ]
+    _, *small = found["tiled 64x64x64/2"]
+    assert [(s.blocks_per_sm, *s.drains) for s in small] == [
+        (5, "5", "4"),
+        (4, "4", "3"),
+        (3, "3", "2"),
+        (2, "2", "1"),
+        (1, "1", "0"),
+    ]
+    assert [s.pad_bytes for s in small] == [0, 5120, 16_384, 35_840, 74_752]
+    assert small[-1].told == "tiled 64x64x64/2, pad 74,752"
+
+
+def test_grid_of_other_gpus():
+    a100 = gpu("a100")
+    assert told(a100, footprint("ring", gpu=a100, version="2.28.9")) == {DOT: (Setting(form=DOT),)}
+    small = dataclasses.replace(H200, num_sms=20)  # a part of a GPU: 32 cannot be reserved
+    assert [s.reserved_sms for s in told(small)["persistent 256x128x64/4"]] == [0, 0, 8, 16]
+    with pytest.raises(OccupancyError, match="No multiprocessor would be left"):
+        told(dataclasses.replace(H200, num_sms=16))
+    assert {s.drains for s in told(H200, COPY_ENGINE)["tiled 64x64x64/2"][1:]} == {("0", "0")}
+
+
+def test_tasks_and_what_only_chooses():
+    names = [task.name for task in command.tasks(H200, RING, quick=False)]
+    assert names[0] == "placement" and len(names) == len(set(names))
+    assert {name.split("/")[0] for name in names} == {"placement", "cube", "kernels", "wide"}
+    assert command.chosen(names, ["cube"]) == [name for name in names if name.startswith("cube/")]
+    assert len(command.chosen(names, ["*/tiled 64x*", "placement"])) == 5
+    assert command.chosen(names, []) == names
+    kernels = {case.kernel for case in kernel_times.cases()}
+    assert kernels == {"matmul", "mlp", "rms_norm", "layer_norm"}
+    quick = [task.name for task in command.tasks(H200, RING, quick=True)]
+    assert "kernels/matmul 512 x 512 x 512" in quick
+    a100 = [task.name for task in command.tasks(gpu("a100"), RING, quick=False)]
+    assert a100 == ["placement", f"cube/{DOT}", f"wide/{DOT}"]
+
+
+# The rules of the conclusion.
+
+
+def test_ratios():
+    one = row(2.4)
+    assert one.ratio == pytest.approx(0.8) and one.perfect == pytest.approx(2 / 3)
+    assert row(3.0, comm_ms=4.0).perfect == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    ("began", "verdict"),
+    [
+        ("10000", '"even"'),
+        ("11110", '"pooled"'),
+        ("11000", "neither rule; probes of up to 58 registers began"),
+        ("00000", "void. By both rules the probe of 32 registers begins, and it did not"),
+        ("11111", "void. By both rules the probe of 112 registers waits, and it did not"),
+    ],
+)
+def test_placement(began, verdict):
+    each = {n: did == "1" for n, did in zip(conclusion.PROBE_REGISTERS, began, strict=True)}
+    sentence = conclusion.placement_verdict(Placement(began=each, long_sms=132, long_ms=20), H200)
+    assert sentence.startswith(f"Placement: {verdict}")
+    missing = conclusion.placement_verdict(Placement(began=each, long_sms=131, long_ms=20), H200)
+    assert missing.startswith("Placement: void. The long blocks ran on 131 of 132 multiprocessors")
+
+
+def test_the_long_block_fits_on_every_nvidia_gpu():
+    for name in ("a40", "a100", "h100", "h200", "b200"):
+        facts = gpu(name)
+        assert set(conclusion.expected(facts)["even"].values()) == {True, False}, name
+    assert conclusion.long_block(H200) == Block(544, 96, 104_832)
+    assert conclusion.long_block(gpu("a40")).smem_bytes == 51_200
+
+
+@pytest.mark.parametrize(
+    ("both_ms", "sentence"),
+    [
+        (2.9, "beside XLA's dot the load starves (ratio 0.967, from 0.9 on)."),
+        (2.1, "XLA's dot hides the load as it is (ratio 0.700, up to 0.78)."),
+        (2.5, "XLA's dot hides a part of the load (ratio 0.833)."),
+    ],
+)
+def test_starving(both_ms, sentence):
+    assert conclusion.starving([row(both_ms), row(both_ms, mode="sequential")]) == sentence
+    assert conclusion.starving([small(2.0, "baseline")]) == ""
+
+
+@pytest.mark.parametrize(
+    ("high_ms", "words"), [(2.0, "helps: +33.3%"), (2.99, "changes nothing: +0.3%"), (3.3, "costs time: -10.0%")]
+)
+def test_priority(high_ms, words):
+    rows = [row(3.0), row(high_ms, mode="baseline + priority")]
+    assert conclusion.priority(rows).startswith(f"a higher priority alone {words}")
+    assert conclusion.priority(rows[:1]) == ""
+
+
+def test_kill_rule():
+    high = "baseline + priority"
+    killed = conclusion.kill_rule([small(2.2, high), small(2.2, "shaped + priority", blocks=1)])
+    assert killed.startswith("kill rule: padding is needless here") and "0.733" in killed
+    alive = conclusion.kill_rule([small(2.9, high)])
+    assert alive.startswith("kill rule: does not apply") and "drain 5 (even) or 4 (pooled)" in alive
+    assert conclusion.kill_rule([small(2.9, "baseline"), row(2.0, mode=high)]) == ""
+    assert conclusion.kill_rule([small(2.2, high, even="1")]) == ""  # what it is about is a kernel that must drain
+
+
+def test_slow_kernels_are_dropped_and_never_best():
+    slow = small(1.9, "shaped", blocks=1, comp_ms=2.4)
+    rows = [row(3.0), small(3.1, "baseline"), small(2.2, "shaped + priority", blocks=2), slow]
+    assert conclusion.dropped(rows) == ("dropped, over 1.15 times XLA's dot alone: tiled 64x64x64/2, pad 74,752: 1.20.")
+    assert conclusion.dropped(rows[:3]) == ""
+    assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 35,840, shaped + priority")
+
+
+def test_best():
+    starved = [row(3.0), small(3.1, "baseline")]
+    good = conclusion.best([*starved, small(2.1, "shaped + priority", blocks=2)])
+    assert "ratio 0.700 (perfect 0.667), +32.3% of its own baseline's time saved, +30.0% of that of XLA's dot" in good
+    assert "Goal of a ratio of 0.72: reached. Goal of 25.5% below a baseline that starves: reached." in good
+    poor = conclusion.best([*starved, small(2.5, "shaped + priority", blocks=2)])
+    assert "Goal of a ratio of 0.72: missed. Goal of 25.5% below a baseline that starves: missed." in poor
+    fed = conclusion.best([row(2.2), small(2.1, "baseline")])
+    assert fed.endswith("The goal of 25.5% is for a baseline that starves, and this one does not.")
+    assert conclusion.best([row(2.0, mode="sequential")]) == ""
+    assert "its baseline was not measured" in conclusion.best([small(2.1, "shaped", blocks=2)])
+    whole = conclusion.of_size([row(3.0, load="copies full")])
+    assert len(whole) == 1 and "Goal" not in whole[0]
+
+
+def test_xla_gives_collectives_priority_anyway():
+    rows = [row(3.0), row(2.4, mode="baseline + priority"), small(2.1, "shaped + priority", blocks=2)]
+    assert "by default: +12.5%." in conclusion.best([*rows, small(3.1, "baseline")])
+
+
+def test_shaping_is_judged_beside_priority_alone():
+    rows = [small(3.1, "baseline"), small(2.4, "baseline + priority")]
+    rows.append(small(2.1, "shaped + priority", blocks=2, comp_ms=2.2))
+    assert conclusion.shaping(rows) == (
+        "shaping beside priority alone: tiled 64x64x64/2, pad 35,840: 1.10 times as long alone, +12.5% beside the load."
+    )
+    assert conclusion.shaping(rows[::2]) == ""
+
+
+def test_groups_are_compared_each_with_its_own_dot():
+    """The clocks may have been others: 2.5 of 5 is better than 2.2 of 3."""
+    rows = [row(3.0), small(2.2, "shaped", blocks=2)]
+    rows += [row(5.0, group="cube/b"), small(2.5, "shaped", blocks=1, group="cube/b")]
+    assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 74,752")
+
+
+def test_kernels_alone():
+    assert conclusion.kernel_sentences([]) == ["Kernels alone: not measured."]
+    found = conclusion.kernel_sentences([kernel(1.04), kernel(1.3, "1 x 2", kernel="mlp", direction="both")])
+    assert found == [
+        "Kernels alone: 1 of 2 within 1.05 times XLA's time.",
+        "matmul 8192 x 8192 x 8192, forward: 1.040 of XLA's dot; goal 1.05: reached.",
+        "Over 1.15, where no overlap repays it: mlp 1 x 2, both: 1.30.",
+    ]
+    assert "goal 1.05: missed" in conclusion.kernel_sentences([kernel(1.1)])[1]
+
+
+def test_nothing_measured_is_said():
+    assert conclusion.sentences(record(), H200) == [
+        "Placement: not measured.",
+        "Overlap: not measured.",
+        "Kernels alone: not measured.",
+    ]
+    failed = conclusion.sentences(record(failed={"placement": "CuPy is not installed."}), H200)
+    assert failed[-1] == "Not run, or with a wrong result, 1: placement."
+
+
+# The predictions.
+
+
+def test_predictions_follow_the_drain_of_either_rule():
+    found = predictions.outcomes(
+        [
+            row(2.9, form="persistent 256x128x64/4", drain_even="kernel", drain_pooled="kernel"),
+            row(2.4, form="persistent 256x128x64/4", reserved_sms=16, drain_even="0", drain_pooled="0", mode="shaped"),
+            row(2.3, form="persistent 256x128x64/4", reserved_sms=8, drain_even="kernel", drain_pooled="kernel"),
+            small(2.9, "baseline"),
+            small(2.0, "baseline + priority"),
+            small(2.8, "shaped", blocks=2, even="2", pooled="1"),
+            small(2.2, "shaped + priority", blocks=2, even="2", pooled="1"),
+            small(2.2, "shaped", blocks=1, even="1", pooled="0"),
+            small(2.2, "sequential", load="copies full"),
+        ]
+    )
+    holds = lambda one: (predictions.holds(one.row.ratio, one.even), predictions.holds(one.row.ratio, one.pooled))
+    assert [(one.name, *holds(one)) for one in found] == [
+        ("P1", "yes", "yes"),
+        ("P2", "no", "no"),
+        ("P3a", "yes", "yes"),
+        ("P3b", "no", "yes"),
+        ("P3b", "-", "yes"),
+        ("P3c", "no", "yes"),
+    ]
+    assert [predictions.said(bounds) for bounds in (found[0].even, found[1].even, found[4].even, found[4].pooled)] == [
+        ">= 0.95",
+        "<= 0.78",
+        "open",
+        "<= 0.78",
+    ]

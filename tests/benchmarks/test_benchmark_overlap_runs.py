@@ -1,0 +1,333 @@
+"""The experiment about overlap as a command: resumed, with its files and mistakes. All times are made up."""
+
+import csv
+import itertools
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from benchmarks.overlap import (
+    bench,
+    command,
+    conclusion,
+    kernel_times,
+    machine,
+    report,
+    session,
+)
+from benchmarks.overlap.grid import DOT, Size, groups
+from benchmarks.overlap.records import BenchmarkError, Placement, Record, continued, load, newest, save
+from jshard.errors import RunError
+from jshard.occupancy import gpu
+from tests.benchmarks.made_up_overlap import CONDITIONS, H200, RING, MadeUp, kernel, record
+
+ROOT = Path(__file__).parents[2]
+
+# Measuring, with a made-up machine.
+
+
+def test_a_group_is_measured_in_turn():
+    machine = MadeUp()
+    group = groups(H200, RING)[0]
+    rows, failed = bench.measure(machine, group, rounds=4)
+    assert failed == {
+        "cube/persistent 256x128x64/4, 8 SMs reserved": "The GPU cannot run it.",
+        "cube/persistent 256x128x64/4, 32 SMs reserved": "The result is wrong: its relative error is nan.",
+    }
+    assert {(one.form, one.reserved_sms, one.mode) for one in rows} == {
+        *itertools.product([DOT, group.form], [0], ["sequential", "baseline", "baseline + priority"]),
+        *((group.form, 16, mode) for mode in ("shaped", "shaped + priority")),
+    }
+    half = [one for one in rows if one.load == "copies half"]
+    assert {one.load_bytes for one in half} == {100_000_000} and len(half) == len(rows) / 2
+    assert {one.load_bytes for one in rows} - {100_000_000} == {896_000_000}
+    assert {round(one.ratio, 3) for one in half if one.mode in ("baseline", "sequential")} == {1.0}
+    assert {round(one.ratio, 3) for one in half if one.mode == "shaped"} == {0.667}
+    assert half[1].span_ms == 0.25 and half[1].comm_sms == 16 and half[0].mode == "sequential"
+    # Each round asks for every setting once, after three for the size of the load.
+    able = [DOT, group.form, f"{group.form}, 16 SMs reserved"]
+    assert machine.asked == [DOT] * 3 + able * 4
+
+
+def test_xla_own_dot_must_run():
+    class Broken(MadeUp):
+        def prepare(self, size, setting):
+            raise RunError("It broke.", where="here", why="so it is.", do="nothing.")
+
+    with pytest.raises(RunError, match="It broke"):
+        bench.measure(Broken(), groups(H200, RING)[0], rounds=1)
+
+
+def run_session(tasks, seconds, times, before=None):
+    """What is known after each task within some seconds, if tasks end at those times."""
+    here = session.Session(H200, RING, bytes_per_s=3e11, rounds=1)
+    here._bench = MadeUp()
+    clock = iter(times)
+    return list(here.run(tasks, before or record(), seconds=seconds, clock=lambda: next(clock)))[1::2]
+
+
+def test_a_session_ends_before_its_time_is_over_and_is_resumed(tmp_path, capsys):
+    tasks = [task for task in command.tasks(H200, RING, quick=True) if task.name.startswith(("cube/", "wide/"))]
+    # begin, before and after each: 0 to 100, 100 to 130; the next could take 100 s, and 90 are left.
+    (first, second) = run_session(tasks, 220, [0, 0, 100, 100, 130, 130])
+    assert list(first.rows) == [tasks[0].name] and list(second.rows) == [tasks[0].name, tasks[1].name]
+    save(second, tmp_path)
+    again = continued(tmp_path, "2026-12-02 10:00 UTC", CONDITIONS)
+    assert again == second
+    left = [task for task in tasks if not again.has(task.name)]
+    assert [task.name for task in left] == [task.name for task in tasks[2:]]
+    last = run_session(left, 1e9, itertools.repeat(0), again)[-1]
+    assert list(last.rows) == [task.name for task in tasks]
+    assert "cube/tiled 64x64x64/2 ..." in capsys.readouterr().out
+
+
+def test_a_task_that_fails_is_kept_as_such_and_forgotten_when_it_succeeds():
+    tiny = kernel_times.Case(kernel="rms_norm", shape="8 x 128", arrays={"x": (8, 128), "scale": (128,)})
+    (found,) = run_session([session.Task(tiny.name, tiny)], 1e9, itertools.repeat(0))
+    assert found.failed == {tiny.name: "rms_norm cannot run on Mosaic GPU here."}  # on a CPU
+    assert found.has(tiny.name) and not found.has("placement")
+    group = groups(H200, RING)[0]
+    before = record(failed={group.name: "out of memory", "wide/other": "stays"})
+    (found,) = run_session([session.Task(group.name, group)], 1e9, itertools.repeat(0), before)
+    assert group.name not in found.failed and "wide/other" in found.failed and found.has(group.name)
+
+
+def test_without_cupy_only_hopper_has_a_load_on_one_gpu(monkeypatch):
+    monkeypatch.setattr(session, "has_cupy", lambda: False)
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda: one)
+    a100 = gpu("a100")
+    here = session.Session(a100, RING, bytes_per_s=3e11, rounds=1)
+    assert here.how == ("a Pallas kernel on another stream, at the same priority and not paced: CuPy is not installed")
+    with pytest.raises(RunError) as error:
+        here._bench_here()
+    assert str(error.value) == (
+        "CuPy is not installed.\n"
+        "  where: a load on NVIDIA A100\n"
+        "  why:   without it the load is a kernel for Hopper GPUs.\n"
+        "  do:    pip install cupy-cuda12x, or cupy-cuda13x for a jax with cuda13."
+    )
+    hopper = session.Session(H200, RING, bytes_per_s=3e11, rounds=1)
+    assert hopper._bench_here().priorities == ("default",)
+
+
+def test_a_task_that_hangs_or_breaks_the_gpu_is_not_tried_again(monkeypatch, capsys):
+    class Breaking(MadeUp):
+        def prepare(self, size, setting):
+            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nand more")
+
+    tasks = [task for task in command.tasks(H200, RING, quick=True) if task.name.startswith("cube/")]
+    here = session.Session(H200, RING, bytes_per_s=3e11, rounds=1)
+    here._bench = Breaking()
+    assert session.alive()
+    monkeypatch.setattr(session, "alive", lambda: False)
+    begun, failed = here.run(tasks, record(), seconds=1e9)
+    assert begun.failed == {tasks[0].name: "it was begun, and did not end"} and begun.has(tasks[0].name)
+    assert failed.failed == {tasks[0].name: "CUDA_ERROR_ILLEGAL_ADDRESS"}
+    assert "has left the GPU unable to run anything else" in capsys.readouterr().out
+
+
+# Files.
+
+
+@pytest.fixture(scope="module")
+def measured():
+    rows = {}
+    for group in groups(H200, RING)[:4]:
+        rows[group.name], _ = bench.measure(MadeUp(), group, rounds=2)
+    began = dict.fromkeys(conclusion.PROBE_REGISTERS[:1], True) | dict.fromkeys(conclusion.PROBE_REGISTERS[1:], False)
+    return record(
+        placement=Placement(began=began, long_sms=132, long_ms=20.0),
+        kernels={"kernels/matmul 8192 x 8192 x 8192": (kernel(1.02), kernel(1.1, direction="both"))},
+        rows=rows,
+        failed={"wide/tiled 128x128x64/4": "out of memory"},
+    )
+
+
+def test_figures_come_back_as_they_were(measured, tmp_path):
+    path = save(measured, tmp_path)
+    assert path.name == "2026-12-01_overlap.json" and load(path) == measured == newest(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+    assert newest(tmp_path / "none") is None
+
+
+def test_report_table_and_pictures(measured, tmp_path):
+    written = report.write(measured, H200, tmp_path, left=["wide/tiled 64x64x64/2"])
+    assert [path.name for path in written] == [
+        "2026-12-01_overlap.csv",
+        "2026-12-01_overlap.md",
+        "2026-12-01_overlap_cube_copies-half.png",
+        "2026-12-01_overlap_cube_copies-full.png",
+        "2026-12-01_overlap_kernels.png",
+    ]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written[2:])
+    with written[0].open() as file:
+        table = list(csv.DictReader(file))
+    assert len(table) == len(measured.all_rows)
+    half = [line for line in table if line["load"] == "copies half" and line["mode"] == "shaped"]
+    assert half and {round(float(line["of_dot"]), 3) for line in half} == {0.667}
+    text = written[1].read_text()
+    for words in (
+        "Measured 2026-12-01 10:00 UTC.",
+        "- device: NVIDIA H200",
+        "- jax 0.12",
+        "**Not complete. Not measured yet: wide/tiled 64x64x64/2.**",
+        '- Placement: "even"',
+        "- cube, copies half: beside XLA's dot the load starves (ratio 1.000",
+        "- cube, copies half: kill rule: padding is needless here",
+        "Goal of 25.5% below a baseline that starves: reached.",
+        "goal 1.05: missed",
+        "| P3a | cube | tiled 64x64x64/2 | baseline | drain 5: >= 0.95 | drain 4: >= 0.95 | 1.000 | yes | yes |",
+        "Kill rule: if the 64x64 kernel as it is",
+        "Of those that claim something there hold: even 5 of 8, pooled 8 of 10.",
+        "- P2, cube: with 16 SMs reserved the product alone takes 1.000 times as long; predicted is 132 / 116 = 1.138.",
+        "| 58 | waited | began | waited |",
+        "- wide/tiled 128x128x64/4: out of memory",
+        "![2026-12-01_overlap_kernels.png]",
+    ):
+        assert words in text, words
+    tables = [line for line in text.splitlines() if line.startswith("| cube |")]
+    assert {line.count("|") for line in tables} == {19}
+
+
+def test_a_report_of_nothing(tmp_path):
+    _, text = report.write(record(), H200, tmp_path)
+    assert text.read_text().count("ot measured.") >= 5
+
+
+def test_other_conditions_begin_anew_and_write_over_nothing(measured, tmp_path):
+    save(measured, tmp_path)
+    other = CONDITIONS | {"devices": 8}
+    assert continued(tmp_path, "2026-12-02 09:00 UTC", other) == Record(date="2026-12-02 09:00 UTC", conditions=other)
+    with pytest.raises(BenchmarkError) as error:
+        continued(tmp_path, "2026-12-01 23:00 UTC", other)
+    assert str(error.value) == (
+        "Today's figures were measured under other conditions.\n"
+        "  where: 2026-12-01_overlap.json\n"
+        "  why:   devices: 1 there, 8 now.\n"
+        "  do:    --out with another folder, or the options of then."
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}'])
+def test_figures_that_cannot_be_read_are_left_alone(tmp_path, text):
+    path = tmp_path / "2026-12-01_overlap.json"
+    path.write_text(text)
+    with pytest.raises(RunError, match="The figures cannot be read") as error:
+        continued(tmp_path, "2026-12-01 23:00 UTC", CONDITIONS)
+    assert error.value.where == (path.name,) and path.read_text() == text
+
+
+# The command line.
+
+
+def test_without_a_gpu_it_says_so_in_one_line():
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.overlap"], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert (run.returncode, run.stdout) == (1, "")
+    assert re.fullmatch(r"No GPU is here \(JAX sees \d+ x cpu\): run it where one is, .*\n", run.stderr)
+
+
+def test_the_list_needs_no_gpu(capsys):
+    assert command.main(["--list", "--gpu", "h200", "--nccl", "2.28.9", "--only", "cube"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "cube/tiled 64x64x64/2"
+    assert command.main(["--list"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--seconds", "0", "--rounds", "0", "--gpu", "h200", "--link-gb-s", "nan"],
+            "The benchmark cannot run like this.\n"
+            "  where: --seconds 0\n"
+            "         --link-gb-s nan\n"
+            "         --rounds 0\n"
+            "         --gpu h200\n"
+            "  why:   --seconds is more than 0.\n"
+            "         --link-gb-s is more than 0.\n"
+            "         --rounds is 1 or more.\n"
+            "         --gpu is only for --list: what is measured is the GPU that is here.\n"
+            "  do:    python -m benchmarks.overlap --seconds 540 --rounds 9\n",
+        ),
+        (
+            ["--list", "--gpu", "a100", "--nccl", "2.28.9", "--only", "cub", "cube"],
+            "There is nothing of that name to measure.\n"
+            "  where: --only cub\n"
+            "  why:   there are placement, cube/XLA's dot, wide/XLA's dot.\n"
+            "  do:    --only placement, or without it.\n",
+        ),
+        (["--list", "--gpu", "h2"], "There is no GPU 'h2'."),
+        (["--list", "--gpu", "h200", "--ctas", "65"], "The collective cannot be."),
+        (["--list", "--gpu", "h200", "--nccl", "1.0"], "The footprint of NCCL 1.0 is not known."),
+    ],
+)
+def test_mistakes(arguments, said, capsys):
+    assert command.main(arguments) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
+def test_report_from_figures(measured, tmp_path, capsys):
+    assert command.main(["--report", "--out", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("There are no figures to report.")
+    save(measured, tmp_path)
+    assert command.main(["--report", "--out", str(tmp_path)]) == 0
+    assert "## Conclusion" in capsys.readouterr().out
+    text = (tmp_path / "2026-12-01_overlap.md").read_text()
+    assert "**Not complete. " in text and "wide/tiled 64x64x64/2" in text
+
+
+@pytest.mark.wide
+def test_the_whole_command_on_devices_that_pass_for_gpus(tmp_path, monkeypatch, capsys):
+    """The programs of several GPUs, which CPU devices can run as well: XLA's dot beside all-reduce and all-gather."""
+    device = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB", core_count=108)
+    tiny = tuple(Size(name=name, m=64, n=64, k=64) for name in ("cube", "wide"))
+    monkeypatch.setattr(command, "_gpu_here", lambda: device)
+    monkeypatch.setattr(command, "QUICK_SIZES", tiny)
+    monkeypatch.setattr(bench, "COLLECTIVE_BYTES", 2**16)
+    monkeypatch.setattr(bench, "_SIZING", 1)
+    monkeypatch.setattr(session, "has_cupy", lambda: False)
+    arguments = ["--quick", "--rounds", "1", "--nccl", "2.28.9", "--out", str(tmp_path)]
+    assert command.main([*arguments, "--only", "placement", "cube"]) == 0
+    said = capsys.readouterr().out
+    assert "Not measured yet: wide/XLA's dot. Run it again, with the same --out." in said
+    found = newest(tmp_path)
+    assert found.failed == {"placement": "CuPy is not installed."}
+    (text,) = tmp_path.glob("*.md")
+    assert "**Quick run: shows that the benchmark works" in text.read_text()
+    modes = {(one.load, one.mode) for one in found.all_rows}
+    loads = [f"{kind} {name}" for kind in ("all-reduce", "all-gather") for name in ("half", "full")]
+    assert modes == set(itertools.product(loads, ["sequential", "baseline", "baseline + priority"]))
+    assert all(one.relative_error == 0 and one.span_ms is None for one in found.all_rows)
+    assert {"device": device.device_kind, "SMs": 108, "rounds": 1}.items() <= found.conditions.items()
+    before = found.rows
+    assert command.main(["--rounds", "1", *arguments[:1], *arguments[3:], "--seconds", "1"]) == 0
+    assert newest(tmp_path).rows.keys() == {"cube/XLA's dot", "wide/XLA's dot"}
+    assert newest(tmp_path).rows["cube/XLA's dot"] == before["cube/XLA's dot"]
+    assert "yet:" not in capsys.readouterr().out
+    assert command.main([*arguments, "--only", "placement"]) == 0
+    assert "placement ..." not in capsys.readouterr().out
+    assert command.main([*arguments, "--only", "placement", "--again"]) == 0
+    assert "placement ..." in capsys.readouterr().out
+
+
+def test_what_changes_collectives_is_told():
+    assert machine.environment({}) == "default"
+    set_to = {"NCCL_NTHREADS": "256", "HOME": "/a", "XLA_FLAGS": "--xla_gpu_a=1 --xla_gpu_dump=/a --xla_cpu_b=2"}
+    assert machine.environment(set_to) == "NCCL_NTHREADS=256 --xla_gpu_a=1"
+
+
+def test_what_the_driver_says(monkeypatch):
+    assert machine.driver() if shutil.which("nvidia-smi") else machine.driver().startswith("not known")
+    answer = SimpleNamespace(stdout="580.1, 1980 MHz, 700.00 W\n")
+    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: answer)
+    assert machine.driver() == "580.1, 1980 MHz, 700.00 W"

@@ -1,0 +1,389 @@
+"""PyTorch's distributed checkpoints are read box by box, without PyTorch, and nothing that their pickles name runs."""
+
+import collections
+import importlib.util
+import os
+import pickle
+import random
+import subprocess
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats import DcpSource, StoredArray
+from jshard.errors import RunError
+from tests.checkpoint import dcp_fixture
+from tests.checkpoint.dcp_fixture import edit_metadata, places, put_archive, split, write_dcp
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(19, 8)).astype(np.float32)
+TENSORS = {
+    "model.w": (W, split(W, 4)),
+    "model.columns": (W, split(W, 3, dim=1)),
+    "model.half": (W.astype(jnp.bfloat16), split(W.astype(jnp.bfloat16), 4)),
+    "model.narrow": (W.astype(jnp.float8_e4m3fn), split(W.astype(jnp.float8_e4m3fn), 2)),
+    "turned": (W.T, [[((0, 0), W.T)]]),
+    "scalar": (np.array(2.5, np.float32), [[((), np.array(2.5, np.float32))]]),
+    "ids": (np.arange(5), [[], [((0,), np.arange(5))]]),
+    "empty": (np.zeros((0, 3), np.float32), [[((0, 0), np.zeros((0, 3), np.float32))]]),
+}
+VALUES = {"step": 7, "lr": 0.5, "note": "text", "list": [1, (2.5, None)], "raw": b"\x00\xff", "many": {1, 2}}
+VALUES |= {"ordered": collections.OrderedDict(a=1), "big": 2**70}
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def everything(array):
+    return (slice(None),) * array.ndim
+
+
+@pytest.fixture
+def folder(tmp_path):
+    write_dcp(tmp_path / "c", {name: chunks for name, (_, chunks) in TENSORS.items()}, VALUES)
+    return tmp_path / "c"
+
+
+def read_w(folder):
+    return DcpSource(folder).read("model.w", everything(W))
+
+
+def read_step(folder):
+    return DcpSource(folder).values["step"]
+
+
+# ---- Reading ------------------------------------------------------------------------------------
+
+
+def test_tensors_and_values_are_those_that_were_written(folder):
+    source = DcpSource(folder)
+    assert source.leaves == {name: StoredArray(array.shape, array.dtype) for name, (array, _) in TENSORS.items()}
+    for name, (array, _) in TENSORS.items():
+        got = source.read(name, everything(array))
+        assert (got.shape, got.dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(bits(got), bits(array))
+    assert dict(source.values) == VALUES and list(map(type, source.values.values()))[:2] == [int, float]
+
+
+def test_any_box_is_put_together_from_the_chunks_it_lies_in(folder):
+    source = DcpSource(folder)
+    for name, (array, _) in TENSORS.items():
+        for _ in range(20):
+            box = tuple(slice(*sorted(RNG.integers(0, size + 1, 2).tolist())) for size in array.shape)
+            np.testing.assert_array_equal(bits(source.read(name, box)), bits(array[box]))
+
+
+def test_it_becomes_an_array_sharded_over_eight_devices(folder):
+    source = DcpSource(folder)
+    sharding = NamedSharding(js.mesh(replica=2, fsdp=4), P(None, "fsdp"))
+    array = jax.make_array_from_callback((19, 8), sharding, lambda box: source.read("model.half", box))
+    np.testing.assert_array_equal(bits(array), bits(TENSORS["model.half"][0]))
+    assert {shard.data.shape for shard in array.addressable_shards} == {(19, 2)}
+
+
+def test_only_the_files_that_a_box_lies_in_are_read(folder):
+    source = DcpSource(folder)
+    for rank in (1, 2, 3):
+        file = folder / f"__{rank}_0.distcp"
+        file.write_bytes(b"\0" * file.stat().st_size)
+    np.testing.assert_array_equal(source.read("model.w", (slice(0, 5), slice(2, 4))), W[:5, 2:4])
+    with pytest.raises(RunError, match="the archive at byte"):
+        source.read("model.w", (slice(0, 6), slice(2, 4)))
+
+
+def test_what_is_read_is_no_part_of_a_file(folder):
+    got = read_w(folder)
+    got[:] = 0  # it can be written to
+    np.testing.assert_array_equal(read_w(folder), W)
+
+
+# ---- Pickles that name something else -------------------------------------------------------------
+
+
+class Call:
+    """Pickled as the call of a function."""
+
+    def __init__(self, function, *args):
+        self.call = function, args
+
+    def __reduce__(self):
+        return self.call
+
+
+def global_call(module, name, argument):
+    """A pickle that calls module.name(argument): the name need not exist here."""
+    return f"c{module}\n{name}\n(V{argument}\ntR.".encode()
+
+
+ATTACKS = {
+    "posix.system": lambda mark: pickle.dumps(Call(os.system, f"touch {mark}")),
+    "builtins.eval": lambda mark: pickle.dumps(Call(eval, f"open({str(mark)!r}, 'w')"), protocol=4),
+    "builtins.getattr": lambda mark: pickle.dumps(Call(getattr, Call(getattr, 1, "real"), "to_bytes"), protocol=4),
+    "torch.load": lambda mark: global_call("torch", "load", mark),
+    "torch.hub.load": lambda mark: global_call("torch.hub", "load", mark),
+    "numpy.load": lambda mark: global_call("numpy", "load", mark),
+    "torch._utils._rebuild_tensor_v2.__globals__": lambda mark: (
+        b"\x80\x04\x8c\x0ctorch._utils\x8c\x1e_rebuild_tensor_v2.__globals__\x93."
+    ),
+    "_codecs.encode": lambda mark: pickle.dumps(Call(__import__("_codecs").encode, "a", "rot13"), protocol=4),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("where", ["metadata", "tensor", "value"])
+def test_a_pickle_that_names_anything_else_is_refused_and_not_run(folder, tmp_path, name, where):
+    mark = tmp_path / "ran"
+    attack = ATTACKS[name](mark)
+    if where == "metadata":
+        (folder / ".metadata").write_bytes(attack)
+    else:
+        put_archive(folder, "model.w" if where == "tensor" else "step", {"archive/data.pkl": attack})
+    reads = {"metadata": DcpSource, "value": read_step, "tensor": read_w}
+    with pytest.raises(CheckpointError) as caught:
+        reads[where](folder)
+    assert f"  why:   {name} is not among the classes" in str(caught.value)
+    assert not mark.exists()
+
+
+def test_the_refusal_in_full(folder):
+    (folder / ".metadata").write_bytes(ATTACKS["posix.system"]("x"))
+    with pytest.raises(CheckpointError) as caught:
+        DcpSource(folder)
+    assert str(caught.value) == (
+        "The checkpoint was not read: its pickle names something that may run code.\n"
+        f"  where: {folder}/.metadata\n"
+        "  why:   posix.system is not among the classes of a PyTorch checkpoint that are allowed here. "
+        "Nothing of it has run.\n"
+        "  do:    do not load it with PyTorch, unless you trust who wrote it;\n"
+        "         a program that does can save its tensors alone, with torch.distributed.checkpoint or safetensors."
+    )
+
+
+@pytest.mark.parametrize("name", ["torch Size", "torch float32", "torch device", "collections OrderedDict"])
+@pytest.mark.parametrize("state", ["(N(dV__new__\nNst", "(dV__new__\nNs"], ids=["by setattr", "by __dict__"])
+def test_a_pickle_changes_nothing_for_the_next_one(folder, name, state):
+    before = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes("c{}\n{}\n{}b.".format(*name.split(), state).encode())
+    with pytest.raises(RunError, match="its pickle cannot be read"):
+        DcpSource(folder)
+    (folder / ".metadata").write_bytes(before)
+    np.testing.assert_array_equal(read_w(folder), W)
+
+
+def test_an_enum_of_an_early_python_3_11_is_read(folder):
+    def change(metadata):
+        for record in metadata.state_dict_metadata.values():
+            if hasattr(record, "properties"):
+                dtype, layout, grad, encoding, pinned = record.properties._state
+                member = Call(getattr, type(encoding), encoding.name)
+                record.properties._state = dtype, layout, grad, member, pinned
+
+    edit_metadata(folder, change)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    np.testing.assert_array_equal(read_w(folder), W)
+
+
+# ---- Damaged and odd ones -------------------------------------------------------------------------
+
+
+def set_place(name, **fields):
+    return lambda folder: edit_metadata(folder, lambda metadata: vars(places(metadata, name)[0]).update(fields))
+
+
+def cut(folder):
+    path = folder / "__2_0.distcp"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def lose_a_chunk(metadata):
+    metadata.state_dict_metadata["model.w"].chunks.pop()
+
+
+def double_a_chunk(metadata):
+    chunks = metadata.state_dict_metadata["model.w"].chunks
+    chunks[1].offsets = chunks[0].offsets
+
+
+def shift_a_chunk(metadata):
+    """Two chunks overlap, and their sizes add up all the same."""
+    chunk = metadata.state_dict_metadata["model.w"].chunks[1]
+    index = next(i for i in metadata.storage_data if i.fqn == "model.w" and i.offset == chunk.offsets)
+    chunk.offsets = index.offset = type(chunk.offsets)((4, 0))
+
+
+def swap_two(metadata):
+    first, second = places(metadata, "model.w")[0], places(metadata, "model.half")[0]
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+
+
+RUN_ERRORS = {
+    "cut": (cut, "__2_0.distcp\n.*it ends at byte"),
+    "missing": (lambda folder: (folder / "__3_0.distcp").unlink(), "a file that it names is missing: __3_0.distcp"),
+    "no pickle": (lambda folder: (folder / ".metadata").write_bytes(b"hello"), "its pickle cannot be read"),
+    "empty": (lambda folder: (folder / ".metadata").write_bytes(b""), "its pickle cannot be read: EOFError"),
+    "other": (lambda folder: (folder / ".metadata").write_bytes(pickle.dumps([1])), "no description of a checkpoint"),
+    "outside": (set_place("model.w", relative_path="../c/__0_0.distcp"), r"is said to be in \.\./c"),
+    "absolute": (set_place("model.w", relative_path="/etc/passwd"), "is said to be in /etc/passwd"),
+    "negative": (set_place("model.w", offset=-1), "is said to be in"),
+    "far": (set_place("model.w", offset=1 << 40), "it ends at byte"),
+    "shifted place": (set_place("model.w", offset=1), "cannot be read"),
+    "lost chunk": (lambda folder: edit_metadata(folder, lose_a_chunk), "3 chunks do not make up model.w"),
+    "double chunk": (lambda folder: edit_metadata(folder, double_a_chunk), "4 chunks do not make up model.w"),
+    "overlap": (lambda folder: edit_metadata(folder, shift_a_chunk), "the chunks hold 152, some twice"),
+    "swapped": (lambda folder: edit_metadata(folder, swap_two), r"a chunk is \(5, 8\) bfloat16; .metadata says"),
+    "big endian": (
+        lambda folder: put_archive(folder, "model.w", {"a/data.pkl": b"N.", "a/byteorder": b"big"}),
+        "is not little-endian",
+    ),
+    "no tensor": (lambda folder: put_archive(folder, "model.w", {"a/data.pkl": b"N."}), "holds no tensor"),
+    "bare": (lambda folder: put_archive(folder, "model.w", {"a/x": b""}), "holds no pickle"),
+}
+
+
+@pytest.mark.parametrize("name", RUN_ERRORS)
+def test_damage_is_told(folder, name):
+    damage, text = RUN_ERRORS[name]
+    damage(folder)
+    with pytest.raises(RunError, match=text) as caught:
+        read_w(folder)
+    assert str(caught.value).startswith("A file of the checkpoint is damaged.\n  where: " + str(folder.parent))
+
+
+def tensor_pickle(storage, size, stride, offset=0):
+    """A pickle of a float32 tensor over the storage "0" said to have this many elements."""
+    arguments = f"(I{offset}\n(" + "".join(f"I{n}\n" for n in size) + "t(" + "".join(f"I{n}\n" for n in stride) + "t"
+    persistent = f"(Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI{storage}\ntQ"
+    return f"ctorch._utils\n_rebuild_tensor_v2\n({persistent}{arguments[1:]}I00\n}}tR.".encode()
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        tensor_pickle(41, (5, 8), (8, 1)),  # more than the member holds
+        tensor_pickle(40, (5, 8), (16, 1)),
+        tensor_pickle(40, (6, 8), (0, 0)),
+        tensor_pickle(40, (5, 8), (8, 1), offset=1),
+        tensor_pickle(40, (5, 8), (8, -1)),
+        tensor_pickle(40, (5, 8), (8,)),
+    ],
+)
+def test_a_tensor_stays_inside_its_storage(folder, pickled):
+    put_archive(folder, "model.w", {"a/data.pkl": tensor_pickle(40, (5, 8), (8, 1)), "a/data/0": b"\1" * 160})
+    read_w(folder)
+    put_archive(folder, "model.w", {"a/data.pkl": pickled, "a/data/0": b"\1" * 160})
+    with pytest.raises(RunError, match="its pickle cannot be read: ValueError"):
+        read_w(folder)
+
+
+def test_extensions_and_compression_are_refused(folder):
+    put_archive(folder, "model.w", {"a/data.pkl": b"N."}, compression=zipfile.ZIP_DEFLATED)
+    with pytest.raises(CheckpointError, match="compressed or encrypted"):
+        read_w(folder)
+    set_place("model.w", transform_descriptors=["zstd"])(folder)
+    with pytest.raises(CheckpointError, match=r"model.w was transformed by \['zstd'\]"):
+        DcpSource(folder)
+
+
+def test_bits_that_changed_are_found_by_the_sums_that_pytorch_stores(folder):
+    assert DcpSource(folder).damaged_names() == []
+    path = folder / "__1_0.distcp"
+    raw = bytearray(path.read_bytes())
+    raw[raw.index(bits(W[5:10]).tobytes()) + 17] ^= 4
+    path.write_bytes(raw)
+    assert DcpSource(folder).damaged_names() == ["model.w"]
+
+
+def test_a_folder_without_metadata(folder):
+    with pytest.raises(CheckpointError, match="these in it do: c"):
+        DcpSource(folder.parent)
+    (folder / ".metadata").rename(folder / "__0.metadata")
+    with pytest.raises(CheckpointError) as caught:
+        DcpSource(folder)
+    assert str(caught.value) == (
+        "There is no PyTorch distributed checkpoint to read.\n"
+        f"  where: {folder}\n"
+        "  why:   the folder holds no .metadata, which is written last.\n"
+        "         it holds __0.metadata: each process saved for itself, and such files cannot be joined.\n"
+        "  do:    give the folder that torch.distributed.checkpoint.save was given."
+    )
+
+
+def test_bytes_that_changed_end_in_a_four_part_error_or_in_nothing(folder):
+    dice = random.Random(0)
+    for name in (".metadata", "__0_0.distcp"):
+        before, told = (folder / name).read_bytes(), []
+        for _ in range(60):
+            raw = bytearray(before)
+            raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
+            (folder / name).write_bytes(raw)
+            try:
+                source = DcpSource(folder)
+                for leaf in source.leaves:
+                    source.read(leaf, (slice(0, 1),) * len(source.leaves[leaf].shape))
+                dict(source.values)
+            except (CheckpointError, RunError) as error:
+                told.append(error)
+        assert 0 < len(told) < 60
+        assert all(error.what and error.where and error.why and error.do for error in told)
+        (folder / name).write_bytes(before)
+
+
+# ---- Against PyTorch itself -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def by_torch(tmp_path_factory):
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("PyTorch is not installed")
+    folder = tmp_path_factory.mktemp("torch") / "c"
+    command = [sys.executable, "-W", "ignore", dcp_fixture.__file__, str(folder)]
+    processes = [subprocess.Popen([*command, str(rank), "2"]) for rank in range(2)]
+    assert [process.wait(250) for process in processes] == [0, 0]
+    return folder
+
+
+@pytest.mark.slow
+def test_pytorch_wrote_it(by_torch):
+    source = DcpSource(by_torch)
+    weights = np.load(f"{by_torch}.npz")
+    assert set(weights) <= set(source.leaves) and len(weights) == 4
+    for name in weights:
+        np.testing.assert_array_equal(source.read(name, everything(weights[name])), weights[name])
+    numbers = np.arange(28, dtype=np.float32).reshape(7, 4)
+    same = {"columns": numbers, "turned": numbers.T, "scalar": np.array(2.5, np.float32)}
+    same |= {"bytes": np.arange(5, dtype=np.uint8), "narrow": numbers.astype(jnp.float8_e4m3fn)}
+    same |= {f"rows.{dtype}": numbers.astype(dtype) for dtype in (jnp.bfloat16.dtype, "float16", "float64")}
+    for name, array in same.items():
+        assert source.leaves[name] == StoredArray(array.shape, array.dtype)
+        np.testing.assert_array_equal(bits(source.read(name, everything(array))), bits(array))
+    assert source.leaves["optimizer.state.0.weight.exp_avg"].shape == (5, 6)
+    values = {"step": 7, "note": "text", "list": [1, 2.5, None], "raw": b"\x00\xff"}
+    assert {name: source.values[name] for name in values} == values
+    assert source.values["optimizer.param_groups.0.lr"] == 1e-3
+    assert source.damaged_names() == []
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is told to read in one process
+def test_pytorch_reads_what_the_tests_write(folder):
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    names = {"model.w": torch.float32, "model.half": torch.bfloat16, "model.narrow": torch.float8_e4m3fn}
+    state = {name: torch.empty(19, 8, dtype=dtype) for name, dtype in names.items()}
+    state |= {"turned": torch.empty(8, 19), "step": 0, "note": ""}
+    dcp.load(state, checkpoint_id=folder, no_dist=True)
+    assert (state["step"], state["note"]) == (7, "text")
+    for name in (*names, "turned"):
+        np.testing.assert_array_equal(
+            state[name].contiguous().view(torch.uint8).numpy().ravel(), bits(TENSORS[name][0])
+        )

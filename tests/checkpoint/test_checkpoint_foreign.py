@@ -1,0 +1,402 @@
+"""What other libraries wrote restores, sharded over eight devices: plain Orbax, PyTorch's DCP, safetensors, GPT-2."""
+
+import dataclasses
+import os
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as orbax_v0
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from orbax.checkpoint import v1 as orbax_v1
+
+import jshard as js
+from jshard.checkpoint import CheckpointError, CheckpointWarning
+from jshard.checkpoint.boxes import CheckpointSource
+from jshard.checkpoint.formats import Stored, write_safetensors
+from jshard.train import load_model_file
+from tests.checkpoint.dcp_fixture import put_archive, split, write_dcp
+from tests.micro_gpt import MODELS, micro
+
+GPT = load_model_file(MODELS / "gpt.py")
+W = np.arange(64 * 6, dtype=np.float32).reshape(64, 6)
+B = np.arange(16, dtype=np.float32).astype(jnp.bfloat16)
+
+
+def sharded(x):
+    return jax.device_put(x, jax.sharding.NamedSharding(js.mesh(), jax.sharding.PartitionSpec("fsdp")))
+
+
+def like():
+    """A state of other values, over eight devices."""
+    return {"layer": {"w": sharded(np.zeros_like(W)), "b": sharded(np.zeros_like(B))}}
+
+
+def check(restored):
+    for name, wanted in (("w", W), ("b", B)):
+        found = restored["layer"][name]
+        assert found.dtype == wanted.dtype and found.sharding == like()["layer"][name].sharding
+        np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(wanted, np.float32))
+
+
+@pytest.mark.parametrize("layout", ["v1", "v0 StandardCheckpointer"])
+def test_plain_orbax(tmp_path, layout):
+    state = {"layer": {"w": jnp.asarray(W), "b": jnp.asarray(B)}}
+    if layout == "v1":
+        orbax_v1.save(str(tmp_path / "c"), state)
+    else:
+        with orbax_v0.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / "c", state)
+    with pytest.warns(CheckpointWarning, match="no sums to be checked by: jshard did not write it"):
+        restored = js.checkpoint.restore(tmp_path / "c", like())
+    check(restored)
+
+
+PARAMS = {"dense": {"kernel": np.full((8, 4), 1.0, np.float32), "bias": np.full(8, 1.0, np.float32)}}
+EMA = jax.tree.map(lambda x: x + 4, PARAMS)
+OPT = {"mu": jax.tree.map(lambda x: x + 1, PARAMS), "nu": jax.tree.map(lambda x: x + 2, PARAMS), "count": np.int32(7)}
+
+
+def write_composite(path, layout, **items):
+    """Trees side by side, as Orbax's own users write them; returns the folder of the checkpoint."""
+    items = jax.tree.map(jnp.asarray, items)
+    if layout == "v1":
+        orbax_v1.save_checkpointables(str(path), items)
+        return path
+    args = orbax_v0.args
+    save = args.StandardSave if layout == "v0 StandardSave" else args.PyTreeSave
+    with orbax_v0.CheckpointManager(path) as manager:
+        saved = {name: save(item) for name, item in items.items()}
+        manager.save(1, args=args.Composite(**saved, notes=args.JsonSave({"step": 3})))
+        manager.wait_until_finished()
+    return path / "1"
+
+
+LAYOUTS = ["v0 StandardSave", "v0 PyTreeSave", "v1"]
+
+
+def zeros(tree):
+    return jax.tree.map(sharded, jax.tree.map(np.zeros_like, tree))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_tree_of_a_composite_is_read_by_its_name(tmp_path, layout):
+    for name, items in {"a": {"params": PARAMS, "ema_params": EMA}, "b": {"params": PARAMS, "opt": OPT}}.items():
+        path = write_composite(tmp_path / name, layout, **items)
+        like = jax.tree.map(lambda x: sharded(np.zeros_like(x)) if x.ndim else np.zeros_like(x), items)
+        with pytest.warns(CheckpointWarning, match="no sums"):
+            restored = js.checkpoint.restore(path, like)
+        jax.tree.map(np.testing.assert_array_equal, restored, items)
+        assert restored["params"]["dense"]["kernel"].sharding == like["params"]["dense"]["kernel"].sharding
+        for item in items:  # one of them, out of the checkpoint and as a folder of its own
+            with pytest.warns(CheckpointWarning, match="no sums"):
+                one = js.checkpoint.restore(path, {item: like[item]})[item]
+            with pytest.warns(CheckpointWarning, match="no sums"):
+                alone = js.checkpoint.restore(path / item, like[item])
+            jax.tree.map(np.testing.assert_array_equal, one, items[item])
+            jax.tree.map(np.testing.assert_array_equal, alone, items[item])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_composite_is_never_read_as_one_of_its_trees(tmp_path, layout):
+    """The error names them all, and each line of its advice restores the tree that it names: no moments among them."""
+    both = write_composite(tmp_path / "both", layout, params=PARAMS, ema_params=EMA)
+    adam = write_composite(tmp_path / "adam", layout, params=PARAMS, opt=OPT)
+    for path, like, names in (
+        (both, zeros(PARAMS), ["ema_params", "params"]),
+        (adam, zeros(PARAMS), ["opt", "params"]),
+        (adam, {"model": zeros(PARAMS)}, ["opt", "params"]),
+    ):
+        with pytest.raises(CheckpointError, match="several trees, and `like` names none of them") as caught:
+            js.checkpoint.restore(path, like, missing="init", extra="ignore")
+        error = caught.value
+        assert [line.split("  ")[0] for line in error.where] == [str(path), *names]
+        found = []
+        for line in error.do.splitlines():
+            with pytest.warns(CheckpointWarning, match="no sums"):
+                found.append(eval(line, {"js": js, "like": like}))
+        wanted = [EMA, PARAMS] if path == both else [{"model": PARAMS} if "model" in like else PARAMS]
+        jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_no_advice_leads_from_parameters_to_moments(tmp_path):
+    """Adam's have the tree of the parameters: they fit, and restoring them would be wrong without a word."""
+    orbax_v1.save(str(tmp_path / "opt"), jax.tree.map(jnp.asarray, OPT))
+    orbax_v1.save(str(tmp_path / "sgd"), jax.tree.map(jnp.asarray, {"trace": PARAMS}))
+    orbax_v1.save(str(tmp_path / "two"), jax.tree.map(jnp.asarray, {"a": PARAMS, "b": EMA, **OPT}))
+    for name in ("opt", "sgd"):
+        for like in ({"params": zeros(PARAMS)}, zeros(PARAMS), {"state": {"params": zeros(PARAMS)}}):
+            with pytest.raises(CheckpointError, match="leaves differ") as caught:
+                js.checkpoint.restore(tmp_path / name, like, extra="ignore")
+            assert "rename" not in caught.value.do and "stored under" not in caught.value.do
+    with pytest.raises(CheckpointError, match="Several stored trees have these leaves") as caught:
+        js.checkpoint.restore(tmp_path / "two", {"params": zeros(PARAMS)})
+    lines = caught.value.do.splitlines()
+    assert lines[1:] == [f'restore(path, like, rename={{"params": "{name}"}})' for name in "ab"]
+
+
+def test_one_tree_beside_notes_is_read_as_it_is(tmp_path):
+    path = write_composite(tmp_path / "c", "v0 StandardSave", params=PARAMS)
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        jax.tree.map(np.testing.assert_array_equal, js.checkpoint.restore(path, zeros(PARAMS)), PARAMS)
+    with pytest.raises(CheckpointError, match="it is a part of a checkpoint, and none itself") as caught:
+        js.checkpoint.restore(path / "notes", zeros(PARAMS))
+    assert caught.value.do == f'restore("{path}", like=...)'
+
+
+def test_a_flax_user_s_state_by_plain_orbax(tmp_path):
+    """nnx.state of a model, as Flax's guides save it, restores into an annotated model."""
+    build = lambda: nnx.Linear(16, 8, rngs=nnx.Rngs(0))
+    model = build()
+    with orbax_v0.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "c", nnx.to_pure_dict(nnx.state(model)))
+    wanted = js.shard_init(build, lambda model: js.fully_shard(model, mesh=js.mesh()))
+    wanted.kernel[...] = wanted.kernel[...] * 0
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        restored = js.checkpoint.restore(tmp_path / "c", wanted)
+    np.testing.assert_array_equal(restored.kernel[...], model.kernel[...])
+    assert restored.kernel[...].sharding == wanted.kernel[...].sharding
+
+
+@pytest.mark.parametrize("stored", ["new", "old"])
+def test_random_keys_by_plain_orbax(tmp_path, stored):
+    """Its description does not tell keys of the new form from numbers; both restore into both."""
+    keys = {"new": jax.random.key(3), "old": jax.random.PRNGKey(3)}
+    orbax_v1.save(str(tmp_path / "c"), {"key": keys[stored]})
+    for wanted in keys.values():
+        wanted = jax.device_put(wanted, NamedSharding(js.mesh(), P()))
+        with pytest.warns(CheckpointWarning, match="no sums"):
+            restored = js.checkpoint.restore(tmp_path / "c", {"key": jax.tree.map(lambda x: x, wanted)})["key"]
+        assert restored.dtype == wanted.dtype and restored.sharding == wanted.sharding
+        as_numbers = lambda x: np.asarray(jax.random.key_data(x) if x.dtype != np.uint32 else x)
+        np.testing.assert_array_equal(as_numbers(restored), [0, 3])
+
+
+def test_safetensors(tmp_path):
+    leaves = [("layer.w", W.shape, W.dtype, lambda: W), ("layer.b", B.shape, np.dtype(B.dtype), lambda: np.asarray(B))]
+    write_safetensors(tmp_path / "c", leaves, max_shard_bytes=W.nbytes)  # two files and their index
+    check(js.checkpoint.restore(tmp_path / "c", like()))
+    with pytest.raises(CheckpointError, match=r"layer/c  stored nothing  wanted \(2,\)"):
+        js.checkpoint.restore(tmp_path / "c", {"layer": {**like()["layer"], "c": jnp.zeros(2)}})
+
+
+def test_dcp_with_its_values(tmp_path):
+    write_dcp(tmp_path / "c", tensors={"layer.w": split(W, 2), "layer.b": split(B, 2)}, values={"step": 7, "name": "x"})
+    restored = js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})
+    check(restored)
+    assert restored["step"] == 7
+
+
+def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
+    """One that names what is not allowed is left where it is; and whoever asks for it is told."""
+    write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {"step": 7, "bad": 0, "list": [1]})
+    put_archive(tmp_path / "c", "bad", {"archive/data.pkl": pickle.dumps(os.system)})
+    assert js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})["step"] == 7
+    rename = {"model": ""}
+    with pytest.warns(CheckpointWarning, match="3 stored leaves are left out:\n  step\n  bad\n  list"):
+        check(js.checkpoint.restore(tmp_path / "c", {"model": like()}, rename=rename, extra="ignore")["model"])
+    with pytest.raises(CheckpointError, match=r"bad  stored \(\)  wanted nothing"):
+        js.checkpoint.restore(tmp_path / "c", {"model": like()})
+    with pytest.raises(CheckpointError, match="names something that may run code"):
+        js.checkpoint.restore(tmp_path / "c", {**like(), "bad": 0})
+    with pytest.raises(CheckpointError, match="list  stored nothing"):  # no number, no text
+        js.checkpoint.restore(tmp_path / "c", {**like(), "list": 0})
+
+
+def test_two_names_of_one_path_are_told_apart_by_the_user(tmp_path):
+    write_safetensors(tmp_path / "c", [(name, W.shape, W.dtype, lambda: W) for name in ("layer.w", "layer/w")])
+    with pytest.raises(CheckpointError, match=r"layer.w  and layer/w: layer/w"):
+        js.checkpoint.restore(tmp_path / "c", {"layer": {"w": jnp.asarray(W)}})
+    with pytest.warns(CheckpointWarning, match="1 stored leaves are left out:\n  layer/w"):
+        restored = js.checkpoint.restore(tmp_path / "c", {"m": {"w": W * 0}}, names={"w": "layer.w"}, extra="ignore")
+    np.testing.assert_array_equal(restored["m"]["w"], W)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "dcp"])
+def test_what_will_be_read_is_told_with_the_options_of_restore(tmp_path, form):
+    """Any box can be read, so that none is read in vain; and names, and the one name, are those of `restore`."""
+    if form == "dcp":
+        write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {})
+    else:
+        arrays = {"layer.w": W, "layer.b": np.asarray(B)}
+        write_safetensors(tmp_path / "c", [(name, x.shape, x.dtype, lambda x=x: x) for name, x in arrays.items()])
+    mesh = js.mesh()
+    columns = jax.ShapeDtypeStruct(
+        (64, 6), W.dtype, sharding=NamedSharding(js.mesh(fsdp=2, devices=jax.devices()[:2]), P(None, "fsdp"))
+    )
+    one = {"w": jax.ShapeDtypeStruct((6, 64), W.dtype, sharding=NamedSharding(mesh, P(None, "fsdp")))}
+    told = js.checkpoint.forecast(tmp_path / "c", {"net": {"layer": {**like()["layer"], "w": columns}}})
+    assert (told.wanted_bytes, told.touched_bytes) == (W.nbytes + B.nbytes,) * 2
+    names = {"w": Stored("layer.w", transpose=True)}
+    with pytest.raises(CheckpointError, match=r"layer.b  stored"):
+        js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names)
+    told = js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names, extra="ignore")
+    assert (told.wanted_bytes, told.touched_bytes, told.host_bytes) == (W.nbytes,) * 3
+
+
+def stored_name(name):
+    return name if isinstance(name, str) else name.names[0]
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["a list of blocks", "stacked blocks"])
+def test_gpt2_weights_under_their_names(tmp_path, scan):
+    """Exported under Hugging Face's names and read back: every parameter, into a list of blocks and into a stack."""
+    config = dataclasses.replace(micro().model, positions="learned")
+    model, names = GPT.build(config, nnx.Rngs(0)), GPT.hf_names(config)
+    stored = {
+        "/".join(map(str, path)): np.asarray(x[...]) for path, x in nnx.to_flat_state(nnx.state(model, nnx.Param))
+    }
+    theirs = {path: x.reshape(*x.shape[:-2], -1) if "qkv" in path else x for path, x in stored.items()}
+    write_safetensors(
+        tmp_path / "c", [(stored_name(names[path]), x.shape, x.dtype, lambda x=x: x) for path, x in theirs.items()]
+    )
+
+    build = lambda: GPT.build(dataclasses.replace(config, scan=scan), nnx.Rngs(1))
+    wanted = js.shard_init(build, lambda model: GPT.annotate(model, js.mesh()))
+    restored = js.checkpoint.restore(tmp_path / "c", {"model": wanted}, only="params", names=names)["model"]
+    found = nnx.to_flat_state(nnx.state(restored, nnx.Param))
+    assert len(found) == (len(stored) - 4) // 2 + 4 if scan else len(stored)
+    for path, x in found:
+        keys = list(map(str, path))
+        paths = (
+            ["/".join([keys[0], layer, *keys[1:]]) for layer in "01"]
+            if scan and keys[0] == "blocks"
+            else ["/".join(keys)]
+        )
+        layers = [stored[path] for path in paths]
+        np.testing.assert_array_equal(x[...], np.stack(layers) if len(layers) > 1 else layers[0])
+        assert x[...].sharding.mesh.shape["fsdp"] == 8
+
+
+def test_weights_of_another_width_are_refused_before_they_are_read(tmp_path):
+    config = dataclasses.replace(micro().model, positions="learned")
+    names = GPT.hf_names(config)
+    three = np.zeros(3, np.float32)
+    leaves = [(stored_name(name), three.shape, three.dtype, lambda: three) for name in names.values()]
+    write_safetensors(tmp_path / "c", leaves)
+    model = GPT.build(config, nnx.Rngs(0))
+    with pytest.raises(CheckpointError, match=r"blocks/0/attention/out/bias  stored \(3,\)  wanted \(64,\)"):
+        js.checkpoint.restore(tmp_path / "c", {"model": model}, only="params", names=names)
+
+
+def test_optimizer_state_is_made_anew(tmp_path):
+    """What is not stored there is an error that tells how to go on, and missing="init" goes on."""
+    leaves = [("w", W.shape, W.dtype, lambda: W)]
+    write_safetensors(tmp_path / "c", leaves)
+    state = {"w": sharded(W * 0), "moments": optax.adam(1e-3).init({"w": sharded(W)})}
+    with pytest.raises(CheckpointError, match='missing="init" leaves what is not stored as `like` has it'):
+        js.checkpoint.restore(tmp_path / "c", state)
+    with pytest.warns(CheckpointWarning, match="3 leaves stay as `like` has them"):
+        restored = js.checkpoint.restore(tmp_path / "c", state, missing="init")
+    np.testing.assert_array_equal(restored["w"], W)
+
+
+def test_plain_orbax_with_lists_and_tuples(tmp_path):
+    """As every state of Optax has them: all of it, or one part."""
+    state = {
+        "params": {"w": jnp.asarray(W)},
+        "opt": optax.adam(1e-3).init({"w": jnp.asarray(W)}),
+        "lists": [jnp.ones(2)],
+    }
+    orbax_v1.save(str(tmp_path / "c"), state)
+    zeros = jax.tree.map(lambda x: x * 0, state)
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        restored = js.checkpoint.restore(tmp_path / "c", zeros)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    with pytest.warns(CheckpointWarning, match="no sums"):
+        part = js.checkpoint.restore(tmp_path / "c", {"params": zeros["params"]})
+    np.testing.assert_array_equal(part["params"]["w"], W)
+
+
+@pytest.mark.parametrize("layout", ["v1", "v0 PyTreeCheckpointer"])
+def test_plain_orbax_with_dots_and_slashes_in_its_keys(tmp_path, layout):
+    """Orbax writes them as they are; by box, too, as the tools read."""
+    keys = {"a.b": 0, "c": {"d/e": 1, "%": 2}, "c/f": {"g.": 3, "0": 4}, "plain": 5}
+    state = jax.tree.map(lambda n: jnp.arange(4.0) + n, keys)
+    if layout == "v1":
+        orbax_v1.save(str(tmp_path / "c"), state)
+    else:
+        with orbax_v0.PyTreeCheckpointer(use_ocdbt=False) as checkpointer:
+            checkpointer.save(tmp_path / "c", state)
+    with pytest.warns(CheckpointWarning, match="^[^;]*; it has no sums[^;]*$"):
+        restored = js.checkpoint.restore(tmp_path / "c", jax.tree.map(jnp.zeros_like, state))
+    jax.tree.map(np.testing.assert_array_equal, restored, state)
+    with pytest.raises(CheckpointError, match=r"a%2Eb  stored \(4,\)  wanted \(3,\)"):
+        js.checkpoint.restore(tmp_path / "c", {"a.b": jnp.zeros(3)})
+    source = CheckpointSource(tmp_path / "c")
+    assert source.read("a%2Eb", (slice(1, 3),)).tolist() == [1, 2]
+    assert source.read("c/f/g%2E", (slice(1, 3),)).tolist() == [4, 5]
+
+
+def test_one_name_that_is_stored_is_meant(tmp_path):
+    """Without it the path would be empty: it is left out where nothing there begins with it."""
+    write_safetensors(tmp_path / "c", [("a.b", W.shape, W.dtype, lambda: W)])
+    write_safetensors(tmp_path / "d", [("w", W.shape, W.dtype, lambda: W)])
+    for path, like in (("c", {"a": {"b": W * 0}}), ("c", {"m": {"a": {"b": W * 0}}}), ("d", {"w": W * 0})):
+        np.testing.assert_array_equal(jax.tree.leaves(js.checkpoint.restore(tmp_path / path, like))[0], W)
+
+
+def test_what_is_left_over_in_a_foreign_file_is_an_error(tmp_path):
+    write_safetensors(tmp_path / "c", [(name, W.shape, W.dtype, lambda: W) for name in ("w", "more.w")])
+    with pytest.raises(CheckpointError, match=r"more/w  stored \(64, 6\)  wanted nothing"):
+        js.checkpoint.restore(tmp_path / "c", {"model": {"w": jnp.asarray(W)}})
+
+
+def test_a_leaf_that_is_wanted_twice_is_two_arrays(tmp_path):
+    js.checkpoint.save(tmp_path / "c", {"model": {"w": jnp.asarray(W)}})
+    like = {"model": {"w": jnp.asarray(W)}, "ema": {"w": jnp.asarray(W)}}
+    restored = js.checkpoint.restore(tmp_path / "c", like, rename={"ema": "model"})
+    assert restored["model"]["w"].unsafe_buffer_pointer() != restored["ema"]["w"].unsafe_buffer_pointer()
+    np.testing.assert_array_equal(restored["ema"]["w"], W)
+
+
+@pytest.mark.parametrize("wanted", [False, np.bool_(False), jnp.zeros((), bool)], ids=["bool", "numpy", "array"])
+def test_a_number_is_no_truth_value(tmp_path, wanted):
+    """Of 5 a restore made True."""
+    js.checkpoint.save(tmp_path / "c", {"five": 5, "yes": True, "one": 1})
+    with pytest.raises(CheckpointError, match=r"(?s)A stored number is too large.*wants it as bool"):
+        js.checkpoint.restore(tmp_path / "c", {"five": wanted})
+    assert all(js.checkpoint.restore(tmp_path / "c", {"yes": wanted, "one": wanted}).values())
+
+
+OVERFLOWS = {
+    "float8": (np.float32, jnp.float8_e4m3fn, 1e6),
+    "float16": (jnp.bfloat16, jnp.float16, 1e6),
+    "float64": (np.float64, np.float32, 1e300),
+}
+
+
+@pytest.mark.parametrize("name", OVERFLOWS)
+def test_values_that_overflow_in_the_dtype_of_like_are_told(tmp_path, name):
+    """Beside the warning of the cast, which says nothing of them; values that were infinite stay so without a word."""
+    stored, wanted, large = OVERFLOWS[name]
+    rows = np.stack([np.full(8, 1.0), np.full(8, large), np.full(8, np.inf)]).astype(stored)
+    layers = {str(n): row for n, row in enumerate(rows)}
+    js.checkpoint.save(tmp_path / "c", {"x": sharded(rows.T) if name != "float64" else rows.T, "layers": layers})
+    host = lambda shape: np.zeros(shape, wanted)
+    for make in (host, lambda shape: jax.device_put(host(shape), NamedSharding(js.mesh(), P()))):
+        with pytest.warns(CheckpointWarning) as warned:
+            js.checkpoint.restore(tmp_path / "c", {"x": make((8, 3)), "layers": make((3, 8))})
+        assert len(warned) == 2
+        lines = str(warned[1].message).splitlines()
+        dtypes = f"{np.dtype(stored).name} -> {np.dtype(wanted).name}"
+        assert lines[1:] == [f"  {path}  {dtypes}: 8 values became inf or nan" for path in ("layers", "x")]
+        assert warned[1].filename == __file__
+    with pytest.warns(CheckpointWarning, match="change their dtype") as warned:
+        js.checkpoint.restore(tmp_path / "c", {"layers": {n: host(8) for n in "02"}}, extra="ignore")
+    assert not [w for w in warned if "too large" in str(w.message)]
+
+
+def test_a_number_that_does_not_fit_is_an_error(tmp_path):
+    js.checkpoint.save(tmp_path / "c", {"tokens": 5_000_000_000})
+    write_dcp(tmp_path / "d", {"w": split(W, 1)}, {"tokens": 2**70})
+    for name in "cd":
+        for wanted in (jnp.int32(0), np.int32(0), np.zeros((), np.int32)):
+            with pytest.raises(CheckpointError, match="A stored number is too large"):
+                js.checkpoint.restore(tmp_path / name, {"tokens": wanted})

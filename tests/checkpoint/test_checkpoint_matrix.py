@@ -1,0 +1,83 @@
+"""What is saved under one strategy comes back under every other, bit for bit, and training goes on from there.
+
+The same with two processes is in tests/processes/test_checkpoint_processes.py.
+"""
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import checkpoint
+from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled, mesh_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A checkpoint for each layout, of numbers of its own."""
+    folder = tmp_path_factory.mktemp("matrix")
+    for seed, layout in enumerate(LAYOUTS):
+        checkpoint.save(folder / layout, filled(layout, seed))
+    return folder
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+def test_every_layout_restores_onto_every_other(folder, source, target):
+    restored = checkpoint.restore(folder / source, like=abstract(target))
+    assert differences(restored, target, list(LAYOUTS).index(source)) == []
+
+
+def test_the_differences_are_seen(folder):
+    """The test above can fail."""
+    assert len(differences(filled("zero3", 0), "hsdp", 1)) > 20
+    moved = differences(filled("zero3", 0), "replicate", 0)
+    assert moved and all("lies as" in line for line in moved)
+
+
+def test_what_is_on_the_disk_does_not_hang_on_the_layout(folder, tmp_path):
+    """Same numbers, other meshes: the same leaves, shapes and sums."""
+    first, *_, last = LAYOUTS
+    checkpoint.save(tmp_path / last, filled(last, 0))
+    ours, theirs = (
+        {k: facts(leaf) for k, leaf in manifest(path).items()} for path in (folder / first, tmp_path / last)
+    )
+    assert ours == theirs and len(ours) > 20
+
+
+def manifest(path):
+    return checkpoint.manifest.read(path).leaves
+
+
+def facts(leaf):
+    return leaf.shape, leaf.dtype, leaf.key, leaf.sums
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def train(state, mesh, steps=3):
+    x = js.shard_batch(np.random.default_rng(0).standard_normal((8, 16)).astype(np.float32), mesh)
+    return [float(step(state["model"], state["optimizer"], x)) for _ in range(steps)]
+
+
+@pytest.mark.wide
+def test_training_goes_on_as_if_never_saved(tmp_path):
+    """Bit for bit on the same mesh; on another, sums add in another order."""
+    state = filled("zero3", 0)
+    for name, value in nnx.to_flat_state(nnx.state(state["optimizer"])):
+        if "nu" in name:
+            value[...] = abs(value[...])  # squares
+    with jax.threefry_partitionable(True):
+        train(state, mesh_of("zero3"), 1)
+        checkpoint.save(tmp_path / "c", state)
+        unbroken = train(state, mesh_of("zero3"))
+        same = checkpoint.restore(tmp_path / "c", like=abstract("zero3"))
+        assert train(same, mesh_of("zero3")) == unbroken
+        other = checkpoint.restore(tmp_path / "c", like=abstract("hsdp"))
+        np.testing.assert_allclose(train(other, mesh_of("hsdp")), unbroken, rtol=1e-5)

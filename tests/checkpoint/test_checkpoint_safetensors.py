@@ -1,0 +1,319 @@
+"""safetensors files are checked before they are read, read box by box, and written as Hugging Face's libraries do."""
+
+import json
+import os
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats import (
+    DcpSource,
+    SafetensorsSource,
+    StoredArray,
+    foreign_source,
+    whole_leaves,
+    write_safetensors,
+)
+from jshard.checkpoint.formats.safetensors import DTYPES, INDEX
+from jshard.errors import RunError
+from tests.checkpoint.dcp_fixture import split, write_dcp
+
+RNG = np.random.default_rng(0)
+W = RNG.normal(size=(16, 24)).astype(np.float32)
+ARRAYS = {
+    "w": W,
+    "half": W.astype(jnp.bfloat16),
+    "narrow": W[:3, :5].astype(jnp.float8_e4m3fn),
+    "scalar": np.array(2.5, np.float32),
+    "mask": np.array([True, False, True]),
+    "ids": np.arange(7),
+    "empty": np.zeros((0, 3), np.float32),
+}
+
+
+def bits(array):
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def everything(array):
+    return (slice(None),) * array.ndim
+
+
+def leaves(arrays):
+    return [(name, array.shape, array.dtype, lambda array=array: array) for name, array in arrays.items()]
+
+
+def same(source, arrays):
+    assert source.leaves == {name: StoredArray(array.shape, array.dtype) for name, array in arrays.items()}
+    for name, array in arrays.items():
+        got = source.read(name, everything(array))
+        assert (got.shape, got.dtype) == (array.shape, array.dtype)
+        np.testing.assert_array_equal(bits(got), bits(array))
+
+
+def write_raw(path, header, data=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+def entry(dtype, shape, begin, end):
+    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+
+
+# ---- There and back -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_shard_bytes", [5e9, 2000, 1])
+def test_what_is_written_is_read_again(tmp_path, max_shard_bytes):
+    files = write_safetensors(tmp_path / "c", leaves(ARRAYS), max_shard_bytes=max_shard_bytes)
+    assert sorted(files) == sorted((tmp_path / "c").iterdir())
+    same(SafetensorsSource(tmp_path / "c"), ARRAYS)
+    if max_shard_bytes > 1e9:
+        assert [file.name for file in files] == ["model.safetensors"]
+        same(SafetensorsSource(files[0]), ARRAYS)
+
+
+def test_the_index_is_hugging_faces(tmp_path):
+    arrays = {"c": W, "a": W[:8], "b": W[:2], "d": W[:8]}
+    files = write_safetensors(tmp_path / "c", leaves(arrays), max_shard_bytes=W.nbytes)
+    names = [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    assert [file.name for file in files] == [*names, INDEX]
+    assert (tmp_path / "c" / INDEX).read_text() == (
+        f'{{\n  "metadata": {{\n    "total_size": {sum(array.nbytes for array in arrays.values())}\n  }},\n'
+        f'  "weight_map": {{\n    "a": "{names[1]}",\n    "b": "{names[1]}",\n'
+        f'    "c": "{names[0]}",\n    "d": "{names[2]}"\n  }}\n}}\n'
+    )
+
+
+def test_the_package_reads_what_is_written_and_writes_what_is_read(tmp_path):
+    package = pytest.importorskip("safetensors.numpy")
+    arrays = {name: array for name, array in ARRAYS.items() if name != "narrow"}  # numpy lacks its float8
+    file = write_safetensors(tmp_path / "ours", leaves(arrays))[0]
+    for name, array in package.load_file(file).items():
+        assert (array.shape, array.dtype) == (arrays[name].shape, arrays[name].dtype)
+        np.testing.assert_array_equal(bits(array), bits(arrays[name]))
+    theirs = tmp_path / "theirs.safetensors"
+    package.save_file(ARRAYS, theirs, metadata={"format": "pt"})
+    same(SafetensorsSource(theirs), ARRAYS)
+    package.save_file(arrays, theirs, metadata={"format": "pt"})
+    assert theirs.read_bytes() == file.read_bytes()
+
+
+def test_any_box_is_read_and_becomes_a_shard(tmp_path):
+    source = SafetensorsSource(write_safetensors(tmp_path, leaves(ARRAYS))[0])
+    for name, array in ARRAYS.items():
+        for _ in range(20):
+            box = tuple(slice(*sorted(RNG.integers(0, size + 1, 2).tolist())) for size in array.shape)
+            np.testing.assert_array_equal(bits(source.read(name, box)), bits(array[box]))
+    sharding = NamedSharding(js.mesh(replica=2, fsdp=4), P("replica", "fsdp"))
+    array = jax.make_array_from_callback(W.shape, sharding, lambda box: source.read("half", box))
+    np.testing.assert_array_equal(bits(array), bits(ARRAYS["half"]))
+    with pytest.raises(ValueError, match="is no box of an array of shape"):
+        source.read("w", (slice(None, None, 2), slice(None)))
+
+
+def test_one_array_is_in_memory_at_a_time(tmp_path):
+    alive, most = set(), 0
+
+    class Watched(np.ndarray):
+        def __del__(self):
+            alive.discard(id(self))
+
+    def get():
+        nonlocal most
+        array = np.ones((4, 4), np.float32).view(Watched)
+        alive.add(id(array))
+        most = max(most, len(alive))
+        return array
+
+    write_safetensors(tmp_path, [(str(i), (4, 4), np.dtype("float32"), get) for i in range(9)], max_shard_bytes=200)
+    assert most <= 2  # the next is made before the name of the last is free
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+def test_a_source_is_written_leaf_by_leaf(tmp_path):
+    first = write_safetensors(tmp_path / "a", leaves(ARRAYS))[0]
+    second = write_safetensors(tmp_path / "b", whole_leaves(SafetensorsSource(first)))[0]
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+    write_safetensors(tmp_path / "c", leaves({"w": W}))
+    with pytest.raises(CheckpointError, match="there are such files already"):
+        write_safetensors(tmp_path / "c", leaves({"w": W * 2}), max_shard_bytes=1)
+    same(SafetensorsSource(tmp_path / "c"), {"w": W})
+    monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(RunError, match=r"No space left on device \(ENOSPC\)"):
+        write_safetensors(tmp_path / "d", leaves({"w": W}))
+    assert list((tmp_path / "d").iterdir()) == []
+
+
+def test_what_cannot_be_written_is_told_before(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no such dtype for 1 arrays.\n  where: w  complex128"):
+        write_safetensors(tmp_path / "c", leaves({"w": W.astype(np.complex128), "x": W}))
+    with pytest.raises(CheckpointError, match="Two arrays would have one name"):
+        write_safetensors(tmp_path / "c", leaves({"w": W}) * 2)
+    assert not (tmp_path / "c").exists()
+    with pytest.raises(ValueError, match="was said to be"):
+        write_safetensors(tmp_path / "c", [("w", (2, 2), np.dtype("float32"), lambda: W)])
+    assert list((tmp_path / "c").iterdir()) == []
+
+
+# ---- Damaged and odd ones -------------------------------------------------------------------------
+
+EIGHT = bytes(8)
+DAMAGED = {
+    "empty": (b"", "its header would have 0 bytes; the file has 0."),
+    "short": (b"\x05\0\0\0\0\0\0\0{}", "its header would have 5 bytes; the file has 10."),
+    "huge": (b"\xff" * 8 + b"{}", "its header would have 18446744073709551615 bytes"),
+    "no json": (b"{nope", "its header is no JSON"),
+    "no table": (b"[]", "its header is no table"),
+    "no entry": ({"w": 1}, "its header is no table"),
+    "twice": (b'{"w":{},"w":{}}', "a name occurs twice"),
+    "deep": (b"[" * 100_000, "its header is no JSON"),
+    "past the end": ({"w": entry("F32", [4], 0, 16)}, r"w cannot be F32 \[4\] at \[0, 16\]: the data has 8 bytes"),
+    "wrong size": ({"w": entry("F32", [3], 0, 8)}, "w cannot be F32"),
+    "backwards": ({"w": entry("F32", [2], 8, 0)}, "w cannot be F32"),
+    "negative": ({"w": entry("F32", [-2], 0, 8)}, "w cannot be F32"),
+    "no numbers": ({"w": entry("F32", "ab", 0, 8)}, "w cannot be F32"),
+    "true": ({"w": entry("F32", [True, 2], 0, 8)}, "w cannot be F32"),
+    "no offsets": ({"w": {"dtype": "F32", "shape": [2]}}, "w cannot be F32"),
+    "overlap": ({"w": entry("F32", [2], 0, 8), "x": entry("F32", [1], 4, 8)}, "x begins at byte 4 of the data"),
+    "hole": ({"w": entry("F32", [1], 4, 8)}, "w begins at byte 4 of the data; the array before it ends at 0"),
+    "left over": ({"w": entry("F32", [1], 0, 4)}, "the data has 8 bytes; the arrays in the header have 4"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_header_is_told(tmp_path, name):
+    header, text = DAMAGED[name]
+    path = tmp_path / "model.safetensors"
+    if name in ("empty", "short", "huge"):
+        path.write_bytes(header)
+    else:
+        write_raw(path, header, EIGHT)
+    with pytest.raises(RunError, match=text) as caught:
+        SafetensorsSource(path)
+    assert str(caught.value).startswith(f"A file of the checkpoint is damaged.\n  where: {path}\n  why:   ")
+
+
+def test_unknown_dtypes_are_listed(tmp_path):
+    path = write_raw(tmp_path / "c.safetensors", {"w": entry("F4", [16], 0, 8), "x": entry("F99", [1], 0, 4)}, EIGHT)
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsSource(path)
+    assert str(caught.value) == (
+        "The checkpoint holds 2 arrays of a dtype that cannot be read.\n"
+        f"  where: {path}\n         w  F4\n         x  F99\n"
+        f"  why:   known are {', '.join(DTYPES)}.\n"
+        "  do:    convert them with the library that wrote them."
+    )
+
+
+def test_parts_of_arrays_are_refused(tmp_path):
+    """As PyTorch's HuggingFaceStorageWriter writes them: the last file would win, with too small an array."""
+    for rank in (1, 2):
+        where = json.dumps({"w": {"saved_offsets": [rank - 1, 0]}})
+        header = {"__metadata__": {"DCP_SHARDING_INFO": where}, "w": entry("F32", [1, 2], 0, 8)}
+        shard = write_raw(tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors", header, EIGHT)
+    second = shard.with_name("renamed.safetensors")  # it begins at another place, whatever it is called
+    second.write_bytes(shard.read_bytes())
+    for path in (tmp_path, *tmp_path.iterdir()):
+        with pytest.raises(CheckpointError, match="holds parts of arrays"):
+            SafetensorsSource(path)
+    second.unlink()
+    for rank in (1, 2):
+        write_raw(
+            tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors", {"w": entry("F32", [2], 0, 8)}, EIGHT
+        )
+    with pytest.raises(CheckpointError) as caught:
+        SafetensorsSource(tmp_path)
+    assert str(caught.value) == (
+        "The checkpoint holds parts of arrays, or two of a name.\n"
+        f"  where: {tmp_path}/shard-00002-model-00001-of-00001.safetensors\n"
+        "  why:   w is in shard-00001-model-00001-of-00001.safetensors too.\n"
+        "         PyTorch's HuggingFaceStorageWriter leaves such files with save_distributed=True.\n"
+        "  do:    save with enable_consolidation=True, or join the files with\n"
+        "         torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files;\n"
+        "         if two checkpoints are in the folder, give the path of one file."
+    )
+
+
+def test_whole_arrays_by_pytorch_are_read(tmp_path):
+    """With save_distributed=False its files name offsets too, and all are zero."""
+    where = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, 0]}}), "DCP_VERSION": "1.0", "format": "pt"}
+    header = {"__metadata__": where, "w": entry("F32", [1, 2], 0, 8)}
+    path = write_raw(tmp_path / "model-00001-of-00001.safetensors", header, EIGHT)
+    same(SafetensorsSource(path), {"w": np.zeros((1, 2), np.float32)})
+    header["__metadata__"] = {"DCP_SHARDING_INFO": "[]"}
+    with pytest.raises(RunError, match="its DCP_SHARDING_INFO cannot be read"):
+        SafetensorsSource(write_raw(path, header, EIGHT))
+
+
+def test_an_index_that_does_not_fit_is_told(tmp_path):
+    files = write_safetensors(tmp_path, leaves({"a": W, "b": W}), max_shard_bytes=W.nbytes)
+
+    def put(index):
+        (tmp_path / INDEX).write_text(json.dumps(index))
+
+    for index, text in (
+        ({"weight_map": {"a": files[0].name, "b": files[0].name}}, f"the first is b in {files[0].name}"),
+        ({"weight_map": {"a": "../a.safetensors"}}, r"names what is no file beside it: \.\./a"),
+        ({"weight_map": {"a": "gone.safetensors"}}, "files that it names are missing: gone.safetensors"),
+        ({"weight_map": [1]}, "names what is no file"),
+        ({}, "no index with a weight_map"),
+    ):
+        put(index)
+        with pytest.raises(RunError, match=text):
+            SafetensorsSource(tmp_path)
+
+
+def test_the_format_at_a_path_is_found(tmp_path):
+    file = write_safetensors(tmp_path / "c", leaves({"w": W}))[0]
+    write_dcp(tmp_path / "d", {"w": split(W, 2)})
+    for path, kind in ((tmp_path / "c", SafetensorsSource), (file, SafetensorsSource), (tmp_path / "d", DcpSource)):
+        source = foreign_source(path)
+        assert isinstance(source, kind)
+        same(source, {"w": W})
+    assert foreign_source(tmp_path) is None and foreign_source(tmp_path / "gone") is None
+
+
+def test_nothing_to_read(tmp_path):
+    with pytest.raises(CheckpointError, match="no such file or folder"):
+        SafetensorsSource(tmp_path / "gone")
+    with pytest.raises(CheckpointError, match=r"neither model.*json nor a file"):
+        SafetensorsSource(tmp_path)
+    with pytest.raises(CheckpointError, match="cannot be read from a bucket"):
+        SafetensorsSource("gs://bucket/model.safetensors")
+
+
+def test_a_file_that_is_cut_after_it_was_opened_is_told(tmp_path):
+    path = write_safetensors(tmp_path, leaves({"w": W}))[0]
+    source = SafetensorsSource(path)
+    os.truncate(path, 300)
+    with pytest.raises(RunError, match="is damaged"):
+        source.read("w", everything(W))
+
+
+def test_a_header_that_changed_ends_in_a_four_part_error_or_in_nothing(tmp_path):
+    path = write_safetensors(tmp_path, leaves({"w": W[:2], "x": W[:1].astype(jnp.bfloat16)}))[0]
+    before, dice, told = path.read_bytes(), random.Random(0), []
+    for _ in range(200):
+        raw = bytearray(before)
+        raw[dice.randrange(len(raw) - W[:2].nbytes - 48)] ^= 1 << dice.randrange(8)
+        path.write_bytes(raw)
+        try:
+            source = SafetensorsSource(path)
+            for name, leaf in source.leaves.items():
+                source.read(name, (slice(0, 1),) * len(leaf.shape))
+        except (CheckpointError, RunError) as error:
+            told.append(error)
+    assert 0 < len(told) < 200
+    assert all(error.what and error.where and error.why and error.do for error in told)

@@ -1,0 +1,528 @@
+"""A series of checkpoints: what is interrupted, full, damaged or somebody else's never costs a good one."""
+
+import logging
+import os
+import re
+import shutil
+import signal
+import subprocess
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jshard as js
+from jshard.api.optimizer import abstract_optimizer
+from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
+from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.saving import SAVING_SUFFIX
+from jshard.checkpoint.series_folder import SeriesFolder
+from jshard.errors import RunError
+from tests.compiling import python
+
+
+def state(number, size=64):
+    sharding = NamedSharding(js.mesh(), P("fsdp"))
+    w = np.random.default_rng(number).standard_normal((8, size)).astype(np.float32)
+    return {"w": jax.device_put(w, sharding), "key": jax.random.key(number), "ids": np.arange(number), "step": number}
+
+
+def numbers(tree):
+    """The leaves of a state as plain arrays, keys included."""
+    is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return [np.asarray(jax.random.key_data(x) if is_key(x) else x) for x in jax.tree.leaves(tree)]
+
+
+def assert_equal(found, wanted):
+    for a, b in zip(numbers(found), numbers(wanted), strict=True):
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def run_python(code, *args, **kwargs):
+    """Runs code in a process of its own, with `state` and the series `ckpt` of the folder `args[0]`."""
+    head = """
+        import os, sys, signal
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        import jax
+        jax.config.update("jax_num_cpu_devices", 8)
+        from tests.checkpoint.test_checkpoint_series import *
+        ckpt = Checkpointer(sys.argv[1], keep=3)
+    """
+    program = textwrap.dedent(head) + textwrap.dedent(code)
+    return subprocess.run(
+        python(program, *args),
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=800,
+        **kwargs,
+    )
+
+
+# What counts, and what stays.
+
+
+def test_steps_latest_and_equal_bytes(tmp_path):
+    ckpt = Checkpointer(tmp_path / "c", keep=2)
+    assert ckpt.steps() == [] and ckpt.latest() is None
+    assert ckpt.save(9, state(9)) == tmp_path / "c" / "9"
+    ckpt.save(10, state(10))
+    assert ckpt.steps() == [9, 10] and ckpt.latest() == 10
+    restored = ckpt.restore(like=state(9) | {"ids": np.arange(10)})
+    assert_equal(restored, state(10))
+    assert restored["w"].sharding == state(0)["w"].sharding
+    assert_equal(ckpt.restore(like=state(9), step=9), state(9))
+
+
+def test_the_newest_stay(tmp_path):
+    ckpt = Checkpointer(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        ckpt.save(step, {"step": step})
+    assert ckpt.steps() == [2, 3]
+    Checkpointer(tmp_path, keep=1).save(4, {"step": 4})  # a resumed run with another keep
+    assert ckpt.steps() == [4]
+    assert names(tmp_path) == ["4", "history.jsonl", "series.json"]
+
+
+def test_an_earlier_step_than_those_there_is_not_deleted_as_old(tmp_path):
+    ckpt = Checkpointer(tmp_path, keep=2)
+    for step in (300, 400, 100):
+        ckpt.save(step, {"step": step})
+    assert ckpt.steps() == [100, 400]
+
+
+def test_older_ones_go_only_when_the_new_one_is_complete(tmp_path, monkeypatch):
+    ckpt = Checkpointer(tmp_path, keep=1)
+    ckpt.save(1, {"step": 1})
+    seen = []
+    before = SeriesFolder.delete_old
+    monkeypatch.setattr(
+        SeriesFolder,
+        "delete_old",
+        lambda self, keep, written: (seen.append(self.steps()), before(self, keep, written=written)),
+    )
+    ckpt.save(2, {"step": 2})
+    assert seen == [[1, 2]] and ckpt.steps() == [2]
+
+
+def test_what_is_not_of_this_series_never_counts_and_stays(tmp_path):
+    ckpt = Checkpointer(tmp_path, keep=1)
+    others = ["7", "007", "notes", "best.orbax-checkpoint-tmp", "8.orbax-checkpoint-tmp", "-3", "²"]
+    for name in others:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("mine")
+    (tmp_path / "6").write_text("a file")
+    for step in (1, 2):
+        ckpt.save(step, {"step": step})
+    assert ckpt.steps() == [2]
+    assert set(names(tmp_path)) == {*others, "6", "2", "history.jsonl", "series.json"}
+    with pytest.raises(CheckpointError, match=r"at that path already: a folder without commit_success\.txt"):
+        ckpt.save(7, {"step": 7})
+    assert (tmp_path / "7" / "file").read_text() == "mine"
+    with pytest.raises(CheckpointError, match="something at that path already"):
+        ckpt.save(6, {"step": 6})
+
+
+def test_a_checkpoint_copied_in_by_hand_counts_and_stays(tmp_path):
+    other = Checkpointer(tmp_path / "other")
+    other.save(5, {"step": 5})
+    ckpt = Checkpointer(tmp_path / "c", keep=1)
+    ckpt.save(1, {"step": 1})
+    shutil.copytree(other.path(5), ckpt.path(5))
+    assert ckpt.latest() == 5 and ckpt.restore(like={"step": 0}) == {"step": 5}
+    for step in (6, 7):
+        ckpt.save(step, {"step": step})
+    assert ckpt.steps() == [5, 7]
+
+
+def test_a_step_is_written_once(tmp_path):
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, {"step": 1})
+    with pytest.raises(CheckpointError, match="something at that path already"):
+        ckpt.save(1, {"step": 2})
+    assert ckpt.restore(like={"step": 0}) == {"step": 1}
+
+
+def test_an_old_one_that_cannot_be_deleted_is_a_warning(tmp_path, monkeypatch):
+    ckpt = Checkpointer(tmp_path, keep=1)
+    ckpt.save(1, {"step": 1})
+    rename = Path.rename
+
+    def refuse(self, target):
+        if self.name == "1":
+            raise PermissionError(13, "Permission denied")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.warns(CheckpointWarning, match=r"old checkpoint .*/1 could not be deleted: Permission denied"):
+        ckpt.save(2, {"step": 2})
+    assert ckpt.steps() == [1, 2]
+
+
+@pytest.mark.parametrize("keep", [0, -1])
+def test_at_least_one_is_kept(tmp_path, keep):
+    with pytest.raises(CheckpointError, match=f"{keep} checkpoints cannot be kept"):
+        Checkpointer(tmp_path, keep=keep)
+
+
+def test_looking_and_reading_writes_nothing_and_meets_nobody(tmp_path, monkeypatch):
+    """One of several processes may look, as for --init-from; and a folder that is mounted to be read can be."""
+    Checkpointer(tmp_path / "run" / "checkpoints").save(1, {"step": 1})
+    (tmp_path / "theirs.safetensors").touch()
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.rglob("*"))}
+
+    def meeting(*args, **kwargs):
+        raise AssertionError("nobody comes to it")
+
+    with monkeypatch.context() as many:
+        many.setattr(jax, "process_count", lambda: 2)
+        many.setattr("jshard._processes.exchange", meeting)
+        many.setattr("jshard.checkpoint.series_folder.exchange", meeting)
+        assert checkpoint_at(tmp_path / "theirs.safetensors") == tmp_path / "theirs.safetensors"
+        assert checkpoint_at(tmp_path / "run") == tmp_path / "run" / "checkpoints" / "1"
+        assert Checkpointer(tmp_path / "none").latest() is None
+        ckpt = Checkpointer(tmp_path / "run" / "checkpoints")
+    assert ckpt.latest() == 1 and ckpt.restore(like={"step": 0}) == {"step": 1}
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path, *tmp_path.rglob("*"))} == before
+
+
+def test_all_processes_look_for_the_folder_once_before_the_first_save(tmp_path, monkeypatch):
+    looked = []
+    look = lambda folder, timeout_s: looked.append((folder, timeout_s, folder.exists()))
+    monkeypatch.setattr("jshard.checkpoint.series.check_shared", look)
+    ckpt = Checkpointer(tmp_path / "c", timeout_s=300)
+    assert looked == []
+    for step in (1, 2):
+        ckpt.save(step, {"step": step})
+    assert looked == [(tmp_path / "c", 300, False)]
+
+
+def test_a_series_stays_where_it_is_when_the_program_goes_elsewhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ckpt = Checkpointer("c")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    ckpt.save(1, {"step": 1})
+    assert ckpt.latest() == 1 and names(tmp_path) == ["c", "elsewhere"]
+
+
+# Interrupted saves.
+
+DIE_BEFORE_COMMIT = """
+    rename = os.rename
+    def die(source, target, **kwargs):
+        if re.search(sys.argv[2], f"{source} {target}"):
+            assert os.path.isdir(source)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rename(source, target, **kwargs)
+    os.rename = os.replace = die
+    ckpt.save(1, state(1)); ckpt.save(2, state(2)); ckpt.save(3, state(3)); ckpt.save(4, state(4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("dies_at", "left"),
+    [("/2$", [1]), (r"/1 \S*/1\.saving$", [1, 2, 3, 4])],
+    ids=["before the commit", "before the old one is deleted"],
+)
+def test_killed_in_the_middle_of_a_save(tmp_path, dies_at, left):
+    ended = run_python(DIE_BEFORE_COMMIT, tmp_path, dies_at)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    ckpt = Checkpointer(tmp_path, keep=3)
+    assert ckpt.steps() == left
+    assert_equal(ckpt.restore(like=state(left[-1])), state(left[-1]))
+    assert (f"2{SAVING_SUFFIX}" in names(tmp_path)) == (left == [1])
+    ckpt.save(left[-1] + 1, state(left[-1] + 1))  # the same step again, or the next one
+    assert ckpt.steps() == [*left, left[-1] + 1][-3:]
+    assert not [name for name in names(tmp_path) if name.endswith(SAVING_SUFFIX)]
+
+
+def test_leftovers_are_removed_by_the_save_of_another_step(tmp_path):
+    assert run_python(DIE_BEFORE_COMMIT, tmp_path, "/2$").returncode == -signal.SIGKILL
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(3, state(3))
+    assert names(tmp_path) == ["1", "3", "history.jsonl", "series.json"]
+
+
+def test_a_deletion_that_was_interrupted_is_ended(tmp_path):
+    ckpt = Checkpointer(tmp_path, keep=1)
+    ckpt.save(1, {"step": 1})
+    ckpt.path(1).rename(ckpt.path(1).with_name(f"1{SAVING_SUFFIX}"))
+    (tmp_path / f"1{SAVING_SUFFIX}" / "_CHECKPOINT_METADATA").unlink()
+    assert ckpt.steps() == []
+    ckpt.save(2, {"step": 2})
+    assert names(tmp_path) == ["2", "history.jsonl", "series.json"]
+
+
+# Disks that refuse.
+
+TOO_LARGE = """
+    import resource
+    from jshard.errors import RunError
+    ckpt.save(1, state(1))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        ckpt.save(2, state(2, size=65536))
+    except RunError as error:
+        print(error)
+    print(ckpt.steps())
+    ckpt.save(3, state(3))
+    print(ckpt.steps())
+"""
+
+
+def test_a_write_that_fails_names_the_path_the_reason_and_the_last_good_one(tmp_path):
+    ended = run_python(TOO_LARGE, tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == textwrap.dedent(
+        f"""\
+        The checkpoint of step 2 could not be written.
+          where: {tmp_path}/2
+          why:   File too large (EFBIG).
+                 the last good checkpoint is {tmp_path}/1.
+          do:    make room or mend the disk, then continue the run with --resume.
+        [1]
+        [1, 3]
+        """
+    )
+    assert ended.stderr == ""  # not one traceback per thread
+    assert names(tmp_path) == ["1", "3", "history.jsonl", "series.json"]
+
+
+def test_the_first_write_fails(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError) as caught:
+        Checkpointer(tmp_path / "file" / "c").save(1, {"step": 1})
+    assert "there is no earlier checkpoint." in str(caught.value)
+    assert "ENOTDIR" in str(caught.value) or "EEXIST" in str(caught.value)
+
+
+def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
+    ckpt = Checkpointer(tmp_path, keep=1)
+    ckpt.save(1, {"step": 1})
+
+    def full(number):
+        if os.readlink(f"/proc/self/fd/{number}").endswith("_METADATA"):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(RunError, match=r"No space left on device \(ENOSPC\)"):
+        ckpt.save(2, {"step": 2})
+    assert names(tmp_path) == ["1", "history.jsonl", "series.json"]
+
+
+@pytest.mark.parametrize("where", ["storage.save_async", "_manifest.write"], ids=["at once", "in the background"])
+def test_a_save_that_fails_may_be_a_warning_but_for_who_waits_for_it(tmp_path, monkeypatch, where):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    ckpt = Checkpointer(tmp_path, on_failure="warn")
+    text = r"(?s)goes on without a checkpoint\..*of step 1 could not be written.*No space left"
+    with monkeypatch.context() as broken:
+        broken.setattr(f"jshard.checkpoint.saving.{where}", full)
+        with pytest.warns(CheckpointWarning, match=text), ckpt:
+            ckpt.save_async(1, {"step": 1})
+        with pytest.raises(RunError, match=r"(?s)of step 2 could not be written.*No space left"):
+            ckpt.save(2, {"step": 2})
+    ckpt.save(3, {"step": 3})
+    assert ckpt.steps() == [3]
+
+
+def test_all_processes_go_on_from_what_the_first_one_sees(tmp_path, monkeypatch):
+    checkpoints = Checkpointer(tmp_path)
+    assert checkpoints.agreed_latest() is None
+    checkpoints.save(1, {"step": 1})
+    told = []
+
+    def exchange(topic, value, timeout_s):
+        told.append(value)
+        checkpoints.save(2, {"step": 2})  # it is there all the time, and this process sees it only now
+        return [2, value]
+
+    monkeypatch.setattr("jshard.checkpoint.series.exchange", exchange)
+    assert (checkpoints.agreed_latest(), told) == (2, [1])
+
+
+def test_other_processes_hear_why_the_first_one_failed(tmp_path, monkeypatch):
+    for module in ("series", "saving"):
+        monkeypatch.setattr(f"jshard.checkpoint.{module}.is_primary", lambda: False)
+    full = {"is_request": False, "what": "", "where": [], "why": "No space left on device.", "do": ""}
+    monkeypatch.setattr("jshard._processes.exchange", lambda topic, value, timeout_s: [[full, None], value])
+    with pytest.raises(RunError, match=r"No space left on device"):
+        Checkpointer(tmp_path / "c").save(1, {"step": 1})
+    assert not (tmp_path / "c").exists()
+
+
+# Damage.
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    ckpt = Checkpointer(tmp_path_factory.mktemp("two"))
+    for step in (1, 2):
+        ckpt.save(step, state(step, size=4096))
+    return ckpt
+
+
+@pytest.mark.parametrize("size", [None, 0, 0.5], ids=["deleted", "emptied", "truncated"])
+def test_a_damaged_file_is_found_or_does_no_harm(two, size):
+    """Every file of the newest checkpoint in turn: no damage of this kind gives other values."""
+    files = sorted(path for path in two.path(2).rglob("*") if path.is_file() and path.name != "commit_success.txt")
+    found = []
+    for file in files:
+        raw = file.read_bytes()
+        file.unlink() if size is None else file.write_bytes(raw[: int(len(raw) * size)])
+        try:
+            assert_equal(two.restore(like=state(2, size=4096)), state(2, size=4096))
+        except RunError as error:
+            found.append((file, str(error)))
+        file.write_bytes(raw)
+    for _, text in found:
+        assert text.startswith("The checkpoint of step 2 cannot be read.\n")
+        assert "other complete checkpoints: 1.\n" in text
+        assert f"mv {two.path(2)} {two.path(2)}.damaged\n" in text
+    found = [file for file, _ in found]
+    assert max(files, key=lambda file: file.stat().st_size) in found  # the data
+    assert "_METADATA" in {file.name for file in found}
+    assert_equal(two.restore(like=state(2, size=4096)), state(2, size=4096))
+
+
+def test_the_line_to_paste_leads_to_the_older_one(two, tmp_path):
+    ckpt = Checkpointer(shutil.copytree(two.folder, tmp_path / "c"))
+    max(ckpt.path(2).rglob("*"), key=lambda file: file.stat().st_size).unlink()
+    with pytest.raises(RunError) as caught:
+        ckpt.restore(like=state(2, size=4096))
+    subprocess.run(re.search("mv .*", caught.value.do)[0], shell=True, check=True)
+    assert_equal(ckpt.restore(like=state(1, size=4096)), state(1, size=4096))
+    max(ckpt.path(1).rglob("*"), key=lambda file: file.stat().st_size).unlink()
+    with pytest.raises(RunError, match=r"other complete checkpoints: none.\n.*start the run anew"):
+        ckpt.restore(like=state(1, size=4096))
+
+
+def test_a_run_that_went_back_saves_the_damaged_steps_again(tmp_path):
+    """Whether the damage is seen by the sizes of the files, or only by who reads the values."""
+    large = lambda step: {"w": state(step, size=32768)["w"], "step": step}  # the values of small files have checksums
+    for step in (1, 2):
+        Checkpointer(tmp_path / "whole").save(step, large(step))
+    like = large(2)
+    for number, damage in enumerate((lambda raw: raw[:-1], lambda raw: bytes([raw[0] ^ 1]) + raw[1:])):
+        ckpt = Checkpointer(shutil.copytree(tmp_path / "whole", tmp_path / str(number)), every=1)
+        values = max(ckpt.path(2).rglob("c/*/*"), key=lambda file: file.stat().st_size)
+        values.write_bytes(damage(values.read_bytes()))
+        assert not ckpt.should_save(1) and ckpt.should_save(2) == (number == 0)
+        with pytest.warns(CheckpointWarning, match=r"(?s)going back to step 1\..*at once by set_aside_newer\(1\)"):
+            assert ckpt.restore(like=like, fall_back=True)["step"] == 1
+        assert ckpt.should_save(2)
+        with pytest.warns(CheckpointWarning, match=r"/2 is now called 2\.damaged"):
+            ckpt.save(2, like)
+        assert not ckpt.should_save(2) and names(ckpt.folder)[:3] == ["1", "2", "2.damaged"]
+        assert_equal(ckpt.restore(like=like), like)
+        ckpt.path(3).mkdir()  # copied by half
+        with pytest.warns(CheckpointWarning, match=r"/3 is now called 3\.damaged"):
+            ckpt.set_aside_newer(2)
+        ckpt.save(3, like)
+
+
+def test_another_state_is_not_damage(two):
+    with pytest.raises(CheckpointError, match="The checkpoint does not fit: 1 leaves differ"):
+        two.restore(like=state(2))
+
+
+def test_nothing_to_restore(two, tmp_path):
+    with pytest.raises(CheckpointError, match=r"(?s)no checkpoint to restore.*complete checkpoints there: none"):
+        Checkpointer(tmp_path / "none").restore(like={"step": 0})
+    with pytest.raises(CheckpointError, match=r"(?s)of step 3 to restore.*there: 1, 2.*restore step 2"):
+        two.restore(like={"step": 0}, step=3)
+
+
+def test_log_lines_of_a_good_save_are_shown(tmp_path, monkeypatch, caplog):
+    from orbax.checkpoint import v1 as ocp
+
+    save = ocp.save_async
+
+    def slow(*args, **kwargs):
+        logging.getLogger("absl").warning("slow")
+        return save(*args, **kwargs)
+
+    monkeypatch.setattr(ocp, "save_async", slow)
+    js.checkpoint.save(tmp_path / "c", {"step": 1})
+    assert "slow" in caplog.text
+
+
+# Abstract objects: a resumed run never holds its state twice.
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.up = nnx.Linear(64, 128, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.down = nnx.Linear(128, 64, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(self.drop(jax.nn.gelu(self.up(x))))
+
+
+def annotate(model):
+    js.fully_shard(model, units=nnx.Linear, mesh=js.mesh(replica=2))
+
+
+def net(seed):
+    return js.shard_init(lambda: Net(nnx.Rngs(seed)), annotate)
+
+
+def tx():
+    decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3), mask=decays))
+
+
+@pytest.mark.parametrize("shard_replicated", [False, True])
+def test_an_abstract_optimizer_is_the_real_one_without_arrays(shard_replicated):
+    real = js.shard_optimizer(net(0), tx(), shard_replicated=shard_replicated)
+    model = js.abstract_init(lambda: Net(nnx.Rngs(0)), annotate)
+    abstract = abstract_optimizer(model, tx(), shard_replicated=shard_replicated)
+    found, wanted = (dict(jax.tree.leaves_with_path(nnx.state(optimizer))) for optimizer in (abstract, real))
+    assert found.keys() == wanted.keys() and len(found) > 8
+    for path, x in found.items():
+        assert isinstance(x, jax.ShapeDtypeStruct)
+        assert (x.shape, x.dtype, x.sharding) == (wanted[path].shape, wanted[path].dtype, wanted[path].sharding)
+
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def test_restore_into_abstract_objects_and_train_on(tmp_path):
+    """Bitwise: parameters, moments, counters of steps and of dropout, keys; and the next steps."""
+    model = net(0)
+    optimizer = js.shard_optimizer(model, tx())
+    x = js.shard_batch(np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32), js.mesh(replica=2))
+    step(model, optimizer, x)
+    ckpt = Checkpointer(tmp_path)
+    ckpt.save(1, {"model": model, "optimizer": optimizer, "step": 1})
+    abstract = js.abstract_init(lambda: Net(nnx.Rngs(1)), annotate)
+    like = {"model": abstract, "optimizer": abstract_optimizer(abstract, tx()), "step": 0}
+    restored = ckpt.restore(like=like)
+    assert restored["step"] == 1
+    for name, live in (("model", model), ("optimizer", optimizer)):
+        assert_equal(nnx.state(restored[name]), nnx.state(live))
+        for a, b in zip(jax.tree.leaves(nnx.state(restored[name])), jax.tree.leaves(nnx.state(live)), strict=True):
+            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    assert type(restored["model"]) is type(model)
+    for _ in range(2):
+        assert step(restored["model"], restored["optimizer"], x) == step(model, optimizer, x)
+    assert_equal(nnx.state(restored["model"]), nnx.state(model))

@@ -1,0 +1,187 @@
+"""The timeline of a save names the process and the phase that the others waited for, and says what was measured."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jshard import cli
+from jshard.checkpoint import timeline as history
+from jshard.checkpoint.timeline import timelines
+from jshard.checkpoint.timeline_report import Ettr
+
+MIB = 1 << 20
+SLOWED = Path(__file__).parents[1] / "processes" / "slowed_save.py"
+
+
+def process(number, at, *, write_s=0.4, late_s=0.0):
+    phases = [["plan", 0, 0.01], ["device_to_host", 0.01, 0.06], ["write", 0.06, 0.06 + write_s]]
+    phases += [["commit", 0.06 + write_s, 1.5], ["sums", 1.5, 1.501]]
+    return {"process": number, "host": f"h{number}", "began_at": at + late_s, "bytes": 100 * MIB, "phases": phases}
+
+
+def save(step, *processes, devices=(0, 0, 1, 1, 2, 2, 3, 3)):
+    mesh = {"axes": {"replica": 2, "fsdp": 4}, "processes": list(devices)}
+    at = processes[0]["began_at"]
+    return {"kind": "save", "step": step, "began_at": at, "error": None, "blocked_s": 0.06, "mesh": mesh} | {
+        "processes": list(processes)
+    }
+
+
+def restore(step, at):
+    phases = [["plan", 0, 0.1], ["read", 0.1, 2.0], ["verify", 2.0, 2.2], ["finish", 2.2, 2.5]]
+    row = {"process": 0, "host": "h", "began_at": at, "bytes": 400 * MIB, "phases": phases}
+    return {"kind": "restore", "step": step, "began_at": at, "error": None, "mesh": {}, "processes": [row]}
+
+
+RECORDS = [
+    save(10, *(process(n, 1000.0) for n in range(4))),
+    save(20, *(process(n, 1060.0, write_s=1.0 if n == 2 else 0.4) for n in range(4))),
+    save(30, *(process(n, 1120.0, late_s=5.0 if n == 3 else 0.0) for n in range(4))),
+    {"kind": "save", "step": 40, "began_at": 1180.0, "error": "No space left on device (ENOSPC)."},
+    restore(30, 2000.0),
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "run" / "checkpoints"
+    folder.mkdir(parents=True)
+    lines = [json.dumps(record) for record in RECORDS]
+    # A crash cuts the last line off; a line of another version may lack what is asked for.
+    (folder / "history.jsonl").write_text("\n".join([*lines[:2], '{"kind": "?"}', *lines[2:], '{"kind": "sa']))
+    return tmp_path / "run"
+
+
+def verdict(run, *options, capsys):
+    assert cli.main(["ckpt", "timeline", str(run), "--json", *options]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_slowest_process_is_named_with_its_phase(run, capsys):
+    assert verdict(run, "--step", "10", capsys=capsys)["verdict"].startswith("even: no process takes 1.5 times")
+    slow = verdict(run, "--step", "20", capsys=capsys)
+    assert slow["slowest"] == {"process": 2, "phase": "write", "time_s": 1.0, "median_s": pytest.approx(0.4)}
+    assert slow["verdict"] == "slowest: process 2 on h2: write took 1.00 s, 2.5 times the median of the others, 400 ms"
+    late = verdict(run, "--step", "30", "--kind", "save", capsys=capsys)
+    assert late["verdict"] == "slowest: process 3 on h3 began 5.00 s after the first one"
+    assert verdict(run, "--step", "40", capsys=capsys)["verdict"] == "it failed: No space left on device (ENOSPC)."
+    one = verdict(run, "--kind", "restore", capsys=capsys)
+    assert one["verdict"] == "one process: most of it is read, 1.90 s (76%)"
+
+
+def test_waiting_for_others_makes_nobody_slow(tmp_path):
+    """Who waits in plan or commit is not who is slow there."""
+    first, second = process(0, 0.0), process(1, 0.0)
+    first["phases"][0] = ["plan", -3.0, 0.01]
+    (tmp_path / "history.jsonl").write_text(json.dumps(save(1, first, second, devices=(0, 1))) + "\n")
+    assert timelines(tmp_path)[0].slowest is None
+
+
+def test_a_line_that_a_crash_cut_off_costs_no_other(tmp_path):
+    history.append(tmp_path, RECORDS[0])
+    with (tmp_path / history.NAME).open("a") as file:
+        file.write('{"kind": "sa')
+    history.append(tmp_path, RECORDS[1])
+    history.append(tmp_path, RECORDS[2])
+    assert [timeline.step for timeline in timelines(tmp_path)] == [10, 20, 30]
+
+
+def test_what_all_of_them_took(run, capsys):
+    told = verdict(run, capsys=capsys)
+    assert told["shown"]["step"] == 40  # the last save
+    assert told["stall_s"] == [0.06] * 3
+    assert told["save_s"] == pytest.approx([1.501, 1.501, 6.501])
+    assert (told["load_s"], told["failed"]) == ([2.5], 1)
+    ettr = told["ettr"]
+    assert ettr["interval_s"] == pytest.approx(59.94)  # from one begin to the next, without the stall
+    # I / (I + B) * (1 - (L + S + (I + B) / 2) / M)
+    assert ettr["value"] == pytest.approx(59.94 / 60 * (1 - (2.5 + 1.501 + 30) / 14400))
+    told = verdict(run, "--mtbf", "100", "--interval", "600", capsys=capsys)
+    assert told["ettr"]["value"] == 0.0
+
+
+def test_the_ratio_counts_what_a_failure_costs():
+    ettr = Ettr(interval_s=90, stall_s=10, save_s=20, load_s=30, mtbf_s=1000)
+    assert ettr.value == pytest.approx(0.9 * (1 - (30 + 20 + 50) / 1000))
+    assert Ettr(interval_s=90, stall_s=10, save_s=20, load_s=30, mtbf_s=50).value == 0
+
+
+def test_as_text_and_as_pictures(run, capsys):
+    assert cli.main(["ckpt", "timeline", "run", "--step", "20", "--out", "t.png", "t.html", "t.json"]) == 0
+    told = capsys.readouterr()
+    assert told.err == "written: t.png\nwritten: t.html\nwritten: t.json\n"
+    assert told.out.startswith("Save of step 20: 4 processes, 1.50 s, 400.0 MiB\nslowest: process 2 on h2: write")
+    assert "(measured), B = 60.0 ms stall (measured)" in told.out
+    assert "between failures (assumed, --mtbf)" in told.out
+    assert Path("t.png").read_bytes().startswith(b"\x89PNG")
+    page = Path("t.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert not re.findall(r"(?:src|href)=", page)  # it needs nothing else
+    assert "process 2 on h2: write, 1.00 s from 60.0 ms on" in page
+    events = [event for event in json.loads(Path("t.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    (slow,) = (event for event in events if (event["tid"], event["cat"]) == (2, "write"))
+    assert (slow["ts"], slow["dur"]) == (pytest.approx(60_000), pytest.approx(1e6))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            ["--step", "99"],
+            "CheckpointError: There is no record of such a save or restore.\n"
+            "  where: run\n"
+            "  why:   history.jsonl there has the steps 10, 20, 30, 40.\n"
+            "  do:    give the folder of a run that has saved with this jshard; it writes the history by itself.\n",
+        ),
+        (
+            ["--out", "t.svg"],
+            "ShardingError: The picture cannot be drawn.\n"
+            "  where: --out t.svg\n"
+            "  why:   a file ends in .png, .html or .json.\n"
+            "  do:    --out timeline.png timeline.html\n",
+        ),
+        (
+            ["--mtbf", "0"],
+            "ShardingError: The ETTR cannot be computed.\n"
+            "  where: --mtbf 0\n"
+            "  why:   both are seconds, more than 0.\n"
+            "  do:    --mtbf 14400 --interval 600\n",
+        ),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_what_cannot_be_shown(run, options, text, capsys):
+    assert cli.main(["ckpt", "timeline", "run", *options]) == 2
+    assert capsys.readouterr().err == text
+
+
+def test_a_process_that_is_slowed_on_purpose_is_named(tmp_path, capsys):
+    """Two real processes save; the second writes a second longer."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_NUM_CPU_DEVICES")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[2]), environ.get("PYTHONPATH", "")])
+    command = [sys.executable, str(SLOWED)]
+    both = [
+        subprocess.Popen([*command, str(n), str(port), str(tmp_path)], env=environ, stderr=subprocess.PIPE, text=True)
+        for n in range(2)
+    ]
+    ends = []
+    try:
+        ends = [one.communicate(timeout=800)[1] for one in both]
+    finally:
+        for one in both:
+            one.kill()
+    assert [one.returncode for one in both] == [0, 0], ends
+    told = verdict(tmp_path, capsys=capsys)
+    assert (told["slowest"]["process"], told["slowest"]["phase"]) == (1, "write")
+    assert told["slowest"]["time_s"] >= 1.0
+    assert told["shown"]["devices"] == [0, 0, 1, 1]

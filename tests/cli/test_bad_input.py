@@ -1,0 +1,417 @@
+"""Whatever is wrong with a request: told in four parts, with an exit code, and nothing on the disk changes.
+
+The texts lie in tests/golden/bad_input.txt. `UPDATE_GOLDEN=1 pytest` of this file writes it anew; then
+read its diff.
+"""
+
+import hashlib
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import sys
+
+import pytest
+import tokenizers
+
+from jshard import cli
+from jshard.cli import _training
+from jshard.cli import train as cli_train
+from jshard.data.text import load_text
+from jshard.train import run
+from jshard.train.run import Finished
+from jshard.train.run_record import RunLock
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "bad_input.txt"
+HEAD = "=== "
+TEXT = "abc defg" * 2000
+
+MODEL = """\
+from tests.micro_gpt import RECIPES, annotate, build, loss_fn
+"""
+# The same settings, and other layers.
+WIDER = """\
+import dataclasses
+from tests import micro_gpt
+from tests.micro_gpt import RECIPES, annotate, loss_fn
+def build(config, rngs):
+    return micro_gpt.build(dataclasses.replace(config, d_model=32, d_ff=192), rngs)
+"""
+OWN_DATA = """\
+def data(recipe):
+    return [1, 2, 3]
+"""
+
+SAMPLES = """\
+import numpy as np
+from jshard.data import Data
+from tests.micro_gpt import RECIPES, annotate, build
+def data(recipe):
+    return Data(train=[SAMPLE] * 64, held_out=[SAMPLE] * 64, description="made up", fingerprint="made up")
+"""
+
+FILES = {
+    "model.py": MODEL,
+    "wider.py": WIDER,
+    "own_data.py": MODEL + OWN_DATA,
+    "arrays.py": SAMPLES + "SAMPLE = np.zeros(32, np.int32)\n",
+    "other_keys.py": SAMPLES + "SAMPLE = {'x': np.zeros(32, np.int32), 'y': np.zeros(32, np.int32)}\n",
+    "typo.py": "RECIPES = {\nbuild = None\n",
+    "empty.py": "",
+    "wrong_kinds.py": "RECIPES = ['tiny']\nbuild = 3\nannotate = print\n",
+    "no_recipes.py": "RECIPES = {}\nbuild = annotate = print\n",
+    "import.py": "import os\nimport flux_capacitor\n",
+    "exits.py": "import sys\nsys.exit('usage: exits.py')\n",
+    "bad_recipe.py": MODEL + "RECIPES = {'micro': lambda: 1 / 0}\n",
+    "linen.py": "from tests.micro_linen import RECIPES, build\ndef annotate(model, mesh): ...\n",
+    "not_a_recipe.py": MODEL + "RECIPES = {'micro': lambda: None}\n",
+    "notes.txt": "no Python\n",
+    "zeros.py": b"RECIPES = {}\0",
+    "text.txt": TEXT,
+    "empty.txt": "",
+    "short.txt": "too short",
+    "photo.jpg": b"\xff\xd8\xff\xe0\x00\x10JFIF",
+    "latin1.txt": "Gödel, Escher, Bach".encode("latin1"),
+    "secret.txt": "not to be read",
+    "pictures/photo.jpg": b"\xff\xd8\xff\xe0\x00\x10JFIF",
+    "tokenizer.json": '{"version": "1.0"}',
+    "thesis/chapter1.tex": "years of work",
+    "damaged/run.json": '{"recipe": ',
+}
+
+# Name: command line, and the exit code where it is not 2.
+CASES: dict[str, str | tuple[str, int]] = {
+    "command: unknown": "trian model.py",
+    "init: no such model": "init gtp my.py",
+    "init: a file that is there": "init gpt model.py",
+    "option: unknown": "train model.py --recip micro",
+    "option: of two words": "train model.py --dryrun",
+    "option: nothing like it": "train model.py --xyz=3",
+    "option: without its value": "train model.py --out --resume --steps",
+    "option: not a whole number": "train model.py --steps many",
+    "option: not a number": "train model.py --init-timeout soon",
+    "option: a flag with a value": "train model.py --resume runs/micro --dry-run=yes",
+    "option: of one dash": "train model.py -n 3",
+    "option: twice": "train model.py --steps 3 --recipe micro --steps=4",
+    "option: twice, of several values": "train model.py --data text.txt --data other.txt",
+    "option: several things": "train model.py --recip micro --seed 1.5 --mesh",
+    "model: not given": "train --steps 3",
+    "model: not given, but data": "train --data text.txt",
+    "model: given twice": "train model.py wider.py",
+    "model: missing": "train gone.py",
+    "model: a name of none": "train gtp",
+    "model: a folder": "train thesis",
+    "model: not Python": "train notes.txt",
+    "model: not text": "train zeros.py",
+    "model: syntax error": "train typo.py",
+    "model: without the names": "train empty.py",
+    "model: no recipes": "train no_recipes.py",
+    "model: names of another kind": "train wrong_kinds.py",
+    "model: imports what is not there": "train import.py",
+    "model: ends the process": "train exits.py",
+    "model: a recipe that fails": "train bad_recipe.py",
+    "model: a recipe that is none": "train not_a_recipe.py",
+    "model: a Linen module, not annotated": "train linen.py --dry-run",
+    "model: data that are none": "train own_data.py",
+    "model: samples that are arrays": "train arrays.py",
+    "model: samples that are arrays, planned": "plan arrays.py",
+    "model: samples of other keys, without a loss": "train other_keys.py",
+    "model: data of its own, and --data": "train own_data.py --data text.txt",
+    "model: refuses the length": "train model.py --data text.txt --set sequence_length=40",
+    "recipe: unknown": "train model.py --recipe mikro",
+    "key: unknown": "train model.py --set learning_rat=1e-3",
+    "key: of the model, unknown": "train model.py --set model.n_layers=4 --set d_model=128",
+    "key: wrong type": "train model.py --set batch_size=many --set learning_rate=fast --set model.tied=maybe",
+    "key: no value": "train model.py --set batch_size",
+    "key: twice": "train model.py --set batch_size=8 --set batch_size=16",
+    "key: twice, as an option": "train model.py --steps 5 --set num_steps=6",
+    "key: refused by the model": "train model.py --set model.n_head=3",
+    "steps: 0": "train model.py --steps 0",
+    "recipe: numbers out of range": "train model.py --seed -1 --set learning_rate=-1 --set checkpoint_every=0",
+    "recipe: microbatches": "train model.py --set accumulate=3",
+    "mesh: not readable": "train model.py --mesh fsdp:8",
+    "mesh: no such axis": "train model.py --mesh data=8",
+    "mesh: an axis twice": "train model.py --mesh fsdp=4,fsdp=2",
+    "mesh: degree 0": "train model.py --mesh fsdp=0",
+    "mesh: too few devices": "train model.py --mesh fsdp=4",
+    "mesh: too many devices": "train model.py --mesh replica=5,fsdp=3",
+    "mesh: does not divide": "train model.py --mesh replica=3",
+    "mesh: two open axes": "train model.py --mesh replica=-1,fsdp=-1",
+    "mesh: no such axis, for a plan": "train model.py --mesh data=8 --dry-run",
+    "batch: does not divide": "train model.py --data text.txt --set batch_size=12",
+    "batch: microbatches do not divide": "train model.py --data text.txt --set accumulate=4",
+    "data: missing": "train model.py --data nowhere text.txt",
+    "data: empty": "train model.py --data empty.txt",
+    "data: binary": "train model.py --data photo.jpg",
+    "data: not UTF-8": "train model.py --data latin1.txt",
+    "data: unreadable": "train model.py --data secret.txt",
+    "data: a folder without text": "train model.py --data pictures",
+    "data: several": "train model.py --data nowhere empty.txt photo.jpg text.txt",
+    "data: a folder that is empty": "train model.py --data nothing",
+    "data: shorter than a sequence": "train model.py --data short.txt",
+    "tokenizer: missing": "train model.py --data text.txt --tokenizer gone.json",
+    "tokenizer: garbled": "train model.py --data text.txt --tokenizer tokenizer.json",
+    "tokenizer: larger than the model": "train model.py --data text.txt --tokenizer words.json",
+    "tokenizer: bytes, and fewer in the model": "train model.py --data text.txt --set model.vocab_size=100",
+    "out: under a file": "train model.py --data text.txt --out text.txt/run",
+    "out: a file": "train model.py --data text.txt --out text.txt",
+    "out: another run": "train model.py --data text.txt --out run",
+    "out: files of somebody else": "train model.py --data text.txt --out thesis",
+    "out: files of somebody else, resumed": "train model.py --data text.txt --out thesis --resume",
+    "out: a live run": ("train model.py --data text.txt --out live", 1),
+    "resume: a live run": ("train model.py --data text.txt --out live --resume", 1),
+    "resume: damaged record": "train model.py --out damaged --resume",
+    "resume: another model": "train model.py --out run --resume --set model.n_layer=3 --set model.d_model=32",
+    "resume: another seed": "train model.py --out run --resume --seed 7",
+    "resume: other data": "train model.py --out run --resume --data other.txt",
+    "resume: another length of sequences": "train model.py --out run --resume --set sequence_length=16",
+    "resume: other layers in the file": "train wider.py --out run --resume --steps 4",
+    "workers: fewer than none": "train model.py --data text.txt --workers -1",
+    "sample: fewer than none": "train model.py --data text.txt --sample-tokens -1",
+    "tracker: unknown": "train model.py --data text.txt --track tensorbord",
+    "processes: do not divide": "train model.py --processes 3",
+    "processes: none": "train model.py --processes 0",
+    "processes: no time to meet": "train model.py --processes 2 --init-timeout 0",
+}
+
+
+def write_tokenizer(path, words=300):
+    """A tokenizer file with so many words."""
+    vocabulary = {"[UNK]": 0} | {f"word{number}": number for number in range(1, words)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(path))
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    """A working folder with good and bad files."""
+    for name, content in FILES.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "other.txt").write_text(TEXT.upper())
+    write_tokenizer(tmp_path / "words.json")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+    monkeypatch.setattr(pathlib.Path, "read_bytes", _readable(pathlib.Path.read_bytes))  # chmod does not stop root
+    return tmp_path
+
+
+def _readable(read_bytes):
+    def read(path):
+        if path.name == "secret.txt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_bytes(path)
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory):
+    """A run of two steps of a model with one layer, which compiles sooner."""
+    folder = tmp_path_factory.mktemp("begun")
+    (folder / "model.py").write_text(MODEL)
+    (folder / "text.txt").write_text(TEXT)
+    arguments = [
+        "--steps",
+        "2",
+        "--set",
+        "model.n_layer=1",
+        "--data",
+        str(folder / "text.txt"),
+        "--out",
+        str(folder / "run"),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", sys.path[:])
+        assert cli.main(["train", str(folder / "model.py"), *arguments, "--track"]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def end(folder, capsys, request):
+    """Runs a command line; its exit code and what it says on stderr."""
+
+    def run(line):
+        if "run" in shlex.split(line):
+            shutil.copytree(request.getfixturevalue("finished_run"), folder / "run")
+            capsys.readouterr()
+        if "live" in shlex.split(line):
+            (folder / "live").mkdir()
+            request.addfinalizer(RunLock(folder / "live" / ".lock").release)
+        before = contents(folder)
+        code = cli.main(shlex.split(line))
+        end.changed = {path for path, content in (contents(folder).items() ^ before.items())}
+        return code, capsys.readouterr().err
+
+    end = run
+    return run
+
+
+def contents(folder):
+    """Every path in a folder, and for files a hash of what is in it; a lock says who asked last."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() if _is_read(path) else ""
+        for path in folder.rglob("*")
+    }
+
+
+def _is_read(path):
+    return path.is_file() and path.name not in ("secret.txt", ".lock")
+
+
+def normalised(text, folder):
+    """The text without what differs from machine to machine."""
+    begun = re.escape(str(folder.parent)) + r"/begun\d+"
+    text = re.sub(begun, "BEGUN", text.replace(str(folder), "FOLDER"))
+    text = re.sub(r"process \d+ on \S+", "process PID on HOST", text)
+    text = re.sub(r"`tokenizers` \S+ cannot read: .*", "`tokenizers` VERSION cannot read: ITS WORDS", text)
+    return re.sub(r"words\.json \w{8}", "words.json CRC", text).rstrip("\n")
+
+
+def case(name):
+    line = CASES[name]
+    return (line, 2) if isinstance(line, str) else line
+
+
+def golden(path=GOLDEN):
+    parts = path.read_text().split(HEAD)[1:]
+    return {name: text.rstrip("\n") for name, _, text in (part.partition("\n") for part in parts)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_text(name, end, folder):
+    line, code = case(name)
+    found_code, error = end(line)
+    found = f"$ jshard {line}\nexit code {found_code}\n{normalised(error, folder)}"
+    if "UPDATE_GOLDEN" in os.environ:
+        texts = (golden() if GOLDEN.exists() else {}) | {name: found}
+        GOLDEN.write_text("".join(f"{HEAD}{n}\n{texts[n]}\n\n" for n in CASES if n in texts))
+    assert found_code == code
+    assert end.changed == set()
+    assert found == golden()[name]
+
+
+def test_no_golden_text_is_left_over():
+    assert list(golden()) == list(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_form(name):
+    """What in one sentence; where, why and do, none of them empty; and nothing else."""
+    lines = golden()[name].splitlines()
+    assert re.fullmatch(r"\w+Error: [^.]+\.", lines[2])
+    heads = [line[:9].strip() for line in lines[3:]]
+    assert [head for head in heads if head] == ["where:", "why:", "do:"]
+    assert all(len(line) > 9 for line in lines[3:])
+
+
+@pytest.mark.parametrize("name", ["option: unknown", "model: syntax error", "key: unknown", "out: a live run"])
+def test_debug_shows_the_traceback_as_well(name, end, folder):
+    line, code = case(name)
+    found_code, error = end(f"{line} --debug")
+    assert found_code == code
+    assert end.changed == set()
+    traceback, _, text = error.rpartition("\n" + golden()[name].splitlines()[2].partition(":")[0] + ":")
+    assert traceback.startswith("Traceback (most recent call last):")
+    assert normalised(text, folder).splitlines()[1:] == golden()[name].splitlines()[3:]
+
+
+def test_the_words_of_the_parser_come_without_its_box(end):
+    code, error = end("train model.py --xyz")
+    assert code == 2
+    assert error.startswith("ArgumentError: The command line cannot be read.\n  where: jshard train model.py --xyz\n")
+    assert not re.search(r"[\u2500-\u257f]", error)
+
+
+@pytest.mark.parametrize(("more", "asked"), [([], 2), (["--steps", "1"], 1)], ids=["all steps", "fewer steps"])
+def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys, more, asked):
+    shutil.copytree(finished_run, folder / "run")
+    capsys.readouterr()
+    before = contents(folder)
+    assert cli.main(["train", "model.py", "--out", "run", "--resume", "--track", *more]) == 0
+    told = f"nothing is left to train: 2 steps are done, and {asked} were asked for; --steps 4 goes on."
+    assert told in capsys.readouterr().out.splitlines()
+    changed = {path for path, _ in contents(folder).items() ^ before.items()}
+    assert changed <= {"run/loss.png"}
+
+
+def groups(words):
+    """Options, each with the values that follow it; the command and its files come first."""
+    found = [[]]
+    for word in words:
+        if word.startswith("--"):
+            found.append(word.split("=", 1))
+        else:
+            found[-1].append(word)
+    return found
+
+
+def replaces(option, other):
+    """Whether a command line has place for only one of them."""
+    keys = [
+        (name, *(value.partition("=")[0] for value in values[:1] if name in ("--set", "--unit")))
+        for name, *values in (option, other)
+    ]
+    return keys[0] == keys[1]
+
+
+def pasted(text):
+    """The command lines that come of pasting what a golden text says to do: options into its own, commands as such."""
+    line = text.splitlines()[0].removeprefix("$ jshard ")
+    places, do = (
+        re.search(rf"^  {head}:  ?(.*\n(?: {{9}}.*\n)*)", text + "\n", re.MULTILINE)[1] for head in ("where", "do")
+    )
+    said = [shlex.split(one, comments=True) for one in do.splitlines() if one.strip().startswith(("--", "jshard "))]
+    options = [group for words in said if words[0] != "jshard" for group in groups(words)[1:]]
+    wrong = [group for place in places.splitlines() if "--" in place for group in groups(shlex.split(place))[1:]]
+    begin, *given = groups(shlex.split(line))
+    kept = [
+        group
+        for group in given
+        if group not in wrong and [group[0]] not in wrong and not any(replaces(group, option) for option in options)
+    ]
+    mended = [[*begin, *(word for group in (*kept, *options) for word in group)]] if options else []
+    return [*mended, *(words[1:] for words in said if words[0] == "jshard")]
+
+
+def all_pasted():
+    texts = golden() | {
+        f"occupancy, {name}": text
+        for name, text in golden(GOLDEN.with_name("occupancy_errors.txt")).items()
+        if text[:8] == "$ jshard"
+    }
+    del texts["occupancy, command: much at once"]  # part of what it says is prose
+    return [
+        pytest.param(words, id=f"{name}: {shlex.join(words)}") for name, text in texts.items() for words in pasted(text)
+    ]
+
+
+class Unbegun:
+    """A run that was accepted, and is not trained."""
+
+    def __init__(self, model_file, recipe, mesh, data, folder, *rest):
+        self.out = folder.path
+
+    def run(self, *how):
+        return Finished(step=0, val_loss=None, stopped_by=None, out=self.out, checkpoint=None, sample=None)
+
+
+@pytest.mark.parametrize("words", all_pasted())
+def test_what_an_error_says_to_do_is_accepted_when_it_is_pasted(words, end, monkeypatch):
+    monkeypatch.setattr(run, "_Job", Unbegun)
+    monkeypatch.setattr(_training, "explained", lambda *request: "")
+    monkeypatch.setattr(
+        _training, "load_text", lambda paths, **how: load_text(paths or [pathlib.Path("text.txt")], **how)
+    )
+    monkeypatch.setattr(cli_train.launch, "supervise", lambda *command, **how: 0)
+    try:
+        code, error = end(shlex.join(words))
+    except SystemExit as stop:  # the help
+        code, error = stop.code, ""
+    assert code == 0, error

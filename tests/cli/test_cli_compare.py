@@ -1,0 +1,72 @@
+"""`jshard plan --compare`, its suggestions and `--auto`, with the real compiler of GPUs that are not there.
+
+It needs the extra `plan-gpu`, and no GPU. What needs no compiler is in tests/cluster.
+"""
+
+import json
+import shlex
+
+import pytest
+
+from jshard import cli
+from tests.cli.test_cli_plan import folder, plan  # noqa: F401
+from tests.gpu_compiler import needs_gpu_compiler
+
+pytestmark = [needs_gpu_compiler, pytest.mark.usefixtures("folder")]
+
+WIDE = ("n_layer=2", "d_model=2048", "d_ff=8192", "n_head=16", "compute_dtype=bfloat16", "block_size=1024")
+WIDE_STEP = [f"--set=model.{setting}" for setting in WIDE] + ["--set=sequence_length=1024", "--set=batch_size=16"]
+
+
+def told(capsys, *arguments, code=0):
+    assert plan(*arguments, "--json") == code
+    return json.loads(capsys.readouterr().out)
+
+
+def amounts_of(audit):
+    """Elements of the collectives of each kind, by the number of parameters."""
+    return {total["kind"]: total["elements"] / audit["num_parameters"] for total in audit["totals"]}
+
+
+def test_all_strategies_side_by_side(capsys):
+    found = told(capsys, "--topology", "h100:1x4", "--compare", "all")
+    rows = {row["name"]: row for row in found["comparison"]}
+    assert list(rows) == ["replicate", "zero2", "zero3", "hsdp", "gspmd"]
+    degrees = {name: (row["mesh"]["replica"], row["mesh"]["fsdp"]) for name, row in rows.items()}
+    assert degrees == {"replicate": (4, 1), "zero2": (1, 4), "zero3": (1, 4), "hsdp": (2, 2), "gspmd": (1, 4)}
+    amounts = {name: amounts_of(row["compiled"]["audit"]) for name, row in rows.items()}
+    assert "all-gather" not in amounts["replicate"] and amounts["replicate"]["all-reduce"] >= 1
+    assert amounts["zero2"]["all-gather"] < amounts["zero3"]["all-gather"]
+    assert amounts["hsdp"]["all-reduce"] >= 0.5 > 0.1 > amounts["zero3"]["all-reduce"]
+    held = {name: row["compiled"]["audit"]["memory_per_device"]["arguments_bytes"] for name, row in rows.items()}
+    assert held["replicate"] > held["hsdp"] > held["zero3"] and held["gspmd"] == held["zero3"]
+
+
+def test_the_schedule_of_jshard_hides_more_than_plain_flax_under_jit(capsys):
+    found = told(capsys, "--topology", "h100:2x8", *WIDE_STEP, "--compare", "gspmd")
+    (gspmd,) = found["comparison"]
+    for case in ("low", "stated", "high"):
+        assert found["estimate"][case]["hidden"] > gspmd["estimate"][case]["hidden"]
+
+
+def test_what_does_not_fit_is_answered_with_a_line_to_paste_that_fits(capsys):
+    assert plan("--topology", "h100:1x2", "--set", f"batch_size={2**20}", "--unit", "prefetch=2") == 1
+    said = capsys.readouterr().out
+    assert "\ndoes not fit: " in said and "\ntry, as it compiles and fits: " in said
+    line = said.partition("\njshard plan ")[2].replace("\\\n", "")
+    words = shlex.split(line.splitlines()[0])
+    assert f"batch_size={2**20}" in words and "prefetch=2" in words
+    assert cli.main(["plan", *words]) == 0
+    assert "\nfits: " in capsys.readouterr().out
+
+
+def test_what_is_chosen_is_quicker_than_what_was_asked_for(capsys):
+    """Two slow nodes, by the schedules as they were compiled."""
+    slow = "--topology", "h100:2x8", "--assume", "slow_bytes_per_s=1e9"
+    found = told(capsys, *slow, "--auto")["chosen"]
+    asked, *others = found["compiled"]
+    assert asked["name"] == "as asked" and len(others) == 3
+    (best,) = [row for row in others if row["command"] == found["best"]]
+    assert best["estimate"]["stated"]["step_s"] < 0.8 * asked["estimate"]["stated"]["step_s"]
+    assert best["mesh"]["replica"] > 1 and "--assume slow_bytes_per_s=1e+09" in found["best"]
+    assert {way["lost"].partition(": ")[2] for way in found["considered"]} >= {"waits more"}

@@ -1,0 +1,84 @@
+"""`jshard occupancy`: its table, its JSON, its picture. Its errors are in tests/golden/occupancy_errors.txt.
+
+The table of every kernel on every GPU lies in tests/golden/occupancy_table.txt. `UPDATE_GOLDEN=1 pytest
+tests/cli/test_cli_occupancy.py` writes the file anew; then read its diff.
+"""
+
+import json
+import os
+import pathlib
+import re
+
+from jshard import cli
+from jshard.occupancy import GPUS, shipped_kernels
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "occupancy_table.txt"
+
+
+def test_the_table_of_a_gpu(capsys):
+    assert cli.main("occupancy --gpu h200 --nccl 2.30.7 --footprint ring --footprint copy-engine".split()) == 0
+    said = capsys.readouterr().out
+    lines = said.splitlines()
+    assert lines[0] == "NVIDIA H200: 132 SMs of 228 KiB shared memory"
+    assert "beside NCCL 2.30.7 ring: 16 blocks of 544 x 96, 120,064 B, 1 on an empty SM" in lines
+    rows = [re.split(r"  +", line.strip()) for line in lines if line.startswith(" matmul_nn_tiled:64x64x64/2")]
+    assert rows == [
+        ["matmul_nn_tiled:64x64x64/2", "128 x 58, 40,977 B", "5", "SMEM", "5", "pad 74,752: 1 per SM,"],
+        ["matmul_nn_tiled:64x64x64/2", "128 x 58, 40,977 B", "5", "SMEM", "0", "as it is"],
+    ]
+    assert max(map(len, lines)) <= 120
+
+
+def test_every_gpu_and_every_kernel_has_its_row(capsys):
+    assert cli.main(["occupancy"]) == 0
+    said = capsys.readouterr().out
+    for facts in GPUS.values():
+        assert f"{facts.title}: {facts.num_sms} SMs" in said
+    assert "what a collective takes on AMD MI250X (one die) is not known" in said
+    for kernel in shipped_kernels(GPUS["h200"]):
+        assert said.count(f" {kernel.label} ") == len(GPUS)
+    assert "matmul_nn_tiled:128x128x64/4: 163,873 bytes of shared memory, and NVIDIA A40 has at most 101,376" in said
+    assert cli.main(["occupancy", "--footprint", "nvls", "--footprint", "symmetric"]) == 0
+    assert capsys.readouterr().out.count("beside NCCL 2.32.3 nvls") == 4
+
+
+def test_the_whole_table(capsys):
+    assert cli.main(["occupancy", "--nccl", "2.30.7"]) == 0
+    said = "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) + "\n"
+    if "UPDATE_GOLDEN" in os.environ:
+        GOLDEN.write_text(said)
+    assert said == GOLDEN.read_text()
+
+
+def test_a_kernel_goes_by_its_name_its_form_and_how_they_begin(capsys):
+    def rows(name):
+        assert cli.main(["occupancy", "--gpu", "h200", "--kernel", name, "--json"]) == 0
+        return [kernel["kernel"] for kernel in json.loads(capsys.readouterr().out)["gpus"][0]["kernels"]]
+
+    assert rows("rms_norm_backward:1024") == ["rms_norm_backward:1024"]
+    assert rows("rms_norm_backward") == ["rms_norm_backward:1024", "rms_norm_backward:4096"]
+    assert len(rows("rms_norm")) == 4
+    assert len(rows("matmul")) == 12 and {name.split("_")[0] for name in rows("matmul")} == {"matmul"}
+
+
+def test_json_has_all_plans_and_sources(capsys):
+    assert cli.main("occupancy --gpu h200 --block 128,58,41_024 --nccl 2.29.9 --ctas 4 --json".split()) == 0
+    told = capsys.readouterr()
+    (found,) = json.loads(told.out)["gpus"]
+    assert told.err == (
+        "The kernels of NCCL 2.29.9 were not read: its footprint is taken to be that of 2.28.9, the nearest"
+        " older one that was.\n"
+    )
+    assert found["gpu"]["sources"]["num_sms"].endswith("h200.txtpb, core_count")
+    assert found["footprints"][0]["ctas"] == 4
+    (row,) = found["kernels"]
+    assert (row["kernel"], row["blocks_per_sm"], row["limits"]["shared memory"]) == ("block", 5, 5)
+    beside = row["beside"]["NCCL 2.28.9 ring"]
+    assert beside["drain"] == 5 and [plan["blocks_per_sm"] for plan in beside["plans"]] == [1, 5, 4, 3, 2]
+
+
+def test_a_picture(tmp_path, capsys):
+    path = tmp_path / "h200.png"
+    assert cli.main(["occupancy", "--gpu", "h200", "--kernel", "mlp_silu_tiled", "--plot", str(path)]) == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert f"written: {path}" in capsys.readouterr().err

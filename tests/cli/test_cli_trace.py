@@ -1,0 +1,201 @@
+"""`jshard train --profile` records steps of a run, and `jshard trace` reads them."""
+
+import dataclasses
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+import jshard as js
+from jshard import cli
+from jshard.cli.trace import TraceArgs
+from jshard.train.jsonl import read_metrics
+from jshard.train.profile import StepProfile
+from tests.helpers import programs_kept_in
+from tests.inspect.made_up_profiles import event, plane, thunk, write
+from tests.micro_gpt import MODELS
+
+MODEL = f"""\
+import sys
+sys.path.append({str(MODELS.parent)!r})
+from tests.micro_gpt import RECIPES, annotate, build, loss_fn
+"""
+SMALL = ["--set", "model.n_layer=1", "--set", "eval_every=3", "--sample-tokens", "0", "--track"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("profiled")
+    (folder / "text.txt").write_text("abcdefgh" * 2000)
+    (folder / "my_model.py").write_text(MODEL)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def kept_programs(tmp_path_factory):
+    """The runs of this file compile the same programs; kept on disk they are compiled once."""
+    with programs_kept_in(tmp_path_factory.mktemp("programs")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def there(folder, kept_programs, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.delenv("JSHARD_DEBUG", raising=False)
+
+
+def train(*options):
+    return cli.main(["train", "my_model.py", "--data", "text.txt", *SMALL, *options])
+
+
+@pytest.fixture(scope="module")
+def run(folder, kept_programs):
+    """A run of four steps, of which the last three are profiled; an evaluation lies between them."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.chdir(folder)
+        patch.setattr(sys, "path", sys.path[:])
+        said = []
+        patch.setattr("builtins.print", lambda *text, **_: said.append(" ".join(map(str, text))))
+        assert train("--steps", "4", "--profile", "1:4", "--out", "run") == 0
+    return folder / "run", said
+
+
+def test_the_steps_are_recorded_whole_and_by_their_numbers(run):
+    out, _ = run
+    found = js.trace(out)
+    assert (found.platform, len(found.devices), found.program) == ("cpu", 8, "jit_step")
+    assert [step.number for step in found.steps] == [2, 3, 4]
+    assert not [note for note in found.notes if "Left out" in note or "counted from 1" in note]
+    shares = found.shares
+    four = shares.computing_s, shares.communicating_s, shares.both_s, shares.idle_s
+    assert sum(four) == pytest.approx(shares.step_s, rel=1e-9)
+
+
+def test_units_come_from_the_program_beside_the_profile(run):
+    out, _ = run
+    audit = js.audit((out / "profile" / "steps-2-4" / "program.txt").read_text())
+    rows = js.trace(out).by_instruction
+    assert {(r.name, r.kind, r.phase) for r in rows} == {(w.name, w.kind, w.phase) for w in audit.schedule.windows}
+    assert {"blocks/0", "(root)"} <= {r.unit for r in rows}
+
+
+def test_the_record_of_the_run_is_what_it_would_be(run):
+    """The devices wait for the profiler at both ends; the time between is in no step's."""
+    out, _ = run
+    rows = [row for row in read_metrics(out / "metrics.jsonl") if "loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert not (out / "profile" / "steps-2-4" / "process-1").exists()
+
+
+def test_shown_as_tables_and_as_json(run, capsys):
+    assert cli.main(["trace", "run"]) == 0
+    text = capsys.readouterr().out
+    assert re.match(r"Measured: 3 steps \(2\.\.4\) of jit_step on 8 CPU devices, [\d,.]+ ms a step", text)
+    for part in ("communicating, nothing computes: exposed", "Devices", "blocks/0 backward", "CPU devices are threads"):
+        assert part in text
+    assert cli.main(["trace", "run/profile", "--json", "--steps", "2:4"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [step["number"] for step in told["steps"]] == [3, 4]
+    for step in told["steps"]:
+        four = [step[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s")]
+        assert sum(four) == pytest.approx(step["step_s"], rel=1e-9)
+
+
+def test_one_page_beside_it(run, capsys):
+    assert cli.main(["trace", "run", "--html", "step.html"]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith("Measured: 3 steps")
+    assert told.err == "written: step.html\nwritten: step.trace.json\n"
+    page = Path("step.html").read_text()
+    assert page.startswith("<!DOCTYPE html>")
+    assert "Step 3 of jit_step on cpu:" in page
+    assert cli.main(["trace", "run", "--html", "nowhere/step.html"]) == 2
+    assert capsys.readouterr().err == (
+        "ShardingError: The file cannot be written.\n"
+        "  where: --html nowhere/step.html\n"
+        f"  why:   there is no folder {Path('nowhere').absolute()}.\n"
+        "  do:    mkdir -p nowhere\n"
+    )
+
+
+def test_the_page_about_it_tells_every_option():
+    page = (MODELS.parent / "docs" / "profiling.md").read_text()
+    for field in dataclasses.fields(TraceArgs):
+        assert field.name == "path" or f"| `--{field.name}" in page
+
+
+@pytest.mark.wide
+def test_a_run_that_goes_on_profiles_what_is_left(run, capfd):
+    out, _ = run
+    goes_on = ["--out", "run", "--resume", "--steps"]
+    assert train(*goes_on, "5", "--profile", "1:3") == 0
+    assert "not profiled: steps 2..3 were done before this start." in capfd.readouterr().out
+    assert train(*goes_on, "7", "--profile", "4:7") == 0
+    said = capfd.readouterr().out
+    assert "profiled: steps 6..7; step 6 is the first after the start, and slower than others." in said
+    assert "profile: run/profile/steps-6-7; shown by: jshard trace run" in said
+    found = js.trace(out)
+    assert [step.number for step in found.steps] == [6, 7]
+    assert any(note.startswith("The newest of 2 profiles") for note in found.notes)
+
+
+WRONG = {
+    ("--profile", "ten"): """\
+ShardingError: The steps cannot be read.
+  where: --profile ten
+  why:   they are given as A:B, two whole numbers: the steps after step A, up to step B.
+  do:    --profile 10:15  # steps 11 to 15
+""",
+    ("--profile", "15:10"): """\
+ShardingError: There is no step between the two.
+  where: --profile 15:10
+  why:   A:B is the steps after step A, up to step B, and 10 is not after 15.
+  do:    --profile 10:15
+""",
+    ("--profile", "3:3"): """\
+ShardingError: There is no step between the two.
+  where: --profile 3:3
+  why:   A:B is the steps after step A, up to step B, and 3 is not after 3.
+  do:    --profile 2:3  # step 3
+""",
+    ("--profile", "2:9", "--steps", "8"): """\
+ShardingError: The run has fewer steps than are to be profiled.
+  where: --profile 2:9
+  why:   it ends after step 8.
+  do:    --profile 1:8  # or --steps 9
+""",
+}
+
+
+@pytest.mark.parametrize("options", WRONG, ids=" ".join)
+def test_steps_that_cannot_be_profiled_are_refused_before_anything_is_done(options, folder, capfd):
+    assert train("--out", "refused", *options) == 2
+    assert capfd.readouterr().err == WRONG[options]
+    assert not (folder / "refused").exists()
+
+
+def test_exit_codes(tmp_path, capfd):
+    assert cli.main(["trace", str(tmp_path / "nowhere")]) == 2
+    assert capfd.readouterr().err.startswith("ShardingError: There is no profile.")
+    empty = write(tmp_path / "a.xplane.pb", plane("/host:CPU", {"python": [event("sleep", 0, 9)]}))
+    assert cli.main(["trace", str(empty)]) == 1
+    assert capfd.readouterr().err.startswith("RunError: The profile has no events of devices.")
+    write(empty, plane("/host:CPU", {"worker": [thunk("dot.1", 0, 9, run=1)]}))
+    assert cli.main(["trace", str(empty)]) == 0
+    assert cli.main(["trace", str(empty), "--steps", "4:6"]) == 2
+    assert "asked for 5..6; whole in it: 1." in capfd.readouterr().err
+    assert cli.main(["trace"]) == 2
+    assert "do:    jshard trace runs/gpt-tiny" in capfd.readouterr().err
+
+
+def test_a_profile_that_cannot_be_recorded_does_not_end_the_run(tmp_path):
+    (tmp_path / "profile").write_text("in the way")
+    profile = StepProfile(tmp_path, range(2, 4), program=lambda: "", say=lambda line: None)
+    with pytest.warns(UserWarning, match=r"The steps are not profiled, and the run goes on: .*profile"):
+        profile.begin()
+    assert (profile.is_recording, len(profile.steps)) == (False, 0)
+    profile.end()

@@ -1,0 +1,155 @@
+"""Estimates of ways before anything is compiled: the memory is explain's, and each thing that is changed shows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.cluster.costs import Costs
+from jshard.cluster.variants import Variant
+from jshard.recipes.units import with_units
+from tests.cluster.fake_compiler import GPT, cluster_of, costs_of, mesh_of
+from tests.wide import wide
+
+HOST = cluster_of("h100:1x8")
+SETTINGS = ("batch_size=96",)
+
+
+@pytest.fixture(scope="module")
+def costs():
+    return costs_of(HOST, *SETTINGS)
+
+
+def cost(costs, *, replica=1, fsdp=8, accumulate=None, **units):
+    mesh = {"replica": replica, "fsdp": fsdp, "tensor": 1}
+    return costs.of(Variant(name="", mesh=mesh, accumulate=accumulate, units=units))
+
+
+def explained(costs: Costs, variant: Variant):
+    """The memory that `js.explain` tells of a whole microbatch on the real mesh."""
+    model_file, recipe = with_units(costs.model_file, variant.units), costs.recipe
+    mesh = js.mesh(**variant.mesh, devices=costs.machine.num_devices)
+    model = js.abstract_init(
+        lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
+    )
+    rows = recipe.batch_size // (variant.accumulate or recipe.accumulate)
+    tokens = jax.ShapeDtypeStruct((rows, recipe.sequence_length), jnp.int32)
+    batch = {"inputs": tokens, "targets": tokens}
+    return js.explain(model, optimizer=recipe.optimizer(), loss=GPT.loss_fn, batch=batch).memory
+
+
+@pytest.mark.parametrize(
+    ("replica", "accumulate", "units"),
+    [(1, None, {}), (2, 2, {"prefetch": 2}), (1, 3, {"remat": "full"}), wide(4, None, {"remat": "dots"})],
+    ids=["asked", "hsdp", "full", "dots"],
+)
+def test_memory_is_what_explain_tells(costs, replica, accumulate, units):
+    """Though only two small batches on two devices are traced: what is saved grows as a straight line."""
+    found = cost(costs, replica=replica, fsdp=8 // replica, accumulate=accumulate, **units)
+    told = dataclasses.asdict(explained(costs, found.variant))
+    for name, value in dataclasses.asdict(found.memory).items():  # but for the loss, a number of the whole batch
+        assert value == (pytest.approx(told[name], abs=4) if isinstance(value, int) else told[name]), name
+
+
+def test_a_trace_without_checks_finds_the_same(costs):
+    variant = Variant(name="", mesh=mesh_of(HOST))
+    quick = explained(costs, variant)
+    assert quick == explained(costs, variant)
+
+
+@pytest.mark.parametrize("layers", [wide(2), 5])
+def test_of_a_stack_of_layers_too(layers):
+    """The few sequences that are traced are chosen so that no array of them looks like one of so many layers."""
+    found = costs_of(HOST, *SETTINGS, "model.scan=true", f"model.n_layer={layers}")
+    one = cost(found, remat="full")
+    assert one.memory.outside_bytes > 12 * 32 * 256 * 4  # the logits at least
+    assert one.memory.step_bytes == pytest.approx(explained(found, one.variant).step_bytes, rel=1e-4)
+
+
+def test_as_many_sequences_as_layers_are_not_taken_for_layers():
+    """What the head and the loss save grows by each sequence alike, also by the third in a model of 3 layers."""
+    costs = costs_of(HOST, "model.n_layer=3", "model.remat=full")
+    found = []
+    for rows in (2, 3, 5):
+        costs.recipe = dataclasses.replace(costs.recipe, batch_size=8 * rows)
+        variant = Variant(name="", mesh=mesh_of(HOST))
+        found.append(explained(costs, variant).outside_bytes)
+    two, three, five = found
+    assert three - two == (five - three) / 2 > 32 * 256 * 4
+
+
+def test_what_layers_keep_gathered_counts(costs):
+    asked, kept = cost(costs), cost(costs, reshard_after_forward=False)
+    added = kept.memory.kept_bytes - asked.memory.kept_bytes
+    blocks = 2 * asked.memory.largest_unit_bytes  # the root keeps its own either way
+    assert added == blocks > 0
+    assert kept.memory.activations_bytes == asked.memory.activations_bytes
+    assert kept.memory.step_bytes == pytest.approx(explained(costs, kept.variant).step_bytes, rel=0.06)
+
+
+def test_microbatches_hold_less_and_wait_more(costs):
+    whole, parts = cost(costs), cost(costs, accumulate=4)
+    assert parts.memory.activations_bytes < 0.3 * whole.memory.activations_bytes
+    assert parts.memory.held_bytes == whole.memory.held_bytes
+    assert parts.communication_s == pytest.approx(4 * whole.communication_s)
+    assert parts.exposed_s > whole.exposed_s and parts.batch_size == whole.batch_size == 96
+
+
+def test_remat_holds_less_and_computes_more():
+    """More products; on a model so small that traffic to the memory is most of the time, only there."""
+    known = {"memory_bytes_per_s": 1e18}
+    found = costs_of(cluster_of("h100:1x8", **known), *SETTINGS)
+    none, dots, full = (cost(found, remat=remat) for remat in ("none", "dots", "full"))
+    assert none.memory.step_bytes > dots.memory.step_bytes > full.memory.step_bytes
+    assert full.compute_s == pytest.approx(4 / 3 * none.compute_s, rel=1e-3)
+    assert dots.compute_s == pytest.approx(none.compute_s, rel=1e-3)
+
+
+def test_traffic_to_the_memory_counts():
+    fast, slow = (cost(costs_of(cluster_of("h100:1x8", memory_bytes_per_s=rate), *SETTINGS)) for rate in (1e13, 1e12))
+    assert slow.compute_s > 5 * fast.compute_s and slow.memory == fast.memory
+
+
+def test_slower_links_make_it_wait_and_nothing_else():
+    rates = (4e10, 4e9, 4e8)
+    found = [cost(costs_of(cluster_of("h100:2x8", slow_bytes_per_s=rate), *SETTINGS), fsdp=16) for rate in rates]
+    assert found[0].exposed_s < found[1].exposed_s < found[2].exposed_s
+    assert len({one.compute_s for one in found}) == len({one.memory.step_bytes for one in found}) == 1
+
+
+def test_replicas_wait_less_for_slow_links_and_hold_more():
+    costs = costs_of(cluster_of("h100:2x8", slow_bytes_per_s=4e8), *SETTINGS)
+    zero3, hsdp = cost(costs, fsdp=16), cost(costs, replica=2, fsdp=8)
+    assert hsdp.exposed_s < 0.8 * zero3.exposed_s
+    assert hsdp.memory.held_bytes > 1.5 * zero3.memory.held_bytes
+    near = cost(costs, fsdp=16, reshard_after_forward=8)  # backward gathers within a host
+    assert near.exposed_s < zero3.exposed_s and near.memory.kept_bytes > zero3.memory.kept_bytes
+
+
+def test_all_computation_can_hide_is_hidden():
+    """Where it takes long enough only the ends are exposed: the root's, a row's first gather and last reduction."""
+    slow = cluster_of("h100:1x8", flops_per_s=1e9)
+    found, quick = cost(costs_of(slow, *SETTINGS)), cost(costs_of(HOST, *SETTINGS))
+    assert found.communication_s == quick.communication_s
+    assert 0 < found.exposed_s < 0.8 * quick.exposed_s
+    nothing_ahead = cost(costs_of(slow, *SETTINGS), prefetch=0)
+    assert nothing_ahead.exposed_s > found.exposed_s
+
+
+def test_settings_of_the_units_are_those_of_all_ways():
+    """As `--unit` gives them: a way changes what it names and leaves the rest."""
+    asked = costs_of(HOST, *SETTINGS, remat="full", prefetch=2)
+    plain = costs_of(HOST, *SETTINGS)
+    assert (asked.remat, plain.remat) == ("full", "none")
+    assert cost(asked).memory == cost(plain, remat="full", prefetch=2).memory
+    assert cost(asked, remat="none").memory == cost(plain, prefetch=2).memory
+
+
+def test_what_a_mesh_needs_at_least(costs):
+    whole, halves = costs.held_bytes(mesh_of(HOST)), costs.held_bytes(mesh_of(HOST, replica=2))
+    found = cost(costs).memory
+    assert whole == found.held_bytes + found.gradients_bytes
+    assert 1.8 * whole < halves < 2 * whole

@@ -1,0 +1,224 @@
+"""What `jshard plan --topology` tells beside the step asked for: a comparison, a suggestion, what a search chose."""
+
+import dataclasses
+import json
+import re
+import shlex
+
+import pytest
+
+from jshard._text import duration
+from jshard.cli.plan import PlanReport
+from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare
+from jshard.cluster.report import ClusterPlan
+from jshard.cluster.search import choose
+from jshard.cluster.variants import Variant, command_line, compared
+from jshard.errors import RunError
+from tests.cluster.fake_compiler import Compiler, cluster_of, costs_of, mesh_of, request_of, step_of
+
+HOST = cluster_of("h100:1x8")
+CAPACITY = HOST.topology.device.hbm_bytes
+ASKED = request_of(HOST)
+
+
+def plan_of(peak, *, products=1):
+    return ClusterPlan.of(
+        step_of(ASKED, peak_bytes=int(peak * CAPACITY), products=products), cluster=HOST, name="my_model, recipe micro"
+    )
+
+
+def row_of(peak, *, name="suggestion", error=None, **way):
+    variant = Variant(name=name, mesh=ASKED.mesh, **way)
+    command = command_line(variant.of(ASKED), known={})
+    return Compared(variant=variant, command=command, plan=None if error else plan_of(peak), error=error)
+
+
+def lines_from(report, start):
+    """The report from a line on, without the spaces of its tables."""
+    lines = [" ".join(line.split()) for line in str(report).splitlines()]
+    return lines[lines.index(start) :]
+
+
+# ---- what to try ------------------------------------------------------------------------------------------------
+
+
+def test_a_suggestion_is_a_line_to_paste_that_was_compiled():
+    tried = row_of(1.2, accumulate=2), row_of(0.5, accumulate=4, units={"remat": "full"})
+    report = PlanReport(plan=plan_of(1.5), tried=tried)
+    said = str(report)
+    assert "\ndoes not fit: 118.7 GiB of 79.1\n" in said
+    assert said.endswith(
+        "\ntry, as it compiles and fits: 39.6 GiB of 79.1:\n"
+        "jshard plan my_model.py --topology h100:1x8 --mesh replica=1,fsdp=8,tensor=1 \\\n"
+        "    --set accumulate=4 --unit remat=full"
+    )
+    assert shlex.split(said.partition("79.1:\n")[2].replace("\\\n", "")) == shlex.split(tried[1].command)
+    (told,) = json.loads(report.to_json())["suggestions"]
+    assert told["command"] == tried[1].command and told["compiled"]["fits"] is True
+    assert not report.fits
+
+
+@pytest.mark.parametrize(
+    ("tried", "text"),
+    [
+        ((1.2, 1.1), "2 ways that hold less were compiled, and none fits: it needs more devices, or a smaller --set"),
+        ((), "no way to compute or to keep less would fit, by the estimate: it needs more devices, or a smaller --set"),
+    ],
+    ids=["none fits", "none was tried"],
+)
+def test_where_nothing_helps_it_says_so(tried, text):
+    report = PlanReport(plan=plan_of(1.5), tried=tuple(map(row_of, tried)))
+    assert text in " ".join(str(report).split())
+    assert json.loads(report.to_json())["suggestions"] == []
+
+
+def test_of_what_fits_nothing_is_suggested():
+    report = PlanReport(plan=plan_of(0.5))
+    assert report.fits and "try:" not in str(report)
+    assert not {"suggestions", "comparison", "chosen"} & json.loads(report.to_json()).keys()
+
+
+# ---- side by side -----------------------------------------------------------------------------------------------
+
+
+def test_strategies_side_by_side(monkeypatch):
+    """One row each, what fits first; of what does not fit nothing is estimated, and a failure is told."""
+
+    def compiled(asked):
+        if asked.plain_flax:
+            raise RunError("The compiler has failed.", where="h100:1x8", why="it says no.", do="try again.")
+        return step_of(asked, peak_bytes=int(CAPACITY * (1.25 if asked.mesh["fsdp"] == 1 else 0.25)))
+
+    compiler, said = Compiler(monkeypatch, compiled), []
+    ways = compared(
+        ["replicate", "zero3", "gspmd"], ASKED.mesh, near=8, capacity_bytes=CAPACITY, held_bytes=lambda mesh: 0
+    )
+    found = compare(ASKED, ways, VariantCompiler(cluster=HOST, say=said.append))
+    assert [asked.plain_flax for asked in compiler.asked] == [False, False, True]
+    zero3 = "[2 of 3] zero3: --mesh replica=1,fsdp=8,tensor=1 --unit reshard_after_forward=true"
+    assert said[2] == f"{zero3} ..."
+    assert re.fullmatch(re.escape(zero3) + r": [^,]* s, fits: 19\.8 GiB of 79\.1", said[3])
+    assert re.fullmatch(r"\[3 of 3\] gspmd: .* s, does not compile", said[5])
+    rows = lines_from(found, "Side by side")
+    assert any(row.startswith("replicate replica=8 98.9 no ") and row.endswith("- - - -") for row in rows)
+    assert any(row.startswith("zero3* fsdp=8 19.8 yes ") and "%" in row for row in rows)
+    assert "gspmd fsdp=8 - - - - - - - - -" in rows
+    assert rows[-4:] == [
+        "gspmd: The compiler has failed.",
+        "where: h100:1x8",
+        "why: it says no.",
+        "do: try again.",
+    ]
+    replicate, zero3, gspmd = found.to_dicts()
+    assert (replicate["compiled"]["fits"], zero3["compiled"]["fits"]) == (False, True)
+    assert gspmd == {"name": "gspmd", "mesh": ASKED.mesh, "command": None, "error": str(found.rows[2].error)}
+    assert zero3["command"].endswith("--unit reshard_after_forward=true")
+
+
+def test_the_quickest_comes_first_and_is_marked():
+    rows = [row_of(2.0, name="large"), row_of(0.0001, name="slow"), row_of(0.0001, name="quick")]
+    rows[1] = dataclasses.replace(rows[1], plan=plan_of(0.0001, products=3000))
+    found = Comparison(rows=tuple(rows))
+    shown = [row for row in lines_from(found, "Side by side") if " fsdp=8 " in row]
+    assert [row.partition(" fsdp=8 ")[0] for row in shown] == ["quick*", "slow", "large"]
+    assert [re.search(r"[\d.]+ [mu]s", row)[0] for row in shown[:2]] == ["34.0 us", "5.05 ms"]
+    assert [row["name"] for row in found.to_dicts()] == ["large", "slow", "quick"]
+    assert "4.47-5.05 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.000312, "312 us"), (0.0449, "44.9 ms"), (0.9, "900 ms"), (2.345, "2.35 s"), (119.2, "119 s"), (0, "0 s")],
+)
+def test_a_time_has_three_digits(value, text):
+    assert duration(value) == text
+
+
+def test_compiled_and_estimated_are_apart_in_each_row():
+    row = row_of(0.5).to_dict()
+    assert not row["compiled"].keys() & row["estimate"].keys()
+    assert {"fits", "audit"} <= row["compiled"].keys() and {"low", "stated", "high"} <= row["estimate"].keys()
+
+
+# ---- chosen -----------------------------------------------------------------------------------------------------
+
+
+def chosen(monkeypatch, compiled, plan, *settings, batch_sizes=()):
+    """What a search on eight devices finds.
+
+    Args:
+        compiled: the peak, by the capacity, and the products of a request.
+        plan: of what was asked for.
+    """
+    compiler = Compiler(monkeypatch, lambda asked: _step(asked, *compiled(asked)))
+    costs, asked = costs_of(HOST, *settings), request_of(HOST, settings=settings)
+    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=VariantCompiler(cluster=HOST), batch_sizes=batch_sizes)
+    return found, compiler.asked
+
+
+def _step(asked, peak, products):
+    return step_of(asked, peak_bytes=int(peak * CAPACITY), products=products)
+
+
+def test_the_quickest_that_fits_of_three_and_what_was_asked_for(monkeypatch):
+    """By the estimate of the compiled schedule, which has the last word."""
+    found, asked = chosen(monkeypatch, lambda asked: (0.5, 100 * (1 + asked.mesh["fsdp"])), plan_of(0.5, products=3000))
+    first = found.search.finalists(4)
+    assert found.search.default not in first and len(asked) == 3
+    assert [row.variant for row in found.compiled] == [found.compiled[0].variant, *(c.variant for c in first[:3])]
+    times = [row.plan.estimates.stated.step_s for row in found.compiled]
+    assert found.best is found.compiled[times.index(min(times))] is not found.compiled[0]
+    assert found.fits and PlanReport(plan=plan_of(2.0), chosen=found).fits
+    told = lines_from(found, "Ways, by the estimate")
+    at = told.index(f"chosen: {found.best.variant.name}")
+    assert " ".join(told[at + 1 : -1]).replace(" \\", "") == found.best.command
+    gain = times[0] / min(times)
+    assert told[-1] == f"by the estimate {gain:.2f}x as fast as what was asked for."
+
+
+def test_each_way_says_why_it_was_not_chosen(monkeypatch):
+    found, _ = chosen(monkeypatch, lambda asked: (0.5, 1), plan_of(0.5))
+    report = json.loads(PlanReport(plan=plan_of(0.5), chosen=found).to_json())["chosen"]
+    ways = report["considered"]
+    assert len(ways) == len(found.search.ranked) and all(way["fits"] for way in ways)
+    assert [way["name"] for way in ways if not way["lost"]] == [found.search.ranked[0].variant.name]
+    assert {way["lost"].partition(": ")[2] or way["lost"] for way in ways[1:]} >= {"holds more", "waits more"}
+    assert report["best"] == found.best.command and report["refused"] == {}
+    rows = lines_from(found, "Ways, by the estimate")
+    (asked,) = [row for row in rows if row.startswith("as asked fsdp=8 0.0 ")]
+    assert ": waits" in asked
+    assert f"{len(ways)} ways were looked at, of which 0 do not fit." in " ".join(rows)
+
+
+def test_what_was_asked_for_may_be_the_best(monkeypatch):
+    found, _ = chosen(monkeypatch, lambda asked: (0.5, 30), plan_of(0.5))
+    assert found.best is found.compiled[0]
+    assert str(found).rstrip().endswith("what was asked for is the best that was found.")
+
+
+def test_three_more_are_compiled_while_none_fits(monkeypatch):
+    found, asked = chosen(monkeypatch, lambda asked: (1.5, 1), plan_of(2.0))
+    assert len(asked) == 6 and found.best is None and not found.fits
+    assert str(found).rstrip().endswith("None of the compiled ways fits: it needs more devices, or a smaller batch.")
+    assert json.loads(PlanReport(plan=plan_of(2.0), chosen=found).to_json())["chosen"]["best"] is None
+
+    def third_fits(asked):
+        seen.append(asked)
+        return (0.5 if len(seen) == 4 else 1.5), 1
+
+    seen = []
+    found, asked = chosen(monkeypatch, third_fits, plan_of(2.0))
+    assert len(asked) == 4 and found.best is found.compiled[4]
+    assert "what was asked for does not fit." in str(found)
+
+
+def test_batches_are_compared_by_the_sequence(monkeypatch):
+    """A larger step that takes longer may be the quicker one; twice the work for four times the batch."""
+    found, asked = chosen(
+        monkeypatch,
+        lambda asked: (0.5, 40 if "batch_size=64" in asked.settings else 20),
+        plan_of(0.5, products=20),
+        batch_sizes=(16, 64),
+    )
+    assert any("batch_size=64" in one.settings for one in asked)
+    assert found.best.plan.step.batch_size == 64 and "--set batch_size=64" in found.best.command

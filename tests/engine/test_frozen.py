@@ -1,0 +1,286 @@
+"""A frozen parameter is gathered, and nothing more: no product, no reduction, no optimizer state; and it stays."""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax.extend import core as jex
+
+import jshard as js
+from jshard.errors import CallError
+from tests.engine.test_token_chain import Region, regions
+from tests.helpers import Config, Decoder, abstract, annotator, compile_to_read, loss_fn, placed, token_batch
+from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, flat, worst
+from tests.wide import wide
+
+CONFIG = Config(layers=3, attends=False)
+BATCH = token_batch(CONFIG)
+KERNEL = CONFIG.width * CONFIG.hidden  # elements of a block's up, as of its down
+TABLE = CONFIG.vocab * CONFIG.width
+
+
+class Scanned(Decoder):
+    """The decoder with its blocks as one scan of jshard's."""
+
+    def __call__(self, ids):
+        return self.embed.attend(self.norm(js.scan_layers(self.blocks, self.embed(ids))))
+
+
+def ups(path, variable):
+    """An nnx filter: the first matrix of every block."""
+    return isinstance(variable, nnx.Param) and "up" in path
+
+
+def tops(path, variable):
+    """An nnx filter: what is above the blocks. The embedding is the head too, so backward needs no block."""
+    return isinstance(variable, nnx.Param) and path[0] == "norm"
+
+
+def last_block(path, variable):
+    """An nnx filter: the last block."""
+    return isinstance(variable, nnx.Param) and path[:2] == ("blocks", CONFIG.layers - 1)
+
+
+def grad_of(wrt, loss=loss_fn):
+    return lambda model, *batch: nnx.value_and_grad(loss, argnums=nnx.DiffState(0, wrt))(model, *batch)
+
+
+def stopped(model, *batch):
+    """The same by `stop_gradient` on all but the trained, as one does without a filter."""
+    graphdef, trained, rest = nnx.split(model, ups, ...)
+    return loss_fn(nnx.merge(graphdef, trained, jax.lax.stop_gradient(rest)), *batch)
+
+
+def accumulated(wrt, sync):
+    return lambda model, *batch: js.value_and_grad(loss_fn, accumulate=2, sync=sync, wrt=wrt)(model, *batch)
+
+
+def scanned_model(**settings: Any) -> Decoder:
+    return js.abstract_init(lambda: Scanned(CONFIG, nnx.Rngs(0)), annotator(js.mesh(), **settings))
+
+
+# What is sent, counted in the program as it is written; loops opened.
+
+
+def sent(run, model, batch=BATCH) -> dict[str, int]:
+    """Elements that each kind of collective takes in, over all rounds of loops."""
+    graphdef, state = nnx.split(model)
+    jaxpr = jax.make_jaxpr(lambda state, *batch: run(nnx.merge(graphdef, state, copy=True), *batch))(state, *batch)
+    return sent_in(jaxpr.jaxpr)
+
+
+def sent_in(jaxpr: Any) -> dict[str, int]:
+    """The same of a program."""
+    found: dict[str, int] = {"all_gather": 0, "reduce_scatter": 0, "psum": 0}
+    _count(jaxpr, 1, found)
+    return found
+
+
+def _count(jaxpr: Any, times: int, found: dict[str, int]) -> None:
+    for eqn in jaxpr.eqns:
+        kind = eqn.primitive.name.replace("_invariant", "")
+        if kind in found and eqn.params.get("axes") != ("replica",):  # of degree 1
+            found[kind] += times * sum(v.aval.size for v in eqn.invars)
+        rounds = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for inner in jex.jaxprs_in_params(eqn.params):
+            _count(inner, times * rounds, found)
+
+
+CASES = {
+    "zero3": (lambda: abstract(CONFIG, js.mesh()), grad_of, 1),
+    "zero2": (lambda: abstract(CONFIG, js.mesh(), reshard_after_forward=False), grad_of, 1),
+    "hpz": (lambda: abstract(CONFIG, js.mesh(), reshard_after_forward=2), grad_of, 1),
+    "remat": (lambda: abstract(CONFIG, js.mesh(), remat="full"), grad_of, 1),
+    "compiler's order": (lambda: abstract(CONFIG, js.mesh(), prefetch=None), grad_of, 1),
+    "scan_layers": (scanned_model, grad_of, 1),
+    "scan_layers at once": (lambda: scanned_model(prefetch=0), grad_of, 1),
+    "the user's scan": (lambda: abstract(Config(layers=3, attends=False, scanned=True), js.mesh()), grad_of, 1),
+    "each": (lambda: abstract(CONFIG, js.mesh()), lambda wrt: accumulated(wrt, "each"), 2),
+    "last": (lambda: abstract(CONFIG, js.mesh()), lambda wrt: accumulated(wrt, "last"), 1),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_frozen_is_not_reduced(case):
+    build, grad, times = CASES[case]
+    found = sent(grad(ups), build())
+    assert found["reduce_scatter"] == times * CONFIG.layers * KERNEL
+    assert found["psum"] <= times * CONFIG.layers * CONFIG.hidden + 8  # their biases, and the loss
+    everything = sent(grad(nnx.Param), build())
+    assert everything["reduce_scatter"] == times * (2 * CONFIG.layers * KERNEL + TABLE)
+    assert everything["all_gather"] >= found["all_gather"] > 0  # backward needs a frozen weight, where it goes on
+
+
+def test_stop_gradient_freezes_too():
+    model = abstract(CONFIG, js.mesh())
+    assert sent(lambda m, *b: nnx.value_and_grad(stopped)(m, *b), model) == sent(grad_of(ups), model)
+
+
+@pytest.mark.parametrize("build", [lambda: abstract(CONFIG, js.mesh()), scanned_model], ids=["list", "scan"])
+def test_what_backward_does_not_need_is_gathered_once(build):
+    """Below the lowest trained parameter there is no backward: nothing is gathered again."""
+    found = sent(grad_of(tops), build())
+    layer = 2 * KERNEL // 8  # what goes in is a shard
+    assert found == {"all_gather": CONFIG.layers * layer + TABLE // 8, "reduce_scatter": 0, "psum": found["psum"]}
+    assert found["psum"] <= CONFIG.width + 8
+
+
+def test_only_the_last_block_is_gathered_again():
+    found = sent(grad_of(last_block), abstract(CONFIG, js.mesh()))
+    assert found["reduce_scatter"] == 2 * KERNEL
+    assert found["all_gather"] == ((CONFIG.layers + 1) * 2 * KERNEL + TABLE) // 8
+
+
+class TwoTowers(nnx.Module):
+    """A trained tower, then one whose results are held still, then a head: what a frozen encoder looks like."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.trained = nnx.Linear(64, 64, rngs=rngs)
+        self.still = nnx.Linear(64, 64, rngs=rngs)
+        self.head = nnx.Linear(64, 64, rngs=rngs)
+        self.filtered = True
+
+    def __call__(self, x):
+        y = self.trained(x)
+        z = self.still(x)
+        return self.head(y * (z if self.filtered else jax.lax.stop_gradient(z)))
+
+
+@pytest.mark.parametrize("filtered", [True, False], ids=["filter", "stop_gradient in the model"])
+def test_a_tower_that_nothing_trained_goes_through_has_no_backward(filtered):
+    """The order of the units ties it to trained ones; it is neither gathered nor computed for that again."""
+    mesh = js.mesh()
+
+    def build():
+        model = TwoTowers(nnx.Rngs(0))
+        model.filtered = filtered
+        return model
+
+    def annotate(model):
+        js.fully_shard(model, units=nnx.Linear, mesh=mesh)
+
+    wrt = (lambda path, v: isinstance(v, nnx.Param) and path[0] != "still") if filtered else nnx.Param
+    run = grad_of(wrt, lambda model, x: (model(x) ** 2).mean())
+    found = sent(run, js.abstract_init(build, annotate), (np.ones((16, 64), np.float32),))
+    assert found["all_gather"] == (3 + 1) * 64 * 64 // 8  # of the trained tower there is no gradient of its input
+    assert found["reduce_scatter"] == 2 * 64 * 64
+
+
+@pytest.mark.parametrize("still", [0, 1])
+def test_the_order_of_units_holds_where_all_of_one_is_frozen(still):
+    """The chain of barriers runs through a frozen unit's backward: below it only the embedding is left."""
+    others = lambda path, v: isinstance(v, nnx.Param) and path[:2] != ("blocks", still)
+    graphdef, trained, rest = nnx.split(abstract(CONFIG, js.mesh()), others, ...)
+    loss = lambda trained: loss_fn(nnx.merge(graphdef, trained, rest, copy=True), *map(jnp.asarray, BATCH))
+    backward = Region(regions(jax.make_jaxpr(jax.grad(loss))(trained).jaxpr)[1])
+    products = lambda i: backward.find("dot_general", f"blocks/{i}", backward=True)
+    assert len(products(still)) < len(products(2))  # those of its weights' gradients are not there
+    gathers = backward.find("all_gather", "blocks/0", backward=True)
+    assert gathers
+    for gather in gathers:
+        assert backward.waits_for(gather, products(2))
+        assert not backward.waits_for(gather, products(1))  # it comes while that one computes
+    last = backward.find("reduce_scatter", "blocks/2", backward=True)
+    for reduce in backward.find("reduce_scatter", f"blocks/{1 - still}", backward=True):
+        assert backward.waits_for(reduce, last)
+
+
+def test_the_compiled_program_has_no_trace_of_them():
+    lowered = nnx.jit(grad_of(ups)).lower(abstract(CONFIG, js.mesh()), *BATCH).lowered
+    text = compile_to_read(lowered).as_text()
+    assert len(re.findall(r" reduce-scatter(?:-start)?\(", text)) == CONFIG.layers
+
+
+# What comes out.
+
+
+@pytest.mark.parametrize("case", ["list", "scan", wide("zero2"), wide("each"), "last"])
+def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
+    settings = {"reshard_after_forward": False} if case == "zero2" else {}
+    kind = Scanned if case == "scan" else Decoder
+    build = lambda: kind(CONFIG, nnx.Rngs(0))
+    grad = accumulated(ups, case) if case in ("each", "last") else grad_of(ups)
+    wanted, _, _ = trained(build(), nnx.Optimizer, grad_of(ups))
+    found, optimizer, before = trained(placed(build, annotator(js.mesh(), **settings)), js.shard_optimizer, grad)
+    assert found.keys() == wanted.keys()
+    for path, x in wanted.items():
+        if "up" in path.split("/"):
+            assert (x != before[path]).any(), path
+            assert np.linalg.norm(found[path] - x) <= 2 * PARAMETER_TOLERANCE * np.linalg.norm(x), path
+        else:
+            np.testing.assert_array_equal(found[path], before[path])
+    moments = [x for x in jax.tree.leaves(nnx.state(optimizer)) if x.ndim]
+    assert sum(x.size for x in moments) == 2 * CONFIG.layers * (KERNEL + CONFIG.hidden)
+
+
+def trained(model, optimizer_of, grad):
+    """Parameters after three steps, and before."""
+    optimizer = optimizer_of(model, optax.adamw(1e-3), wrt=ups)
+    before = flat(nnx.state(model, nnx.Param))
+
+    @nnx.jit
+    def step(model, optimizer, *batch):
+        _, grads = grad(model, *batch)
+        optimizer.update(model, grads)
+
+    for _ in range(3):
+        step(model, optimizer, *BATCH)
+    return flat(nnx.state(model, nnx.Param)), optimizer, before
+
+
+def test_the_plan_knows_what_is_frozen():
+    model = abstract(CONFIG, js.mesh())
+    every, some = js.plan(model), js.plan(model, wrt=ups)
+    assert js.ShardPlan.from_json(some.to_json()) == some != every
+    assert {leaf.path for leaf in some.leaves if leaf.trained} == {
+        f"blocks/{i}/up/{name}" for i in range(CONFIG.layers) for name in ("kernel", "bias")
+    }
+    reduced = lambda plan: sum(t.full_bytes for t in js.explain(plan).traffic if t.kind == "reduce-scatter")
+    assert reduced(some) == 4 * CONFIG.layers * KERNEL
+    held = lambda plan: js.explain(plan, optimizer=optax.adamw(1e-3)).memory
+    assert held(some).gradients_bytes == 4 * CONFIG.layers * (KERNEL // 8 + CONFIG.hidden)
+    assert held(some).optimizer_bytes - 8 <= 2 * held(some).gradients_bytes < held(every).optimizer_bytes
+
+
+def test_the_audit_does_not_miss_the_reductions_of_what_is_frozen():
+    model = abstract(CONFIG, js.mesh())
+    lowered = nnx.jit(grad_of(ups)).lower(model, *BATCH).lowered
+    compiled = compile_to_read(lowered)
+    missed = lambda plan: [d for d in js.audit(compiled, plan=plan).differences if d.planned == "reduce-scatter"]
+    assert missed(js.plan(model)) and not missed(js.plan(model, wrt=ups))
+
+
+# Parameters that are none of jshard's.
+
+
+class Table(nnx.Variable):
+    """A variable that is no parameter."""
+
+
+def test_gradients_of_what_is_no_parameter():
+    class Scaled(nnx.Module):
+        def __init__(self, rngs):
+            self.linear = nnx.Linear(64, 64, rngs=rngs)
+            self.scale = Table(jnp.linspace(0.5, 1.5, 64))
+
+        def __call__(self, x):
+            return self.linear(x) * self.scale[...][None]
+
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    loss = lambda model, x: (model(x) ** 2).mean()
+    build = lambda: Scaled(nnx.Rngs(0))
+    model = placed(build, lambda model: js.fully_shard(model, mesh=js.mesh()))
+    wanted = flat(nnx.jit(grad_of(Table, loss))(build(), x)[1])
+    each = js.value_and_grad(loss, accumulate=2, wrt=Table)
+    for grad in (grad_of(Table, loss), lambda m, x: each(m, x)):
+        found = flat(nnx.jit(grad)(model, x)[1])
+        assert found.keys() == wanted.keys() == {"scale"}
+        assert worst(found["scale"], wanted["scale"]) <= GRADIENT_TOLERANCE
+    with pytest.raises(CallError, match="no parameter") as error:
+        js.value_and_grad(loss, accumulate=2, sync="last", wrt=Table)(model, x)
+    assert "scale  Table" in str(error.value)

@@ -1,0 +1,231 @@
+"""Every rule of the partitioner's table equals one device: each split of each operand, whole and partial ones."""
+
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, PartitionSpec
+
+from jshard.engine.partitioner import Partitioner
+from jshard.engine.rules import RULES, linear
+from jshard.engine.values import PARTIAL, State, Value
+from tests.engine.partition_cases import CASES, FAMILIES, KEYS, SINCE_0_12, UNTIL_0_11, Case
+from tests.wide import wide
+
+MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
+OWN_TESTS = ("constraints", "effects", "experts", "loops", "opaque")
+"""Modules of rules that have files of tests of their own, beside the cases here."""
+NOT_COMPILED = ("mulhi",)
+"""Primitives that XLA of jax 0.12 cannot compile in any `jax.shard_map` on CPU."""
+NEW = tuple(int(n) for n in jax.__version__.split(".")[:2]) >= (0, 12)
+
+
+def is_here(name: str) -> bool:
+    """Whether the installed jax has a primitive."""
+    return name not in (UNTIL_0_11 if NEW else SINCE_0_12)
+
+
+def states_of(arg: Any) -> list[State]:
+    """The states in which an operand is tried."""
+    dims: list[State] = [d for d, n in enumerate(arg.shape) if n and n % 8 == 0]
+    return [None, *dims, *([PARTIAL] if np.issubdtype(arg.dtype, np.number) else [])]
+
+
+def combinations(case: Case) -> Iterator[tuple[State, ...]]:
+    """States of all operands; of four or more operands at most two are not whole."""
+    for states in itertools.product(*map(states_of, case.args)):
+        if len(states) < 3 or sum(s is not None for s in states) <= 2:
+            yield states
+
+
+def parts_of(arg: Any) -> np.ndarray:
+    """Eight arrays of which the argument is the sum, exactly."""
+    random = np.random.default_rng(arg.size)
+    if not np.issubdtype(arg.dtype, np.number):
+        return np.stack([arg] * 8)
+    parts = random.integers(-99, 99, (7, *arg.shape)) / (1 if np.issubdtype(arg.dtype, np.integer) else 256)
+    parts = parts.astype(arg.dtype)
+    return np.concatenate([parts, (arg - parts.sum(0, dtype=arg.dtype))[None].astype(arg.dtype)])
+
+
+def given(p: Partitioner, arg: Any, part: Any, state: State) -> Value:
+    """An operand in a state."""
+    if isinstance(state, int):
+        return Value(p.cut(arg, state), state)
+    return Value(arg) if state is None else Value(part[0], PARTIAL)
+
+
+def failures(cases: dict[str, list[Case]], mesh: str) -> list[str]:
+    """What differs from one device, for all cases in all states, in one program."""
+    axes = tuple(MESHES[mesh])
+    flat = [(f"{name} {k}", case) for name, group in cases.items() for k, case in enumerate(group)]
+    programs = [jax.make_jaxpr(case.function)(*case.args) for _, case in flat]
+    found: list[str] = []
+    tried: list[tuple[str, Case, int]] = []
+    sharded: dict[str, bool] = {}
+
+    def body(args: list[Any], parts: list[Any]) -> list[Any]:
+        results = []
+        for number, (name, case) in enumerate(flat):
+            for states in combinations(case):
+                p = Partitioner(axes, 8)
+                values = [given(p, *each) for each in zip(args[number], parts[number], states, strict=True)]
+                try:
+                    outs = p.run(programs[number].jaxpr, programs[number].consts, values)
+                except Exception as error:  # a rule may fail in any of its steps
+                    found.append(f"{name} {states}: {type(error).__name__}: {str(error)[:300]}")
+                    continue
+                alone = any(isinstance(s, int) for s in states) and "whole" not in {moved.kind for moved in p.moved}
+                sharded[name] = sharded.get(name, False) or (alone and any(v.state is not None for v in outs))
+                tried.append((f"{name} {states} -> {[v.state for v in outs]}", case, number))
+                results.append([p.whole(v).x[None] for v in outs])
+        return results
+
+    lined = jax.make_mesh(tuple(MESHES[mesh].values()), axes, axis_types=(AxisType.Auto,) * len(axes))
+    over = PartitionSpec(axes)
+    args = [list(case.args) for _, case in flat]
+    parts = [[parts_of(arg) for arg in case.args] for _, case in flat]
+    specs: Any = {"in_specs": (PartitionSpec(), over), "out_specs": over, "check_vma": False}
+    results = jax.jit(jax.shard_map(body, mesh=lined, **specs))(args, parts)
+    wanted = [jax.tree.leaves(jax.jit(case.function)(*case.args)) for _, case in flat]
+    for (name, case, number), result in zip(tried, results, strict=True):
+        for want, got in zip(wanted[number], result, strict=True):
+            if (worst := difference(np.asarray(want), np.asarray(got))) > case.tolerance:
+                found.append(f"{name}: differs by {worst:.1e}")
+    found += [f"{name}: is never computed on shards" for (name, case) in flat if case.sharded and not sharded[name]]
+    return found
+
+
+def failures_of_constants(cases: dict[str, list[Case]]) -> list[str]:
+    """What differs from one device, where all operands are known without data and a shard of a result is asked for."""
+    functions = [(f"{name} {k}", case) for name, group in cases.items() for k, case in enumerate(group)]
+    programs = [jax.make_jaxpr(lambda c=case: c.function(*map(constant, c.args)))() for _, case in functions]
+    wanted = {name: jax.tree.leaves(jax.jit(case.function)(*case.args)) for name, case in functions}
+    found: list[str] = []
+    tried: list[tuple[str, Any, float]] = []
+
+    def body() -> list[Any]:
+        results = []
+        for (name, case), program in zip(functions, programs, strict=True):
+            for number, want in enumerate(wanted[name]):
+                for dim in (d for d, n in enumerate(want.shape) if n and n % 8 == 0):
+                    p = Partitioner(("fsdp",), 8)
+                    try:
+                        out = p.run(program.jaxpr, program.consts, [])[number]
+                        results.append(p.split(out, dim).x)
+                    except Exception as error:
+                        found.append(f"{name} along {dim}: {type(error).__name__}: {str(error)[:300]}")
+                        continue
+                    tried.append((f"{name} along {dim}", want, case.tolerance))
+                    specs.append(PartitionSpec(*[None] * dim, "fsdp"))
+        return results
+
+    specs: list[PartitionSpec] = []
+    lined = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
+    results = jax.jit(jax.shard_map(body, mesh=lined, in_specs=(), out_specs=specs, check_vma=False))()
+    for (name, want, tolerance), result in zip(tried, results, strict=True):
+        if (worst := difference(np.asarray(want), np.asarray(result))) > tolerance:
+            found.append(f"{name}: differs by {worst:.1e}")
+    return found
+
+
+def constant(arg: Any) -> jax.Array:
+    """The array, looked up by positions: what the partitioner knows without data."""
+    arg = np.asarray(arg)
+    strides = [int(np.prod(arg.shape[d + 1 :])) for d in range(arg.ndim)]
+    places = sum(jax.lax.broadcasted_iota(int, arg.shape, d) * stride for d, stride in enumerate(strides))
+    return jnp.asarray(arg.reshape(-1))[places]
+
+
+def difference(want: np.ndarray, got: np.ndarray) -> float:
+    """The largest difference of any device's copy, relative to the largest number; NaN equals NaN."""
+    if want.dtype != got.dtype:
+        return np.inf
+    if want.dtype.kind not in "fc" and want.dtype != jnp.bfloat16:
+        return float((want != got).any())
+    wide_type = np.complex128 if want.dtype.kind == "c" else np.float64
+    want, got = np.broadcast_to(want, got.shape).astype(wide_type), got.astype(wide_type)
+    if (np.isnan(want) != np.isnan(got)).any():
+        return np.inf
+    scale = np.abs(want[np.isfinite(want)]).max(initial=1e-30)
+    with np.errstate(invalid="ignore"):
+        return float(np.nan_to_num(np.where(want == got, 0, np.abs(want - got))).max(initial=0) / scale)
+
+
+@functools.cache
+def chunks() -> dict[str, dict[str, list[Case]]]:
+    """The cases in programs of a dozen primitives."""
+    found = {}
+    for family, cases in FAMILIES.items():
+        names = [name for name in cases if is_here(name) and cases[name] and name not in NOT_COMPILED]
+        for start in range(0, len(names), 12):
+            found[f"{family} {start // 12}"] = {name: cases[name] for name in names[start : start + 12]}
+    return found
+
+
+@pytest.mark.parametrize("mesh", ["8", wide("2x4")])
+@pytest.mark.parametrize("chunk", list(chunks()))
+def test_every_rule_equals_one_device(chunk: str, mesh: str) -> None:
+    assert failures(chunks()[chunk], mesh) == []
+
+
+@pytest.mark.parametrize("chunk", list(chunks()))
+def test_shards_of_constants_equal_one_device(chunk: str) -> None:
+    assert failures_of_constants(chunks()[chunk]) == []
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_typed_keys_pass_every_operation_on_shapes(mesh: str) -> None:
+    assert failures({"keys": KEYS}, mesh) == []
+
+
+def test_no_rule_is_without_a_case() -> None:
+    elsewhere = {name for name, rule in RULES.items() if rule.__module__.endswith(OWN_TESTS)}
+    assert set(RULES) - elsewhere - set(CASES) == {"closed_call", "ragged_dot"}
+    assert {name for name in CASES if is_here(name) and not CASES[name]} <= {"compute_on", "xla_metadata_call"}
+
+
+def test_every_case_has_its_primitive() -> None:
+    for name, cases in CASES.items():
+        for number, case in enumerate(cases if is_here(name) else []):
+            assert name in primitives_in(jax.make_jaxpr(case.function)(*case.args)), f"{name} {number}"
+
+
+def primitives_in(jaxpr: Any) -> set[str]:
+    found = set()
+    for eqn in jaxpr.eqns:
+        found.add(eqn.primitive.name)
+        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                found |= primitives_in(inner)
+    return found
+
+
+def wrong_result(p: Any, eqn: Any, values: list[Value]) -> list[Value]:
+    return [Value(x, values[0].state) for x in p.bind(eqn, [v.x * 2 for v in values])]
+
+
+def wrong_state(p: Any, eqn: Any, values: list[Value]) -> list[Value]:
+    return [Value(x) for x in p.bind(eqn, [v.x for v in values])]
+
+
+@pytest.mark.parametrize("rule", [wrong_result, wrong_state])
+def test_a_broken_rule_is_seen(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "cos", rule)
+    assert failures({"cos": CASES["cos"]}, "8") != []
+
+
+def test_a_wrong_entry_for_partial_values_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "SUMS", linear.SUMS | {"tanh"})
+    found = failures({"tanh": CASES["tanh"]}, "8")
+    assert len(found) == 1 and "('partial',)" in found[0]
+
+
+def test_a_maximum_that_is_not_taken_over_the_shards_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RULES, "reduce_max", lambda p, e, vs: [Value(x) for x in p.bind(e, [v.x for v in vs])])
+    assert any("differs" in failure for failure in failures({"reduce_max": CASES["reduce_max"][:1]}, "8"))

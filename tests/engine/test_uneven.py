@@ -1,0 +1,643 @@
+"""Parameters that no dim divides: stored padded, read without the padding, trained like on one device."""
+
+import functools
+import json
+import math
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import safetensors.numpy
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+import jshard as js
+from jshard import checkpoint
+from jshard.errors import AnnotationError
+from jshard.inspect.memory import memory_of
+from jshard.plans.padding import padding_of
+from tests.helpers import Config, Decoder, builder, compile_to_read, fresh, loss_fn, placed, token_batch, with_placement
+from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, Trained, compare, flat, train, worst
+from tests.wide import wide
+
+UNEVEN, EVEN = (251, 47, 151), (256, 64, 256)  # vocabulary, width, hidden: nothing divides the first ones
+GPT2_VOCABULARY = 50257
+ADAMW = optax.adamw(1e-2, eps=1e-3)  # gradients that are zero but for rounding stay small
+
+
+def config(sizes=UNEVEN, *, tied: bool = True, scanned: bool = False, layers: int = 1) -> Config:
+    vocab, width, hidden = sizes
+    return Config(
+        layers=layers, width=width, hidden=hidden, vocab=vocab, tied=tied, scanned=scanned, heads=1, attends=False
+    )
+
+
+def mesh_of(degree: str) -> jax.sharding.Mesh:
+    if degree == "2x4":
+        return js.mesh(replica=2, fsdp=4)
+    return js.mesh(devices=jax.devices()[: int(degree)])
+
+
+def annotator(mesh, **settings):
+    """Everything is cut along its first dim that indexes no layers, biases too: all are padded where it is odd."""
+
+    def annotate(model: Decoder) -> None:
+        stacked = int(model.config.scanned)
+        first = lambda path, shape: stacked
+        for block in [model.blocks] if stacked else model.blocks:
+            js.fully_shard(block, mesh=mesh, **with_placement(shard_dim=first, stacked=stacked, **settings))
+        precision = {k: v for k, v in settings.items() if k == "mixed_precision"}
+        js.fully_shard(model, mesh=mesh, **with_placement(shard_dim=0, **precision))
+
+    return annotate
+
+
+@functools.cache
+def batch(vocab: int, size: int = 16) -> tuple[np.ndarray, np.ndarray]:
+    return token_batch(Config(vocab=vocab), batch=size, length=4)
+
+
+@functools.cache
+def one_device(made: Config, size: int = 16) -> Trained:
+    return train(fresh(builder(made)), loss_fn, batch(made.vocab, size), steps=3, tx=ADAMW)
+
+
+def assert_like_one_device(made: Config, mesh, size: int = 16, grad=None, **settings) -> None:
+    model = placed(builder(made), annotator(mesh, **settings))
+    found = train(model, loss_fn, batch(made.vocab, size), steps=3, tx=ADAMW, grad=grad)
+    wanted = one_device(made, size)
+    apart = compare(found, wanted)
+    assert apart.gradient <= GRADIENT_TOLERANCE, apart
+    assert apart.parameters <= PARAMETER_TOLERANCE, apart
+    assert found.traces == 1
+    table = "embed/embedding"
+    assert found.gradients[table].shape == (made.vocab, made.width)
+    assert worst(found.gradients[table], wanted.gradients[table]) <= GRADIENT_TOLERANCE
+    moved = np.abs(found.parameters[table] - np.asarray(fresh(builder(made)).embed.embedding[...]))
+    assert moved.max(1).min() > 0  # every row was updated, those of the last device too
+    for variable in jax.tree.leaves(nnx.state(model, nnx.Param), is_leaf=lambda x: isinstance(x, nnx.Variable)):
+        assert not np.asarray(variable.get_raw_value())[tuple(slice(n, None) for n in variable.shape[:1])].any()
+
+
+@pytest.mark.parametrize(("tied", "degree"), [(True, "1"), wide(False, "2"), (True, "8"), wide(False, "2x4")])
+def test_equal_to_one_device(tied, degree):
+    assert_like_one_device(config(tied=tied), mesh_of(degree))
+
+
+def test_sizes_that_divide_are_equal_too():
+    """The same annotation; tests/engine/test_parity.py has all degrees of such sizes."""
+    assert_like_one_device(config(EVEN, tied=False), mesh_of("2x4"))
+
+
+@pytest.mark.parametrize("degree", [3, wide(5), wide(6)])
+def test_on_odd_numbers_of_devices(degree):
+    assert_like_one_device(config(), mesh_of(str(degree)), size=30)
+
+
+@pytest.mark.parametrize("reshard", [False, 4])
+def test_copies_that_are_kept_whole_or_in_part(reshard):
+    assert_like_one_device(config(), js.mesh(), reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("sync", ["each", "last"])
+def test_accumulated(sync):
+    grad = lambda loss: js.value_and_grad(loss, accumulate=2, sync=sync)
+    assert_like_one_device(config(), js.mesh(), grad=grad)
+
+
+def test_in_host_memory():
+    assert_like_one_device(config(), js.mesh(), offload="params")
+
+
+def test_from_host_memory_to_another_degree(tmp_path):
+    saved = placed(builder(config()), annotator(js.mesh(), offload="params"))
+    checkpoint.save(tmp_path / "one", saved)
+    like = js.abstract_init(builder(config()), annotator(mesh_of("2"), offload="params"))
+    found = checkpoint.restore(tmp_path / "one", like=like)
+    for path, x in flat(nnx.state(saved, nnx.Param)).items():
+        np.testing.assert_array_equal(flat(nnx.state(found, nnx.Param))[path], x)
+    kernel = found.blocks[0].up.kernel
+    assert kernel.get_raw_value().shape == (48, 151)
+    assert kernel.sharding.memory_kind == "pinned_host"
+
+
+@pytest.mark.parametrize("sync", [None, "last"])
+def test_in_a_stack_of_layers(sync):
+    grad = sync and (lambda loss: js.value_and_grad(loss, accumulate=2, sync=sync))
+    assert_like_one_device(config(scanned=True, layers=3), js.mesh(replica=2), grad=grad)
+
+
+def test_in_half_precision_it_is_what_an_even_mesh_gives():
+    precision = js.MixedPrecision(param="bfloat16", reduce="float32")
+    found, wanted = (
+        train(placed(builder(config()), annotator(mesh, mixed_precision=precision)), loss_fn, batch(251), steps=1)
+        for mesh in (js.mesh(), mesh_of("1"))
+    )
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=2e-3)
+    for name, gradient in wanted.gradients.items():
+        assert worst(found.gradients[name], gradient) < 3e-2, name
+
+
+class Tower(nnx.Module):
+    """Layers in a loop, and parameters that are read outside their units."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.layers = nnx.List([nnx.Linear(47, 47, rngs=rngs) for _ in range(3)])
+        self.scale = nnx.Param(jnp.linspace(0.5, 1.5, 47))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        penalty = (self.layers[0].kernel[...] ** 2).mean() + self.layers[1].bias[...].mean()
+        x = js.scan_layers(self.layers, x * self.scale[None])
+        return x + penalty * self.scale[-1]
+
+
+def tower() -> Tower:
+    return Tower(nnx.Rngs(0))
+
+
+def shard_tower(model: Tower) -> None:
+    js.fully_shard(model, mesh=js.mesh(replica=2), units=nnx.Linear, placement=js.ShardPlacement(shard_dim=0))
+
+
+def test_a_loop_over_layers_and_reads_outside_their_units():
+    rows = np.random.default_rng(0).standard_normal((16, 47)).astype(np.float32)
+    loss = lambda model, x: (model(x) ** 2).mean()
+    found = train(placed(tower, shard_tower), loss, (rows,), steps=2, tx=ADAMW)
+    apart = compare(found, train(tower(), loss, (rows,), steps=2, tx=ADAMW))
+    assert max(apart.gradient, apart.parameters) <= GRADIENT_TOLERANCE, apart
+    js.check(placed(tower, shard_tower), rows)
+
+
+def test_with_a_tensor_axis_on_another_dim():
+    def build() -> nnx.Linear:
+        model = nnx.Linear(47, 48, use_bias=False, rngs=nnx.Rngs(0))
+        model.kernel.set_metadata(out_sharding=(None, "tensor"))
+        return model
+
+    mesh = js.mesh(fsdp=4, tensor=2)
+    model = js.shard_init(
+        build, lambda model: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+    )
+    assert model.kernel.get_raw_value().addressable_shards[0].data.shape == (12, 24)
+    rows = np.random.default_rng(0).standard_normal((8, 47)).astype(np.float32)
+    js.shard_optimizer(model, ADAMW)
+    grad = lambda model, x: nnx.grad(lambda model: (model(x) ** 2).mean())(model)
+    found, wanted = nnx.jit(grad)(model, rows), grad(nnx.Linear(47, 48, use_bias=False, rngs=nnx.Rngs(0)), rows)
+    assert worst(np.asarray(found["kernel"][...]), np.asarray(wanted["kernel"][...])) <= GRADIENT_TOLERANCE
+
+
+# What the user sees: logical shapes and values.
+
+
+class Table(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(jax.random.normal(rngs.params(), (501, 47)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return x @ self.kernel
+
+
+def table() -> Table:
+    return Table(nnx.Rngs(0))
+
+
+def shard_table(model: Table) -> None:
+    js.fully_shard(model, mesh=js.mesh())
+
+
+def plain_values() -> np.ndarray:
+    return np.asarray(table().kernel[...])
+
+
+def test_born_padded_with_the_values_of_the_plain_model():
+    model = js.shard_init(table, shard_table)
+    kernel = model.kernel
+    assert kernel.shape == (501, 47) and (kernel.ndim, kernel.size, len(kernel)) == (2, 501 * 47, 501)
+    np.testing.assert_array_equal(kernel[...], plain_values())
+    stored = kernel.get_raw_value()
+    assert stored.shape == (504, 47) and {s.data.shape for s in stored.addressable_shards} == {(63, 47)}
+    assert not np.asarray(stored)[501:].any()
+    assert type(kernel).__name__ == "Param" and isinstance(kernel, nnx.Param)
+    abstract = js.abstract_init(table, shard_table).kernel
+    assert abstract.shape == (501, 47) and abstract.get_raw_value().sharding == stored.sharding
+
+
+def test_reads_are_of_the_logical_array():
+    kernel, values = placed(table, shard_table).kernel, plain_values()
+    np.testing.assert_array_equal(kernel[-1], values[-1])
+    np.testing.assert_array_equal(kernel[490:, 3], values[490:, 3])
+    np.testing.assert_allclose(kernel.mean(), values.mean(), rtol=1e-4)
+    np.testing.assert_allclose(jnp.mean(kernel), values.mean(), rtol=1e-4)
+    assert kernel.T.shape == (47, 501) and (kernel + 1).shape == (501, 47)
+    assert nnx.to_pure_dict(nnx.state(kernel_holder := placed(table, shard_table)))["kernel"].shape == (501, 47)
+    assert nnx.state(kernel_holder)["kernel"].shape == (501, 47)
+
+
+def test_writes_are_of_the_logical_array():
+    model, values = placed(table, shard_table), plain_values()
+    stored = model.kernel.get_raw_value().sharding
+    for write in (
+        lambda: model.kernel.set_value(2 * values),
+        lambda: model.kernel.__setitem__(..., 2 * values),
+        lambda: nnx.update(model, {"kernel": jnp.asarray(2 * values)}),
+        lambda: nnx.update(model, jax.tree.map(lambda x: 2 * x, nnx.state(table()))),
+    ):
+        model.kernel[...] = jnp.zeros((501, 47))
+        write()
+        np.testing.assert_array_equal(model.kernel[...], 2 * values)
+        assert model.kernel.get_raw_value().shape == (504, 47)
+    model.kernel[-1] = jnp.zeros(47)
+    assert not np.asarray(model.kernel[-1]).any() and np.asarray(model.kernel[-2]).any()
+    assert model.kernel.get_raw_value().sharding == stored
+
+
+def test_a_padded_model_is_cloned_split_and_pickled():
+    model = placed(table, shard_table)
+    for again in (nnx.clone(model), nnx.merge(*nnx.split(model)), pickle.loads(pickle.dumps(nnx.graphdef(model)))):
+        if isinstance(again, nnx.GraphDef):
+            again = nnx.merge(again, nnx.state(model))
+        assert type(again.kernel) is type(model.kernel)
+        np.testing.assert_array_equal(again.kernel[...], plain_values())
+
+
+def test_an_average_kept_by_flax_is_right():
+    for model in (table(), model_ := placed(table, shard_table)):
+        ema = nnx.EMA(nnx.state(model, nnx.Param), decay=0.5)
+        model.kernel[...] = jnp.zeros((501, 47))
+        ema.update(nnx.state(model, nnx.Param))
+        averaged = jax.tree.leaves(ema.params, is_leaf=lambda x: isinstance(x, nnx.Variable))[0]
+        np.testing.assert_allclose(averaged[...], plain_values() / 2, rtol=1e-6)
+    assert model_.kernel.get_raw_value().shape == (504, 47)
+
+
+# Optimizers see logical arrays: means over them are exact.
+
+OPTIMIZERS = {
+    "adamw": lambda: ADAMW,
+    "adafactor": lambda: optax.adafactor(1e-2, min_dim_size_to_factor=32),
+    "adafactor, not factored": lambda: optax.adafactor(1e-2, factored=False),
+    "muon": lambda: optax.contrib.muon(1e-2),
+    "lamb": lambda: optax.lamb(1e-2),
+    "lion": lambda: optax.lion(1e-3),
+    "global norm": lambda: optax.chain(optax.clip_by_global_norm(1e-2), optax.adam(1e-2, eps=1e-3)),
+    "block rms": lambda: optax.chain(optax.clip_by_block_rms(1e-4), optax.sgd(1.0)),
+    "centralized": lambda: optax.chain(optax.centralize(), optax.sgd(1.0, momentum=0.9)),
+    "several steps": lambda: optax.MultiSteps(ADAMW, 2).gradient_transformation(),
+}
+
+
+def table_loss(model: Table) -> jax.Array:
+    """In global view, outside any call."""
+    kernel = model.kernel[...]
+    return ((kernel - jnp.sin(jnp.arange(501.0)[:, None])) ** 4).mean()
+
+
+@nnx.jit
+def table_step(model: Table, optimizer: nnx.Optimizer) -> None:
+    optimizer.update(model, nnx.grad(table_loss)(model))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_updates_of_one_device(name):
+    found, wanted = placed(table, shard_table), table()
+    optimizer, plain = (
+        js.shard_optimizer(found, OPTIMIZERS[name]()),
+        nnx.Optimizer(wanted, OPTIMIZERS[name](), wrt=nnx.Param),
+    )
+    for _ in range(3):
+        table_step(found, optimizer)
+        table_step(wanted, plain)
+    np.testing.assert_allclose(found.kernel[...], wanted.kernel[...], rtol=0, atol=2e-6)
+    assert np.abs(wanted.kernel[...] - plain_values()).max() > 1e-4  # it did train
+    shapes = lambda optimizer: jax.tree.map(jnp.shape, nnx.to_pure_dict(nnx.state(optimizer)))
+    assert shapes(optimizer) == shapes(plain)
+    for x in jax.tree.leaves(nnx.state(optimizer)):
+        assert x.nbytes < 4096 or {s.data.nbytes for s in x.addressable_shards} == {x.nbytes // 8}
+    assert memory_of(js.plan(found), optimizer=OPTIMIZERS[name]()).optimizer_bytes == sum(
+        x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(nnx.state(optimizer))
+    )
+
+
+def test_an_update_gathers_no_parameter():
+    model = placed(table, shard_table)
+    for name in ("adamw", "adafactor", "muon", "lamb"):
+        optimizer = js.shard_optimizer(model, OPTIMIZERS[name]())
+        text = table_step.lower(model, optimizer).compile().as_text()
+        gathered = [math.prod(map(int, found.split(","))) for found in _shapes_of_gathers(text)]
+        assert max(gathered, default=0) <= 504, name  # rows of Adafactor's
+
+
+def _shapes_of_gathers(text: str) -> list[str]:
+    lines = [line for line in text.splitlines() if " all-gather(" in line or " all-to-all(" in line]
+    return [line.split("[", 1)[1].split("]", 1)[0] for line in lines]
+
+
+# Any other optimizer sees stored arrays: without js.shard_optimizer there are no gradients for it.
+
+
+def by_rows() -> optax.GradientTransformation:
+    """A user's own transformation, with a mean over rows."""
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda g: -0.1 * g / jnp.sqrt((g**2).mean(0, keepdims=True) + 1e-12), grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def called_loss(model: Table, x: jax.Array) -> jax.Array:
+    return ((model(x) - 1) ** 2).mean()
+
+
+def with_an_optimizer(model: Table, x: jax.Array) -> None:
+    optimizer = nnx.Optimizer(model, by_rows(), wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(called_loss)(model, x))
+
+
+def with_optax(model: Table, x: jax.Array) -> None:
+    tx, params = OPTIMIZERS["adafactor"](), nnx.state(model, nnx.Param)
+    state = tx.init(params)
+    updates, state = tx.update(nnx.grad(called_loss)(model, x), state, params)
+    nnx.update(model, optax.apply_updates(params, updates))
+
+
+def by_hand(model: Table, x: jax.Array) -> None:
+    grads = nnx.grad(called_loss)(model, x)
+    nnx.update(model, jax.tree.map(lambda p, g: p - g / jnp.abs(g).mean(), nnx.state(model, nnx.Param), grads))
+
+
+def accumulated(model: Table, x: jax.Array) -> None:
+    js.value_and_grad(called_loss, accumulate=2, sync="last")(model, x)
+
+
+def in_global_view(model: Table, x: jax.Array) -> None:
+    with js.global_view():
+        by_hand(model, x)
+
+
+def inside_jit_and_checkpoint(model: Table, x: jax.Array) -> None:
+    loss = jax.checkpoint(lambda params, rest: jax.jit(called_loss)(nnx.merge(graphdef, params, rest), x))
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    jax.grad(loss)(params, rest)
+
+
+@functools.cache
+def rows() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((16, 501), np.float32)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "update",
+    [with_an_optimizer, with_optax, by_hand, accumulated, in_global_view, inside_jit_and_checkpoint],
+    ids=lambda update: update.__name__,
+)
+def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_padding(update, jit):
+    model = placed(table, shard_table)
+    with pytest.raises(AnnotationError, match=r"kernel  float32\[501, 47\], stored \[504, 47\]") as refused:
+        jit(update)(model, rows())
+    assert refused.value.do == "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
+    np.testing.assert_array_equal(model.kernel[...], plain_values())
+
+
+@pytest.mark.parametrize("tx", [by_rows, OPTIMIZERS["adafactor"]], ids=["own", "adafactor"])
+def test_with_shard_optimizer_any_transformation_updates_as_on_one_device(tx):
+    found, wanted = placed(table, shard_table), table()
+    for model, optimizer in ((found, js.shard_optimizer), (wanted, functools.partial(nnx.Optimizer, wrt=nnx.Param))):
+        held = optimizer(model, tx())
+        for _ in range(3):
+            held.update(model, nnx.grad(called_loss)(model, rows()))
+    assert worst(np.asarray(found.kernel[...]), np.asarray(wanted.kernel[...])) <= 1e-6
+    assert np.abs(wanted.kernel[...] - plain_values()).max() > 1e-2  # it did train
+
+
+def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
+    class Adapted(nnx.Module):
+        def __init__(self):
+            self.table, self.adapter = table(), nnx.LoRAParam(jnp.ones((47, 8)))
+
+        def __call__(self, x):
+            return self.table(x) @ self.adapter
+
+    model = placed(Adapted, shard_table)
+    np.testing.assert_allclose(model(rows()), Adapted()(rows()), rtol=1e-4, atol=1e-4)
+    assert js.check(model, rows()).worst < 1e-4
+    loss = lambda model, x: (model(x) ** 2).mean()
+    assert "activations" in str(js.explain(model, loss=loss, batch=rows()))
+    for grad in (nnx.grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam)), js.value_and_grad(loss, wrt=nnx.LoRAParam)):
+        assert jax.tree.leaves(nnx.jit(lambda model, x, grad=grad: grad(model, x))(model, rows()))
+    with pytest.raises(AnnotationError, match="Adapted: table/kernel "):
+        nnx.grad(loss)(model, rows())
+
+
+def test_an_optimizer_counts_for_its_model_only_and_for_copies_of_it():
+    graphdef, state = nnx.split(model := placed(table, shard_table))
+    step = nnx.jit(lambda model, x: nnx.grad(called_loss)(model, x))
+    js.shard_optimizer(model, optax.sgd(1e-2))
+    for one in (model, nnx.clone(model), nnx.merge(graphdef, state)):
+        step(one, rows())
+    with pytest.raises(AnnotationError, match=r"js\.shard_optimizer was not called"):
+        step(placed(table, shard_table), rows())
+
+
+# Where padding is chosen, and what the plan says of it.
+
+
+def plan_of(vocab: int, width: int, mesh, **settings) -> js.ShardPlan:
+    made = Config(layers=1, width=width, hidden=4 * width, vocab=vocab, heads=1, attends=False)
+    settings = {"allow_replicated": ["*/bias"]} | settings
+    return js.plan(
+        js.abstract_init(builder(made), lambda model: js.fully_shard(model, mesh=mesh, **with_placement(**settings)))
+    )
+
+
+@pytest.mark.parametrize("devices", [8, 512])
+def test_the_vocabulary_of_gpt2(devices):
+    mesh = js.mesh(devices=devices)
+    by_rows = lambda path, shape: 0 if path == "embed/embedding" else None
+    rows = -(-GPT2_VOCABULARY // devices)
+    for settings in ({}, {"shard_dim": by_rows}):
+        placement = plan_of(GPT2_VOCABULARY, 768, mesh, **settings).leaf("embed/embedding").placement
+        assert placement.shape == (GPT2_VOCABULARY, 768)
+        if devices == 8 and not settings:
+            assert (placement.dim, placement.padding) == (1, 0)  # 768 divides
+            assert placement.bytes_per_device == GPT2_VOCABULARY * 96 * 4
+        else:
+            assert (placement.dim, placement.stored_shape) == (0, (rows * devices, 768))
+            assert placement.bytes_per_device == rows * 768 * 4
+            assert placement.gathered_bytes == rows * devices * 768 * 4
+            assert placement.logical_bytes == GPT2_VOCABULARY * 768 * 4
+
+
+def test_the_plan_survives_json_with_its_padding():
+    plan = plan_of(GPT2_VOCABULARY, 768, js.mesh(devices=512))
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    assert plan.num_parameters == GPT2_VOCABULARY * 768 + 2 * 4 * 768 * 768 + 5 * 768 + 2 * 768
+
+
+def test_explain_tells_of_the_padding():
+    explained = js.explain(plan_of(GPT2_VOCABULARY, 768, js.mesh(devices=512)), leaves=True)
+    assert "  embed/embedding [50257, 768]: dim 0 50257 -> 50688" in str(explained)
+    assert "(fsdp, -) padded by 431" in str(explained)
+    assert "Padded" not in str(js.explain(plan_of(256, 64, js.mesh())))
+
+
+def test_a_dim_that_divides_comes_first_and_the_least_padding_next():
+    place = lambda *sizes: plan_of(*sizes, js.mesh(), allow_replicated=["blocks/*"]).leaf("embed/embedding").placement
+    assert (place(2001, 48).dim, place(2001, 48).padding) == (1, 0)
+    assert (place(2001, 47).dim, place(2001, 47).padding) == (0, 7)
+    assert (place(601, 601).dim, place(47, 599).dim) == (0, 1)
+
+
+def test_small_parameters_and_those_that_are_named_stay_replicated():
+    placement = lambda **settings: js.plan(js.abstract_init(table, lambda m: shard(m, **settings))).leaf("kernel")
+    shard = lambda model, **settings: js.fully_shard(model, mesh=js.mesh(), **with_placement(**settings))
+    assert placement().placement.padding == 3
+    assert placement(allow_replicated=["kernel"]).placement.because == "no dim divides by 8 (shape (501, 47))"
+    assert placement(min_size=10**6).placement.because.startswith("smaller than min_size")
+    assert placement(ignored="kernel").placement.dim is None
+    assert plan_of(47, 47, js.mesh(), allow_replicated=["*"]).leaf("embed/embedding").placement.dim is None
+
+
+def test_the_root_may_name_what_a_unit_would_pad():
+    """The unit is annotated first, and has padded it by then."""
+    model = nnx.List([table()])
+    js.fully_shard(model[0], mesh=js.mesh())
+    assert padding_of(model[0].kernel) is not None
+
+    class Root(nnx.Module):
+        def __init__(self, tables):
+            self.tables = tables
+
+        def __call__(self, x):
+            return self.tables[0](x)
+
+    root = Root(model)
+    js.fully_shard(root, mesh=js.mesh(), placement=js.ShardPlacement(allow_replicated=["tables/0/kernel"]))
+    assert js.plan(root).leaf("tables/0/kernel").placement.dim is None
+    assert padding_of(root.tables[0].kernel) is None
+    np.testing.assert_array_equal(root.tables[0].kernel.get_raw_value(), plain_values())
+
+
+def test_the_compiled_program_sends_what_the_plan_says():
+    model = js.abstract_init(builder(config(scanned=True, layers=3)), annotator(js.mesh(replica=2)))
+    js.shard_optimizer(model, ADAMW)
+    step = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
+    report = js.audit(compile_to_read(step.lower(model, *batch(251)).lowered), model=model)
+    assert report.ok, report
+
+
+# Checkpoints hold logical arrays: padding is a matter of the mesh.
+
+
+# A tied table of GPT-2's vocabulary, whose 12 columns 8 devices do not divide.
+GPT2_TABLE = Config(layers=1, width=12, hidden=20, vocab=GPT2_VOCABULARY, heads=1, attends=False)
+
+
+def trained(mesh) -> tuple[Decoder, nnx.Optimizer]:
+    annotate = lambda model: js.fully_shard(
+        model, mesh=mesh, placement=js.ShardPlacement(allow_replicated=["blocks/*"])
+    )
+    model = placed(builder(GPT2_TABLE), annotate)
+    return model, js.shard_optimizer(model, ADAMW)
+
+
+@functools.cache
+def saved(folder) -> tuple[dict, list[float]]:
+    """Saves after a step on 8 devices; the logical state by path, and the loss of another step."""
+    model, optimizer = trained(js.mesh())
+    step(model, optimizer)
+    checkpoint.save(folder / "run", {"model": model, "optimizer": optimizer})
+    return flat(nnx.state((model, optimizer))), [float(step(model, optimizer))]
+
+
+@nnx.jit
+def step(model: Decoder, optimizer: nnx.Optimizer) -> jax.Array:
+    loss, grads = nnx.value_and_grad(loss_fn)(model, *batch(GPT2_VOCABULARY, 120))
+    optimizer.update(model, grads)
+    return loss
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("uneven")
+
+
+def test_the_vocabulary_of_gpt2_trains_like_on_one_device(folder):
+    plain = builder(GPT2_TABLE)()
+    step(plain, nnx.Optimizer(plain, ADAMW, wrt=nnx.Param))
+    found = saved(folder)[0]["0/embed/embedding"]
+    assert worst(found, np.asarray(plain.embed.embedding[...])) <= PARAMETER_TOLERANCE
+    assert (found != np.asarray(builder(GPT2_TABLE)().embed.embedding[...])).any(1).all()
+
+
+def test_what_is_on_disk_is_logical(folder):
+    saved(folder)
+    stored = ocp.metadata(str(folder / "run")).metadata
+    moment = stored["optimizer"]["opt_state"]["0"]["mu"]["embed"]["embedding"]
+    assert tuple(stored["model"]["embed"]["embedding"].shape) == tuple(moment.shape) == (GPT2_VOCABULARY, 12)
+    manifest = json.loads(json.loads((folder / "run" / "jshard.json").read_text())["seal"])
+    assert manifest["leaves"]["model/embed/embedding"]["shape"] == [GPT2_VOCABULARY, 12]
+    plain = builder(GPT2_TABLE)()
+    restored = checkpoint.restore(folder / "run", like={"model": plain}, only="params")["model"]
+    np.testing.assert_array_equal(restored.embed.embedding[...], saved(folder)[0]["0/embed/embedding"])
+
+
+@pytest.mark.parametrize("degree", ["1", "3", "5", "6", "2x4"])
+def test_a_checkpoint_goes_to_any_mesh(folder, degree):
+    wanted, _ = saved(folder)
+    mesh = mesh_of(degree)
+    annotate = lambda model: js.fully_shard(model, mesh=mesh, placement=js.ShardPlacement(shard_dim=0))
+    model = js.abstract_init(builder(GPT2_TABLE, seed=1), annotate)
+    like = {"model": model, "optimizer": js.shard_optimizer(model, ADAMW)}
+    restored = checkpoint.restore(folder / "run", like=like)
+    found = flat(nnx.state((restored["model"], restored["optimizer"])))
+    assert found.keys() == wanted.keys()
+    for name, x in wanted.items():
+        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    raw = restored["model"].embed.embedding.get_raw_value()
+    assert raw.shape[0] % mesh.shape["fsdp"] == 0 and not np.asarray(raw)[GPT2_VOCABULARY:].any()
+
+
+def test_training_goes_on_from_a_checkpoint(folder):
+    _, (loss,) = saved(folder)
+    model, optimizer = trained(mesh_of("2x4"))
+    restored = checkpoint.restore(folder / "run", like={"model": model, "optimizer": optimizer})
+    np.testing.assert_allclose(float(step(restored["model"], restored["optimizer"])), loss, rtol=2e-6)
+
+
+def test_layers_are_stacked_and_taken_apart_on_other_meshes(tmp_path):
+    stacked = placed(builder(config(scanned=True, layers=3)), annotator(js.mesh()))
+    checkpoint.save(tmp_path / "stacked", {"model": stacked})
+    apart = js.abstract_init(builder(config(layers=3)), annotator(mesh_of("5")))
+    apart = checkpoint.restore(tmp_path / "stacked", like={"model": apart})["model"]
+    checkpoint.save(tmp_path / "apart", {"model": apart})
+    for i, block in enumerate(apart.blocks):
+        np.testing.assert_array_equal(block.up.kernel[...], stacked.blocks.up.kernel[...][i])
+    like = js.abstract_init(builder(config(scanned=True, layers=3)), annotator(mesh_of("2x4")))
+    again = checkpoint.restore(tmp_path / "apart", like={"model": like})["model"]
+    for name, x in flat(nnx.state(stacked)).items():
+        np.testing.assert_array_equal(flat(nnx.state(again))[name], x)
+
+
+def test_a_state_within_a_pytree_and_what_others_wrote(tmp_path):
+    model = placed(table, shard_table)
+    checkpoint.save(tmp_path / "run", {"averages": {"slow": nnx.state(model)}})
+    (leaf,) = checkpoint.manifest.read(tmp_path / "run").leaves.values()
+    assert leaf.shape == (501, 47)
+    like = {"averages": {"slow": nnx.state(js.abstract_init(table, shard_table))}}
+    restored = checkpoint.restore(tmp_path / "run", like=like)["averages"]["slow"]["kernel"]
+    np.testing.assert_array_equal(restored[...], plain_values())
+
+    safetensors.numpy.save_file({"kernel": 2 * plain_values()}, tmp_path / "model.safetensors")
+    foreign = checkpoint.restore(tmp_path / "model.safetensors", like=js.abstract_init(table, shard_table))
+    np.testing.assert_array_equal(foreign.kernel[...], 2 * plain_values())
+    assert not np.asarray(foreign.kernel.get_raw_value())[501:].any()
+
+
+def test_values_go_into_a_plain_model():
+    model, plain = placed(table, shard_table), Table(nnx.Rngs(1))
+    nnx.update(plain, nnx.to_pure_dict(nnx.state(model)))
+    np.testing.assert_array_equal(plain.kernel.get_raw_value(), plain_values())

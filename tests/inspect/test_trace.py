@@ -1,0 +1,487 @@
+"""The ruler: unions of intervals, not sums; whole steps by the devices' own work; a real profile of eight devices."""
+
+import itertools
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.errors import RunError, ShardingError
+from jshard.inspect.profile.ops import Ops
+from jshard.inspect.profile.planes import Event
+from jshard.inspect.profile.shares import common, length, shared_out, union, without
+from tests.inspect.made_up_profiles import event, kernel, marks, plane, thunk, write
+from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered
+
+PROGRAM = program(
+    gather("all-gather-start.1", 1),
+    dot("fusion.1"),
+    gathered("all-gather-done.1", "all-gather-start.1"),
+    dot("fusion.2"),
+    scatter("reduce-scatter-start.1", 2, unit="blocks/1"),
+    dot("fusion.3"),
+    scattered("reduce-scatter-done.1", "reduce-scatter-start.1"),
+    dot("fusion.4"),
+)
+
+
+def parts(shares):
+    """Computing, communicating, both and idle in microseconds."""
+    found = shares.computing_s, shares.communicating_s, shares.both_s, shares.idle_s
+    return tuple(round(part_s * 1e6, 6) for part_s in found)
+
+
+# ---- intervals
+
+
+def bitmap(intervals, size=64):
+    covered = np.zeros(size, bool)
+    for begin, end in intervals:
+        covered[begin:end] = True
+    return covered
+
+
+def some_intervals(rng, count):
+    begins, lengths = rng.integers(0, 60, count), rng.integers(0, 12, count)
+    return [(int(b), int(min(60, b + n))) for b, n in zip(begins, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_sets_of_time_are_those_of_a_bitmap(seed):
+    rng = np.random.default_rng(seed)
+    left, right = (some_intervals(rng, int(rng.integers(0, 12))) for _ in range(2))
+    a, b = union(left), union(right)
+    for found, wanted in (
+        (a, bitmap(left)),
+        (common(a, b), bitmap(left) & bitmap(right)),
+        (without(a, b), bitmap(left) & ~bitmap(right)),
+    ):
+        np.testing.assert_array_equal(bitmap(found), wanted)
+        assert length(found) == wanted.sum()
+        assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(found))  # sorted, apart, none empty
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_exposed_time_is_given_out_whole_and_in_equal_parts(seed):
+    rng = np.random.default_rng(seed)
+    owned = [(interval, int(rng.integers(0, 3))) for interval in some_intervals(rng, int(rng.integers(0, 12)))]
+    within = union(some_intervals(rng, 5))
+    maps = {owner: bitmap(i for i, o in owned if o == owner) for owner in range(3)}
+    at_once = sum(maps.values())
+    share = np.divide(bitmap(within), at_once, out=np.zeros(64), where=at_once > 0)
+    found = shared_out(owned, within)
+    for owner, covered in maps.items():
+        assert found.get(owner, 0.0) == pytest.approx((share * covered).sum())
+    assert sum(found.values()) == pytest.approx((bitmap(within) & (at_once > 0)).sum())
+
+
+# ---- platforms
+
+
+def gpu_step(at, device=0):
+    """A step of 100 us from `at` on: two streams of kernels, one of NCCL."""
+    late = 5 * device
+    return {
+        "Stream #14(Compute)": [
+            kernel("fusion.1", at + 10, at + 40),
+            kernel("fusion.1", at + 30, at + 45, name="nested"),  # inside and beyond: a sum would count it twice
+            kernel("fusion.2", at + 45, at + 50),
+            kernel("fusion.3", at + 60, at + 70 + late),
+            kernel("fusion.4", at + 90, at + 100),
+        ],
+        "Stream #15(Compute)": [kernel("fusion.3", at + 62, at + 66, name="beside")],
+        "Stream #20(Memcpy)": [event("MemcpyH2D", at + 50, at + 60)],
+        "Stream #30(Compute)": [
+            kernel("all-gather-start.1", at, at + 20, name="ncclDevKernel_AllGather_RING_LL"),
+            kernel("reduce-scatter-start.1", at + 55, at + 85, name="ncclDevKernel_ReduceScatter_Sum_f32_RING_LL"),
+        ],
+    }
+
+
+def gpu_planes(*begins, devices=2, drop=()):
+    """Planes of GPUs that do a step at each of these times; events named in `drop` (step, operation) are missing."""
+    planes = []
+    for device in range(devices):
+        lines = {}
+        for place, at in enumerate(begins):
+            for line, events in gpu_step(at, device).items():
+                kept = [e for e in events if (place, e[3].get("hlo_op")) not in drop]
+                lines.setdefault(line, []).extend(kept)
+        planes.append(plane(f"/device:GPU:{device}", lines | {"XLA Ops": [event("derived", 0, 1000)]}))
+    return planes
+
+
+def test_gpus_by_streams(tmp_path):
+    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150), marks(11, 12), program=PROGRAM))
+    assert (found.platform, found.devices, [s.number for s in found.steps]) == ("gpu", ("gpu:0", "gpu:1"), [11, 12])
+    for step in found.steps:
+        first, second = step.devices
+        # 10..50, 60..70 and 90..100 compute; 0..20 and 55..85 communicate
+        assert parts(first.shares) == (40, 10 + 5 + 15, 10 + 10, 10)
+        assert parts(second.shares) == (40, 10 + 5 + 10, 10 + 15, 10)
+        assert first.shares.step_s == pytest.approx(100e-6)
+    assert parts(found.shares) == (40, 27.5, 22.5, 10)
+    assert found.shares.hidden == pytest.approx(22.5 / 50)
+    assert found.between_s == pytest.approx(50e-6)
+    rows = {(r.kind, r.unit, r.phase): (r.runs, round(r.in_flight_s * 1e6), r.exposed_s) for r in found.by_unit}
+    assert rows == {
+        ("reduce-scatter", "blocks/1", "backward"): (1, 30, pytest.approx(17.5e-6)),
+        ("all-gather", "blocks/0", "forward"): (1, 20, pytest.approx(10e-6)),
+    }
+    assert sum(r.exposed_s for r in found.by_instruction) == pytest.approx(found.shares.communicating_s)
+    assert [r.name for r in found.by_instruction] == ["reduce-scatter.1", "all-gather.1"]
+
+
+def test_gpus_without_the_programs_text_tell_kinds_only(tmp_path):
+    found = js.trace(write(tmp_path / "host.xplane.pb", *gpu_planes(0, 150, 300)))
+    assert [s.number for s in found.steps] == [1, 2, 3]
+    assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 30, 20, 10), (40, 25, 25, 10)}
+    assert {(r.kind, r.unit) for r in found.by_unit} == {("all-gather", None), ("reduce-scatter", None)}
+    text = str(found)
+    assert "By kind only" in text
+    assert "Units are not known" in text
+    assert "Steps are counted from 1" in text
+    assert "less sure" in text
+
+
+def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
+    events = [
+        kernel("fusion.1", 0, 10),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 10, 30),
+        event("ncclDevKernel_SendRecv", 40, 50),
+        event("gemm_without_operation", 30, 35, hlo_module="step"),
+    ]
+    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/device:GPU:0", {"Stream #14(Compute)": events})))
+    assert parts(found.shares) == (15, 30, 0, 5)
+    assert {r.kind: r.exposed_s for r in found.by_kind} == {
+        "all-reduce": pytest.approx(20e-6),
+        "send or recv": pytest.approx(10e-6),
+    }
+
+
+def tpu_plane(*, runs=((0, 100), (120, 220)), name="/device:TPU:0"):
+    lines = {"Steps": [], "XLA Modules": [], "XLA Ops": [], "Async XLA Ops": []}
+    for number, (at, end) in enumerate(runs):
+        lines["Steps"].append(event(str(number), at, end))
+        lines["XLA Modules"].append(event("step(77)", at, end, run_id=number))
+        lines["XLA Ops"] += [
+            event("%all-gather-start.1 = (f32[1]) all-gather-start(%x)", at, at + 1),
+            event("%fusion.1 = f32[] fusion(%y)", at + 1, at + 30),
+            event("%all-gather-done.1 = f32[] all-gather-done(%z)", at + 30, at + 45),  # waits
+            event("%while.1 = (s32[]) while(%t)", at + 45, at + 95),
+            event("%fusion.2 = f32[] fusion(%y)", at + 50, at + 70),
+            event("%fusion.3 = f32[] fusion(%y)", at + 75, at + 95),
+        ]
+        lines["Async XLA Ops"] += [
+            event("%all-gather-start.1", at, at + 1, flow=number, hlo_op="all-gather-start.1"),
+            event("%all-gather-done.1", at + 40, at + 45, flow=number, hlo_op="all-gather-done.1"),
+            event("%copy-start.3", at + 60, at + 80),
+        ]
+    return plane(name, lines)
+
+
+def test_tpus_by_their_lines(tmp_path):
+    found = js.trace(write(tmp_path / "host.xplane.pb", tpu_plane(), tpu_plane(name="/device:TPU:1"), marks(4, 5)))
+    assert (found.platform, [s.number for s in found.steps]) == ("tpu", [4, 5])
+    # The loop is what it holds: idle are 45..50, 95..100, and 70..75 though memory is copied meanwhile.
+    assert {parts(d.shares) for s in found.steps for d in s.devices} == {(40, 16, 29, 15)}
+    (row,) = found.by_instruction
+    assert (row.kind, row.name, row.runs, round(row.in_flight_s * 1e6)) == ("all-gather", "all-gather.1", 1, 45)
+
+
+def cpu_run(at, run, device=0):
+    return [
+        thunk("all_gather.1", at, at + 10, run=run, device=device),
+        thunk("while.1", at + 10, at + 50, run=run, device=device),
+        thunk("dot.1", at + 12, at + 30, run=run, device=device),
+        thunk("reduce_scatter.1", at + 30, at + 45, run=run, device=device),
+    ]
+
+
+def test_cpus_by_operations_of_threads(tmp_path):
+    """A loop is what it holds, and an operation that other threads finish ends with them."""
+    pool = [thunk("big_fusion", 60, 61, run=5, _p=99)]
+    ends = [event("end: big_fusion", 80, 81, _c=99), event("Rendezvous", 30, 45), event("Wait: 3/8", 0, 90)]
+    other = [*cpu_run(0, 5, device=2048), thunk("big_fusion", 60, 80, run=5, device=2048)]
+    lines = {"worker/1": cpu_run(0, 5), "worker/2": [*pool, *ends], "worker/3": other}
+    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", lines)))
+    assert found.devices == ("cpu:0", "cpu:1")
+    assert {parts(d.shares) for d in found.steps[0].devices} == {(18 + 20, 25, 0, 17)}
+    assert "CPU devices are threads" in str(found)
+
+
+def test_an_operation_has_ended_when_its_thread_begins_the_next_ones(tmp_path):
+    """A CPU's thread says that an operation ended only after what comes next, here a collective that waits."""
+    pool = [thunk("dot.1", 0, 1000, run=5, _p=99), event("ThunkExecutor::Execute", 2000, 9000)]
+    pool += [thunk("all_gather.1", 2000, 8999, run=5), event("end: dot.1", 9001, 9001, _c=99)]
+    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", {"worker/1": pool})))
+    shares = found.steps[0].shares
+    assert shares.both_s == 0.0 and shares.computing_s == pytest.approx(shares.step_s * 2 / 9, rel=1e-3)
+
+
+def test_what_other_programs_do_in_a_step_counts_and_bounds_nothing(tmp_path):
+    lines = {"worker/1": [*cpu_run(0, 5), thunk("copy.7", 50, 90, run=6, module="other")]}
+    lines["worker/1"] += [*cpu_run(200, 7), thunk("copy.7", 245, 250, run=8, module="other")]
+    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", lines), marks(3, 4)))
+    assert found.program == "step"
+    assert [parts(s.shares) for s in found.steps] == [(18, 25, 0, 7), (18 + 5, 25, 0, 2)]
+
+
+def test_collectives_of_a_loop_are_of_their_unit(tmp_path):
+    text = program(
+        *loop("layers", 3),
+        dot("fusion.9"),
+        computations=body("layers", gather("ag.1", 1, unit="blocks/*"), gathered("full", "ag.1"), dot("dot.1")),
+    )
+    events = [thunk("layers_loop", 0, 100, run=1), thunk("fusion.9", 100, 110, run=1)]
+    for at in (0, 30, 60):
+        events += [thunk("ag.1", at, at + 10, run=1), thunk("dot.1", at + 10, at + 30, run=1)]
+    path = write(tmp_path / "a.xplane.pb", plane("/host:CPU", {"worker": events}), program=text)
+    found = js.trace(path)
+    assert parts(found.shares) == (70, 30, 0, 10)
+    (row,) = found.by_unit
+    assert (row.unit, row.runs, round(row.exposed_s * 1e6)) == ("blocks/*", 3, 30)
+
+
+def test_a_text_of_another_compilation_is_noticed(tmp_path):
+    lines = {"worker": [*cpu_run(0, 1), thunk("all-gather-start.1", 50, 60, run=1)]}
+    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", lines), program=PROGRAM))
+    assert any("lacks 2 collectives, such as all_gather.1" in note for note in found.notes)
+
+
+def test_the_timeline_of_a_step(tmp_path):
+    found = js.trace(write(tmp_path / "a.xplane.pb", *gpu_planes(0, 150, 300), marks(1, 2, 3), program=PROGRAM))
+    events = json.loads(found.to_chrome_trace())["traceEvents"]
+    lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    drawn = {event["name"]: (lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"}
+    gather = drawn["all-gather blocks/0 forward (all-gather.1): 20.0 us"]
+    scatter = drawn["reduce-scatter blocks/1 backward (reduce-scatter.1): 30.0 us"]
+    assert gather == ("communication", pytest.approx(20)) and scatter == ("communication", pytest.approx(30))
+    assert drawn["computing: 40.0 us"][0] == drawn["exposed: 15.0 us"][0] == "computation"
+    page = found.to_html()
+    assert all(f'title="{tip}"' in page for tip in drawn)
+    assert "Step 2 of step on gpu:0, measured" in page  # gpu:1 hides more
+    assert "A step (measured" in page
+    assert not any(external in page for external in ("http:", "https:", "href", "url("))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("all-gather-start.12", "all-gather"),
+        ("all_gather.3", "all-gather"),
+        ("reduce-scatter.4.call-done", "reduce-scatter"),
+        ("all-reduce-scatter.1", "reduce-scatter"),  # a TPU's fusion
+        ("psum_invariant.7", "all-reduce"),
+        ("ppermute", "collective-permute"),
+        ("ragged-all-to-all-start", "ragged-all-to-all"),
+        ("all_gather_convert_fusion.2", ""),
+        ("reduce.5", ""),
+        ("fusion.1", ""),
+    ],
+)
+def test_collectives_are_known_by_their_names_where_no_text_is(name, kind):
+    assert Ops(None).of(Event(name, name, 0, 1)).kind == kind
+
+
+# ---- whole steps
+
+
+def test_steps_that_are_cut_off_are_left_out(tmp_path):
+    missing = {(0, "all-gather-start.1"), (0, "fusion.1"), (3, "fusion.4")}
+    planes = gpu_planes(0, 150, 300, 450, drop=missing)
+    found = js.trace(write(tmp_path / "a.xplane.pb", *planes, marks(1, 2, 3, 4), program=PROGRAM))
+    assert [s.number for s in found.steps] == [2, 3]
+    assert "Left out, as the profile does not have all of them: 2 steps." in found.notes
+    chosen = js.trace(tmp_path / "a.xplane.pb", steps=[3])
+    assert [s.number for s in chosen.steps] == [3]
+    assert chosen.between_s == pytest.approx(50e-6)
+
+
+def test_marks_that_are_not_one_per_run_number_nothing(tmp_path):
+    found = js.trace(write(tmp_path / "a.xplane.pb", *gpu_planes(0, 150), marks(8), program=PROGRAM))
+    assert [s.number for s in found.steps] == [1, 2]
+
+
+# ---- files
+
+
+def test_of_a_run_the_newest_profile_with_the_files_of_all_processes(tmp_path):
+    old, new = (tmp_path / "profile" / span for span in ("steps-2-3", "steps-5-6"))
+    write(old / "process-0" / "plugins" / "profile" / "t" / "h.xplane.pb", *gpu_planes(0))
+    for process in (1, 0):
+        write(
+            new / f"process-{process}" / "plugins" / "profile" / "t" / "h.xplane.pb", *gpu_planes(0, 150), marks(5, 6)
+        )
+    (new / "program.txt").write_text(PROGRAM)
+    (tmp_path / "checkpoints").mkdir()
+    found = js.trace(tmp_path)
+    assert found.devices == tuple(f"process {p} gpu:{d}" for p in (0, 1) for d in (0, 1))
+    assert [s.number for s in found.steps] == [5, 6]
+    assert found.has_units
+    assert any(note.startswith("The newest of 2 profiles") for note in found.notes)
+    assert js.trace(tmp_path / "profile" / "steps-2-3").devices == ("gpu:0", "gpu:1")
+
+
+def test_of_several_hosts_those_of_one_time(tmp_path):
+    for time, hosts in (("2026_01", ("a", "b")), ("2026_02", ("a", "b"))):
+        for host in hosts:
+            write(tmp_path / "plugins" / "profile" / time / f"{host}.xplane.pb", *gpu_planes(0, 150))
+    found = js.trace(tmp_path)
+    assert found.devices == ("a gpu:0", "a gpu:1", "b gpu:0", "b gpu:1")
+    assert all("2026_02" in source for source in found.source)
+
+
+# ---- errors
+
+
+def fails(error, path, **arguments):
+    with pytest.raises(error) as caught:
+        js.trace(path, **arguments)
+    return str(caught.value)
+
+
+def test_no_profile(tmp_path):
+    record = "record one: jshard train gpt --profile 10:15, or jax.profiler.trace(FOLDER) around some steps."
+    assert fails(ShardingError, tmp_path / "nowhere") == (
+        f"There is no profile.\n  where: {tmp_path / 'nowhere'}\n"
+        f"  why:   there is no such file or folder.\n  do:    {record}"
+    )
+    assert "no file in it ends in .xplane.pb" in fails(ShardingError, tmp_path)
+    (tmp_path / "run.json").write_text("{}")
+    assert "the run was not profiled" in fails(ShardingError, tmp_path)
+    assert "its name does not end in .xplane.pb" in fails(ShardingError, tmp_path / "run.json")
+
+
+def test_a_truncated_file(tmp_path):
+    path = write(tmp_path / "a.xplane.pb", *gpu_planes(0))
+    path.write_bytes(path.read_bytes()[:-20])
+    text = fails(RunError, path)
+    assert text.startswith(f"The profile cannot be read.\n  where: {path}\n  why:   {path.stat().st_size:,} bytes")
+    assert "only a part of one" in text
+    assert "--profile 10:15" in text
+
+
+def test_an_empty_profile(tmp_path):
+    path = tmp_path / "a.xplane.pb"
+    path.write_bytes(b"")
+    assert fails(RunError, path).startswith(f"The profile has no events of devices.\n  where: {path}\n")
+    write(path, marks(1, 2, 3), plane("/host:CPU", {"python": [event("sleep", 0, 9)]}))
+    assert "3 marks of steps of the host, and nothing that a CPU, GPU or TPU did" in fails(RunError, path)
+
+
+def test_no_whole_step(tmp_path):
+    end = {(0, name) for name in ("fusion.3", "fusion.4", "reduce-scatter-start.1")}
+    path = write(tmp_path / "a.xplane.pb", *gpu_planes(0, drop=end))
+    assert len(js.trace(path).steps) == 1  # nothing tells that it is not whole
+    assert fails(RunError, path, program=PROGRAM) == (
+        f"The profile has no whole step.\n  where: {path}\n"
+        "  why:   1 began or ended in it, and none did both on every device.\n"
+        "  do:    block_until_ready() before jax.profiler.stop_trace(), and profile two steps or more.\n"
+        "         record it again, with whole steps inside: jshard train gpt --profile 10:15"
+    )
+    missing = {(0, "all-gather-start.1"), (1, "fusion.4")}
+    write(path, *gpu_planes(0, 150, drop=missing))
+    assert "2 began or ended in it" in fails(RunError, path, program=PROGRAM)
+
+
+def test_another_program_and_other_steps(tmp_path):
+    path = write(tmp_path / "a.xplane.pb", *gpu_planes(0, 150), marks(7, 8))
+    text = fails(ShardingError, path, program=PROGRAM.replace("HloModule step", "HloModule eval"))
+    assert "the text is of eval; in the profile are step." in text
+    assert fails(ShardingError, path, steps=[8, 9]) == (
+        f"The profile does not have these steps.\n  where: {path}\n"
+        "  why:   asked for 8..9; whole in it: 7..8.\n  do:    steps=range(7, 9), or --steps 6:8"
+    )
+
+
+# ---- a real profile
+
+
+class Block(nnx.Module):
+    def __init__(self, width, rngs):
+        self.up = nnx.Linear(width, 2 * width, rngs=rngs)
+        self.down = nnx.Linear(2 * width, width, rngs=rngs)
+
+    def __call__(self, x):
+        return x + self.down(nnx.gelu(self.up(x)))
+
+
+class Model(nnx.Module):
+    def __init__(self, rngs):
+        self.blocks = nnx.List([Block(64, rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """Three steps of a small model on eight CPU devices, dispatched without waiting, and their program."""
+    model = js.fully_shard(Model(nnx.Rngs(0)), units=Block, mesh=js.mesh())
+    optimizer = js.shard_optimizer(model, optax.sgd(1e-3))
+    x = js.shard_batch(jnp.ones((64, 64)), js.mesh())
+    step = js.train.TrainStep(lambda model, x: (model(x) ** 2).mean(), model, optimizer, x)
+    jax.block_until_ready(step(x))
+    folder = tmp_path_factory.mktemp("profile")
+    with jax.profiler.trace(folder):
+        for number in (11, 12, 13):
+            with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                scalars = step(x)
+        jax.block_until_ready((scalars, step.model_leaves))
+    return folder, step.compiled
+
+
+def test_a_real_profile(profiled):
+    """The four shares sum to the step; each collective of the program is there, as often as it runs, with its unit."""
+    folder, compiled = profiled
+    found = js.trace(folder, program=compiled)
+    assert (found.platform, len(found.devices), [s.number for s in found.steps]) == ("cpu", 8, [11, 12, 13])
+    for device in (d for step in found.steps for d in step.devices):
+        shares = device.shares
+        four = shares.computing_s, shares.communicating_s, shares.both_s, shares.idle_s
+        assert min(four) >= 0
+        assert shares.computing_s > 0
+        assert sum(four) == pytest.approx(shares.step_s, rel=1e-12)
+        exposed_s = sum(time.exposed_s for time in device.collectives)
+        assert exposed_s == pytest.approx(shares.communicating_s, rel=1e-9)
+        in_flight_s = [time.in_flight_s for time in device.collectives]
+        assert max(in_flight_s) - 1e-12 <= shares.communicating_s + shares.both_s <= sum(in_flight_s) + 1e-12
+    windows = js.audit(compiled).schedule.windows
+    assert {row.name for row in found.by_instruction} == {w.name for w in windows}
+    assert {(r.kind, r.unit, r.phase, r.runs) for r in found.by_instruction} == {
+        (w.kind, w.unit, w.phase, w.executions) for w in windows
+    }
+    assert any(row.unit == "blocks/0..1" for row in found.by_unit)
+    assert not any("another compilation" in note for note in found.notes)
+
+
+def test_text_and_json_of_a_real_profile(profiled):
+    folder, compiled = profiled
+    found = js.trace(folder, program=compiled.as_text(), steps=range(12, 14))
+    text = str(found)
+    assert re.match(r"Measured: 2 steps \(12\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
+    assert "both: communication that is hidden" in text
+    assert "blocks/0..1 backward" in text
+    told = json.loads(found.to_json())
+    assert [step["number"] for step in told["steps"]] == [12, 13]
+    assert len(told["steps"][0]["devices"]) == 8
+    for whole in (told["mean"], *told["steps"], *told["steps"][0]["devices"].values()):
+        four = (whole[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s"))
+        assert sum(four) == pytest.approx(whole["step_s"], rel=1e-9)
+    assert sum(row["exposed_s"] for row in told["by_unit"]) == pytest.approx(told["mean"]["communicating_s"], rel=1e-9)
+
+
+def test_without_the_text_a_real_profile_tells_kinds(profiled):
+    folder, _ = profiled
+    found = js.trace(folder)
+    assert {row.kind for row in found.by_kind} == {"all-gather", "reduce-scatter", "all-reduce"}
+    assert {row.unit for row in found.by_unit} == {None}

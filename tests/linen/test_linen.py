@@ -1,0 +1,281 @@
+"""A Linen model under `js.fully_shard`: the gradients of one device, the schedule and the collectives of a unit."""
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax.training.train_state import TrainState
+
+import jshard as js
+from jshard.errors import AnnotationError
+from tests.engine.test_token_chain import Region, regions
+from tests.helpers import compile_to_read, with_placement
+from tests.linen_models import (
+    VOCAB,
+    WIDTH,
+    Block,
+    Decoder,
+    SetupBlock,
+    SetupDecoder,
+    X,
+    Y,
+    assert_equal,
+    cross_entropy,
+    tokens,
+)
+from tests.wide import wide
+
+LAYERS = 5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"prefetch": 0, "remat": "dots"},
+        wide({"prefetch": 2, "reshard_after_forward": 2}),
+        {"prefetch": "40KB", "remat": "full"},
+        wide({"prefetch": None, "reshard_after_forward": False}),
+    ],
+    ids=str,
+)
+def test_gradients_equal_those_of_one_device(settings):
+    assert_equal(Decoder(depth=3), units=Block, **settings)
+
+
+@pytest.mark.parametrize("settings", [wide({"min_size": 1}), {"remat": "full"}], ids=str)
+def test_gradients_on_a_hybrid_mesh(settings):
+    assert_equal(Decoder(depth=3), units=Block, mesh=js.mesh(replica=2, fsdp=4), **settings)
+
+
+class Slim(Block):
+    """As little as a layer can do."""
+
+    @nn.compact
+    def __call__(self, x):
+        return x + nn.Dense(self.width)(x)
+
+
+@pytest.mark.wide
+def test_gradients_of_eleven_layers():
+    """block_10 comes after block_9, though not by name."""
+    assert_equal(Decoder(depth=11, block=Slim), units=Slim, remat="full", min_size=1)
+
+
+@pytest.mark.parametrize("units", [SetupBlock, wide([nn.Dense, "table"]), wide("blocks_*"), None], ids=str)
+def test_gradients_in_setup_style(units):
+    assert_equal(SetupDecoder(depth=2), units=units)
+
+
+def test_units_may_differ_in_their_settings():
+    units = {
+        "block_0": {"remat": "full", "prefetch": 0},
+        Block: {"reshard_after_forward": False, "placement": js.ShardPlacement(min_size=4096)},
+    }
+    plan = js.plan(assert_equal(Decoder(depth=3), units=units))
+    assert [(u.remat, u.prefetch, u.reshard_after_forward) for u in plan.units[1:3]] == [
+        ("full", "0", True),
+        ("none", "1", False),
+    ]
+    assert plan.leaf("block_1/Dense_0/kernel").placement.dim == 1
+    assert plan.leaf("block_1/LayerNorm_0/scale").placement.because.startswith("smaller than min_size (32 < 4096")
+
+
+def create(model: nn.Module) -> TrainState:
+    params = model.init(jax.random.key(0), X)["params"]
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+
+def train(state: TrainState) -> tuple[TrainState, int]:
+    """Five steps of plain Flax, and how often the step was traced."""
+    traces = 0
+
+    @jax.jit
+    def step(state, ids, labels):
+        nonlocal traces
+        traces += 1
+        grads = jax.grad(lambda params: cross_entropy(state.apply_fn({"params": params}, ids), labels))(state.params)
+        return state.apply_gradients(grads=grads)
+
+    for seed in range(5):
+        state = step(state, *tokens(seed=seed))
+    return state, traces
+
+
+def test_a_train_state_is_born_sharded_and_trains_as_on_one_device():
+    model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block)
+    state, plain = js.shard_init(lambda: create(model), model), create(Decoder(depth=2))
+    jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
+    before = jax.tree.map(lambda x: x.sharding, state)
+    kernel = js.plan(model).leaf("block_0/Dense_0/kernel").placement.partition_spec
+    held = [state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu]
+    assert [tree["block_0"]["Dense_0"]["kernel"].sharding.spec for tree in held] == [kernel] * 3
+    found, traces = train(state)
+    wanted, _ = train(plain)
+    assert traces == 1
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), found, before)
+    assert jax.tree.all(same)
+    square = lambda tree: sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(tree))
+    apart = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), found.params, wanted.params)
+    assert (square(apart) / square(wanted.params)) ** 0.5 <= 2e-6
+    assert int(found.step) == 5
+
+
+def test_shapes_of_a_state_have_the_shardings_of_its_arrays():
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block)
+    shapes = js.abstract_init(lambda: create(model), model)
+    arrays = js.shard_init(lambda: create(model), model)
+    kinds = lambda tree: [(x.shape, x.dtype, x.sharding) for x in jax.tree.leaves(tree)]
+    assert kinds(shapes) == kinds(arrays)
+
+
+def test_a_plan_needs_no_devices():
+    model = js.fully_shard(Decoder(), mesh=js.mesh(devices=16), units=Block)
+    jax.eval_shape(model.init, jax.random.key(0), X)
+    plan = js.plan(model)
+    assert dict(plan.mesh)["fsdp"] == 16
+    assert [unit.name for unit in plan.units] == ["(root)", "block_0", "block_1", "block_2", "block_3"]
+    assert plan.leaf("table/embedding").unit == "(root)"
+    assert "block_0..3  x4" in str(js.explain(model))
+    shapes = js.abstract_init(lambda: model.init(jax.random.key(0), X), model)
+    assert shapes["params"]["table"]["embedding"].sharding.shard_shape((VOCAB, WIDTH)) == (VOCAB // 16, WIDTH)
+
+
+def test_a_plan_from_a_call_is_that_of_init():
+    plain = Decoder(depth=11, block=Slim)
+    variables = jax.eval_shape(plain.init, jax.random.key(0), X)
+    model = js.fully_shard(plain, mesh=js.mesh(), units=Slim)
+    jax.eval_shape(lambda v: model.apply(v, X), variables)
+    plan = js.plan(model)
+    jax.eval_shape(model.init, jax.random.key(0), X)
+    assert js.plan(model) == plan
+    assert [unit.name for unit in plan.units][-2:] == ["block_9", "block_10"]
+
+
+def test_choices_that_nothing_matches_are_told_without_init():
+    variables = Decoder(depth=1).init(jax.random.key(0), X)
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=[Block, "blok_*"])
+    with pytest.raises(AnnotationError, match=r"units='blok_\*'"):
+        jax.eval_shape(model.apply, variables, X)
+
+
+def test_annotations_of_one_jitted_class_do_not_share_traces():
+    jitted = nn.jit(Block)
+    variables = jax.eval_shape(Decoder(depth=2).init, jax.random.key(0), X)
+    for dtype in ("float32", "bfloat16"):
+        dtypes = js.MixedPrecision(param=dtype)
+        model = js.fully_shard(Decoder(depth=2, block=jitted), mesh=js.mesh(), units=Block, mixed_precision=dtypes)
+        text = str(jax.make_jaxpr(lambda v, model=model: model.apply(v, X))(variables))
+        assert [unit.name for unit in js.plan(model).units] == ["(root)", "block_0", "block_1"]
+        assert bool(re.search(r"bf16\[32,128\]\S* = all_gather", text)) == (dtype == "bfloat16")
+
+
+class Named(nn.Module):
+    """Logical axes, one of which is the batch, and a parameter with the name that boxes have."""
+
+    @nn.compact
+    def __call__(self, x):
+        logical = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+        x = x @ self.param("value", nn.initializers.normal(), (64, 64))
+        return nn.with_logical_constraint(nn.Dense(64, kernel_init=logical)(self.perturb("x", x)), ("batch", "mlp"))
+
+
+@pytest.mark.parametrize("unbox", [False, True])
+def test_parameters_lie_as_init_has_shown_whatever_their_boxes(unbox):
+    model = js.fully_shard(Named(), mesh=js.mesh(fsdp=4, tensor=2), units=nn.Dense)
+    x = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
+    init = lambda: (nn.unbox if unbox else lambda tree: tree)(model.init(jax.random.key(0), x))
+    run = lambda model, v: jax.jit(jax.grad(lambda v: (model.apply(v, x) ** 2).mean()))(v)
+    with nn.logical_axis_rules([("batch", ("replica", "fsdp")), ("mlp", "tensor"), ("embed", None)]):
+        made = js.shard_init(init, model)
+        found = nn.unbox(run(model, made))
+    plan, params = js.plan(model), nn.unbox(made)["params"]
+    assert plan.leaf("Dense_0/kernel").placement.spec == ("fsdp", "tensor")
+    assert params["Dense_0"]["kernel"].sharding.spec == found["params"]["Dense_0"]["kernel"].sharding.spec
+    assert params["value"].sharding.spec == plan.leaf("value").placement.partition_spec == jax.P("fsdp", None)
+    wanted = nn.unbox(run(Named(), jax.device_get(made)))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), found, wanted)
+
+
+def lowered(model: nn.Module, plain: nn.Module) -> jax.stages.Lowered:
+    params = jax.eval_shape(plain.init, jax.random.key(0), X)["params"]
+    loss = lambda params: cross_entropy(model.apply({"params": params}, X))
+    return jax.jit(jax.value_and_grad(loss)).lower(params)
+
+
+def test_collectives_run_in_the_dtypes_asked_for():
+    dtypes = js.MixedPrecision(param="bfloat16", reduce="float32")
+    model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block, mixed_precision=dtypes)
+    text = lowered(model, Decoder(depth=2)).as_text()
+    found = {
+        kind: set(re.findall(rf'stablehlo\.{kind}".*?-> tensor<[\dx]*(bf16|f32)>', text, re.DOTALL))
+        for kind in ("all_gather", "reduce_scatter")
+    }
+    assert found == {"all_gather": {"bf16"}, "reduce_scatter": {"f32"}}
+
+
+class Layer(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return Block(256)(x), None
+
+
+class Scanned(nn.Module):
+    """Layers stacked by `nn.scan`; the rest is small."""
+
+    @nn.compact
+    def __call__(self, ids):
+        x = nn.Embed(VOCAB, 256, name="table")(ids)
+        scan = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=12)
+        return nn.Dense(VOCAB, name="head")(scan(name="layers")(x, None)[0])
+
+
+def test_the_compiled_step_sends_what_the_plan_says():
+    model = js.fully_shard(Scanned(), mesh=js.mesh(), units=Layer)
+    found = js.audit(compile_to_read(lowered(model, Scanned())), model=model)
+    assert not found.differences
+    plan = js.plan(model)
+    assert plan.leaf("layers/Block_0/Dense_0/kernel").placement.layers == 12
+    sent = {kind: sum(t.full_bytes for t in js.explain(model).traffic if t.kind == kind) for kind in KINDS}
+    root = sum(leaf.placement.gathered_bytes for leaf in plan.unit_leaves("(root)") if leaf.placement.dim is not None)
+    assert sent["all-gather"] / plan.logical_bytes == pytest.approx(2.00 - root / plan.logical_bytes, abs=0.01)
+    assert sent["reduce-scatter"] / plan.logical_bytes == pytest.approx(1.00, abs=0.01)
+
+
+KINDS = "all-gather", "reduce-scatter"
+
+
+def traced(**settings: Any) -> tuple[Region, Region]:
+    """The forward and the backward region of a step."""
+    mesh = js.mesh(replica=2, fsdp=4)
+    model = js.fully_shard(Decoder(depth=LAYERS), mesh=mesh, units=Block, **with_placement(**settings))
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), X), model)["params"]
+    loss = lambda params: cross_entropy(model.apply({"params": params}, X), Y)
+    found = regions(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
+    assert len(found) == 2
+    return Region(found[0]), Region(found[1])
+
+
+@pytest.mark.parametrize(("ahead", "remat"), [wide(0, "none"), (1, "full"), wide(2, "none")])
+def test_the_token_chain_is_in_the_program(ahead, remat):
+    forward, backward = traced(prefetch=ahead, remat=remat)
+    for i in range(LAYERS):
+        gathers = forward.find("all_gather", f"block_{i}")
+        assert len(gathers) == 2  # the kernels; the rest is too small to shard
+        for gather in gathers:
+            for k in range(i):
+                products = forward.find("dot_general", f"block_{k}")
+                assert products and forward.waits_for(gather, products) == (k < i - ahead), (i, k)
+        for gather in backward.find("all_gather", f"block_{i}", backward=True):
+            for k in range(i + 1, LAYERS):
+                waits = backward.waits_for(gather, backward.find("dot_general", f"block_{k}", backward=True))
+                assert waits == (k > i + ahead), (i, k)
+    for i in range(LAYERS - 1):
+        later = backward.find("reduce_scatter", f"block_{i + 1}", backward=True)
+        reductions = backward.find("reduce_scatter", f"block_{i}", backward=True)
+        assert later and all(backward.waits_for(reduce, later) for reduce in reductions)

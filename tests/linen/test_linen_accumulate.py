@@ -1,0 +1,158 @@
+"""Microbatches of a Linen model: the gradients of the whole batch, with one gather and one reduction at the end."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.recipes.building import new_model
+from jshard.train import load_model_file
+from tests.helpers import compile_to_read, equations_run
+from tests.linen.test_linen import Layer, Scanned
+from tests.linen_models import VOCAB, Block, Decoder, X, Y, assert_same, cross_entropy, tokens
+from tests.wide import wide
+
+STEPS = 2
+SYNC = pytest.mark.parametrize("sync", ["each", "last"])
+
+
+def loss_of(model: nn.Module, params: Any, ids: jax.Array, labels: jax.Array) -> jax.Array:
+    """The loss, with a penalty in global view over what may be boxes."""
+    penalty = sum((x**2).sum() for x in jax.tree.leaves(params))
+    return cross_entropy(model.apply({"params": params}, ids), labels) + 1e-3 * penalty
+
+
+def gradients(model: nn.Module, **settings: Any) -> Any:
+    """Loss and gradients over microbatches."""
+    loss_fn = functools.partial(loss_of, model)
+    return js.value_and_grad(loss_fn, model=model, accumulate=STEPS, **settings)
+
+
+class Odd(nn.Module):
+    """A table that no dim divides, and one boxed for an axis that the mesh may have."""
+
+    @nn.compact
+    def __call__(self, ids):
+        named = nn.with_partitioning(nn.initializers.normal(0.1), (None, "tensor"))
+        x = nn.Embed(VOCAB + 1, 130, name="table")(ids)
+        return nn.Dense(VOCAB, kernel_init=named)(Block(130)(x))
+
+
+@SYNC
+@pytest.mark.parametrize(
+    ("plain", "degrees"),
+    [(Decoder(depth=2), {}), wide(Decoder(depth=2), {"replica": 2}), (Odd(), {"tensor": 2})],
+    ids=["zero3", "hsdp", "padded"],
+)
+def test_gradients_equal_those_of_one_device(plain, degrees, sync):
+    model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=Block)
+    js.shard_optimizer(model, optax.sgd(1.0))  # the table of one is padded
+    params = js.shard_init(lambda: model.init(jax.random.key(0), X)["params"], model)
+    found, grads = jax.jit(gradients(model, sync=sync))(params, X, Y)
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(params), strict=True)
+    assert all(g.sharding.is_equivalent_to(p.sharding, p.ndim) for g, p in pairs if any(p.sharding.spec))
+    logical = nn.unbox(jax.device_get(params))
+    wanted = jax.jit(jax.value_and_grad(lambda params: loss_of(plain, params, X, Y)))(logical)
+    assert_same((found, nn.unbox(grads)), wanted)
+
+
+def compiled(sync: str) -> tuple[nn.Module, Any]:
+    """The gradients of scanned layers, compiled for abstract arrays."""
+    model = js.fully_shard(Scanned(), mesh=js.mesh(), units=Layer)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
+    loss_fn = lambda params, ids, labels: cross_entropy(model.apply({"params": params}, ids), labels)
+    run = js.value_and_grad(loss_fn, model=model, accumulate=STEPS, sync=sync)
+    return model, compile_to_read(jax.jit(run).lower(params, X, Y))
+
+
+@SYNC
+def test_the_compiled_step_sends_what_was_asked(sync):
+    model, program = compiled(sync)
+    found = js.audit(program, model=model, accumulate=STEPS, sync=sync)
+    assert not found.differences
+    gathered = sum(w.full_bytes * w.executions for w in found.schedule.windows if w.kind == "all-gather")
+    reduced = sum(w.full_bytes * w.executions for w in found.schedule.windows if w.kind == "reduce-scatter")
+    whole = js.plan(model).logical_bytes
+    times = {"each": (2 * STEPS, STEPS), "last": (1, 1)}[sync]
+    assert (gathered / whole, reduced / whole) == pytest.approx(times, rel=0.05)
+
+
+def test_every_microbatch_draws_its_own_dropout_mask():
+    model = js.fully_shard(Decoder(depth=1, rate=0.5), mesh=js.mesh(), units=Block)
+    params = model.init(jax.random.key(0), X, train=False)["params"]
+
+    def loss_fn(params, ids, labels, key):
+        logits = model.apply({"params": params}, ids, rngs={"dropout": key})
+        return cross_entropy(logits, labels), logits
+
+    key, half = jax.random.key(1), [slice(i, None, STEPS) for i in range(STEPS)]
+    run = js.value_and_grad(loss_fn, model=model, accumulate=STEPS, sync="each", has_aux=True)
+    (_, found), _ = jax.jit(run)(params, X, Y, key)
+    for i, its in enumerate(jax.random.split(key, STEPS)):
+        np.testing.assert_allclose(found[i], jax.jit(loss_fn)(params, X[half[i]], Y[half[i]], its)[1], atol=1e-5)
+
+
+def test_means_of_what_microbatches_changed_are_the_statistics_of_the_batch():
+    plain = Decoder(depth=1, norm=True)
+    model = js.fully_shard(plain, mesh=js.mesh(replica=2), units=Block)
+    variables = model.init(jax.random.key(0), X)
+    params, stats = variables["params"], variables["batch_stats"]
+
+    def loss_fn(model, params, ids, labels):
+        logits, changed = model.apply({"params": params, "batch_stats": stats}, ids, mutable=["batch_stats"])
+        return cross_entropy(logits, labels), changed["batch_stats"]
+
+    of_model = functools.partial(loss_fn, model)
+    run = js.value_and_grad(of_model, model=model, accumulate=STEPS, sync="last", has_aux=True)
+    (_, rows), _ = jax.jit(run)(params, X, Y)
+    mean = rows["block_0"]["BatchNorm_0"]["mean"].mean(0)
+    wanted = jax.jit(functools.partial(loss_fn, plain))(params, X, Y)[1]["block_0"]["BatchNorm_0"]["mean"]
+    np.testing.assert_allclose(mean, wanted, rtol=1e-4, atol=1e-7)
+
+
+def test_the_linen_model_of_a_run_is_gathered_once_too():
+    file = load_model_file(Path(__file__).parents[1] / "micro_linen.py")
+    recipe = file.recipe()[1]
+    model = new_model(file, recipe, js.mesh())
+    ids, labels = tokens(length=recipe.sequence_length)
+    batch = {"inputs": ids, "targets": labels}
+    counts = {}
+    for sync in ("each", "last"):
+        grad = js.value_and_grad(file.loss_fn, accumulate=STEPS, sync=sync)
+        graphdef, state = nnx.split(model)
+        run = lambda state, grad=grad, graphdef=graphdef: grad(nnx.merge(graphdef, state, copy=True), batch)
+        program = equations_run(jax.make_jaxpr(run)(state).jaxpr)
+        counts[sync] = sum(eqn.primitive.name == "all_gather" for eqn in program)
+    sharded = sum(leaf.placement.dim is not None for leaf in js.plan(model).leaves)
+    assert counts == {"each": 2 * sharded - 1, "last": sharded}  # the root's table is gathered once and kept
+
+
+@pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), jax.lax.stop_gradient], ids=["cast", "frozen"])
+def test_copies_that_no_call_takes_are_told(change):
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block)
+    params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
+    loss_fn = lambda params, ids, labels: loss_of(model, jax.tree.map(change, params), ids, labels)
+    with pytest.raises(js.ShardingError, match="no call of the model was with them"):
+        jax.eval_shape(js.value_and_grad(loss_fn, model=model, accumulate=2, sync="last"), params, X, Y)
+
+
+def test_an_average_of_the_parameters_gathers_for_itself():
+    """A second call of the model with other parameters, as of a teacher."""
+    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block)
+    params = js.shard_init(lambda: model.init(jax.random.key(0), X)["params"], model)
+    teacher = jax.tree.map(lambda x: 0.5 * x, params)
+
+    def loss_fn(params, ids):
+        of = lambda params: model.apply({"params": params}, ids)
+        return ((of(params) - of(teacher)) ** 2).mean()
+
+    of = {s: js.value_and_grad(loss_fn, model=model, accumulate=STEPS, sync=s) for s in ("each", "last")}
+    assert_same(jax.jit(of["last"])(params, X), jax.jit(of["each"])(params, X))

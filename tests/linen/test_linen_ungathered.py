@@ -1,0 +1,230 @@
+"""A unit of a Linen model that is never gathered: it and what is around it run as written, the rest in regions."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+
+import jshard as js
+from jshard.recipes.building import new_model
+from jshard.train import load_model_file
+from tests.helpers import compile_to_read, equations_run, with_placement
+from tests.linen_models import WIDTH, Block, assert_same
+from tests.wide import wide
+
+ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
+NEVER = {"placement": js.ShardPlacement(gathered=False, shard_dim=0)}
+UNITS = {"table": NEVER, Block: {}}
+
+
+class Tower(nn.Module):
+    """All that is beside the table: one region."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(2):
+            x = Block(WIDTH, name=f"block_{i}")(x)
+        return nn.Dense(WIDTH)(x)
+
+
+class Clicks(nn.Module):
+    """Setup style: two methods of the table, and a unit that is called beside it."""
+
+    remat: bool = False
+
+    def setup(self):
+        self.table = nn.Embed(ROWS, WIDTH)
+        self.tower = (nn.remat(Tower) if self.remat else Tower)()
+        self.last = Block(WIDTH)
+
+    def rows(self, ids):
+        return self.table(ids)
+
+    def __call__(self, ids):
+        return self.table.attend(self.last(self.tower(self.rows(ids))))
+
+
+class Nested(nn.Module):
+    """Compact style, with the table two modules deep, and state beside it."""
+
+    @nn.compact
+    def __call__(self, ids):
+        x = Lookup(name="lookup")(ids)
+        return nn.BatchNorm(use_running_average=False, name="norm")(Tower(name="tower")(x))
+
+
+class Lookup(nn.Module):
+    @nn.compact
+    def __call__(self, ids):
+        return nn.Dense(WIDTH)(nn.Embed(ROWS, WIDTH, name="table")(ids))
+
+
+IDS = np.random.default_rng(0).integers(0, ROWS, BATCH, dtype=np.int32)
+MESHES = pytest.mark.parametrize("degrees", [wide({}), {"replica": 2}], ids=["zero3", "hsdp"])
+
+
+def made(plain: nn.Module, mesh: Any, **settings: Any) -> tuple[nn.Module, Any]:
+    """An annotated model, and its variables without arrays."""
+    model = js.fully_shard(plain, mesh=mesh, **with_placement(**{"units": UNITS, **settings}))
+    js.shard_optimizer(model, optax.sgd(0.1))  # the table is padded
+    return model, js.abstract_init(lambda: model.init(jax.random.key(0), IDS), model)
+
+
+def results(model: nn.Module, variables: Any) -> Any:
+    """Loss, changed state and gradients of a call."""
+    state = {k: v for k, v in variables.items() if k != "params"}
+
+    def loss(params, state):
+        out, changed = model.apply({"params": params, **state}, IDS, mutable=list(state))
+        return ((out - np.linspace(-1, 1, BATCH)[:, None]) ** 2).mean(), changed
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"], state)
+
+
+@MESHES
+@pytest.mark.parametrize("plain", [wide(Clicks()), Nested()], ids=["setup", "compact"])
+def test_gradients_equal_those_of_one_device(plain, degrees):
+    units = UNITS if isinstance(plain, Clicks) else {"lookup/table": NEVER, Block: {}}
+    model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=units)
+    js.shard_optimizer(model, optax.sgd(0.1))
+    variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
+    found = results(model, variables)
+    assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))))
+
+
+@MESHES
+def test_a_train_state_lies_and_trains_as_of_any_unit(degrees):
+    mesh = js.mesh(**degrees)
+    model, _ = made(Clicks(), mesh)
+    create = lambda model, tx: TrainState.create(
+        apply_fn=model.apply, params=model.init(jax.random.key(0), IDS)["params"], tx=tx
+    )
+    state = js.shard_init(lambda: create(model, js.shard_optimizer(model, optax.sgd(0.1, momentum=0.9))), model)
+    wanted = create(Clicks(), optax.sgd(0.1, momentum=0.9))
+
+    @jax.jit
+    def step(state):
+        loss = lambda params: (state.apply_fn({"params": params}, IDS) ** 2).mean()
+        return state.apply_gradients(grads=jax.grad(loss)(state.params))
+
+    for _ in range(2):
+        state, wanted = step(state), step(wanted)
+    for tree in (state.params, state.opt_state[0].trace):
+        stored = tree["table"]["embedding"].value
+        assert stored.sharding.spec[0] == "fsdp" and stored.shape[0] % mesh.shape["fsdp"] == 0
+    assert_same(nn.unbox(state.params), wanted.params, 5e-6)
+
+
+@functools.cache
+def audited(**degrees: int) -> tuple[nn.Module, Any, Any]:
+    """The gradients of a call, compiled for abstract arrays, and what the audit says of it."""
+
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, ids):
+            return Tower(name="tower")(nn.Embed(ROWS, WIDTH, name="table")(ids))
+
+    model, variables = made(Model(), js.mesh(**degrees), reshard_after_forward=False)
+    grad = jax.jit(jax.grad(lambda params: (model.apply({"params": params}, IDS) ** 2).mean()))
+    lowered = grad.lower(variables["params"])
+    compiled = compile_to_read(lowered)
+    return model, compiled, js.audit(compiled, model=model)
+
+
+@MESHES
+def test_the_compiled_step_gathers_and_reduces_nothing_of_it_but_over_replicas(degrees):
+    _, compiled, found = audited(**degrees)
+    assert found.ok, found.differences
+    own = [w.full_bytes for w in found.schedule.windows if w.units == ("table",)]
+    assert own and max(own) <= BATCH * WIDTH * 4  # rows of the batch
+    over_replicas = [w for w in found.schedule.windows if w.kind == "all-reduce" and w.axes == ("replica",)]
+    summed = {dims for w in over_replicas for _, dims in w.arrays}
+    assert ((1004 // 4, WIDTH) in summed) == bool(degrees)  # the gradient of the shard
+    (table,) = [x for path, x in jax.tree.leaves_with_path(compiled.output_shardings) if "embedding" in str(path)]
+    assert table.spec[0] == "fsdp"
+
+
+def test_plan_and_explain_say_never():
+    model, _, _ = audited()
+    plan = js.plan(model)
+    assert [unit.name for unit in plan.units if not unit.gathered] == ["table"]
+    assert plan.leaf("table/embedding").placement.dim == 0
+    assert "Never gathered: table" in str(js.explain(model))
+
+
+def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():
+    """And a unit that is called beside it is let go after forward, as one in a region's midst."""
+    model, variables = made(Clicks(), js.mesh())
+    loss = lambda params: (model.apply({"params": params}, IDS) ** 2).mean()
+    program = equations_run(jax.make_jaxpr(jax.grad(loss))(variables["params"]).jaxpr)
+    gathers = [eqn.outvars[0].aval.shape for eqn in program if eqn.primitive.name == "all_gather"]
+    # Three blocks, before and again after; the head of the tower is the root's, and kept.
+    assert sorted(shape for shape in gathers if len(shape) == 2) == [(32, 32)] + [(32, 128)] * 6 + [(128, 32)] * 6
+
+
+def test_microbatches_reduced_at_the_end_are_those_of_one_device():
+    """The others' copies are gathered once; the table has none."""
+    model, _ = made(Clicks(), js.mesh(replica=2))
+    params = js.shard_init(lambda: model.init(jax.random.key(0), IDS)["params"], model)
+    loss = lambda model, params, ids: (model.apply({"params": params}, ids) ** 2).mean()
+    of_model = functools.partial(loss, model)
+    run = js.value_and_grad(of_model, model=model, accumulate=2, sync="last")
+    program = equations_run(jax.make_jaxpr(run)(params, IDS).jaxpr)
+    gathers = [eqn for eqn in program if eqn.primitive.name == "all_gather"]
+    assert len(gathers) == sum(p.placement.dim is not None and p.placement.gathered for p in js.plan(model).leaves)
+    wanted = jax.jit(jax.value_and_grad(functools.partial(loss, Clicks())))(nn.unbox(jax.device_get(params)), IDS)
+    assert_same(nn.unbox(jax.jit(run)(params, IDS)), wanted)
+
+
+def test_regions_that_flax_transforms_gather_for_themselves_and_are_told():
+    model, variables = made(Clicks(remat=True), js.mesh())
+    loss = lambda params, ids: (model.apply({"params": params}, ids) ** 2).mean()
+    run = js.value_and_grad(loss, model=model, accumulate=2, sync="last")
+    with pytest.warns(
+        UserWarning, match=r"and then again in each[\S\s]*\n  tower/Dense_0/bias\n  tower/Dense_0/kernel"
+    ):
+        jax.eval_shape(run, variables["params"], IDS)
+
+
+def test_a_whole_model_may_be_one():
+    plain = nn.Embed(ROWS, WIDTH)
+    model = js.fully_shard(plain, mesh=js.mesh(), placement=js.ShardPlacement(gathered=False, shard_dim=0))
+    js.shard_optimizer(model, optax.sgd(0.1))
+    variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
+    assert [unit.gathered for unit in js.plan(model).units] == [False]
+    loss = lambda model, v: (model.apply(v, IDS) ** 2).mean()
+    found = jax.jit(jax.grad(functools.partial(loss, model)))(variables)
+    assert found["params"]["embedding"].value.sharding.spec[0] == "fsdp"
+    assert_same(nn.unbox(found), jax.grad(functools.partial(loss, plain))(nn.unbox(jax.device_get(variables))))
+
+
+def test_check_compares_it_with_global_view():
+    model, _ = made(Clicks(), js.mesh())
+    variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
+    js.check(model, variables, IDS)
+
+
+@pytest.mark.wide
+def test_a_run_trains_it():
+    """A model file's model holds its variables, and hands them to the same calls."""
+    file = load_model_file(Path(__file__).parents[1] / "micro_linen.py")
+    loss_fn = lambda model, batch: (model(batch["inputs"][:, 0]) ** 2).mean()
+    annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=UNITS)
+    file = type(file)(**{**vars(file), "build": lambda *_: Clicks(), "annotate": annotate, "loss_fn": loss_fn})
+    model = new_model(file, file.recipe()[1], js.mesh())
+    js.shard_optimizer(model, optax.sgd(0.1))
+    batch = {"inputs": np.broadcast_to(IDS[:, None], (BATCH, 4))}
+    found, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, batch)
+    plain = nn.unbox(jax.device_get(model.variables))
+    loss = lambda v: (Clicks().apply(v, IDS) ** 2).mean()
+    wanted, wanted_grads = jax.jit(jax.value_and_grad(loss))(plain)
+    np.testing.assert_allclose(found, wanted, rtol=2e-6)
+    table = grads["table"]["embedding"].get_raw_value()[:ROWS]
+    np.testing.assert_allclose(table, wanted_grads["params"]["table"]["embedding"], atol=1e-6)

@@ -1,0 +1,167 @@
+"""models/llama.py: Llama 3 in its sizes, causal, with shared heads, and equal when sharded one, two or three ways."""
+
+import dataclasses
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from tests.models.model_files import assert_parity_of, assert_plans, model_file, module, smaller, tiny
+
+FILE, llama = model_file("llama"), module("llama")
+RECIPE = smaller(tiny("llama"), sequence_length=24, n_layer=2, n_head=4, d_model=64, d_ff=96, queries_at_once=16)
+MICRO = RECIPE.model
+
+
+def build(config=MICRO):
+    return llama.Llama(config, rngs=nnx.Rngs(0))
+
+
+def tokens(shape):
+    return jnp.asarray(np.random.default_rng(0).integers(0, MICRO.vocab_size, shape), jnp.int32)
+
+
+@nnx.jit
+def call(model, ids):
+    return model(ids)
+
+
+def abstract(config, mesh):
+    return js.abstract_init(lambda: build(config), lambda model: llama.annotate(model, mesh))
+
+
+def test_file_stays_short():
+    assert len(FILE.path.read_text().splitlines()) <= 375
+
+
+@pytest.mark.parametrize(
+    ("name", "num_parameters", "degrees"),
+    [
+        ("llama3_8b", 8_030_261_248, {"fsdp": 128}),
+        ("llama3_70b", 70_553_706_496, {"replica": 2, "fsdp": 128}),
+        ("llama3_405b", 405_853_388_800, {"fsdp": 512}),
+    ],
+)
+def test_recipe_of_the_paper_plans_from_its_shapes(name, num_parameters, degrees):
+    assert_plans("llama", name, num_parameters=num_parameters, **degrees)
+
+
+def test_recipes_cover_the_promised_names():
+    assert list(FILE.recipes) == ["tiny", "llama3_8b", "llama3_70b", "llama3_405b"]
+    params = nnx.state(nnx.eval_shape(lambda: build(tiny("llama").model)), nnx.Param)
+    assert 0.5e6 < sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params)) < 2e6
+
+
+def test_a_tensor_axis_cuts_what_it_names():
+    plan = assert_plans("llama", "llama3_405b", num_parameters=405_853_388_800, replica=2, fsdp=32, tensor=8)
+    shards = {leaf.path: leaf.placement.shards for leaf in plan.leaves}
+    for path, of in shards.items():
+        assert of == (32 * 8 if path.startswith("blocks") and path.endswith("kernel") else 32), path
+    specs = {leaf.path: leaf.placement.spec for leaf in plan.leaves}
+    assert specs["blocks/attention/k/kernel"][2] == specs["blocks/mlp/gate/kernel"][2] == "tensor"
+    assert specs["blocks/attention/out/kernel"][1] == specs["blocks/mlp/down/kernel"][1] == "tensor"
+
+
+def test_heads_that_do_not_split_over_the_tensor_axis_are_refused():
+    with pytest.raises(js.ShardingError, match=r"(?s)degree 4.*n_kv_head=2.*tensor=2"):
+        abstract(MICRO, js.mesh(fsdp=2, tensor=4))
+
+
+@pytest.mark.parametrize("degrees", [{}, {"replica": 2, "fsdp": 4}], ids=["zero3", "hsdp"])
+def test_sharded_training_is_that_of_one_device(degrees):
+    assert_parity_of("llama", RECIPE, **degrees)
+
+
+def test_training_in_three_dimensions_is_that_of_one_device():
+    assert_parity_of("llama", smaller(RECIPE, scan=True), replica=2, fsdp=2, tensor=2)
+
+
+def test_model_is_causal():
+    ids = tokens((2, 24))
+    logits, changed = (call(build(), x) for x in (ids, ids.at[:, 18].add(1)))
+    np.testing.assert_array_equal(logits[:, :18], changed[:, :18])
+    assert (jnp.abs(logits - changed)[:, 18:].max(-1) > 1e-4).all()
+
+
+def test_queries_in_pieces_find_what_all_at_once_find():
+    ids = tokens((2, 24))
+    whole, *pieces = (call(build(dataclasses.replace(MICRO, queries_at_once=n)), ids) for n in (24, 16, 5))
+    for found in pieces:
+        np.testing.assert_allclose(found, whole, atol=1e-6)
+
+
+def test_shared_heads_are_heads_repeated():
+    config = dataclasses.replace(MICRO, n_kv_head=4)
+    model, wide, ids = build(), build(config), tokens((2, 24))
+    nnx.update(wide, nnx.filter_state(nnx.state(model), lambda path, _: path[-2] not in ("k", "v")))
+    for shared, repeated in zip(model.blocks, wide.blocks, strict=True):
+        for name in ("k", "v"):
+            kernel_DGK = getattr(shared.attention, name).kernel[...].reshape(64, 2, 16)
+            getattr(repeated.attention, name).kernel[...] = jnp.repeat(kernel_DGK, 2, axis=1).reshape(64, 64)
+    np.testing.assert_allclose(call(model, ids), call(wide, ids), atol=1e-6)
+
+
+def test_rotary_turns_the_halves_of_a_head_as_complex_numbers():
+    x = np.random.default_rng(0).normal(size=(2, 9, 3, 8)).astype(np.float32)
+    angle = np.arange(9)[:, None] * 500_000.0 ** (-np.arange(4) / 4)
+    turned = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle)[None, :, None]
+    wanted = np.concatenate([turned.real, turned.imag], axis=-1)
+    np.testing.assert_allclose(llama.rotate(jnp.asarray(x), 500_000.0), wanted, atol=1e-5)
+
+
+def test_kernels_of_pallas_leave_the_model_as_it_is():
+    """On a CPU their twins run; in float32 these do what Flax's layers do."""
+    ids = tokens((2, 24))
+    pallas = build(dataclasses.replace(MICRO, mlp="pallas"))
+    np.testing.assert_allclose(call(pallas, ids), call(build(), ids), atol=1e-6)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_parameter_has_a_name_at_hugging_face(tied):
+    config = dataclasses.replace(MICRO, tied=tied)
+    plan = js.plan(abstract(config, js.mesh()))
+    names = llama.hf_names(config)
+    assert names.keys() == {leaf.path for leaf in plan.leaves}
+    assert ("head" in {unit.name for unit in plan.units}) is not tied
+    stored = {path: getattr(theirs, "names", (theirs,))[0] for path, theirs in names.items()}
+    assert stored["blocks/1/attention/out/kernel"] == "model.layers.1.self_attn.o_proj.weight"
+    assert stored["blocks/0/mlp_norm/scale"] == "model.layers.0.post_attention_layernorm.weight"
+    assert all(getattr(theirs, "transpose", False) == path.endswith("kernel") for path, theirs in names.items())
+
+
+def test_flops_are_those_of_the_traced_loss():
+    """Traced in pieces of 8 queries, which look at hardly more than they may see."""
+    recipe = smaller(RECIPE, sequence_length=256, queries_at_once=8, n_head=1, n_kv_head=1, d_model=128, d_ff=256)
+    batch = {name: jnp.zeros((8, 256), jnp.int32) for name in ("inputs", "targets")}
+    model = nnx.eval_shape(lambda: build(dataclasses.replace(recipe.model, block_size=256)))
+    forward = nnx.jit(FILE.loss_fn).lower(model, batch).lowered.cost_analysis()["flops"]
+    assert llama.flops(recipe)[0] == pytest.approx(3 * forward, rel=0.04)
+
+
+@pytest.mark.parametrize("scan", [False, True], ids=["loop", "scan"])
+def test_every_product_is_in_the_dtype_of_computation(scan):
+    config = dataclasses.replace(MICRO, compute_dtype="bfloat16", scan=scan, tied=scan)
+    batch = {name: jnp.zeros((8, 24), jnp.int32) for name in ("inputs", "targets")}
+    text = nnx.jit(FILE.loss_fn).lower(abstract(config, js.mesh()), batch).lowered.as_text()
+    products = re.findall(r"dot_general.* : \(tensor<\S*x(\w+)>, tensor<\S*x(\w+)>\)", text)
+    assert len(products) >= 8 and set(products) == {("bf16", "bf16")}
+
+
+def test_generate_continues_past_the_block_size():
+    model = build(dataclasses.replace(MICRO, block_size=24))
+    prompt = tokens((2, 22))
+    text = llama.generate(model, prompt, 4, key=jax.random.key(0), temperature=1e-6)
+    np.testing.assert_array_equal(text[:, :22], prompt)
+    np.testing.assert_array_equal(text[:, 22], call(model, prompt)[:, -1].argmax(-1))
+    np.testing.assert_array_equal(text[:, 25], call(model, text[:, 1:25])[:, -1].argmax(-1))
+
+
+@pytest.mark.parametrize("wrong", [{"n_head": 5}, {"n_kv_head": 3}, {"mlp": "other"}])
+def test_config_refuses_nonsense(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        dataclasses.replace(MICRO, **wrong)

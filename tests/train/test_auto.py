@@ -1,0 +1,284 @@
+"""What `jshard train --auto` chooses: by estimates that measured steps correct, and remembered."""
+
+import dataclasses
+import json
+import math
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard import cli
+from jshard.cli import _training
+from jshard.cli._train_args import TrainArgs
+from jshard.cli._train_request import request_of
+from jshard.cluster.costs import Cost
+from jshard.cluster.estimate import machine_here
+from jshard.cluster.search import Search
+from jshard.cluster.variants import Variant
+from jshard.errors import AnnotationError
+from jshard.inspect.memory import memory_of
+from jshard.inspect.tables import printed
+from jshard.plans.policies import strategies
+from jshard.train import auto
+from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
+from jshard.train.run import Finished
+from tests.cli.test_cli_plan import MODEL
+from tests.helpers import Block, Config, abstract, builder
+
+MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
+MEMORY = memory_of(js.plan(abstract(Config(), js.mesh())))
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "jshard" / "choices.json"
+
+
+# ---- measured steps correct the estimates -----------------------------------------------------------------------
+
+
+def way(name: str, compute_s: float, exposed_s: float) -> Cost:
+    held = dataclasses.replace(MEMORY, parameters_bytes=len(name))  # ways differ in what they hold
+    return Cost(Variant(name=name, mesh=MESH), held, compute_s, exposed_s, exposed_s, batch_size=8)
+
+
+def searched(*ways: Cost, default: Cost) -> Search:
+    ranked = tuple(sorted(ways, key=lambda cost: cost.step_s))
+    return Search(default=default, ranked=ranked, too_large=(), refused={})
+
+
+KEEPS, AGAIN, WAITS = way("keeps", 1.0, 0.9), way("again", 1.3, 0.5), way("waits", 0.95, 1.2)
+FOUND = searched(KEEPS, AGAIN, WAITS, default=WAITS)
+
+
+def machine(compute: float, wait: float):
+    """Devices on which each part of an estimate is off by a factor."""
+    return lambda cost: compute * cost.compute_s + wait * cost.exposed_s
+
+
+def test_a_wrong_first_choice_is_corrected_by_what_was_measured():
+    """The devices compute four times as slowly as was thought: to compute again does not pay."""
+    assert [cost.variant.name for cost in FOUND.ranked] == ["again", "keeps", "waits"]
+    found = with_feedback(FOUND, machine(4.0, 1.0))
+    assert [one.cost.variant.name for one in found.tried] == ["again", "waits", "keeps"]
+    assert found.best is not None and found.best.cost.variant.name == "keeps"
+    slow_links = with_feedback(FOUND, machine(1.0, 4.0))
+    assert slow_links.best is not None and slow_links.best.cost.variant.name == "again"
+
+
+def test_the_factors_are_those_of_the_machine():
+    tried = with_feedback(FOUND, machine(4.0, 0.5), tries=3).tried
+    found = fitted(tried)
+    assert (found.compute, found.wait) == pytest.approx((4.0, 0.5), rel=0.15)
+    assert fitted(()) == Factors()
+    alone = fitted(tried[:1])  # one measurement says how much slower the machine is, and not by what
+    assert alone.compute == pytest.approx(alone.wait, rel=0.1)
+
+
+def test_no_more_is_tried_than_could_win_or_than_was_allowed():
+    exact = with_feedback(FOUND, machine(1.0, 1.0))
+    assert [one.cost.variant.name for one in exact.tried] == ["again", "waits"]  # the best, and what was asked for
+    assert len(with_feedback(FOUND, machine(4.0, 1.0), tries=1).tried) == 1
+    odd = {"again": 5.0, "waits": 6.0, "keeps": 1.0}  # as no factor could say
+    found = with_feedback(FOUND, lambda cost: odd[cost.variant.name])
+    assert found.best is not None and len(found.tried) <= 3
+
+
+def test_what_does_not_run_is_not_chosen():
+    found = with_feedback(FOUND, lambda cost: math.inf if cost is AGAIN else 2.0)
+    assert found.best is not None and found.best.cost is not AGAIN
+    assert "does not run" in printed(auto.tried_table(found)) and printed(auto.tried_table(found)).count("chosen") == 1
+    assert with_feedback(FOUND, lambda cost: math.inf).best is None
+
+
+# ---- what was chosen is remembered ------------------------------------------------------------------------------
+
+CHOICE = CachedVariant(mesh=MESH, units={"remat": "dots"}, batch_size=16, accumulate=1, sample="x", step_s=0.25)
+
+
+def test_a_choice_comes_back(cache):
+    assert recall("a") is None
+    assert remember("a", CHOICE) == cache and remember("b", CHOICE) == cache
+    assert recall("a") == CHOICE and set(json.loads(cache.read_text())) == {"a", "b"}
+    assert "0.25 s a step of 16" in CHOICE.origin
+    remember("a", dataclasses.replace(CHOICE, jax="0.1"))
+    assert recall("a") is None  # measured on another version
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"mesh": {}, "colour": "red"}}'])
+def test_a_file_that_is_none_of_ours_is_no_reason_to_stop(cache, text):
+    cache.parent.mkdir(parents=True)
+    cache.write_text(text)
+    assert recall("a") is None
+    assert remember("a", CHOICE) is not None and recall("a") == CHOICE
+
+
+def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert remember("a", CHOICE) is None and recall("a") is None
+
+
+def test_the_key_is_the_models_and_the_devices():
+    devices = jax.devices()
+    key = lambda config, n=8: key_of(builder(config)(), devices[:n])
+    assert key(Config()) == key(Config())
+    assert len({key(Config()), key(Config(), 4), key(Config(layers=3)), key(Config(width=128))}) == 4
+
+
+# ---- a strategy in an annotation --------------------------------------------------------------------------------
+
+
+def annotated(strategy, mesh=None, **settings):
+    mesh = mesh or js.mesh()
+
+    def annotate(model):
+        with pytest.warns(FutureWarning, match="strategy: this setting of fully_shard goes") as caught:
+            js.fully_shard(model, units=Block, mesh=mesh, strategy=strategy, **settings)
+        assert caught[0].filename == __file__
+        written.append(str(caught[0].message).partition("\n  js.fully_shard(layer, mesh=mesh, ")[2])
+
+    written: list[str] = []
+    model = js.abstract_init(builder(Config()), annotate)
+    (line,) = written
+    return model, line
+
+
+def layers(model):
+    return {(unit.reshard_after_forward, unit.remat) for unit in js.plan(model).units[1:]}
+
+
+def test_a_strategy_works_and_its_warning_has_the_new_line():
+    model, line = annotated("zero2")
+    assert layers(model) == {(False, "none")} and line == "reshard_after_forward=False)"
+    model, line = annotated("zero3", reshard_after_forward=False)
+    assert layers(model) == {(True, "none")} and line == "reshard_after_forward=True)"
+    two = dataclasses.replace(strategies["hpz"], reshard_after_forward=2)
+    model, line = annotated(two, remat="full")
+    assert layers(model) == {(2, "full")} and line == "reshard_after_forward=2)"
+    assert "Strategy: hpz" in str(js.explain(model))
+    with pytest.raises(AnnotationError, match="The strategy is not known"):
+        js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="zero4")
+
+
+def test_a_root_alone_has_no_layers_to_set():
+    with pytest.warns(FutureWarning), pytest.raises(AnnotationError, match="no units whose settings could be changed"):
+        js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="zero2")
+
+
+def test_a_library_call_chooses_nothing_by_itself(monkeypatch):
+    monkeypatch.setattr(auto, "_path", lambda: pytest.fail("the file in the home folder is read"))
+    with pytest.raises(AnnotationError, match="does not choose a strategy") as error:
+        js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="auto")
+    assert "jshard train MODEL --auto" in error.value.do and "reshard_after_forward=False" in error.value.do
+
+
+# ---- `jshard train --auto` --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A working folder with a model file, and a machine that computes slowly."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    tried = []
+
+    def steps_s(model_file, recipe, mesh, data, compiler_options):
+        model = js.abstract_init(
+            lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
+        )
+        unit = js.plan(model).units[1]
+        tried.append((mesh.shape["fsdp"], unit.reshard_after_forward, unit.remat, recipe.accumulate))
+        return [1.0 if mesh.shape["fsdp"] == 4 and unit.remat == "none" else 5.0 + len(tried)]
+
+    monkeypatch.setattr(auto, "_steps_s", steps_s)
+    return tmp_path, tried
+
+
+def train(*arguments):
+    return cli.main(["train", "my_model.py", "--data", "text.txt", "--sample-tokens", "0", "--track", *arguments])
+
+
+@pytest.mark.wide
+def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
+    path, tried = folder
+    small = "--set", "eval_sequences=16", "--set", "model.n_layer=1"
+    assert train("--auto", "--steps", "2", "--out", "run", *small) == 0
+    said = capsys.readouterr().out
+    assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
+    assert "Ways that were tried" in said and f"remembered in {cache}" in said
+    best = min(range(len(tried)), key=lambda i: (tried[i][0] != 4 or tried[i][2] != "none", i))
+    fsdp, reshard, remat, accumulate = tried[best]
+    stored = json.loads((path / "run" / "run.json").read_text())["options"]
+    assert f"remat={remat}" in stored["unit"] and f"reshard_after_forward={str(reshard).lower()}" in stored["unit"]
+    assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
+
+    tried.clear()
+    with monkeypatch.context() as patch:  # what is told before the first step
+        done = Finished(step=2, val_loss=None, stopped_by=None, out=path / "run", checkpoint=None, sample=None)
+        patch.setattr(_training, "run_recipe", lambda *_, **__: done)
+        assert train("--auto", "--steps", "2", "--out", "again", *small) == 0
+    assert not tried and "--auto: as measured on " in capsys.readouterr().out
+
+    again = "--auto", "--resume", "--out", "run", "--unit", "prefetch=2", "--set", "accumulate=2"
+    assert train(*again, "--steps", "3") == 0  # what was chosen stays, whatever it was chosen in place of
+    said = capsys.readouterr().out
+    assert not tried and "--auto: the run goes on as it was begun" in said and "resumed from" in said
+    record = json.loads((path / "run" / "run.json").read_text())
+    assert record["options"]["unit"] == stored["unit"]
+    assert record["starts"][0]["mesh"] == record["starts"][1]["mesh"]
+    assert record["recipe"]["accumulate"] == accumulate
+
+
+def test_the_line_that_goes_on_names_what_was_chosen(folder):
+    asked = TrainArgs(model=Path("my_model.py"), auto=True, mesh="fsdp=8")
+    request = request_of(asked, ["my_model.py", "--auto", "--mesh", "fsdp=8"])
+    variant = Variant(name="x", mesh={"replica": 2, "fsdp": 4}, units={"remat": "full"}, accumulate=2)
+    found = request.with_variant(variant)
+    assert found.again(Path("run")) == (
+        "jshard train my_model.py --mesh replica=2,fsdp=4 --set accumulate=2 --unit remat=full --out run --resume"
+    )
+    assert found.recipe.accumulate == 2 and dict(found.sizes) == {"replica": 2, "fsdp": 4}
+
+
+def test_what_was_chosen_takes_the_place_of_what_was_asked_for(folder):
+    argv = "my_model.py --auto --unit remat=dots --unit=prefetch=2 --set accumulate=4 --set=seed=1".split()
+    unit, settings = ("remat=dots", "prefetch=2"), ("accumulate=4", "seed=1")
+    request = request_of(TrainArgs(model=Path("my_model.py"), auto=True, unit=unit, set=settings), argv)
+    found = request.with_variant(Variant(name="x", mesh={"fsdp": 8}, units={"remat": "full"}, accumulate=2))
+    assert found.again(Path("run")) == (
+        "jshard train my_model.py --unit=prefetch=2 --set=seed=1 --mesh fsdp=8 --set accumulate=2 --unit remat=full"
+        " --out run --resume"
+    )
+    assert found.options["set"] == ("seed=1", "accumulate=2") and found.options["unit"] == ("prefetch=2", "remat=full")
+
+
+def test_a_choice_is_for_its_batch_and_what_the_mesh_has_beside():
+    recipe, mesh = dataclasses.make_dataclass("Recipe", [("batch_size", int, 16)])(), js.mesh()
+    is_for = lambda choice, mesh=mesh: auto._is_for(choice, recipe, "x", mesh)
+    assert is_for(CHOICE) and is_for(dataclasses.replace(CHOICE, mesh={"replica": 2, "fsdp": 4}))
+    assert not is_for(dataclasses.replace(CHOICE, batch_size=8)) and not is_for(dataclasses.replace(CHOICE, sample="y"))
+    assert not is_for(CHOICE, js.mesh(fsdp=4, tensor=2))
+
+
+def test_processes_see_one_machine(monkeypatch):
+    mine = machine_here(js.mesh())
+    assert auto._agreed(mine) == mine
+    others = [json.dumps([4, 100]), json.dumps([8, 50])]
+    monkeypatch.setattr(auto, "gather_texts", lambda text: others)
+    assert auto._agreed(mine) == dataclasses.replace(mine, near=4, capacity_bytes=50)
+    others.append(json.dumps([8, None]))
+    assert auto._agreed(mine).capacity_bytes is None
+
+
+def test_nothing_is_chosen_where_nothing_runs(folder, capsys):
+    assert train("--auto", "--dry-run") == 2
+    assert "--auto measures steps, and --dry-run does none" in capsys.readouterr().err
