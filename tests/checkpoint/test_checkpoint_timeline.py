@@ -126,33 +126,14 @@ def test_as_text_and_as_pictures(run, capsys):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (
-            ["--step", "99"],
-            "CheckpointError: There is no record of such a save or restore.\n"
-            "  where: run\n"
-            "  why:   history.jsonl there has the steps 10, 20, 30, 40.\n"
-            "  do:    give the folder of a run that has saved with this jshard; it writes the history by itself.\n",
-        ),
-        (
-            ["--out", "t.svg"],
-            "ShardingError: The picture cannot be drawn.\n"
-            "  where: --out t.svg\n"
-            "  why:   a file ends in .png, .html or .json.\n"
-            "  do:    --out timeline.png timeline.html\n",
-        ),
-        (
-            ["--mtbf", "0"],
-            "ShardingError: The ETTR cannot be computed.\n"
-            "  where: --mtbf 0\n"
-            "  why:   both are seconds, more than 0.\n"
-            "  do:    --mtbf 14400 --interval 600\n",
-        ),
+        (["--step", "99"], "no record of such a save or restore(.|\\n)*the steps 10, 20, 30, 40"),
+        (["--out", "t.svg"], "The picture cannot be drawn"),
+        (["--mtbf", "0"], "The ETTR cannot be computed"),
     ],
-    ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_what_cannot_be_shown(run, options, text, capsys):
     assert cli.main(["ckpt", "timeline", "run", *options]) == 2
-    assert capsys.readouterr().err == text
+    assert re.search(text, capsys.readouterr().err)
 
 
 def test_a_process_that_is_slowed_on_purpose_is_named(tmp_path, capsys):
