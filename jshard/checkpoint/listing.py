@@ -78,50 +78,29 @@ def _holds(folder: Path, names: Collection[str]) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ListedCheckpoint:
-    """A checkpoint, as it is listed.
-
-    Attributes:
-        path: where it is.
-        step: number of steps that were done; None where nobody said.
-        is_latest: whether it is the one that a run would go on from.
-        is_complete: whether it was completed; else it is no checkpoint, and `damage` says what it may be.
-        damage: what is wrong with its files, a line each; of large ones the sizes are looked at, and no values.
-        num_leaves: leaves that it holds.
-        num_bytes: of their values.
-        saved_at: seconds since 1970; None if jshard did not write it, as for those below.
-        mesh: axes and their degrees when it was saved.
-        processes: how many saved it.
-        version: of the jshard that wrote it.
-        metrics: what the state was worth.
-    """
+    """A checkpoint, as it is listed; what only its manifest says is empty for one that jshard did not write."""
 
     path: Path
-    step: int | None
-    is_latest: bool = False
-    is_complete: bool = True
-    damage: tuple[str, ...] = ()
+    step: int | None  # number of steps that were done; None where nobody said
+    is_latest: bool = False  # the one that a run would go on from
+    is_complete: bool = True  # else it is no checkpoint, and `damage` says what it may be
+    damage: tuple[str, ...] = ()  # a line each; of large files the sizes are looked at, and no values
     num_leaves: int = 0
     num_bytes: int = 0
-    saved_at: float | None = None
+    saved_at: float | None = None  # seconds since 1970
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    processes: int | None = None
-    version: str | None = None
+    processes: int | None = None  # that saved it
+    version: str | None = None  # of the jshard that wrote it
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listing:
-    """What is at a path.
-
-    Attributes:
-        path: the checkpoint, or the folder of the series.
-        entries: checkpoints, and folders by step that are not complete, oldest first.
-        unfinished: names of what saves have left that were interrupted, or are writing now.
-    """
+    """What is at a path: checkpoints, and folders by step that are not complete, oldest first."""
 
     path: Path
     entries: tuple[ListedCheckpoint, ...]
-    unfinished: tuple[str, ...] = ()
+    unfinished: tuple[str, ...] = ()  # names of what saves have left that were interrupted, or are writing now
 
 
 def listing(path: Path) -> Listing:

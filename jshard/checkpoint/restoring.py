@@ -197,15 +197,7 @@ class Restoring:
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
-        """Reads, and returns new objects of the kinds in `like`.
-
-        Args:
-            verify: whether the sums of what was read are compared with those of the manifest.
-            timeout_s: how long to wait for other processes.
-
-        Raises:
-            RunError: some of it is damaged; the leaves are named.
-        """
+        """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
         self._warn(verify)
         path, found, sums, error = self.opened.path, {}, {}, None
         try:

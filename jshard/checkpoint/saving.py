@@ -91,14 +91,9 @@ class Saving:
         }
 
     def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
-        """Does the rest in a thread of its own.
+        """Does the rest, which calls `finish`, in a thread of its own; the end of the program waits for it.
 
-        Args:
-            work: it; calls `finish`.
-            timeout_s: how long the end of the program waits for it.
-
-        Raises:
-            RunError: no thread can be started, as where the program is about to end.
+        Raises a `RunError` if no thread can be started, as where the program is about to end.
         """
         try:
             return Pending(str(self.path), work, timeout_s=timeout_s)
@@ -226,13 +221,7 @@ class Saving:
 
 
 def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
-    """Writes the manifest of what is in a draft, and gives it its name once it would survive a power cut.
-
-    Args:
-        path: the name.
-        leaves: what was written, with their sums.
-        facts: what else the manifest is to say.
-    """
+    """Writes the manifest of a draft, and gives it its name once it would survive a power cut."""
     draft = unnamed(path)
     files = _manifest.files_of(draft)
     storage.check_whole(draft, leaves, files)
