@@ -190,9 +190,9 @@ class Saving:
 
     def _together(self, topic: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
         """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""
-        kept, told, error = None, None, None
+        kept, given, error = None, None, None
         try:
-            kept, told = work()
+            kept, given = work()
         except Exception as caught:
             error = caught
         own = None if error is None else in_four_parts(self.path, error)
@@ -200,7 +200,7 @@ class Saving:
         timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
         if own is not None and own is not error:
             own.__cause__ = error
-        heard = all_or_none(f"{topic} {self.path}", told, own, failed=self._others_failed, timeout_s=timeout_s)
+        heard = all_or_none(f"{topic} {self.path}", given, own, failed=self._others_failed, timeout_s=timeout_s)
         return kept, heard
 
     def _others_failed(self, failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:

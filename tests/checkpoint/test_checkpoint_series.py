@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.draft import SAVING_SUFFIX
-from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.series_folder import checkpoint_at
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 from tests.compiling import python

@@ -21,10 +21,10 @@ from jshard.checkpoint.formats import (
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.listing import checkpoint_at, is_checkpoint, listing
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.readers import ForeignCheckpoint, Opened, OrbaxCheckpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
+from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
 from jshard.errors import RunError, ShardingError
