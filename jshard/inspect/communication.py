@@ -40,12 +40,7 @@ Amounts = Mapping[Sent, tuple[int, float]]
 
 
 def partitioned_collectives(lowered: Any, mesh: Mesh | AbstractMesh) -> Amounts | None:
-    """The collectives of a lowered program after its shardings are followed; None where that cannot be known.
-
-    Args:
-        lowered: a `jax.stages.Lowered`; it is not to be compiled afterwards.
-        mesh: its mesh.
-    """
+    """The collectives of a lowered program after its shardings are followed; None where that cannot be known."""
     module = _compat.partitioned(lowered)
     if module is None:
         return None

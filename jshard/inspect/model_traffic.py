@@ -10,7 +10,7 @@ from jshard._text import folded_names, human_bytes, name_pattern
 from jshard.engine.moved import Mixing
 from jshard.inspect.communication import copied_over
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.tables import FittedTable, add_row, made_table
 from jshard.plans.mesh import FSDP
 from jshard.plans.placement import Placement, axes_of

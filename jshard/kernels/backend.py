@@ -73,13 +73,6 @@ def choose(
 ) -> str:
     """Which form of a kernel runs.
 
-    Args:
-        name: of the kernel.
-        backend: what was asked for.
-        arrays: what it computes with: their dtypes decide, too.
-        here: the device.
-        reasons: why else the kernel cannot run.
-
     Returns:
         "mosaic", "interpret" or "xla".
 
@@ -194,14 +187,6 @@ def decide(
     reasons: Collection[str] = (),
 ) -> KernelRun:
     """Decides how a kernel runs.
-
-    Args:
-        name: of the kernel.
-        backend: what was asked for.
-        occupancy: what was asked for; `default` if nothing was.
-        arrays: what it computes with.
-        default: knobs that suit this kernel.
-        reasons: why the arrays' sizes are not for it, if they are not.
 
     Raises:
         KernelError: the backend is not known, or it cannot be had here.

@@ -203,10 +203,6 @@ def _unreadable(path: Path, why: str) -> CacheError:
 def of_first(work: Callable[[], str], *, where: str) -> str:
     """What the first process makes; the others do nothing and receive it. All of them must call this.
 
-    Args:
-        work: makes a text.
-        where: what is at work, for the others' error.
-
     Raises:
         RunError: in the other processes, where the work of the first one failed.
     """

@@ -55,14 +55,6 @@ def candidates(gpu: GpuFacts, comm: CommFootprint, *, m: int, n: int, k: int, lo
 
     The model takes all tiles to reach the same part of the peak, which they do not: it ranks how settings leave room.
 
-    Args:
-        gpu: it runs on.
-        comm: what runs beside it.
-        m: rows of the output.
-        n: columns of it.
-        k: what is summed.
-        load_ns: what the collective takes if all its blocks run.
-
     Raises:
         OccupancyError: the collective would take every multiprocessor.
     """
@@ -185,9 +177,6 @@ class Choice:
 def choose(timings: Sequence[Timing]) -> Choice:
     """The setting with the least time beside the load; what is more than 1.15 times XLA's alone does not count.
 
-    Args:
-        timings: XLA's own among them.
-
     Raises:
         RunError: XLA's own was not measured, or a time is none.
     """
@@ -214,9 +203,6 @@ def choose(timings: Sequence[Timing]) -> Choice:
 
 def together(choices: Mapping[str, tuple[Sequence[Timing], int]]) -> Timing | None:
     """One setting for several shapes: that with the least time of all their calls together.
-
-    Args:
-        choices: by shape its measurements, and how often it is called.
 
     Returns:
         The setting, with the times of all calls added up; its `latency_ns` is set only where a call takes about as

@@ -155,12 +155,6 @@ class Side:
 def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | None, version: str | None) -> Side:
     """What is asked of XLA and NCCL beside the kernels.
 
-    Args:
-        comm: what a collective takes; None where that is not known.
-        gpu: the GPU; None where it is not known.
-        ctas: blocks for which there is room; None where they are not to be bounded.
-        version: of NCCL, as the caller said it.
-
     Raises:
         OccupancyError: this NCCL has no copy engines.
     """

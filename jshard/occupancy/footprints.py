@@ -315,11 +315,7 @@ _KERNELS = (
 
 
 def shipped_kernels(gpu: GpuFacts) -> tuple[ShippedKernel, ...]:
-    """The kernels, as compiled for a GPU; for one that they were not compiled for, as for sm_90a.
-
-    Args:
-        gpu: the GPU.
-    """
+    """The kernels, as compiled for a GPU; for one that they were not compiled for, as for sm_90a."""
     if gpu.arch == "sm_90":
         return _KERNELS
     source = f"{_SOURCE}; not compiled for {gpu.arch}"

@@ -57,11 +57,6 @@ class MatrixProduct:
 def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
     """The products of forward with one matrix on each side; those of attention have a dim for heads, and are left out.
 
-    Args:
-        model: the annotated model; its arrays and its mesh may be abstract.
-        loss: called with the model and the batch, as in training.
-        batch: the global batch, abstract or real; a tuple stands for several arguments.
-
     Raises:
         AnnotationError: the root of the model is not annotated.
     """

@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard.facts.gpus import GpuFacts
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.occupancy.blocks import PAD_UNIT_BYTES, Block, drain, limits, paddings, refusals, resident
 from jshard.occupancy.footprints import CommFootprint, ShippedKernel
 from jshard.occupancy.plans import Plan, plans
@@ -50,7 +50,7 @@ class KernelRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class OccupancyReport:
+class OccupancyReport(Printed):
     """Kernels on one GPU beside some collectives; printed it is a table.
 
     Attributes:
@@ -62,11 +62,6 @@ class OccupancyReport:
     gpu: GpuFacts
     footprints: tuple[CommFootprint, ...]
     rows: tuple[KernelRow, ...]
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> Group:
         facts = self.gpu
@@ -177,10 +172,6 @@ def write_png(report: OccupancyReport, path: Path) -> None:
     """Draws one plot for each kernel that the GPU can run. Needs no display.
 
     A line is dotted where the number of resident blocks changes, with the least padding for it.
-
-    Args:
-        report: what to draw.
-        path: of the picture.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -13,7 +13,7 @@ from rich.text import Text
 from jshard._text import duration, human_bytes, joined_name, name_pattern
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import CommFootprint
@@ -46,7 +46,7 @@ class Reason:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Overlap:
+class Overlap(Printed):
     """What `js.overlap` chose. `print` it; in a notebook it shows itself; `to_json` for programs.
 
     Attributes:
@@ -75,11 +75,6 @@ class Overlap:
     def exports(self) -> tuple[str, ...]:
         """Lines for the shell that starts the run."""
         return tuple(f"export {name}={value}" for name, value in self.environment.items())
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> Group:
         kernels = [reason for reason in self.reasons if reason.what in self.occupancy]
@@ -180,13 +175,7 @@ class UnitTimes:
 def unit_times(
     plan: ShardPlan, assumptions: Assumptions | None, products: Sequence[MatrixProduct] | None
 ) -> tuple[UnitTimes, ...]:
-    """What the units of a plan send, and how long that and their products take; equal ones of a list are added up.
-
-    Args:
-        plan: the plan.
-        assumptions: of the devices and links; without them times are zero.
-        products: those of forward; None where they are not known.
-    """
+    """What the units of a plan send, and how long that and their products take; equal ones of a list are added up."""
     groups: dict[Any, list[tuple[int | None, UnitTimes]]] = {}
     for unit in plan.units:
         times = times_of_unit(plan, unit, assumptions, products)
@@ -214,13 +203,7 @@ def step_s(units: Sequence[UnitTimes], *, reserved: int, needed: int, sms: int) 
 
 
 def best_reserve(units: Sequence[UnitTimes], *, needed: int, sms: int) -> tuple[int, Mapping[int, float]]:
-    """The number of multiprocessors to leave with the least time, the fewer of equals; and the time of each number.
-
-    Args:
-        units: of the plan.
-        needed: what the blocks of a collective fill.
-        sms: multiprocessors of the device.
-    """
+    """The number of multiprocessors to leave with the least time, the fewer of equals; and the time of each number."""
     times = {r: step_s(units, reserved=r, needed=needed, sms=sms) for r in range(needed + 1)}
     return min(times, key=lambda r: (times[r], r)), times
 

@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect import ProgramError, collectives
-from jshard.inspect.hlo.schedule import Schedule, read_schedule
-from jshard.inspect.hlo.steps import Loop, Wait
+from jshard.inspect.hlo.schedule import Loop, Schedule, Wait
+from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import (
     DOT_FLOPS,
     EIGHT,

@@ -71,11 +71,7 @@ def added(parts: Iterable[OpWork]) -> OpWork:
 
 
 class Worker:
-    """Works out the instructions of a module that compute; loops, calls and collectives are for its caller.
-
-    Args:
-        module: the program.
-    """
+    """Works out the instructions of a module that compute; loops, calls and collectives are for its caller."""
 
     def __init__(self, module: Module) -> None:
         self._module = module

@@ -57,9 +57,6 @@ class Op:
 class Ops:
     """Tells operations apart: by the text of their program if there is one, else by their names.
 
-    Args:
-        text: of the compiled program; None if it is not known.
-
     Raises:
         ProgramError: it is not such a text, or it holds a collective that is not understood.
     """
@@ -114,11 +111,7 @@ class Ops:
 
 
 class _Table:
-    """The operations of a program by the names of their instructions.
-
-    Args:
-        module: the program.
-    """
+    """The operations of a program by the names of their instructions."""
 
     def __init__(self, module: Module) -> None:
         self._module, self._forms = module, Forms(module)
@@ -207,14 +200,7 @@ def busiest_program(devices: Iterable[DeviceEvents]) -> str:
 
 
 def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> list[Run]:
-    """The runs of a program on a device, in order, those included that are cut off.
-
-    Args:
-        device: its events.
-        program: name of the program; empty for all.
-        ops: knows operations by their names.
-        marked: how many steps the host marked.
-    """
+    """The runs of a program on a device, in order, those included that are cut off."""
     if device.runs:
         return [
             Run(r.begin_ps, r.end_ps, r.run, _names(_between(device.events, r.begin_ps, r.end_ps), ops))
@@ -234,13 +220,7 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> lis
 
 
 def whole(runs: Sequence[Run], expected: frozenset[str], ops: Ops | None) -> list[bool]:
-    """Of each run, whether it is in the profile from its begin to its end.
-
-    Args:
-        runs: of one program on one device.
-        expected: names of the operations that every run does.
-        ops: knows what the program has before and after what was seen; None if it cannot.
-    """
+    """Of each run, whether it is in the profile from its begin to its end."""
     if ops is not None and len(runs) == 1:  # no other run to hold it against, but perhaps the program's text
         return [expected <= runs[0].ops and not ops.missing_at_an_end(runs[0].ops)]
     return [expected <= run.ops for run in runs]

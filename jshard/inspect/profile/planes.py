@@ -83,11 +83,7 @@ class ProcessEvents:
 
 
 def process_events(data: Any) -> ProcessEvents:
-    """Reads the events of devices.
-
-    Args:
-        data: a `jax.profiler.ProfileData`.
-    """
+    """Reads the events of devices."""
     planes = list(data.planes)
     devices = [_device(plane, match) for plane in planes if (match := _DEVICE.match(plane.name))]
     host = [plane for plane in planes if plane.name == _HOST]

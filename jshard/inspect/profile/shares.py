@@ -66,10 +66,6 @@ def clipped(intervals: Iterable[Interval], begin: int, end: int) -> Iterator[Int
 def shared_out(owned: Iterable[tuple[Interval, int]], within: Sequence[Interval]) -> dict[int, float]:
     """The time of a union, given to those whose intervals cover it; several at one time take equal parts.
 
-    Args:
-        owned: intervals with the number of their owner; an owner counts once however many of his overlap.
-        within: the union that is given away.
-
     Returns:
         Picoseconds by owner; their sum is the part of `within` that is covered at all.
     """
@@ -183,14 +179,7 @@ class MeasuredSpan:
 
 
 def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> MeasuredSpan:
-    """Measures a span of time of one device.
-
-    Args:
-        events: of the device, by their begin; others than those of the span may be among them.
-        ops: knows operations by their names.
-        begin_ps: of the span.
-        end_ps: of the span.
-    """
+    """Measures a span of time of one device."""
     computing, in_flight = [], collections.defaultdict[Op, list[Interval]](list)
     for event in events:
         for part in clipped([(event.begin_ps, event.end_ps)], begin_ps, end_ps):

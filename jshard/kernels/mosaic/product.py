@@ -248,18 +248,7 @@ def launched(
     form: str,
     **how: Any,
 ) -> list[jax.Array]:
-    """Runs a body, which takes what `Refs.of` sorts.
-
-    Args:
-        product: what is computed.
-        body: of the kernel.
-        a: one operand.
-        bs: the others.
-        vectors: rows of n.
-        knobs: tiles and padding.
-        form: of the kernel, for its name.
-        **how: the grid, the threads, and whether it is interpreted.
-    """
+    """Runs a body, which takes what `Refs.of` sorts."""
     m, n, _ = product.sizes(a, bs[0])
     shape = out_shape(knobs)
     # What outputs leave through; and what is taken and never touched.

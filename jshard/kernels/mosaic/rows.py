@@ -33,18 +33,6 @@ def run_rows(
 ) -> list[jax.Array]:
     """Runs a function of rows.
 
-    Args:
-        name: of the kernel.
-        row: takes a row of each of `xs`, then the vectors, in float32; gives rows of the outputs, and what is added
-            to each of the sums over all rows.
-        xs: (R, D), of one dtype; D is a multiple of 128.
-        vectors: (D,) each.
-        num_out: how many outputs (R, D) there are, in the dtype of `xs`.
-        num_sums: how many sums (D,) there are, in float32.
-        knobs: what is padded.
-        here: the device.
-        interpret: whether to run step by step on a CPU.
-
     Returns:
         The outputs, then the sums.
     """

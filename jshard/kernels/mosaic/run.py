@@ -44,15 +44,6 @@ def persistent(
 ) -> list[jax.Array]:
     """Runs a product whose sizes are whole tiles.
 
-    Args:
-        product: what is computed.
-        a: one operand.
-        bs: the others, `product.num_b` of them.
-        vectors: rows of n, for the epilogue.
-        knobs: tiles, stages and padding.
-        blocks: how many multiprocessors it may have.
-        interpret: whether to run it step by step on a CPU.
-
     Returns:
         The outputs, (m, n) each.
     """
@@ -163,14 +154,6 @@ def tiled(
 ) -> list[jax.Array]:
     """Runs a product whose sizes are whole tiles.
 
-    Args:
-        product: what is computed.
-        a: one operand.
-        bs: the others, `product.num_b` of them.
-        vectors: rows of n, for the epilogue.
-        knobs: tiles, stages and padding; it is not persistent.
-        interpret: whether to run it step by step on a CPU.
-
     Returns:
         The outputs, (m, n) each.
     """
@@ -224,15 +207,6 @@ def run(
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Runs a product.
-
-    Args:
-        product: what is computed.
-        a: (m, k), or (k, m) if the product says so; bfloat16 or float16.
-        bs: (k, n) each, or (n, k).
-        vectors: (n,) each.
-        knobs: tiles are shrunk to the arrays; all else is as asked.
-        here: the device.
-        interpret: whether to run step by step on a CPU.
 
     Returns:
         The outputs, (m, n) each.
