@@ -24,15 +24,10 @@ _DIMS = re.compile(r"<@[\w.]+, \[(.*?)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Collectives of one kind.
+    """Collectives of one kind."""
 
-    Args:
-        kind: one of `jshard.inspect.hlo.collectives.KINDS`.
-        axes: the mesh axes that it runs over, in the order of the mesh.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
+    kind: str  # one of `jshard.inspect.hlo.collectives.KINDS`
+    axes: tuple[str, ...]  # the mesh axes that it runs over, in the order of the mesh
 
 
 Amounts = Mapping[Sent, tuple[int, float]]

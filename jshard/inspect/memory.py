@@ -30,20 +30,14 @@ _ON_HOST = " on the host"
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Args:
-        saved_bytes: what autodiff saves between forward and backward, besides the stored parameters. Gathered
-            parameters that are kept for backward are among them.
-        outside_bytes: the part of it that no layer saves: what the head and the loss need.
-        recomputed_bytes: what backward computes again of one layer, under its remat policy.
-        offloaded_bytes: what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what
-            is fetched of a layer.
-    """
-
+    # what autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
+    # for backward are among them.
     saved_bytes: int
-    outside_bytes: int
-    recomputed_bytes: int
+    outside_bytes: int  # the part of it that no layer saves: what the head and the loss need
+    recomputed_bytes: int  # what backward computes again of one layer, under its remat policy
+    # what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer
     offloaded_bytes: int = 0
 
 

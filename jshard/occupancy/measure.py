@@ -42,15 +42,10 @@ class Bench(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSettings:
-    """What was measured, and what could not be.
+    """What was measured, and what could not be."""
 
-    Attributes:
-        timings: medians, XLA's own first.
-        failed: settings that did not run, and why.
-    """
-
-    timings: tuple[Timing, ...]
-    failed: tuple[tuple[Occupancy, str], ...] = ()
+    timings: tuple[Timing, ...]  # medians, XLA's own first
+    failed: tuple[tuple[Occupancy, str], ...] = ()  # settings that did not run, and why
 
 
 def measure(bench: Bench, settings: Sequence[Occupancy | None], *, rounds: int = ROUNDS) -> MeasuredSettings:

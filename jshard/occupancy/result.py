@@ -30,19 +30,12 @@ _LEGEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One thing that was decided.
+    """One thing that was decided."""
 
-    Attributes:
-        what: a kernel, an option, or a variable of the environment.
-        chosen: what was decided, in words.
-        origin: what the decision rests on.
-        why: the numbers.
-    """
-
-    what: str
-    chosen: str
-    origin: Origin
-    why: str
+    what: str  # a kernel, an option, or a variable of the environment
+    chosen: str  # what was decided, in words
+    origin: Origin  # what the decision rests on
+    why: str  # the numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -149,27 +142,18 @@ _FORWARD = "parameters for forward"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Equal units of a plan, all of them together, on one device.
+    """Equal units of a plan, all of them together, on one device."""
 
-    Attributes:
-        unit: their name.
-        count: how many layers they are.
-        gathered_bytes: of the whole arrays, in forward.
-        reduced_bytes: of the whole gradients.
-        wire_bytes: what a device sends, forward and backward.
-        communication_s: of forward and of backward, all blocks of the collectives running; an estimate.
-        compute_s: of forward and of backward, on all multiprocessors; an estimate, None where it is not known.
-        is_root: its collectives have no other unit to hide behind.
-    """
-
-    unit: str
-    count: int = 1
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
-    wire_bytes: float = 0.0
+    unit: str  # their name
+    count: int = 1  # how many layers they are
+    gathered_bytes: int = 0  # of the whole arrays, in forward
+    reduced_bytes: int = 0  # of the whole gradients
+    wire_bytes: float = 0.0  # what a device sends, forward and backward
+    # of forward and of backward, all blocks of the collectives running; an estimate
     communication_s: tuple[float, float] = (0.0, 0.0)
+    # of forward and of backward, on all multiprocessors; an estimate, None where it is not known
     compute_s: tuple[float, float] | None = None
-    is_root: bool = False
+    is_root: bool = False  # its collectives have no other unit to hide behind
 
 
 def unit_times(

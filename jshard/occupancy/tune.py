@@ -46,25 +46,15 @@ _MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class TuneRow:
-    """One size of product.
+    """One size of product."""
 
-    Attributes:
-        product: the sizes.
-        same: the products of that size, by unit.
-        left_to_xla: why no kernel takes it; empty if one does.
-        load_bytes: of the collectives beside one call.
-        load_ns: that they are estimated to take.
-        ranked: the settings, the best by the model first.
-        measured: what was measured; None where nothing was.
-    """
-
-    product: MatrixProduct
-    same: tuple[MatrixProduct, ...]
-    left_to_xla: str = ""
-    load_bytes: int = 0
-    load_ns: float = 0.0
-    ranked: tuple[Candidate, ...] = ()
-    measured: TuningEntry | None = None
+    product: MatrixProduct  # the sizes
+    same: tuple[MatrixProduct, ...]  # the products of that size, by unit
+    left_to_xla: str = ""  # why no kernel takes it; empty if one does
+    load_bytes: int = 0  # of the collectives beside one call
+    load_ns: float = 0.0  # that they are estimated to take
+    ranked: tuple[Candidate, ...] = ()  # the settings, the best by the model first
+    measured: TuningEntry | None = None  # what was measured; None where nothing was
 
     @property
     def count(self) -> int:
@@ -79,19 +69,12 @@ class TuneRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TuneReport(Printed):
-    """The products of a model; printed it is tables.
+    """The products of a model; printed it is tables."""
 
-    Attributes:
-        device: in words.
-        comm: what runs beside them.
-        rows: the products, the most work first.
-        headline: what is to be known before anything else; empty where all was measured.
-    """
-
-    device: str
-    comm: CommFootprint
-    rows: tuple[TuneRow, ...]
-    headline: str = ""
+    device: str  # in words
+    comm: CommFootprint  # what runs beside them
+    rows: tuple[TuneRow, ...]  # the products, the most work first
+    headline: str = ""  # what is to be known before anything else; empty where all was measured
 
     def with_measured(self, entries: Sequence[TuningEntry | None]) -> TuneReport:
         """The same with what was measured of each row."""

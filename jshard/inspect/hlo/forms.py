@@ -53,19 +53,12 @@ _DEPTH = 6  # of calls in calls
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What an instruction does for a collective.
+    """What an instruction does for a collective."""
 
-    Args:
-        stage: `start`, `done`, or `blocking` for one that is start and end at once.
-        kind: one of `KINDS`; empty for a `done`.
-        collective: the instruction that has its shape and its group; None for a `done`.
-        key: what start and end have in common, where they do not name each other.
-    """
-
-    stage: str
-    kind: str = ""
-    collective: Instruction | None = None
-    key: str | None = None
+    stage: str  # `start`, `done`, or `blocking` for one that is start and end at once
+    kind: str = ""  # one of `KINDS`; empty for a `done`
+    collective: Instruction | None = None  # the instruction that has its shape and its group; None for a `done`
+    key: str | None = None  # what start and end have in common, where they do not name each other
 
 
 class Forms:

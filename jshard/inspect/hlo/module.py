@@ -26,23 +26,14 @@ class ProgramError(ShardingError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Instruction:
-    """`%name = shape opcode(operands), attributes`.
+    """`%name = shape opcode(operands), attributes`."""
 
-    Args:
-        name: without `%`.
-        opcode: such as `all-gather-start` or `fusion`.
-        shape: of the result, as written.
-        inside: what stands between the parentheses: operands, the literal of a constant, a parameter's number.
-        attributes: what follows them.
-        is_root: it is the result of its computation.
-    """
-
-    name: str
-    opcode: str
-    shape: str
-    inside: str
-    attributes: str
-    is_root: bool = False
+    name: str  # without `%`
+    opcode: str  # such as `all-gather-start` or `fusion`
+    shape: str  # of the result, as written
+    inside: str  # what stands between the parentheses: operands, the literal of a constant, a parameter's number
+    attributes: str  # what follows them
+    is_root: bool = False  # it is the result of its computation
 
     @property
     def text(self) -> str:
@@ -127,19 +118,12 @@ class Computation:
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program.
+    """A compiled program."""
 
-    Args:
-        computations: by name.
-        entry: name of the one that runs.
-        num_devices: devices that run it together; 1 if the text does not say.
-        is_scheduled: the order of the instructions is the order in which they run.
-    """
-
-    computations: dict[str, Computation]
-    entry: str
-    num_devices: int
-    is_scheduled: bool
+    computations: dict[str, Computation]  # by name
+    entry: str  # name of the one that runs
+    num_devices: int  # devices that run it together; 1 if the text does not say
+    is_scheduled: bool  # the order of the instructions is the order in which they run
 
     def called(self, instruction: Instruction) -> tuple[str, ...]:
         """Names of the computations that an instruction runs."""

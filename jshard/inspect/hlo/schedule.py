@@ -11,48 +11,32 @@ _FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as pla
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One collective of a schedule, and the computation between its start and its end.
+    """One collective of a schedule, and the computation between its start and its end."""
 
-    Args:
-        name: the instruction's name in the text.
-        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
-        sizes: bytes of the whole arrays by dtype, of one execution; as of `Collective.full_bytes`.
-        group: positions, in the mesh's order, of the devices of the first group.
-        axes: the mesh axes that it runs over; None if no mesh was given.
-        units: paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the
-            program does not say.
-        read_by: where it does not, and what is sent was computed: the units whose operations read that first.
-        phase: `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say.
-        loop: name of the innermost loop around it; empty if there is none.
-        executions: how often it runs in one run of the program.
-        is_async: the computation goes on while it runs.
-        operations: instructions that compute between start and end.
-        matmuls: matrix products among these, those in fusions and loops counted.
-        flops: floating-point operations of these.
-        conditional: it is in a branch, and may not run at all.
-        arrays: of its result: dtype and dims of each.
-        mixing: the lines of the model that mix examples by it; several if the compiler joined theirs.
-        is_mixing: it is for those alone.
-    """
-
-    name: str
-    kind: str
+    name: str  # the instruction's name in the text
+    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`
+    # bytes of the whole arrays by dtype, of one execution; as of `Collective.full_bytes`
     sizes: tuple[tuple[str, int], ...]
-    group: tuple[int, ...]
-    axes: tuple[str, ...] | None = None
+    group: tuple[int, ...]  # positions, in the mesh's order, of the devices of the first group
+    axes: tuple[str, ...] | None = None  # the mesh axes that it runs over; None if no mesh was given
+    # paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
+    # not say
     units: tuple[str, ...] = ()
+    # where it does not, and what is sent was computed: the units whose operations read that first
     read_by: tuple[str, ...] = ()
+    # `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say
     phase: str | None = None
-    loop: str = ""
-    executions: int = 1
-    is_async: bool = False
-    operations: int = 0
-    matmuls: int = 0
-    flops: float = 0.0
-    conditional: bool = False
-    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    loop: str = ""  # name of the innermost loop around it; empty if there is none
+    executions: int = 1  # how often it runs in one run of the program
+    is_async: bool = False  # the computation goes on while it runs
+    operations: int = 0  # instructions that compute between start and end
+    matmuls: int = 0  # matrix products among these, those in fusions and loops counted
+    flops: float = 0.0  # floating-point operations of these
+    conditional: bool = False  # it is in a branch, and may not run at all
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
+    # the lines of the model that mix examples by it; several if the compiler joined theirs
     mixing: tuple[Mixing, ...] = ()
-    is_mixing: bool = False
+    is_mixing: bool = False  # it is for those alone
 
     @property
     def full_bytes(self) -> int:
@@ -107,23 +91,14 @@ class Blocking:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """Steps that run again and again.
+    """Steps that run again and again."""
 
-    Args:
-        name: of the `while` in the text.
-        rounds: how often.
-        steps: of one round.
-        enters: tokens outside and inside, of collectives under way when the loop begins.
-        turns: tokens at the end of a round and at the beginning of the next.
-        leaves: tokens inside and outside, at the end of the last round.
-    """
-
-    name: str
-    rounds: int
-    steps: tuple["Step", ...]
-    enters: tuple[tuple[str, str], ...] = ()
-    turns: tuple[tuple[str, str], ...] = ()
-    leaves: tuple[tuple[str, str], ...] = ()
+    name: str  # of the `while` in the text
+    rounds: int  # how often
+    steps: tuple["Step", ...]  # of one round
+    enters: tuple[tuple[str, str], ...] = ()  # tokens outside and inside, of collectives under way when the loop begins
+    turns: tuple[tuple[str, str], ...] = ()  # tokens at the end of a round and at the beginning of the next
+    leaves: tuple[tuple[str, str], ...] = ()  # tokens inside and outside, at the end of the last round
 
 
 Step = Compute | Start | Wait | Blocking | Loop
@@ -131,17 +106,11 @@ Step = Compute | Start | Wait | Blocking | Loop
 
 @dataclasses.dataclass(frozen=True)
 class KernelUse:
-    """One kernel in one form.
+    """One kernel in one form."""
 
-    Args:
-        kernel: such as `matmul`.
-        form: "mosaic", "interpret" or "xla".
-        calls: instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused.
-    """
-
-    kernel: str
-    form: str
-    calls: int
+    kernel: str  # such as `matmul`
+    form: str  # "mosaic", "interpret" or "xla"
+    calls: int  # instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused
 
     def __str__(self) -> str:
         calls = f" ({self.calls} call{'' if self.calls == 1 else 's'})" if self.calls else ""
@@ -150,23 +119,14 @@ class KernelUse:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A scheduled program of one device.
+    """A scheduled program of one device."""
 
-    Args:
-        windows: its collectives, in the order of their starts; groups of one device are left out.
-        steps: what the device does, in order.
-        num_devices: devices that run it together.
-        flops: floating-point operations of one run, loops counted; with those that are computed again for backward.
-        notes: what could not be counted, in words.
-        kernels: those of `jshard.kernels` in it, and which form of each.
-    """
-
-    windows: tuple[Window, ...]
-    steps: tuple[Step, ...]
-    num_devices: int
-    flops: float
-    notes: tuple[str, ...] = ()
-    kernels: tuple[KernelUse, ...] = ()
+    windows: tuple[Window, ...]  # its collectives, in the order of their starts; groups of one device are left out
+    steps: tuple[Step, ...]  # what the device does, in order
+    num_devices: int  # devices that run it together
+    flops: float  # floating-point operations of one run, loops counted; with those that are computed again for backward
+    notes: tuple[str, ...] = ()  # what could not be counted, in words
+    kernels: tuple[KernelUse, ...] = ()  # those of `jshard.kernels` in it, and which form of each
 
     @property
     def in_loops(self) -> tuple[Window, ...]:

@@ -42,22 +42,15 @@ _UnderWay = tuple[int, _Passed | None]
 
 @dataclasses.dataclass
 class _Body:
-    """One computation while it is walked.
+    """One computation while it is walked."""
 
-    Args:
-        home: the computation.
-        steps: so far.
-        parts: the work of each.
-        passed: the same, counted.
-        under_way: by token, the collectives that began and were not waited for; None if the end is to be ignored.
-        arrivals: what was passed in a loop's body when it waited for a part of the loop's state.
-    """
-
-    home: Computation
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    parts: list[OpWork] = dataclasses.field(default_factory=list)
-    passed: _Passed = dataclasses.field(default_factory=collections.Counter)
+    home: Computation  # the computation
+    steps: list[Step] = dataclasses.field(default_factory=list)  # so far
+    parts: list[OpWork] = dataclasses.field(default_factory=list)  # the work of each
+    passed: _Passed = dataclasses.field(default_factory=collections.Counter)  # the same, counted
+    # by token, the collectives that began and were not waited for; None if the end is to be ignored
     under_way: dict[str, _UnderWay | None] = dataclasses.field(default_factory=dict)
+    # what was passed in a loop's body when it waited for a part of the loop's state
     arrivals: dict[str, _Passed] = dataclasses.field(default_factory=dict)
 
     def append(self, other: "_Body") -> None:

@@ -35,23 +35,14 @@ _NCCL_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What an operation does.
+    """What an operation does."""
 
-    Args:
-        name: that of its instruction; start and end of an asynchronous one have one name.
-        kind: of the collective, such as `all-gather`; empty for one that computes.
-        units: paths of the units that it gathers or reduces, if the program says so.
-        phase: `forward`, `backward` or `both`; None if it is not known.
-        contains: it is a loop, a branch or a call: what it does is known from others.
-        place: in the order of the program's outermost instructions, which run once; None for others.
-    """
-
-    name: str
-    kind: str = ""
-    units: tuple[str, ...] = ()
-    phase: str | None = None
-    contains: bool = False
-    place: int | None = None
+    name: str  # that of its instruction; start and end of an asynchronous one have one name
+    kind: str = ""  # of the collective, such as `all-gather`; empty for one that computes
+    units: tuple[str, ...] = ()  # paths of the units that it gathers or reduces, if the program says so
+    phase: str | None = None  # `forward`, `backward` or `both`; None if it is not known
+    contains: bool = False  # it is a loop, a branch or a call: what it does is known from others
+    place: int | None = None  # in the order of the program's outermost instructions, which run once; None for others
 
 
 class Ops:
@@ -174,19 +165,12 @@ _EARLY, _LATE = 1 / 3, 2 / 3  # of the operations of a run in their order
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of a program on one device.
+    """A run of a program on one device."""
 
-    Args:
-        begin_ps: of its first event.
-        end_ps: of its last one.
-        id: how the profile calls it; None if it does not.
-        ops: names of the operations that it did.
-    """
-
-    begin_ps: int
-    end_ps: int
-    id: int | None
-    ops: frozenset[str]
+    begin_ps: int  # of its first event
+    end_ps: int  # of its last one
+    id: int | None  # how the profile calls it; None if it does not
+    ops: frozenset[str]  # names of the operations that it did
 
 
 def busiest_program(devices: Iterable[DeviceEvents]) -> str:

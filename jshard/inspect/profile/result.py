@@ -26,17 +26,11 @@ _CPU = (
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """One step on one device.
+    """One step on one device."""
 
-    Args:
-        device: such as `gpu:3`, or `process 1 gpu:3`.
-        measured: its time.
-        since_last_s: from the end of the step before; None if that is not in the profile.
-    """
-
-    device: str
-    measured: MeasuredSpan
-    since_last_s: float | None = None
+    device: str  # such as `gpu:3`, or `process 1 gpu:3`
+    measured: MeasuredSpan  # its time
+    since_last_s: float | None = None  # from the end of the step before; None if that is not in the profile
 
     @property
     def shares(self) -> Shares:
@@ -51,15 +45,10 @@ class DeviceStep:
 
 @dataclasses.dataclass(frozen=True)
 class TraceStep:
-    """One step on all devices.
+    """One step on all devices."""
 
-    Args:
-        number: as the program marked it, or counted from 1.
-        devices: all of them.
-    """
-
-    number: int
-    devices: tuple[DeviceStep, ...]
+    number: int  # as the program marked it, or counted from 1
+    devices: tuple[DeviceStep, ...]  # all of them
 
     @property
     def shares(self) -> Shares:
@@ -69,25 +58,15 @@ class TraceStep:
 
 @dataclasses.dataclass(frozen=True)
 class TraceRow:
-    """Collectives that are alike; times are those of a step on a device, in the mean.
+    """Collectives that are alike; times are those of a step on a device, in the mean."""
 
-    Args:
-        kind: such as `all-gather`.
-        unit: the unit, or several folded as `blocks/0..11`; None if it is not known.
-        phase: `forward`, `backward` or `both`; None if it is not known.
-        name: of the instruction, if the row is of one.
-        runs: how often they ran.
-        in_flight_s: from begin to end, each by itself.
-        exposed_s: of that, while nothing computed.
-    """
-
-    kind: str
-    unit: str | None
-    phase: str | None
-    name: str | None
-    runs: float
-    in_flight_s: float
-    exposed_s: float
+    kind: str  # such as `all-gather`
+    unit: str | None  # the unit, or several folded as `blocks/0..11`; None if it is not known
+    phase: str | None  # `forward`, `backward` or `both`; None if it is not known
+    name: str | None  # of the instruction, if the row is of one
+    runs: float  # how often they ran
+    in_flight_s: float  # from begin to end, each by itself
+    exposed_s: float  # of that, while nothing computed
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
