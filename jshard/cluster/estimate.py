@@ -16,8 +16,7 @@ from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
-from jshard.inspect.hlo.schedule import Schedule
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Schedule, Window
 
 # Links between hosts from congested to new ones, and what good kernels reach of a device's peak.
 RANGES: Mapping[str, tuple[float, float]] = {"slow_bytes_per_s": (15e9, 50e9), "matmul_efficiency": (0.60, 0.75)}
@@ -144,7 +143,7 @@ def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
     """Plays a schedule under assumptions.
 
     Args:
-        schedule: what `jshard.inspect.hlo.schedule.read_schedule` read.
+        schedule: what `jshard.inspect.hlo.walk.read_schedule` read.
         assumptions: the machine.
 
     Raises:
@@ -167,7 +166,7 @@ def estimate_range(
     """Estimates over ranges of what is least known.
 
     Args:
-        schedule: what `jshard.inspect.hlo.schedule.read_schedule` read.
+        schedule: what `jshard.inspect.hlo.walk.read_schedule` read.
         assumptions: the machine; what is not varied stays as it says.
         ranges: lowest and highest value of some of its numbers; all corners of them are looked at.
 
