@@ -14,9 +14,9 @@ from flax import nnx
 import jshard as js
 from jshard import cli, train
 from jshard.cli import _training
+from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh
 from jshard.cli._devices import open_mesh
-from jshard.cli._train_args import TrainArgs, num_devices, parse_mesh
-from jshard.cli._train_request import request_of
+from jshard.cli._request import request_of
 from jshard.train.jsonl import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
@@ -161,7 +161,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys,
     stored["options"]["init_from"] = str(folder / "theirs.safetensors")
     (out / "run.json").write_text(json.dumps(stored))
     assert cli.main(again) == 0
-    kept = request_of(TrainArgs(model=Path("my_model.py"), resume=True), []).options["init_from"]
+    kept = request_of(TrainArgs(model=Path("my_model.py"), resume=True)).options["init_from"]
     assert kept == folder / "theirs.safetensors"
     capsys.readouterr()
     assert cli.main(["train", "my_model.py", "--init-from", "theirs.safetensors", "--dry-run"]) == 2

@@ -13,8 +13,8 @@ from flax import nnx
 import jshard as js
 from jshard import cli
 from jshard.cli import _training
-from jshard.cli._train_args import TrainArgs
-from jshard.cli._train_request import request_of
+from jshard.cli._arguments import TrainArgs
+from jshard.cli._request import request_of
 from jshard.cluster.costs import Cost
 from jshard.cluster.estimate import machine_here
 from jshard.cluster.search import Search
