@@ -353,12 +353,3 @@ def test_a_program_without_supervisor_is_no_worker():
     with pytest.raises(SystemExit) as info:
         launch.leave(143)
     assert info.value.code == 143
-
-
-def test_an_error_of_a_collective_blames_a_peer():
-    low = RuntimeError("FAILED_PRECONDITION: Gloo all-reduce failed: Connection closed by peer [::1]:9")
-    high = RuntimeError("step failed")
-    high.__cause__ = low
-    assert worker._blames_peer(low) and worker._blames_peer(high)
-    assert not worker._blames_peer(None) and not worker._blames_peer(RuntimeError("out of memory"))
-    assert not worker._blames_peer(js.ShardingError("Gloo", where="gloo", why="gloo", do="gloo"))

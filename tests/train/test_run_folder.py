@@ -86,37 +86,12 @@ def refused(path, error=ShardingError, record=RECORD, **kwargs):
     return str(caught.value)
 
 
-def test_a_folder_with_another_run(tmp_path):
-    begin(tmp_path / "out")
-    text = refused(tmp_path / "out")
-    assert text.startswith("The folder holds another run.\n") and "--resume" in text
-
-
-def test_a_folder_with_something_else(tmp_path):
-    (tmp_path / "thesis.txt").write_text("years of work")
-    assert "thesis.txt" in refused(tmp_path)
-    assert os.listdir(tmp_path) == ["thesis.txt"]
-
-
 def test_a_folder_that_cannot_be_written(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    assert "(ENOTDIR)" in refused(tmp_path / "file" / "out")
-    assert "(ENOTDIR)" in refused(tmp_path / "file")
-    assert "name a folder that you may write" in refused(tmp_path / "file")
-
     def refuse(*args, **kwargs):
         raise PermissionError(13, "Permission denied", "/there")
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     assert "Permission denied (EACCES): /there" in refused(tmp_path / "out")
-
-
-def test_a_read_only_folder(tmp_path, monkeypatch):
-    def refuse(path, flags, *args, **kwargs):
-        raise OSError(30, "Read-only file system", str(path))
-
-    monkeypatch.setattr("jshard.train.run_record.os.open", refuse)
-    assert "Read-only file system (EROFS)" in refused(tmp_path)
 
 
 def test_a_full_disk_is_a_failure_and_not_a_wrong_request(tmp_path, monkeypatch):
@@ -242,16 +217,6 @@ def test_a_file_system_without_locks_is_noted(tmp_path, monkeypatch):
 # A run that goes on.
 
 
-def test_a_run_goes_on(tmp_path):
-    begin(tmp_path)
-    with RunFolder.open(tmp_path, RECORD, resume=True) as folder:
-        assert folder.is_resumed and folder.notices == []
-        assert len(read(tmp_path)["starts"]) == 1  # until it has been restored
-        folder.started(step=7, mesh={"fsdp": 4})
-    stored = read(tmp_path)
-    assert [(start["step"], start["mesh"]) for start in stored["starts"]] == [(0, {"fsdp": 8}), (7, {"fsdp": 4})]
-
-
 def test_all_that_would_make_it_another_run_is_told_at_once(tmp_path):
     begin(tmp_path)
     (tmp_path / ".lock").unlink()  # as in a copy
@@ -289,15 +254,6 @@ def test_a_run_of_before_there_were_other_sizes_has_that_of_its_recipe(tmp_path)
         with RunFolder.open(tmp_path, make_record(batch_size=4), resume=True) as folder:
             assert folder.samples_before(step) == 160 + (step - 10) * 4
             folder.started(step=step, mesh={"fsdp": 8})
-
-
-def test_another_class_of_config_is_another_model(tmp_path):
-    begin(tmp_path)
-    Other = dataclasses.make_dataclass("Other", [("n_layer", int, 3), ("width", int, 8)], frozen=True)
-    text = refused(tmp_path, record=make_record(model=Other()), resume=True)
-    assert "model.class  stored Config  wanted Other" in text
-    assert "model.dtype  stored builtins.float  wanted nothing" in text
-    assert "model.width  stored nothing  wanted 8" in text
 
 
 def test_other_settings_may_change_and_are_noted_and_kept(tmp_path):
