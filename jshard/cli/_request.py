@@ -92,10 +92,6 @@ class Request:
             sizes=dict(variant.mesh),
         )
 
-    def again(self, out: Path) -> str:
-        """The command line that goes on with the run in a folder."""
-        return self.given.again(out)
-
     def config(self) -> dict[str, Any]:
         """Everything, as JSON."""
         args = self.args

@@ -63,7 +63,7 @@ def _train(request: Request) -> int:
     say(explained(request, mesh, data))
     say(data.description)
     out = Path(exchange("folder of the run", str(request.folder()))[0])
-    launch.note(again=request.again(out))
+    launch.note(again=request.given.again(out))
     finished = run_recipe(
         request.model_file,
         request.recipe,
@@ -84,7 +84,7 @@ def _train(request: Request) -> int:
     )
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
-        say(whole_line(f"it goes on with: {request.again(out)}"))
+        say(whole_line(f"it goes on with: {request.given.again(out)}"))
         return 128 + finished.stopped_by
     _say_result(request, finished, say)
     return 0

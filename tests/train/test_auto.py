@@ -238,7 +238,7 @@ def test_what_was_chosen_takes_the_place_of_what_was_asked_for(folder):
     asked = TrainArgs(model=Path("my_model.py"), auto=True, mesh="fsdp=4", track=(), unit=unit, set=settings)
     request = request_of(asked)
     found = request.with_variant(Variant(name="x", mesh={"fsdp": 8}, units={"remat": "full"}, accumulate=2))
-    assert found.again(Path("run")) == (
+    assert found.given.again(Path("run")) == (
         "jshard train my_model.py --set seed=1 --set accumulate=2 --unit prefetch=2 --unit remat=full --mesh fsdp=8"
         " --out run --track --resume"
     )
