@@ -15,18 +15,16 @@ from jshard.errors import AnnotationError
 from jshard.plans import optimizer_state
 from jshard.plans import placement as _placement
 from jshard.plans import plan as _shard_plan
-from jshard.plans.placement import PlacementRule
 from jshard.plans.plan import Leaf, make_plan
-from jshard.plans.policies import MixedPrecision, UnitPolicy
+from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import NESTED, OUTER, OWN, Unit, nested_units, unit_of
 from tests.helpers import Config, abstract, sharded, with_placement
 
 WIDTH = 128
 
 
-def record(mesh, **rule) -> Unit:
-    degrees = tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return Unit(mesh, UnitPolicy(), PlacementRule(degrees, MixedPrecision(), **rule), kind="Layer")
+def record(mesh) -> Unit:
+    return Unit(mesh, UnitPolicy(), js.ShardPlacement(ignored=False), kind="Layer")
 
 
 def test_a_plan_is_made_without_a_model():

@@ -282,7 +282,7 @@ def test_units_may_differ_in_what_is_offloaded():
     of_state = [path for path in hosted if "opt_state" in path]
     assert len(of_state) == 2 * 2 * 2 and not any("table" in path for path in hosted)
     assert len(hosted) == len(of_state) + 2 and sum("params['block_1']" in path for path in hosted) == 2
-    with pytest.raises(AnnotationError, match="The offload is not known"):
+    with pytest.raises(AnnotationError, match="offload='cpu'"):
         annotated(units={Block: {"placement": js.ShardPlacement(offload="cpu")}})
 
 
