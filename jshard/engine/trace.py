@@ -304,7 +304,7 @@ def without_key_data(closed: Any) -> tuple[Any, list[Any]]:
     for e in jaxpr.eqns:
         if e.primitive.name == "random_fold_in" and isinstance(number := e.invars[1], jex.Literal):
             variables.append(jex.Var(number.aval))
-            numbers.append(np.asarray(number.val, number.aval.dtype)[()])
+            numbers.append(np.asarray(number.val, cast(Any, number.aval).dtype)[()])
             e = e.replace(invars=[e.invars[0], variables[-1]])
         equations.append(e)
     if not numbers:
