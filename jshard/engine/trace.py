@@ -9,7 +9,7 @@ policy.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
