@@ -41,7 +41,7 @@ class VerifyArgs:
 
 def run_verify(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt verify`."""
-    args = parse(VerifyArgs, argv, command="jshard ckpt verify", example="runs/gpt-tiny")
+    args = parse(VerifyArgs, argv, command="jshard ckpt verify")
     entries = listing(args.path if args.all else checkpoint_at(args.path, args.step)).entries
     verdicts = []
     with progress("verify", sum(entry.num_bytes for entry in entries)) as note:
@@ -99,7 +99,7 @@ class DiffArgs:
 
 def run_diff(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt diff`."""
-    args = parse(DiffArgs, argv, command="jshard ckpt diff", example="runs/a runs/b")
+    args = parse(DiffArgs, argv, command="jshard ckpt diff")
     paths = [checkpoint_at(path) for path in (args.a, args.b)]
     with progress("compare", sum(listing(path).entries[0].num_bytes for path in paths)) as note:
         found = diff(*paths, values=not args.no_values, on_read=note)

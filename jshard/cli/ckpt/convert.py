@@ -68,7 +68,7 @@ class ReshardArgs(_ModelArgs):
 
 def run_reshard(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt reshard`."""
-    args = parse(ReshardArgs, argv, command="jshard ckpt reshard", example="runs/gpt-tiny out --mesh fsdp=16")
+    args = parse(ReshardArgs, argv, command="jshard ckpt reshard")
     model = args.loaded()
     mesh = cpu_mesh(args.mesh)  # before anything asks for devices
     path = checkpoint_at(args.path)
@@ -111,7 +111,7 @@ class ImportArgs(_ModelArgs):
 
 def run_import(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt import`."""
-    args = parse(ImportArgs, argv, command="jshard ckpt import", example="gpt2/model.safetensors out")
+    args = parse(ImportArgs, argv, command="jshard ckpt import")
     model = args.loaded()
     mesh = cpu_mesh(args.mesh)
     source = _source(args, model)
@@ -186,7 +186,7 @@ class ExportArgs(_ModelArgs):
 
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
-    args = parse(ExportArgs, argv, command="jshard ckpt export", example="runs/gpt-tiny out")
+    args = parse(ExportArgs, argv, command="jshard ckpt export")
     model = args.loaded()
     path = checkpoint_at(args.path)
     ours = OrbaxCheckpoint(path)

@@ -38,7 +38,7 @@ class LsArgs:
 
 def run_ls(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt ls`."""
-    args = parse(LsArgs, argv, command="jshard ckpt ls", example="runs/gpt-tiny")
+    args = parse(LsArgs, argv, command="jshard ckpt ls")
     found = listing(args.path)
     if args.json:
         print(as_json(_listing_json(found)))
@@ -104,7 +104,7 @@ class InspectArgs:
 
 def run_inspect(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt inspect`."""
-    args = parse(InspectArgs, argv, command="jshard ckpt inspect", example="runs/gpt-tiny")
+    args = parse(InspectArgs, argv, command="jshard ckpt inspect")
     opened = open_checkpoint(checkpoint_at(args.path, args.step))
     begin = args.below.rstrip("/")
     shown = {p: leaf for p, leaf in opened.leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}

@@ -46,7 +46,7 @@ class TimelineArgs:
 
 def run_timeline(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt timeline`."""
-    args = parse(TimelineArgs, argv, command="jshard ckpt timeline", example="runs/gpt-tiny")
+    args = parse(TimelineArgs, argv, command="jshard ckpt timeline")
     _check(args)
     series = series_at(args.path)
     every = timelines(series) if series is not None else []
