@@ -77,9 +77,10 @@ def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritte
 
 
 def _rewritten(source: Opened, out: Path, mesh: Mesh, specs: Specs, **options: Any) -> Manifest:
-    _leaves.check_paths(source.leaves)
-    layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
-    return _save_parts(out, _parts(source, layout, mesh), **options)
+    arrays, values = source.arrays, source.values()
+    _leaves.check_paths([*arrays, *values])
+    layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in arrays.items()}
+    return _save_parts(out, _parts(source, values, layout, mesh), **options)
 
 
 def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
@@ -99,9 +100,9 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*(None,) * dim, "fsdp")
 
 
-def _parts(source: Opened, layout: Specs, mesh: Mesh) -> Iterator[dict[str, Any]]:
+def _parts(source: Opened, values: dict[str, Any], layout: Specs, mesh: Mesh) -> Iterator[dict[str, Any]]:
     """The leaves in parts of some hundred MiB: values first, then the arrays, each on devices as its spec says."""
-    part, part_bytes = source.values(), 0
+    part, part_bytes = values, 0
     for name, spec in layout.items():
         leaf = source.leaves[name]
         if part_bytes + leaf.nbytes > _PART_BYTES and part_bytes:
