@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -219,7 +219,7 @@ def diff(
             if first.is_array and second.is_array:
                 is_equal, norms = _compared(sources, path, on_read)
                 kind = "values" if kind == "equal" and not is_equal else kind
-            elif not _same(python[0].get(path), python[1].get(path)):
+            elif not np.array_equal(np.asarray(python[0].get(path)), np.asarray(python[1].get(path))):
                 kind = "values" if kind == "equal" else kind
         return LeafDiff(path=path, kind=kind, a=first, b=second, norms=norms)
 
@@ -247,7 +247,7 @@ def _compared(
         a, b = (source.read(path, box) for source in sources)
         on_read(a.nbytes + b.nbytes)
         is_equal &= a.dtype == b.dtype and a.tobytes() == b.tobytes()
-        wide = [_wide(values) for values in (a, b)]
+        wide = [values.astype(np.complex128 if np.iscomplexobj(values) else np.float64) for values in (a, b)]
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(wide[0] - wide[1])
             sums += [np.sum(np.abs(values) ** 2) for values in (*wide, apart)]
@@ -255,11 +255,3 @@ def _compared(
     first, second, apart = map(float, np.sqrt(sums))
     relative = apart / first if first else math.inf if apart else 0.0
     return is_equal, Norms(a=first, b=second, relative=relative, most=most)
-
-
-def _wide(values: np.ndarray) -> np.ndarray:
-    return values.astype(np.complex128 if np.iscomplexobj(values) else np.float64)
-
-
-def _same(a: Any, b: Any) -> bool:
-    return np.array_equal(np.asarray(a), np.asarray(b))

@@ -122,14 +122,10 @@ def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
                 left.append((entry.path, f"{path}/"))
             elif path not in (NAME, f"{NAME}.tmp"):
                 size = entry.stat().st_size
-                has_checksum = size <= _SMALL_BYTES or not _holds_values(path)
-                found[path] = (size, _crc32(entry.path) if has_checksum else None)
+                holds_values = "/c/" in path or "/d/" in path  # those have sums; texts and descriptions have none
+                has_checksum = size <= _SMALL_BYTES or not holds_values
+                found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
     return dict(sorted(found.items()))
-
-
-def _holds_values(name: str) -> bool:
-    """Whether a file is part of an array, whose values have sums; texts and descriptions have none."""
-    return "/c/" in name or "/d/" in name
 
 
 def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
@@ -200,11 +196,6 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
         except OSError as error:
             found.append(f"{name}  {error.strerror}")
     return found
-
-
-def _crc32(path: str) -> int:
-    with open(path, "rb") as file:
-        return zlib.crc32(file.read())
 
 
 def _spec(leaf: Any) -> str | None:

@@ -189,16 +189,11 @@ def _moved(found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, 
         if begins[0] == found.missing[0] or begins in fitting or _leads_to_moments(*begins):
             continue
         there = {path: renamed(path, dict([begins])) for path in found.missing}
-        fits = all(
-            at in stored and at not in used and _may_hold(stored[at], wanted[path]) for path, at in there.items()
-        )
+        shapes = {path: tuple(getattr(wanted[path], "shape", ())) for path in there}
+        fits = all(at in stored and at not in used and stored[at].shape == shapes[path] for path, at in there.items())
         if fits and (begins[0] == "" or {*there.values()} >= set(found.extra)):
             fitting.append(begins)
     return fitting
-
-
-def _may_hold(leaf: StoredLeaf, wanted: Any) -> bool:
-    return leaf.shape == tuple(getattr(wanted, "shape", ()))
 
 
 def _leads_to_moments(ours: str, theirs: str) -> bool:

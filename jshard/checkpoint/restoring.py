@@ -274,7 +274,8 @@ class Restoring:
 
     def _warn(self, verify: bool) -> None:
         """One warning with all that was done and may not be expected."""
-        abstract = tuple(sorted(key for key, live in self._live.items() if self._stays_abstract(key, live[1])))
+        rest = {key: leaf for key, (_, leaf) in self._live.items() if key not in self.match.picks}
+        abstract = tuple(sorted(key for key, leaf in rest.items() if isinstance(leaf, jax.ShapeDtypeStruct)))
         done = {
             "leaves change their dtype": self.match.casts,
             "leaves stay as `like` has them": self.match.missing,
@@ -295,9 +296,6 @@ class Restoring:
         if notes:
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
             warnings.warn(message, CheckpointWarning, stacklevel=4)
-
-    def _stays_abstract(self, key: str, live: Any) -> bool:
-        return isinstance(live, jax.ShapeDtypeStruct) and key not in self.match.picks
 
 
 def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:

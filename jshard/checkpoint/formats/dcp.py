@@ -197,26 +197,27 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
             raise damaged(file, "its storage_data is no table of places.")
         name, relative = index.get("fqn"), info.get("relative_path")
         if info.get("transform_descriptors"):
-            raise _extended(file, name, info.get("transform_descriptors"))
+            raise CheckpointError(
+                "The checkpoint was written with extensions that cannot be read.",
+                where=str(file),
+                why=f"{printable(str(name))} was transformed by {info.get('transform_descriptors')}.",
+                do="load it with PyTorch, and save it without extensions.",
+            )
         chunk = index.get("offset")
         numbers = (info.get("offset"), info.get("length"))
         known = isinstance(name, str) and (chunk is None or _are_sizes(chunk))
         if not known or not _is_inside(relative) or not _are_sizes(numbers):
             raise damaged(file, f"{name} is said to be in {relative}, at {numbers}.")
         if relative not in sizes:
-            sizes[relative] = _size(path / relative, file)
+            if not (path / relative).is_file():
+                raise damaged(file, f"a file that it names is missing: {(path / relative).name}")
+            sizes[relative] = (path / relative).stat().st_size
         if sum(numbers) > sizes[relative]:
             raise damaged(
                 path / relative, f"it ends at byte {sizes[relative]}; {name} has {numbers[1]} bytes from {numbers[0]}."
             )
         places[name, chunk] = Archive(path / relative, *numbers)
     return places
-
-
-def _size(path: Path, metadata: Path) -> int:
-    if not path.is_file():
-        raise damaged(metadata, f"a file that it names is missing: {path.name}")
-    return path.stat().st_size
 
 
 def _is_inside(relative: Any) -> bool:
@@ -228,15 +229,6 @@ def _is_inside(relative: Any) -> bool:
 
 def _are_sizes(numbers: Any) -> bool:
     return isinstance(numbers, tuple) and all(type(n) is int and 0 <= n < 1 << 62 for n in numbers)
-
-
-def _extended(path: Path, name: Any, descriptors: Any) -> CheckpointError:
-    return CheckpointError(
-        "The checkpoint was written with extensions that cannot be read.",
-        where=str(path),
-        why=f"{printable(str(name))} was transformed by {descriptors}.",
-        do="load it with PyTorch, and save it without extensions.",
-    )
 
 
 def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:

@@ -268,7 +268,8 @@ def write_safetensors(
     leaves = list(leaves)
     _check(folder, leaves)
     shards = _shards(leaves, max_shard_bytes)
-    files = [folder / (_file_name(number, len(shards)) + SUFFIX) for number in range(len(shards))]
+    names = [f"model-{number + 1:05}-of-{len(shards):05}" for number in range(len(shards))]
+    files = [folder / (name + SUFFIX) for name in (names if len(shards) > 1 else ["model"])]
     index = {leaf[0]: file.name for shard, file in zip(shards, files, strict=True) for leaf in shard}
     unfinished = {file: file.with_name(f".{file.name}.unfinished") for file in files}
     try:
@@ -342,10 +343,6 @@ def _shards(leaves: list[WholeLeaf], max_shard_bytes: float) -> list[list[WholeL
 
 def _bytes(leaf: WholeLeaf) -> int:
     return math.prod(leaf[1]) * np.dtype(leaf[2]).itemsize
-
-
-def _file_name(number: int, count: int) -> str:
-    return "model" if count == 1 else f"model-{number + 1:05}-of-{count:05}"
 
 
 def _write_file(
