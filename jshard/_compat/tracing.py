@@ -1,16 +1,26 @@
-"""What a trace says of itself: axes that are manual or split by the compiler, tracers, equations."""
+"""What a trace says of itself: axes that are manual or split by the compiler, tracers, equations, and who made them."""
 
 import contextlib
+import contextvars
 import inspect
+import itertools
+import pathlib
+import sysconfig
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
+import flax
 import jax
+import optax
 from jax import core
 from jax._src import source_info_util
 from jax.extend import core as jex
+from jax.extend import source_info_util
 from jax.interpreters import partial_eval
+
+import jshard
 
 
 def trace_context() -> Hashable:
@@ -44,11 +54,6 @@ def automatic_axes() -> dict[str, int]:
 def abstract_device() -> Any:
     """Kind, platform and number of cores of the devices of the mesh in use; None where no mesh is, or it has none."""
     return jax.sharding.get_abstract_mesh().abstract_device
-
-
-def is_carry_mismatch(error: TypeError) -> bool:
-    """Whether jax refused a loop because its carry varies over a mesh axis at the end and not at the start."""
-    return "manual axis types do not match" in str(error) or "to='varying'" in str(error)
 
 
 def is_tracer(x: Any) -> bool:
@@ -178,3 +183,75 @@ def without_dead_code(closed: Any, keep: Sequence[bool] = ()) -> tuple[Any, list
     keep = keep or [False] * len(closed.jaxpr.invars)
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), list(keep))
     return jex.ClosedJaxpr(jaxpr, closed.consts), list(used)
+
+
+# Who made an equation, and who has called: JAX notes the Python stack.
+
+_LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
+_MODELS = f"{_LIBRARY[-1]}/models/"
+_PYTHON = sysconfig.get_path("stdlib")
+_TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
+
+
+def user_place(eqn: Any) -> str:
+    """`file:line (function)` of the user's code that made an equation: the innermost frame outside of the libraries.
+
+    Empty where there is none.
+    """
+    found = (frame for frame in _frames(eqn.source_info) if not _is_library(frame.file_name))
+    return next((f"{_line(frame)} ({frame.function_name})" for frame in found), "")
+
+
+def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
+    """`file:line` of the user's frames that made an equation of a trace, innermost first.
+
+    Where there is none, as in a loss of ours, that of the innermost function outside jax, flax and optax.
+
+    Args:
+        eqn: the equation.
+        below: the file that has traced it; frames outside of its own are not the model's.
+    """
+    inside = list(itertools.takewhile(lambda frame: frame.file_name != below, _frames(eqn.source_info)))
+    named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
+    users = [frame for frame in named if not _is_library(frame.file_name)]
+    return tuple(map(_line, users or named[:1]))
+
+
+_called: contextvars.ContextVar[Any] = contextvars.ContextVar("called", default=None)
+
+
+def note_call() -> None:
+    """Notes who calls a model, for `warn_user`: where JAX traces a function, its own notes go no further than that."""
+    _called.set(source_info_util.current())
+
+
+def warn_user(text: str) -> None:
+    """Warns with the file and line of the user's code that has called: the innermost outside jax, flax and jshard."""
+    with source_info_util.user_context(None):  # else the stack of the equation that is being read
+        frames = _frames(source_info_util.current()) + _frames(_called.get())
+    frame = next((frame for frame in frames if not _is_no_users(frame.file_name)), frames[-1])
+    warnings.warn_explicit(text, UserWarning, frame.file_name, frame.line_num)
+
+
+def _is_no_users(file: str) -> bool:
+    """Python's own library is between frames of jax: context managers, cached functions."""
+    return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
+
+
+def _is_library(file: str) -> bool:
+    """The model files that are installed beside jshard are not: they are there to be read and copied."""
+    return file.startswith((*_LIBRARY, "<")) and not file.startswith(_MODELS)
+
+
+def _line(frame: Any) -> str:
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
+
+
+def _frames(source_info: Any) -> list[Any]:
+    traceback = getattr(source_info, "traceback", None)
+    return list(traceback.frames) if traceback is not None else []
+
+
+def scope_of(eqn: Any) -> str:
+    """The `jax.named_scope` around an equation, inside its own jaxpr."""
+    return str(eqn.source_info.name_stack)

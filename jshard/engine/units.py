@@ -16,7 +16,7 @@ from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding
 
 from jshard import _compat
-from jshard.engine.per_example import traced_for
+from jshard.engine.context import traced_for
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import (
     Call,
