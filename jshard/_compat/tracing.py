@@ -15,7 +15,6 @@ import flax
 import jax
 import optax
 from jax import core
-from jax._src import source_info_util
 from jax.extend import core as jex
 from jax.extend import source_info_util
 from jax.interpreters import partial_eval
