@@ -48,23 +48,14 @@ class CollectiveKind:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Something compiled otherwise than planned.
+    """Something compiled otherwise than planned."""
 
-    Args:
-        words: what differs, in a sentence.
-        planned: the kind of collective that the plan has and the program lacks; None if it only has more.
-        compiled: the kind that the program has instead, or more of; None if it only has less.
-        axes: the mesh axes.
-        units: of what was compiled, as far as the program says.
-        by_cpu: why XLA:CPU alone compiles so; empty if another compiler would, too.
-    """
-
-    words: str
-    planned: str | None
-    compiled: str | None
-    axes: tuple[str, ...]
-    units: tuple[str, ...] = ()
-    by_cpu: str = ""
+    words: str  # what differs, in a sentence
+    planned: str | None  # the kind of collective that the plan has and the program lacks; None if it only has more
+    compiled: str | None  # the kind that the program has instead, or more of; None if it only has less
+    axes: tuple[str, ...]  # the mesh axes
+    units: tuple[str, ...] = ()  # of what was compiled, as far as the program says
+    by_cpu: str = ""  # why XLA:CPU alone compiles so; empty if another compiler would, too
 
     def __str__(self) -> str:
         return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words

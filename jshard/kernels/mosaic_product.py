@@ -74,11 +74,7 @@ def pieces(knobs: Occupancy) -> tuple[int, int, int]:
 
 
 def check_fits(product: Product, knobs: Occupancy, dtype: Any, *, smem_limit_bytes: int, sms: int, title: str) -> None:
-    """Refuses knobs that a GPU cannot give.
-
-    Raises:
-        KernelError: it has not the shared memory, or not the multiprocessors.
-    """
+    """Refuses knobs that a GPU cannot give."""
     wrong = []
     need = smem_bytes(product, knobs, dtype) + _MOST_BARRIERS_BYTES
     if need > smem_limit_bytes:

@@ -62,11 +62,7 @@ def unshaped(why: str) -> dict[str, Shaped]:
 def shaped_kernels(
     device: Device, comm: CommFootprint | None, units: Sequence[UnitTimes], products: Sequence[MatrixProduct] | None
 ) -> dict[str, Shaped]:
-    """What each kernel leaves, by the model.
-
-    Raises:
-        OccupancyError: the collective would take every multiprocessor.
-    """
+    """What each kernel leaves, by the model."""
     if device.why_unshaped or device.gpu is None:
         return unshaped(device.why_unshaped)
     if comm is None:

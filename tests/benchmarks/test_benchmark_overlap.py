@@ -107,14 +107,6 @@ def test_kill_rule():
     assert conclusion.kill_rule([small(2.2, high, even="1")]) == ""  # what it is about is a kernel that must drain
 
 
-def test_slow_kernels_are_dropped_and_never_best():
-    slow = small(1.9, "shaped", blocks=1, comp_ms=2.4)
-    rows = [row(3.0), small(3.1, "baseline"), small(2.2, "shaped + priority", blocks=2), slow]
-    assert conclusion.dropped(rows) == ("dropped, over 1.15 times XLA's dot alone: tiled 64x64x64/2, pad 74,752: 1.20.")
-    assert conclusion.dropped(rows[:3]) == ""
-    assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 35,840, shaped + priority")
-
-
 def test_best():
     starved = [row(3.0), small(3.1, "baseline")]
     good = conclusion.best([*starved, small(2.1, "shaped + priority", blocks=2)])
@@ -128,13 +120,6 @@ def test_best():
     assert "its baseline was not measured" in conclusion.best([small(2.1, "shaped", blocks=2)])
     whole = conclusion.of_size([row(3.0, load="copies full")])
     assert len(whole) == 1 and "Goal" not in whole[0]
-
-
-def test_groups_are_compared_each_with_its_own_dot():
-    """The clocks may have been others: 2.5 of 5 is better than 2.2 of 3."""
-    rows = [row(3.0), small(2.2, "shaped", blocks=2)]
-    rows += [row(5.0, group="cube/b"), small(2.5, "shaped", blocks=1, group="cube/b")]
-    assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 74,752")
 
 
 # The predictions.

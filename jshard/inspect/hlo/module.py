@@ -222,16 +222,16 @@ def tuple_index(instruction: Instruction) -> int:
 
 
 def item_bytes(dtype: str) -> float:
-    """Bytes of an element, by the HLO name of its type; 0 for a token.
+    """Bytes of an element, by the name of its type in HLO or StableHLO; 0 for a token.
 
     Raises:
         KeyError: no such type is known.
     """
     if dtype in ("token", "opaque"):
         return 0
-    if dtype == "pred":
+    if dtype in ("pred", "i1"):
         return 1
-    bits = re.fullmatch(r"(?:bf|f|s|u|c)(\d+)(?:e\d+m\d+\w*)?", dtype)
+    bits = re.fullmatch(r"(?:bf|f|s|u|c|i|ui)(\d+)(?:e\d+m\d+\w*)?", dtype.lower())
     if bits is None or int(bits.group(1)) not in _ITEM_BITS:
         raise KeyError(dtype)
     return int(bits.group(1)) / 8

@@ -97,11 +97,7 @@ class Walk:
         self.notes: list[str] = []
 
     def run(self) -> tuple[tuple[Step, ...], float]:
-        """The steps of the program and its floating-point operations.
-
-        Raises:
-            ProgramError: communication that is not understood.
-        """
+        """The steps of the program and its floating-point operations."""
         body = self._walk(self._module.entry)
         total = added(body.parts)
         for target in total.uncounted:
