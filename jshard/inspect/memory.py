@@ -32,12 +32,12 @@ _ON_HOST = " on the host"
 class Activations:
     """Bytes on one device."""
 
-    # what autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
+    # What autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
     # for backward are among them.
     saved_bytes: int
     outside_bytes: int  # the part of it that no layer saves: what the head and the loss need
     recomputed_bytes: int  # what backward computes again of one layer, under its remat policy
-    # what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer
+    # What is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer.
     offloaded_bytes: int = 0
 
 
@@ -139,13 +139,13 @@ class Memory:
     gradients_bytes: int  # gradients as they leave the sharded region, with the parameters' dtype and placement
     optimizer_bytes: int  # optimizer state
     optimizer: str  # whose state that is
-    # gathered copies that stay from forward to backward: the root's, and those of units that do not reshard, or of
-    # which a part is kept
+    # Gathered copies that stay from forward to backward: the root's, and those of units that do not reshard, or of
+    # which a part is kept.
     kept_bytes: int
     largest_unit: str  # the unit with the largest gathered copy, of those that come and go
     largest_unit_bytes: int  # that copy
-    # the most that is gathered ahead of its use meanwhile; without a bound on it, of the units that leave the order to
-    # the compiler, nothing
+    # The most that is gathered ahead of its use meanwhile; without a bound on it, of the units that leave the order to
+    # the compiler, nothing.
     prefetched_bytes: int
     largest_gradient_bytes: int  # the largest gradient of one unit before it is reduced
     layer_gradient_bytes: int  # the same of those inside the root

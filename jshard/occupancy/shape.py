@@ -126,8 +126,6 @@ def _padded(gpu: GpuFacts, comm: CommFootprint, name: str) -> Shaped:
     N / n of its time. And what is gained is at most the one time for which a collective would wait.
     """
     kernels = [kernel for kernel in shipped_kernels(gpu) if kernel.is_called(name) and not refusals(gpu, kernel.block)]
-    if not kernels:
-        return Shaped(_PLAIN[name], Reason(name, "as it is", "fact", "the registers of its blocks were not read yet."))
     block = max(kernels, key=lambda kernel: kernel.registers).block
     best, top = plans(gpu, block, comm)[0], resident(gpu, block)
     if not best.smem_pad_bytes:

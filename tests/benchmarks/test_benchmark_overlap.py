@@ -8,7 +8,6 @@ from benchmarks.overlap import (
     command,
     conclusion,
     kernel_times,
-    predictions,
 )
 from benchmarks.overlap.grid import DOT, SIZES, Setting, groups
 from benchmarks.overlap.records import Placement
@@ -120,37 +119,3 @@ def test_best():
     assert "its baseline was not measured" in conclusion.best([small(2.1, "shaped", blocks=2)])
     whole = conclusion.of_size([row(3.0, load="copies full")])
     assert len(whole) == 1 and "Goal" not in whole[0]
-
-
-# The predictions.
-
-
-def test_predictions_follow_the_drain_of_either_rule():
-    found = predictions.outcomes(
-        [
-            row(2.9, form="persistent 256x128x64/4", drain_even="kernel", drain_pooled="kernel"),
-            row(2.4, form="persistent 256x128x64/4", reserved_sms=16, drain_even="0", drain_pooled="0", mode="shaped"),
-            row(2.3, form="persistent 256x128x64/4", reserved_sms=8, drain_even="kernel", drain_pooled="kernel"),
-            small(2.9, "baseline"),
-            small(2.0, "baseline + priority"),
-            small(2.8, "shaped", blocks=2, even="2", pooled="1"),
-            small(2.2, "shaped + priority", blocks=2, even="2", pooled="1"),
-            small(2.2, "shaped", blocks=1, even="1", pooled="0"),
-            small(2.2, "sequential", load="copies full"),
-        ]
-    )
-    holds = lambda one: (predictions.holds(one.row.ratio, one.even), predictions.holds(one.row.ratio, one.pooled))
-    assert [(one.name, *holds(one)) for one in found] == [
-        ("P1", "yes", "yes"),
-        ("P2", "no", "no"),
-        ("P3a", "yes", "yes"),
-        ("P3b", "no", "yes"),
-        ("P3b", "-", "yes"),
-        ("P3c", "no", "yes"),
-    ]
-    assert [predictions.said(bounds) for bounds in (found[0].even, found[1].even, found[4].even, found[4].pooled)] == [
-        ">= 0.95",
-        "<= 0.78",
-        "open",
-        "<= 0.78",
-    ]

@@ -207,9 +207,6 @@ def test_without_a_gpu_it_says_so_in_one_line():
             "  why:   there are placement, cube/XLA's dot, wide/XLA's dot.\n"
             "  do:    --only placement, or without it.\n",
         ),
-        (["--list", "--gpu", "h2"], "There is no GPU 'h2'."),
-        (["--list", "--gpu", "h200", "--ctas", "65"], "The collective cannot be."),
-        (["--list", "--gpu", "h200", "--nccl", "1.0"], "The footprint of NCCL 1.0 is not known."),
     ],
 )
 def test_mistakes(arguments, said, capsys):

@@ -112,20 +112,15 @@ def test_fewer_threads_are_a_line_for_the_shell_and_fill_fewer_multiprocessors(p
 
 
 def test_norms_are_padded_only_where_more_than_half_of_their_blocks_are_left(plan, monkeypatch):
-    def with_blocks(registers):
-        kernel = dataclasses.replace(NORM, registers=registers)
-        monkeypatch.setattr(shaping, "shipped_kernels", lambda gpu: (kernel,))
-        return overlap(plan, device="h200")
-
-    found = next(k for k in shaping.shipped_kernels(H200) if not k.persistent)
-    NORM = dataclasses.replace(found, name="rms_norm", tiles="256", threads=128, smem_bytes=0)
-    assert with_blocks(32).occupancy["rms_norm"].smem_pad_bytes == 0
-    reasons = {reason.what: reason.why for reason in with_blocks(128).reasons}
+    shaped = overlap(plan, device="h200")
+    reasons = {reason.what: reason.why for reason in shaped.reasons}
+    assert shaped.occupancy["rms_norm"].smem_pad_bytes == 0
     assert "it would lose more time than a collective waits" in reasons["rms_norm"]
-    assert reasons["layer_norm"] == "the registers of its blocks were not read yet."
-    best = dataclasses.replace(shaping.plans(H200, NORM.block, footprint(gpu=H200))[0], blocks_per_sm=3)
+    kernels = tuple(dataclasses.replace(kernel, registers=32) for kernel in shaping.shipped_kernels(H200))
+    monkeypatch.setattr(shaping, "shipped_kernels", lambda gpu: kernels)
+    best = dataclasses.replace(shaping.plans(H200, kernels[-1].block, footprint(gpu=H200))[0], blocks_per_sm=9)
     monkeypatch.setattr(shaping, "plans", lambda *_: (dataclasses.replace(best, smem_pad_bytes=2048),))
-    assert with_blocks(128).occupancy["rms_norm"] == Occupancy(persistent=False, smem_pad_bytes=2048)
+    assert overlap(plan, device="h200").occupancy["rms_norm"] == Occupancy(persistent=False, smem_pad_bytes=2048)
 
 
 # ---- what pays ---------------------------------------------------------------------------------------------------

@@ -29,11 +29,11 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 class OpWork:
     """The work of an instruction, of a computation, or of several together."""
 
-    # floating-point operations of matrix products and convolutions, by dtype of what is multiplied
+    # Floating-point operations of matrix products and convolutions, by dtype of what is multiplied.
     flops: tuple[tuple[str, float], ...] = ()
     matmuls: int = 0  # how many of those there are
     memory_bytes: float = 0.0  # read from and written to device memory
-    # custom calls whose operations are not known: they count as their memory traffic alone
+    # Custom calls whose operations are not known: they count as their memory traffic alone.
     uncounted: tuple[str, ...] = ()
 
     @property

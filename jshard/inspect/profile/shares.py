@@ -142,7 +142,7 @@ class MeasuredCollective:
     op: Op  # what it is
     runs: int  # how often it ran
     in_flight_s: float  # from its begin to its end
-    # the part in which nothing computed; where several are exposed at one time, each has an equal part
+    # The part in which nothing computed; where several are exposed at one time, each has an equal part.
     exposed_s: float
 
 
@@ -153,7 +153,7 @@ class MeasuredSpan:
     shares: Shares  # how it was spent
     collectives: tuple[MeasuredCollective, ...]  # those in it, in the order in which they begin
     computing: tuple[Seconds, ...] = ()  # when something computed, in seconds from the begin of the span
-    # when collectives were in flight, in seconds from the same moment, with their places in `collectives`
+    # When collectives were in flight, in seconds from the same moment, with their places in `collectives`.
     flights: tuple[tuple[Seconds, int], ...] = ()
     exposed: tuple[Seconds, ...] = ()  # when something communicated and nothing computed
 
