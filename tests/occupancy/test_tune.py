@@ -118,6 +118,7 @@ BAD = {
     "another's": '{"format": "marlin", "entries": []}',
     "of a later version": '{"format": "jshard tuning 2", "entries": []}',
     "an entry without a choice": json.dumps({"format": cache.FORMAT, "entries": [{"key": dataclasses.asdict(KEY)}]}),
+    "a knob that no kernel has": cache.text_of({KEY: entry()}).replace('"tile_m": 256', '"tile_m": 7'),
     "a key of other fields": json.dumps({"format": cache.FORMAT, "entries": [{"key": {"x": 1}}]}),
 }
 
