@@ -277,11 +277,11 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
         name=device.title,
         flops_per_s=device.flops_per_s["bf16"],
         memory_bytes_per_s=device.hbm_bytes_per_s,
-        fast_bytes_per_s=device.fast_bytes_per_s,
+        fast_bytes_per_s=device.fast.bytes_per_s,
         fast_group=fast_group,
-        slow_bytes_per_s=device.slow_bytes_per_s,
+        slow_bytes_per_s=device.slow.bytes_per_s,
         matmul_efficiency=EFFICIENCY[0],
-        host_bytes_per_s=device.host_bytes_per_s,
+        host_bytes_per_s=device.host.bytes_per_s if device.host else None,
         flops_per_s_of=tuple(peaks.items()),
     )
 
@@ -317,7 +317,7 @@ class PlannedCluster:
         """
         device = self.topology.device
         is_wide = self.topology.num_devices > self.topology.fast_group
-        link = ("slow_bytes_per_s", device.slow_range) if is_wide else ("fast_bytes_per_s", device.fast_range)
+        link = ("slow_bytes_per_s", device.slow.range) if is_wide else ("fast_bytes_per_s", device.fast.range)
         found = dict([link, ("matmul_efficiency", EFFICIENCY)])
         return {name: ends for name, ends in found.items() if name not in self.known}
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard import _compat
 from jshard._kernel_names import scope
-from jshard.engine.per_example import region_mesh
+from jshard.engine.context import region_mesh
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.plans.mesh import manual_axes
 

@@ -55,7 +55,7 @@ class Device:
         topology = self._cluster(num_devices)
         if self.facts is None or not topology:
             return None
-        slow = {"fast_bytes_per_s": self.facts.fast_range[0], "slow_bytes_per_s": self.facts.slow_range[0]}
+        slow = {"fast_bytes_per_s": self.facts.fast.range[0], "slow_bytes_per_s": self.facts.slow.range[0]}
         return dataclasses.replace(assumptions_of(parse_topology(topology)), **slow)
 
     def _cluster(self, num_devices: int) -> str:

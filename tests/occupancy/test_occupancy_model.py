@@ -302,7 +302,6 @@ LINES = {
     "command: a block that cannot run": "occupancy --gpu h200 --block 2048,90,0",
     "command: much at once": "occupancy --plot nowhere/a.png --footprint rings --kernel matmul --block 128,90,0",
     "command: unknown NCCL": "occupancy --gpu h200 --nccl newest",
-    "command: unknown option": "occupancy --gpus h200",
 }
 
 
