@@ -26,8 +26,8 @@ from jshard.plans.policies import strategies
 from jshard.train import auto
 from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
 from jshard.train.run import Finished
-from tests.cli.test_cli_plan import MODEL
 from tests.helpers import Block, Config, abstract, builder
+from tests.micro_gpt import USERS_FILE
 
 MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
 MEMORY = memory_of(js.plan(abstract(Config(), js.mesh())))
@@ -182,7 +182,7 @@ def folder(tmp_path, monkeypatch):
     """A working folder with a model file, and a machine that computes slowly."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_model.py").write_text(USERS_FILE)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     tried = []
 
