@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else GPUS.values())]
     print(*(warning.message for warning in caught), sep="\n", end="\n" if caught else "", file=sys.stderr)
     if args.plot is not None:
-        from jshard.occupancy.report import write_png
+        from jshard.occupancy.plans import write_png
 
         write_png(reports[0], args.plot)
         print(f"written: {args.plot}", file=sys.stderr)

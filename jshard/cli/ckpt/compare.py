@@ -12,10 +12,9 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import human_bytes
-from jshard.checkpoint.diff import LeafDiff, diff
+from jshard.checkpoint.comparing import Finding, LeafDiff, Verdict, diff, verify
 from jshard.checkpoint.listing import ListedCheckpoint, checkpoint_at, listing
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, progress, shape_text
 from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_line
@@ -135,5 +134,4 @@ def _kinds(leaf: LeafDiff) -> str:
 
 
 def _kind(leaf: StoredLeaf) -> str:
-    kind = leaf.dtype if leaf.key is None else f"key<{leaf.key}>"
-    return f"{shape_text(leaf.shape)} {kind}" if leaf.is_array else kind
+    return f"{shape_text(leaf.shape)} {leaf.kind}" if leaf.is_array else leaf.kind

@@ -128,10 +128,9 @@ def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | No
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
         indented = "  " * level + name
         if isinstance(node, StoredLeaf):
-            kind = node.dtype if node.key is None else f"key<{node.key}>"
-            cells = (shape_text(node.shape), kind, human_bytes(count * node.nbytes, 1), node.spec or "")
+            cells = (shape_text(node.shape), node.kind, human_bytes(count * node.nbytes, 1), node.spec or "")
             chunk = "" if node.chunk in (None, node.shape) else shape_text(node.chunk)
-            add_row(table, indented, *(cells if node.is_array else ("", kind, "", "")), chunk)
+            add_row(table, indented, *(cells if node.is_array else ("", node.kind, "", "")), chunk)
         else:
             below = _leaves.flat(node).values()
             add_row(
