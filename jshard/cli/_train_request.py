@@ -12,13 +12,12 @@ from typing import Any
 from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
 from jshard.cli._devices import open_mesh
 from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh, parse_steps
+from jshard.cluster.compile import Variant, as_text
 from jshard.cluster.options import PROFILES
-from jshard.cluster.variants import Variant, as_text
 from jshard.errors import ShardingError
 from jshard.recipes.model_file import ModelFile, load_model_file
-from jshard.recipes.overrides import override
+from jshard.recipes.overrides import override, parse_units
 from jshard.recipes.recipe import Recipe, check_recipe, tree, versions
-from jshard.recipes.units import parse_units, with_units
 from jshard.train.profile import check_profile
 from jshard.train.run_folder import RunFolder
 from jshard.train.trackers import available
@@ -79,7 +78,7 @@ class Request:
             auto=False,
         )
         argv = [*_without(self.argv, changed), *shlex.split(variant.command)]
-        model_file = with_units(self.model_file, variant.units)
+        model_file = self.model_file.with_units(variant.units)
         recipe = override(self.recipe, variant.settings)
         return dataclasses.replace(
             self, args=args, argv=argv, model_file=model_file, recipe=recipe, sizes=dict(variant.mesh)
@@ -131,7 +130,7 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
     profile = parse_steps(args.profile, option="--profile") if args.profile else None
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
-    model_file = with_units(model_file, parse_units(args.unit))
+    model_file = model_file.with_units(parse_units(args.unit))
     return Request(args, argv, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
 
 

@@ -19,8 +19,7 @@ from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
 from jshard.cli._train_args import TrainArgs, num_devices
 from jshard.cli._train_request import Request, request_of
 from jshard.data import Data
-from jshard.data.text import load_text
-from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.inspect.tables import show, whole_line

@@ -26,7 +26,7 @@ from jshard.errors import RunError, ShardingError
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
 from jshard.recipes.loss_scale import loss_scale_of
-from jshard.recipes.mfu import Mfu, dense_flops, device_peak, peak_bytes
+from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.state import check_source
@@ -268,18 +268,7 @@ class _Job:
         mfu, peak = None, device_peak(self._devices) if self._folder.is_primary else None
         if peak is not None and (self._model_file.flops is not None or tokens is not None):
             planned = plan(step.model, wrt=self._model_file.wrt)
-            mfu = Mfu(
-                *(
-                    self._model_file.flops(recipe)
-                    if self._model_file.flops is not None
-                    else dense_flops(
-                        num_parameters=planned.num_parameters,
-                        num_frozen=planned.num_frozen,
-                        num_tokens=recipe.batch_size * (tokens or 1),
-                    )
-                ),
-                peak,
-            )
+            mfu = Mfu(*self._model_file.step_flops(recipe, planned, tokens or 1), peak)
             self._say(mfu.describe())
         return Meter(
             tokens_per_step=None if tokens is None else recipe.batch_size * tokens,

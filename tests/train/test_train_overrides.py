@@ -180,16 +180,6 @@ def test_nearest_key(setting, do):
     assert refused(setting).do.startswith(do)
 
 
-def test_wrong_type():
-    assert str(refused("batch_size=many")) == (
-        "A setting cannot be used.\n"
-        "  where: --set batch_size=many\n"
-        "  why:   batch_size takes int, not 'many'.\n"
-        "  do:    --set batch_size=4"
-    )
-    assert refused("model.dropout=x").do == "--set model.dropout=none"
-
-
 def test_value_that_the_dataclass_refuses():
     assert str(refused("model.heads=3", "model.width=100")) == (
         "A setting cannot be used.\n"
