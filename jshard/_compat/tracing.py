@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import inspect
 import itertools
 import pathlib
 import sysconfig
@@ -62,6 +63,27 @@ def bind(eqn: Any, values: list[Any]) -> list[Any]:
     """Runs an equation of a jaxpr on other values; its results."""
     found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def equation_setting(eqn: Any) -> Hashable:
+    """The name scopes around an equation, its effects, and what else was set where it was traced."""
+    return eqn.source_info.name_stack, eqn.ctx, frozenset(eqn.effects)
+
+
+def is_same_rule(one: Any, other: Any) -> bool:
+    """Whether two equations of `jax.custom_jvp` have one rule, without static arguments; False if that is not known."""
+    rule = _custom_rule(one)
+    return rule is not None and rule is _custom_rule(other)
+
+
+def _custom_rule(memoized: Any) -> Any:
+    """The user's function in what an equation of `jax.custom_jvp` holds, two closures deep; None for anything else."""
+    inside = lambda function, name: inspect.getclosurevars(function).nonlocals[name]
+    try:
+        rule = inside(inside(memoized.f, "fn"), "jvp")
+        return rule.f if len(rule.transforms) == 1 else None  # one flattens its arguments; more hold static ones
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 def with_results(jaxpr: Any, outvars: list[Any]) -> Any:

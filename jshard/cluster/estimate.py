@@ -78,7 +78,7 @@ class EstimateRange:
 
 
 def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
-    """Plays a schedule (`jshard.inspect.hlo.schedule.read_schedule`) under assumptions."""
+    """Plays a schedule (`jshard.inspect.hlo.walk.read_schedule`) under assumptions."""
     replay = Replay(schedule, assumptions)
     times = list(zip(replay.communication_s, replay.exposed_s, strict=True))
     in_loops = [time for time, window in zip(times, schedule.windows, strict=True) if window.loop]

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli._arguments import parse
-from jshard.cli._train_args import parse_mesh
+from jshard.cli._arguments import parse, parse_mesh
 from jshard.cli.plan import PlanArgs
 from jshard.cluster.compare import GSPMD, compared
 from jshard.cluster.compile import Variant, command_line

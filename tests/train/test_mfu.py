@@ -13,24 +13,20 @@ def devices(kind, count=1, **attributes):
     return [types.SimpleNamespace(**fields) for _ in range(count)]
 
 
-# The names are those that jax gives; those of the table of devices are in tests/cluster/test_devices.py.
+# The names are those that jax gives.
 @pytest.mark.parametrize(
     ("kind", "flops_per_s"),
     [
+        ("NVIDIA H100 80GB HBM3", 989.5e12),
         ("NVIDIA H100 PCIe", 756.5e12),
-        ("NVIDIA H100 NVL", 835.5e12),
-        ("NVIDIA H200 NVL", 835.5e12),
-        ("NVIDIA GH200 480GB", 989.5e12),
-        ("NVIDIA A100 80GB PCIe", 312e12),
+        ("NVIDIA H200", 989.5e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA A40", 149.7e12),
-        ("NVIDIA L40S", 362.05e12),
+        ("NVIDIA B200", 2.25e15),
         ("Tesla V100-SXM2-16GB", 125e12),
-        ("Tesla V100-PCIE-32GB", 112e12),
         ("TPU v4", 275e12),
-        ("TPU v5 lite", 197e12),
-        ("TPU v5", 459e12),
+        ("TPU v5p", 459e12),
         ("TPU v6 lite", 918e12),
-        ("AMD Instinct MI250X", 191.5e12),
         ("AMD Instinct MI300X", 1307.4e12),
     ],
 )
@@ -111,3 +107,7 @@ def test_peak_bytes_are_measured_where_the_backend_counts():
 @pytest.mark.parametrize("stats", [None, {}, {"bytes_in_use": 5}])
 def test_peak_bytes_are_the_compilers_where_it_does_not(stats):
     assert mfu.peak_bytes(devices("x", memory_stats=lambda: stats), compiled_bytes=3) == (3, "compiled")
+
+
+def test_peak_bytes_of_a_cpu_are_the_compilers():
+    assert mfu.peak_bytes(jax.devices(), compiled_bytes=3) == (3, "compiled")

@@ -89,20 +89,3 @@ def test_missing_package(tokenizer_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"needs the package(.|\n)*pip install 'jshard\[hf\]'"):
         HuggingFaceTokenizer(tokenizer_file)
-
-
-@pytest.mark.parametrize(
-    ("content", "why"),
-    [
-        (None, r"cannot be read\.\n(.|\n)*tokenizer\.json\n(.|\n)*no such file"),
-        (b"{not json", r"no tokenizer\.\n(.|\n)*\d+ bytes that `tokenizers` .* cannot read"),
-        (b"\xff\0", "cannot read"),
-    ],
-)
-def test_what_is_no_tokenizer_is_refused(tmp_path, content, why):
-    pytest.importorskip("tokenizers")
-    path = tmp_path / "tokenizer.json"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(DataError, match=why):
-        HuggingFaceTokenizer(path)

@@ -50,6 +50,23 @@ class Listed(list):
     """A list of samples is a source."""
 
 
+def test_targets_are_the_next_tokens():
+    batch = next(loader().train(1))
+    assert batch["inputs"].shape == batch["targets"].shape == (8, 10)
+    assert batch["inputs"].dtype == batch["targets"].dtype == np.int32
+    np.testing.assert_array_equal(batch["inputs"][:, 1:], batch["targets"][:, :-1])
+    np.testing.assert_array_equal((batch["inputs"][:, -1] + 1) % 256, batch["targets"][:, -1])
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 4])
+def test_processes_read_disjoint_shares_of_the_same_batches(num_processes):
+    share = 8 // num_processes
+    parts = [loader(range(p * share, (p + 1) * share)).train(30) for p in range(num_processes)]
+    for whole, *shares in zip(loader().train(30), *parts, strict=True):
+        joined = np.concatenate([part["inputs"] for part in shares])
+        np.testing.assert_array_equal(joined, whole["inputs"])
+
+
 @pytest.mark.parametrize("axes", [{}, {"replica": 2}, {"replica": 4, "fsdp": 2}])
 @pytest.mark.parametrize("num_processes", [1, 2, 4])
 def test_sample_ids_are_what_the_processes_read(axes, num_processes):
@@ -93,6 +110,18 @@ def test_batches_of_another_size_begin_where_the_others_ended():
     assert spy.read == flat(rest.sample_ids(step) for step in range(4))[11:27]
 
 
+def test_every_pass_holds_every_window_once_and_in_another_order():
+    steps = 2 * WINDOWS // 8 + 1
+    starts = np.concatenate([batch["inputs"] for batch in loader().train(steps)])
+    first, second = starts[:WINDOWS], starts[WINDOWS : 2 * WINDOWS]
+    in_order = TEXT[: WINDOWS * 10].reshape(WINDOWS, 10).astype(np.int32)
+    for one_pass in (first, second):
+        np.testing.assert_array_equal(np.unique(one_pass, axis=0), np.unique(in_order, axis=0))
+        np.testing.assert_array_equal(np.sort(one_pass, axis=None), np.sort(in_order, axis=None))
+    assert (first != second).any()
+    assert (first != in_order).any()
+
+
 def test_held_out_is_the_same_every_time_and_spread_over_the_text():
     batches = list(loader().held_out(24))
     assert len(batches) == 3
@@ -103,16 +132,6 @@ def test_held_out_is_the_same_every_time_and_spread_over_the_text():
         np.testing.assert_array_equal(batch["inputs"], again["inputs"])
     assert len(list(loader().held_out(1))) == 1  # at least a batch
     assert len(list(loader().held_out(10**6))) == 49 // 8  # at most the text
-
-
-@pytest.mark.parametrize("axes", [{}, {"replica": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}])
-def test_one_process_reads_every_row_on_any_mesh(axes):
-    assert local_rows(16, js.mesh(**axes)) == list(range(16))
-
-
-def test_batch_that_does_not_split_is_refused():
-    with pytest.raises(DataError, match=r"12 sequences does not split over 8 data shards(.|\n)*12 = 1 x 8 \+ 4"):
-        local_rows(12, js.mesh())
 
 
 def test_samples_of_any_kind_are_stacked_by_key():
@@ -127,6 +146,12 @@ def test_samples_of_any_kind_are_stacked_by_key():
 def test_data_without_samples_is_an_error():
     with pytest.raises(DataError, match=r"Data\.train, a Listed\n.*Data\.held_out, a Listed\n(.|\n)*0 samples"):
         data(Listed(), Listed())
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed_that_grain_cannot_use_is_an_error(seed):
+    with pytest.raises(DataError, match=f"seed={seed}(.|\n)*between 0 and 4294967295"):
+        loader(seed=seed)
 
 
 def test_sample_unlike_the_others_is_found_before_training():
@@ -209,12 +234,3 @@ def test_samples_are_read_ahead_of_the_step_that_needs_them():
     next(batches)
     assert read_second.wait(250)  # though nobody has asked for the second batch
     batches.close()
-
-
-@pytest.mark.parametrize(
-    ("given", "why"),
-    [({"seed": -1}, "0 and 4294967295"), ({"seed": 2**32}, "0 and 4294967295"), ({"workers": -1}, "counts processes")],
-)
-def test_numbers_that_cannot_be_are_refused(given, why):
-    with pytest.raises(DataError, match=why):
-        Loader(**{"data": text_data(), "batch_size": 8, "seed": 0, "rows": range(8), **given})
