@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard import _processes, errors
-from jshard.api.override import revise
+from jshard.api.fully_shard import revise
 from jshard.engine.rules import RULES
 from jshard.errors import MeshError
 from tests.helpers import with_placement

@@ -24,7 +24,8 @@ from jshard.linen.padded import is_padded, padding_in
 from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
-from jshard.plans.units import OUTER, LogicalOptimizer, Member, Path, Unit, dotted
+from jshard.plans.plan import role
+from jshard.plans.units import OUTER, LogicalOptimizer, Member, Path, Unit, dotted, inside
 
 PARAMS = "params"
 """The collection of the parameters."""
@@ -195,13 +196,11 @@ class LinenCall:
     def place(self, layout: Layout) -> Unit:
         """Takes over where the parameters of the call are stored, and who gathers them; returns the unit's record."""
         around = self.path if self.path in layout.units else ()
-        record = layout.record(around, [dotted(path) for path in self._paths])
-        members = {member.path[0]: member for member in record.members}
-        mine = [members.get(dotted(path)) for path in self._paths]
-        self.placements = [m and m.placement for m in mine]
-        self.owners = [OUTER if m is None else m.owner for m in mine]
+        mine = [layout.leaves.get(dotted(path)) for path in self._paths]
+        self.placements = [leaf and leaf.placement for leaf in mine]
+        self.owners = [OUTER if leaf is None else role(inside(around, leaf.owner)) for leaf in mine]
         rows = zip(self.names, self.placements, self.owners, strict=True)
-        return dataclasses.replace(record, members=tuple(Member((n,), p, o) for n, p, o in rows if p is not None))
+        return layout.record(around, (Member((n,), p, o) for n, p, o in rows if p is not None))
 
     @property
     def key(self) -> Hashable:

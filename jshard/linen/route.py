@@ -17,7 +17,7 @@ from jshard import _compat
 from jshard.engine.context import in_global_view
 from jshard.engine.route import run_call
 from jshard.errors import CallError
-from jshard.linen.annotation import Annotation, annotation_of, check_found
+from jshard.linen.annotation import Annotation, annotation_for, annotation_of, check_found
 from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested, raw_of
 from jshard.linen.layout import Layout, Seen, SeenUnit
 from jshard.plans.checks import nothing_to_shard
@@ -147,10 +147,8 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
-    annotation = annotation_of(module)
-    assert annotation is not None, "it is annotated"
     with _interception():
-        return _initialise(annotation, module, run)
+        return _initialise(annotation_for(module), module, run)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ import flax.linen as nn
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh
 
-from jshard.api.override import SETTINGS, revise
+from jshard.api.fully_shard import SETTINGS, revise
 from jshard.errors import ShardingError
 from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.model_file import LinenUnits, ModelFile
@@ -59,7 +59,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def with_units(model_file: ModelFile, settings: Mapping[str, Any]) -> ModelFile:
-    """The model file with an annotation that says something else about the units; see `jshard.api.override.revise`.
+    """The model file with an annotation that says something else about the units; see `jshard.api.fully_shard.revise`.
 
     Args:
         model_file: the file as it is.
