@@ -16,9 +16,10 @@ from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding
 
 from jshard import _compat
+from jshard.engine.call import is_float
 from jshard.engine.context import traced_for
 from jshard.engine.stored import without_padding
-from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
+from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, picked, trace
 from jshard.errors import CallError
 from jshard.plans.mesh import data_degree
 from jshard.plans.placement import Placement

@@ -34,12 +34,14 @@ class Found:
         grads: gradients of its floating arguments for random cotangents, flat.
         moved: collectives, forward and backward.
         text: StableHLO of both.
+        compiled: the program, if it was compiled.
     """
 
     outs: list[jax.Array]
     grads: list[jax.Array]
     moved: list[Moved]
     text: str
+    compiled: Any = None
 
 
 def batch_dims(args: Sequence[Any], batch: int) -> list[int | None]:
@@ -62,8 +64,9 @@ def on_shards(
         once = lambda *xs: region.run(closed, xs, dims)[0]
         if not run:
             return Found([], [], region.moved, str(jax.make_jaxpr(once)(*args)))
-        compiled = jax.jit(once)
-        return Found(list(compiled(*args)), [], region.moved, compiled.lower(*args).as_text())
+        lowered = jax.jit(once).lower(*args)
+        compiled = lowered.compile()
+        return Found(list(compiled(*args)), [], region.moved, lowered.as_text(), compiled)
     floats, num_outs, tree = [_is_float(x) for x in args], [], []
 
     def forward(*xs: Any) -> list[Any]:
@@ -86,9 +89,9 @@ def on_shards(
 
     if not run:
         return Found([], [], region.moved, str(jax.make_jaxpr(both)(*args)))
-    compiled = jax.jit(both)
-    outs, grads = compiled(*args)
-    return Found(outs, grads, region.moved, compiled.lower(*args).as_text())
+    lowered = jax.jit(both).lower(*args)
+    compiled = lowered.compile()
+    return Found(*compiled(*args), region.moved, lowered.as_text(), compiled)
 
 
 def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:

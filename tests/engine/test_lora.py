@@ -118,13 +118,6 @@ def test_only_adapters_are_reduced(scanned):
     assert small["reduce_scatter"] == 0 and adapters <= small["psum"] <= adapters + 8
 
 
-def test_small_adapters_are_no_error_and_no_warning():
-    """Replicated as they are small: nothing that someone has to do something about."""
-    model = js.abstract_init(build(rank=3), annotator())
-    why = {leaf.path: leaf.placement.because for leaf in js.plan(model).leaves if is_adapter(leaf.path)}
-    assert len(why) == 6 and all("smaller than min_size" in text for text in why.values())
-
-
 def test_adapters_in_float32_over_a_base_in_half_precision():
     def half_base():
         model = build()()

@@ -77,16 +77,12 @@ LIST, STACKED = False, True
     [
         (LIST, {}, {}),
         (LIST, {"prefetch": 0, "remat": "full"}, {}),
-        wide(LIST, {"prefetch": 0}, {"replica": 2}),
         (LIST, {"reshard_after_forward": 2}, {}),
-        wide(LIST, {"prefetch": 40}, {"replica": 2}),
-        (LIST, {"prefetch": "600KiB", "remat": "full"}, {}),
+        wide(LIST, {"prefetch": "600KiB", "remat": "full"}, {}),
         wide(LIST, {"prefetch": 2, "remat": "dots"}, {"replica": 2}),
-        wide(LIST, {"prefetch": 2, "reshard_after_forward": False}, {}),
         (LIST, {"prefetch": None}, {}),
         (STACKED, {"remat": "full"}, {"replica": 2}),
-        (STACKED, {"prefetch": 2, "reshard_after_forward": 2}, {}),
-        wide(STACKED, {"prefetch": 0, "reshard_after_forward": False, "remat": "full"}, {}),
+        wide(STACKED, {"prefetch": 2, "reshard_after_forward": 2}, {}),
     ],
     ids=str,
 )
@@ -94,18 +90,6 @@ def test_gradients_are_those_of_the_loop_on_one_device(scanned, settings, axes):
     mesh = js.mesh(**({"fsdp": -1} | axes))
     model = annotated(mesh, dataclasses.replace(DEEP, scanned=scanned), **settings)
     assert_equal(gradients(model), wanted(scanned))
-
-
-def test_a_tensor_axis_of_the_models_own():
-    mesh = js.mesh(fsdp=4, tensor=2)
-
-    model = build()
-    for block in model.blocks:
-        block.up.kernel.set_metadata(out_sharding=(None, "tensor"))
-        block.up.bias.set_metadata(out_sharding=("tensor",))
-        block.down.kernel.set_metadata(out_sharding=("tensor", None))
-    annotate(model, mesh, remat="full")
-    assert_equal(gradients(model), wanted(False))
 
 
 def test_plain_and_in_global_view_it_is_the_loop():
@@ -124,41 +108,18 @@ def test_microbatches_with_one_reduction():
     assert_equal(flat(grads), wanted(False))
 
 
-def lowered(layers: int, **settings: Any) -> tuple[js.ShardPlan, Any]:
-    """Loss and gradients to be read: the root is next to nothing beside a layer."""
-    config = Config(layers=layers, width=256, hidden=1024, heads=4, vocab=64)
-    mesh = js.mesh(fsdp=-1)
-    model = js.abstract_init(lambda: build(config), lambda m: annotate(m, mesh, **settings))
-    batch = token_batch(config, 8, 8)
-    run = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
-    return js.plan(model), run.lower(model, *batch).lowered
-
-
-def compiled(layers: int, **settings: Any) -> tuple[js.ShardPlan, Any]:
-    plan, program = lowered(layers, **settings)
-    return plan, compile_to_read(program)
-
-
 @pytest.mark.parametrize(
-    ("settings", "gathers"),
-    [
-        wide({"prefetch": 0}, 2.0),
-        ({}, 2.0),
-        wide({"prefetch": 2}, 2.0),
-        ({"prefetch": 2, "reshard_after_forward": False}, 1.0),
-    ],
+    ("settings", "gathers"), [({}, 2.0), ({"prefetch": 2, "reshard_after_forward": False}, 1.0)], ids=str
 )
 def test_nothing_is_gathered_or_reduced_in_vain(settings, gathers):
-    plan, program = compiled(6, remat="full", **settings)
-    found = collectives(program)
-    assert full_bytes(found, "all-gather", over=1) / plan.logical_bytes == pytest.approx(gathers, abs=0.01)
-    assert full_bytes(found, "reduce-scatter", over=1) / plan.logical_bytes == pytest.approx(1.0, abs=0.01)
-    assert full_bytes(found, "all-reduce", over=1) / plan.logical_bytes < 0.01
-
-
-def test_the_program_does_not_grow_with_depth():
-    products = [lowered(layers, remat="full")[1].as_text().count("stablehlo.dot") for layers in (4, 8)]
-    assert products[0] == products[1]
+    """The root is next to nothing beside a layer."""
+    config, mesh = Config(layers=6, width=256, hidden=1024, heads=4, vocab=64), js.mesh(fsdp=-1)
+    model = js.abstract_init(lambda: build(config), lambda m: annotate(m, mesh, remat="full", **settings))
+    run = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss_fn)(model, *batch))
+    found = collectives(compile_to_read(run.lower(model, *token_batch(config, 8, 8)).lowered))
+    part = lambda kind: full_bytes(found, kind, over=1) / js.plan(model).logical_bytes
+    assert part("all-gather") == pytest.approx(gathers, abs=0.01)
+    assert part("reduce-scatter") == pytest.approx(1.0, abs=0.01) and part("all-reduce") < 0.01
 
 
 NOISY = 3  # layers
@@ -229,15 +190,6 @@ def test_dropout_statistics_caches_and_auxiliary_losses(remat):
     for key in loop_state:
         np.testing.assert_allclose(scan_state[key], loop_state[key], rtol=1e-5, atol=1e-6, err_msg=key)
     assert scan_state[f"layers/{NOISY - 1}/calls"] == 2
-
-
-def test_low_precision_in_the_carry():
-    policy = js.MixedPrecision(param="bfloat16", reduce="float32")
-    model = annotated(js.mesh(fsdp=-1), mixed_precision=policy)
-    program = nnx.jit(nnx.grad(loss_fn)).lower(model, *BATCH).compile()
-    found, expected = flat(program(model, *BATCH)), wanted(False)
-    assert 1e-3 < max(worst(found[k], expected[k]) for k in expected) < 0.05
-    assert collectives(program.compiled)
 
 
 @pytest.mark.parametrize("settings", [{"prefetch": 2}, {"delay_reduce": False}], ids=str)

@@ -17,7 +17,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard import cli
 from jshard.errors import AnnotationError, CallError
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read, placed, with_placement
@@ -218,16 +217,6 @@ def test_on_a_tensor_axis_alone_attention_trains_as_on_one_device(name):
     assert_parity(build, annotator(js.mesh(fsdp=1, tensor=8)), gpt.loss_fn, (BATCH,), steps=3)
 
 
-def test_on_a_tensor_axis_alone_the_command_trains(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("abcdefgh" * 2000)
-    small = {"model.n_head": 8, "model.n_layer": 1, "sequence_length": 32, "batch_size": 4}
-    settings = [text for name, value in small.items() for text in ("--set", f"{name}={value}")]
-    mesh = ["--mesh", "replica=1,fsdp=1,tensor=8", "--steps", "2", "--sample-tokens", "0", "--track"]
-    files = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
-    assert cli.main(["train", str(MODELS / "gpt.py"), *mesh, *settings, *files]) == 0
-    assert "step 2/2  loss " in capsys.readouterr().out
-
-
 # ---- The gradient of a table ----------------------------------------------------------------------
 
 
@@ -259,58 +248,6 @@ def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_oth
         found.append(np.asarray(grads.table.embedding[...]))
     assert worst(found[1], found[0]) <= 2e-6
     assert not found[1][24:].any()
-
-
-# ---- Along the sequence, attention too -----------------------------------------------------------
-
-
-class Along(nnx.Module):
-    """Attention and a feed-forward half, each position on the device that has it; only keys and values travel."""
-
-    def __init__(self, width, *, rngs):
-        self.q, self.k, self.v, self.out, self.up, self.down = (
-            nnx.Linear(d_in, d_out, use_bias=False, rngs=rngs)
-            for d_in, d_out in [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
-        )
-
-    def __call__(self, x_BTD):
-        heads = lambda y_BTD: y_BTD.reshape(*y_BTD.shape[:2], 2, -1)
-        k_BTHK, v_BTHK = (js.parallel.hold(heads(layer(x_BTD))) for layer in (self.k, self.v))
-        q_BTHK = js.parallel.hold(heads(self.q(x_BTD)), None, "tensor")
-        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-        x_BTD = js.parallel.hold(x_BTD + self.out(y_BTHK.reshape(x_BTD.shape)), None, "tensor")
-        return js.parallel.hold(x_BTD + self.down(jax.nn.gelu(self.up(x_BTD))), None, "tensor")
-
-
-class AlongModel(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Along(32, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x_BTD):
-        x_BTD = js.parallel.hold(x_BTD, None, "tensor")
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return x_BTD
-
-
-def squares(model, x_BTD):
-    return (model(x_BTD) ** 2).mean()
-
-
-@pytest.mark.wide
-def test_a_whole_model_along_the_sequence():
-    annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(fsdp=2, tensor=4))
-    x_BTD = np.random.default_rng(0).normal(size=(4, 64, 32)).astype(np.float32)
-    # The gradients of keys are what is left of terms that cancel: softmax does not see what all keys have in common.
-    assert_parity(lambda: AlongModel(nnx.Rngs(0)), annotate, squares, (x_BTD,), steps=2, gradient=5e-5)
-
-    def temporaries(**axes):
-        annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(**axes))
-        model = js.abstract_init(lambda: AlongModel(nnx.Rngs(0)), annotate)
-        lowered = nnx.jit(nnx.value_and_grad(squares)).lower(model, x_BTD).lowered
-        return js.audit(compile_to_read(lowered), model=model).memory.temporaries_bytes
-
-    assert temporaries(fsdp=2, tensor=4) < 0.4 * temporaries(fsdp=2, devices=jax.devices()[:2])
 
 
 # ---- Linen, and the table of axes ------------------------------------------------------------------
