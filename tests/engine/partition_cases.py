@@ -249,6 +249,23 @@ def _keys() -> list[Case]:
 KEYS = _keys()
 
 
+def _keys_of_first() -> list[Case]:
+    """Keys of which the first of a batch draws for all of them, as XLA's generator does under `vmap`."""
+    draws = {
+        "bits": lambda k, n: jax.random.bits(k, (3,)),
+        "split": lambda k, n: jax.random.key_data(jax.random.split(k, 3)),
+        "fold_in": lambda k, n: jax.random.key_data(jax.random.fold_in(k, n)),
+        "gamma": lambda k, n: jax.random.gamma(k, n + 1.0),
+    }
+    run = lambda draw, impl, a, n: jax.vmap(draw)(jax.random.wrap_key_data(a, impl=impl), n)
+    args = ints(8, 4, below=2**31, dtype=np.uint32), np.arange(8)
+    cases = [functools.partial(run, draw, "unsafe_rbg") for draw in draws.values()]
+    return [Case(case, args, sharded=False) for case in (*cases, functools.partial(run, draws["bits"], "rbg"))]
+
+
+KEYS_OF_FIRST = _keys_of_first()
+
+
 def _along() -> dict[str, list[Case]]:
     x, square = floats(8, 3, 16), floats(8, 16, 5, 5) + 5 * np.eye(5, dtype=np.float32)
     found: dict[str, list[Case]] = {}

@@ -14,7 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules import RULES, linear
 from jshard.engine.values import PARTIAL, State, Value
-from tests.engine.partition_cases import CASES, FAMILIES, KEYS, SINCE_0_12, UNTIL_0_11, Case
+from tests.engine.partition_cases import CASES, FAMILIES, KEYS, KEYS_OF_FIRST, SINCE_0_12, UNTIL_0_11, Case
 from tests.wide import wide
 
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
@@ -182,6 +182,11 @@ def test_shards_of_constants_equal_one_device(chunk: str) -> None:
 @pytest.mark.parametrize("mesh", list(MESHES))
 def test_typed_keys_pass_every_operation_on_shapes(mesh: str) -> None:
     assert failures({"keys": KEYS}, mesh) == []
+
+
+def test_a_batch_of_rbg_keys_draws_as_on_one_device() -> None:
+    assert failures({"keys": KEYS_OF_FIRST}, "8") == []
+    assert failures_of_constants({"keys": KEYS_OF_FIRST}) == []
 
 
 def test_no_rule_is_without_a_case() -> None:

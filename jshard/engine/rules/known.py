@@ -16,7 +16,7 @@ from jax.extend import core as jex
 
 from jshard import _compat
 from jshard.engine.rules.contraction import free_dims
-from jshard.engine.rules.shapes import ELEMENTWISE
+from jshard.engine.rules.shapes import ELEMENTWISE, draws_alone
 from jshard.engine.rules.table import RULES
 from jshard.engine.values import Eqn, MadeFrom, Value
 
@@ -127,10 +127,10 @@ def _shard_of(p: "Partitioner", value: Value, source: MadeFrom, dim: int) -> Any
 def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
     assert value.source is not None
     eqn, (key, *_), _ = value.source
+    if value.ndim == 0 or not draws_alone(key):
+        return None
     if key.ndim:  # a key for each row
         return p.bind(eqn, [p.split(key, dim).x])[0] if dim < key.ndim else None
-    if value.ndim == 0 or "threefry" not in str(jax.random.key_impl(key.x)):
-        return None
     data, width = jax.random.key_data(key.x), eqn.params["bit_width"]
     if (width, value.shape, dim) not in p.random_bits:
 

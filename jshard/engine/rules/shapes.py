@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -33,6 +34,8 @@ def elementwise(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
     dim, old, new = split_dim(values), eqn.invars[0].aval.ndim, eqn.outvars[0].aval.ndim
     if eqn.primitive.name == "bitcast_convert_type" and old != new:  # the last dim comes or goes
         return same(p, eqn, [p.split(values[0], dim)], dim) if dim < max(old, new) - 1 else None
+    if eqn.primitive.name == "random_fold_in" and not draws_alone(values[0]):
+        return None
     if any(v.ndim and p.full_shape(v)[dim] not in (1, eqn.outvars[0].aval.shape[dim]) for v in values):
         return None
     stays = lambda v: v.ndim == 0 or p.full_shape(v)[dim] == 1
@@ -177,21 +180,30 @@ def one_row(p: "Partitioner", value: Value, at: Any) -> Value:
     return Value(jnp.where(inside, row, jnp.zeros_like(row)), PARTIAL)
 
 
+def draws_alone(key: Value) -> bool:
+    """Whether each key of a batch draws what it draws by itself; with `rbg` the first key draws for all of them."""
+    return "threefry" in str(jax.random.key_impl(key.x))
+
+
 @rule("random_wrap", "random_unwrap", "random_split")
 def keys(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Typed keys: the dims of the keys stand first in every form of them."""
     dim = values[0].dim
+    if eqn.primitive.name == "random_split" and not draws_alone(values[0]):
+        return None
     return same(p, eqn, values, dim) if dim < min(values[0].ndim, eqn.outvars[0].aval.ndim) else None
 
 
 @rule("random_bits")
 def random_bits(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """A key for each row. `shape` is that of one key's bits."""
-    return same(p, eqn, values, values[0].dim)
+    return same(p, eqn, values, values[0].dim) if draws_alone(values[0]) else None
 
 
 @rule("random_gamma")
 def random_gamma(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """Each key is split by the number of the samples that it draws: only the dims of the keys can be split."""
     key, dim = values[0], split_dim(values)
-    return same(p, eqn, [p.split(v, dim) for v in values], dim) if dim < key.ndim else None
+    if dim >= key.ndim or not draws_alone(key):
+        return None
+    return same(p, eqn, [p.split(v, dim) for v in values], dim)
