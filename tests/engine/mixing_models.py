@@ -292,17 +292,6 @@ class OwnCache(nnx.Module):
         return self.embed.attend(jnp.where(seen[..., None], self.kept[...], 0).sum(1))
 
 
-class Uneven(nnx.Module):
-    """No dim of any parameter divides by the devices."""
-
-    def __init__(self, rngs):
-        self.embed, self.norm = nnx.Embed(VOCAB + 3, 63, rngs=rngs), nnx.BatchNorm(63, rngs=rngs)
-        self.mid, self.out = nnx.Linear(63, 61, rngs=rngs), nnx.Linear(61, VOCAB + 5, rngs=rngs)
-
-    def __call__(self, ids):
-        return self.out(nnx.relu(self.mid(self.norm(self.embed(ids)))))
-
-
 def masked_tokens(model, ids, targets, mask):
     return (entropy(model(ids), targets) * mask).sum() / mask.sum(), None
 
@@ -361,5 +350,4 @@ MODELS = {
     "microbatches in the loss": gpt(loss=in_microbatches),
     "vmapped over two batches": gpt(loss=over_two_batches),
     "called twice": gpt(loss=called_twice),
-    "nothing divides": Case(Uneven, next_token, (IDS, TARGETS), (nnx.Linear,)),
 }

@@ -1,7 +1,7 @@
 """A function on the shards of a mesh, by the partitioner alone, beside one device: its results and its gradients."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import Moved, Value
+from jshard.engine.values import Moved, State, Value
 
 AXES = ("replica", "fsdp")
 
@@ -92,6 +92,40 @@ def on_shards(
     lowered = jax.jit(both).lower(*args)
     compiled = lowered.compile()
     return Found(*compiled(*args), region.moved, lowered.as_text(), compiled)
+
+
+@dataclasses.dataclass
+class Alone:
+    """What one program gave, with its results whole on every device.
+
+    Attributes:
+        outs: of each result the copies of all devices, one after the other.
+        states: in which state each result came.
+        moved: collectives before that.
+        lowered: the program.
+    """
+
+    outs: list[jax.Array]
+    states: list[State]
+    moved: list[Moved]
+    lowered: Any
+
+
+def run_alone(fn: Callable, args: Sequence[Any], mesh: Mesh, *, batch: int, gradients: Collection[int] = ()) -> Alone:
+    """Runs a function that is differentiated already, if at all; `gradients` says which results are gradients."""
+    traced, found = jax.make_jaxpr(fn)(*args), Alone([], [], [], None)
+    dims, degree = batch_dims([jnp.asarray(x) for x in args], batch), mesh.shape["replica"] * mesh.shape["fsdp"]
+
+    def on_shard(*xs: Any) -> list[Any]:
+        p = Partitioner(AXES, degree, batch_sizes={batch})
+        outs = p.run(traced.jaxpr, traced.consts, list(map(Value, xs, dims)), gradients=gradients)
+        found.states, found.moved = [v.state for v in outs], p.moved
+        return [p.whole(v).x[None] for v in outs]
+
+    specs: Any = {"in_specs": tuple(map(_spec, dims)), "out_specs": P(AXES), "check_vma": False}
+    found.lowered = jax.jit(jax.shard_map(on_shard, mesh=mesh, axis_names=set(AXES), **specs)).lower(*args)
+    found.outs = found.lowered.compile()(*args)
+    return found
 
 
 def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:

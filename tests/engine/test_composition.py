@@ -1,20 +1,16 @@
 """Whatever a user's model and loss do, the sharded model equals the plain one."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from flax import nnx
-from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.errors import AnnotationError
 from tests.helpers import Config, annotator, builder, loss_fn, placed, token_batch
-from tests.parity import assert_parity, flat, train, worst
-from tests.wide import wide
+from tests.parity import assert_parity, flat, worst
 
 CONFIG = Config(attends=False)
 BATCH = token_batch(CONFIG)
@@ -212,20 +208,6 @@ def test_recomputation_sees_the_same_mask():
         assert max(worst(other[k], grads[0][k]) for k in other) < 1e-6
 
 
-def test_a_tensor_axis_of_the_models_own():
-    def annotate(model):
-        for block in model.blocks:
-            block.up.kernel.set_metadata(out_sharding=(None, "tensor"))
-            block.down.kernel.set_metadata(out_sharding=("tensor", None))
-        annotator(mesh)(model)
-
-    mesh = js.mesh(fsdp=4, tensor=2)
-    with nnx.use_eager_sharding(False):
-        assert_parity(builder(CONFIG), annotate, loss_fn, BATCH)
-        model = placed(builder(CONFIG), annotate)
-    assert model.blocks[0].up.kernel.get_raw_value().sharding.spec == P("fsdp", "tensor")
-
-
 def test_second_derivatives_by_reverse_mode():
     def curvature(model, x, y):
         def norm(model):
@@ -251,51 +233,6 @@ def test_forward_mode_in_global_view():
     with js.global_view():
         found = nnx.jit(along)(model, *BATCH)
     np.testing.assert_allclose(found, nnx.jit(along)(plain, *BATCH), rtol=1e-5)
-
-
-class Stack(nnx.Module):
-    """Layers with a parameter of the stack's own."""
-
-    def __init__(self, rngs):
-        self.layers = nnx.List([Layer(64, rngs, norm=False) for _ in range(2)])
-        self.out = nnx.Linear(64, 64, rngs=rngs)
-
-    def __call__(self, h, memory=None):
-        for layer in self.layers:
-            h = layer(h)
-        return self.out(h if memory is None else h + memory.mean(1, keepdims=True))
-
-
-class EncoderDecoder(nnx.Module):
-    def __init__(self, rngs):
-        self.embed = nnx.Embed(256, 64, rngs=rngs)
-        self.encoder, self.decoder = Stack(rngs), Stack(rngs)
-
-    def __call__(self, x, y):
-        return self.embed.attend(self.decoder(self.embed(y), self.encoder(self.embed(x))))
-
-
-def encoder_decoder_loss(model, x, y):
-    return cross_entropy(model(x, x), y)
-
-
-@functools.cache
-def encoder_decoder_on_one_device():
-    return train(EncoderDecoder(nnx.Rngs(0)), encoder_decoder_loss, BATCH)
-
-
-@pytest.mark.parametrize("settings", [wide({}), {"remat": "full"}, wide({"reshard_after_forward": 2})], ids=str)
-def test_units_inside_units(settings):
-    def annotate(model):
-        for stack in (model.encoder, model.decoder):
-            for layer in stack.layers:
-                js.fully_shard(layer, mesh=mesh, **settings)
-            js.fully_shard(stack, mesh=mesh, **settings)
-        js.fully_shard(model, mesh=mesh)
-
-    mesh = js.mesh(replica=2)
-    wanted = encoder_decoder_on_one_device()
-    assert_parity(lambda: EncoderDecoder(nnx.Rngs(0)), annotate, encoder_decoder_loss, BATCH, wanted=wanted)
 
 
 def test_parameters_added_after_the_annotation_are_right_and_named():

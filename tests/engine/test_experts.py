@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import AnnotationError, CallError
+from jshard.errors import CallError
 from jshard.inspect.communication import traffic_of
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read
@@ -119,16 +119,6 @@ def test_the_batch_is_split_over_the_expert_axis_too():
     assert {s.data.shape for s in placed.addressable_shards} == {(2,)}
     with pytest.raises(CallError, match=r"over 8 data shards \(fsdp=2, expert=4\)"):
         js.shard_batch(np.arange(12), mesh)
-
-
-def test_experts_that_do_not_divide_are_named():
-    config = dataclasses.replace(MICRO, n_expert=6)
-    with pytest.raises(AnnotationError) as caught:
-        planned(js.mesh(expert=4), config)
-    assert "dim 1 over expert (4)" in caught.value.why
-    assert [where.split()[0] for where in caught.value.where] == [
-        f"moe/experts/{name}" for name in ("down", "gate", "up")
-    ]
 
 
 def test_a_checkpoint_moves_between_degrees_of_the_axis(tmp_path):

@@ -94,20 +94,6 @@ def test_c_reads_inside_the_region_are_of_the_whole_parameter(use):
     np.testing.assert_allclose(call(outer(READ[use]), X), plain(X), rtol=2e-5, atol=2e-5)
 
 
-class Counting(nnx.Module):
-    def __init__(self, rngs):
-        self.linear, self.count = nnx.Linear(64, 64, rngs=rngs), 0
-
-    def __call__(self, x):
-        self.count += 1
-        return self.linear(x)
-
-
-def test_a_write_that_cannot_leave_the_region_is_refused():
-    with pytest.raises(CallError, match=r"plain attribute was written(.|\n)*count"):
-        call(js.fully_shard(Counting(nnx.Rngs(0)), mesh=js.mesh()), X)
-
-
 def test_j_units_in_a_call_of_their_own_are_right_without_a_root():
     config = Config()
     model, plain = builder(config)(), builder(config)()

@@ -36,21 +36,9 @@ def picks(*shape: int) -> Array:
 
 
 FORMS: dict[str, Callable[[], Array]] = {
-    "merged dims": lambda: waves(16, 8, 24).reshape(128, 24),
-    "a dim cut in two": lambda: waves(16, 8, 24).reshape(16, 2, 4, 24),
-    "transpose": lambda: waves(16, 8, 24).transpose(2, 0, 1),
-    "concatenate": lambda: lax.concatenate([waves(16, 8), waves(16, 16) * 2], 1),
-    "slice": lambda: waves(16, 32)[:, 3:11],
-    "sum": lambda: waves(16, 8, 24).sum(1),
-    "argmax": lambda: jnp.argmax(waves(16, 8, 24), 1),
-    "cumsum": lambda: jnp.cumsum(waves(16, 8), 1),
-    "rows of a table": lambda: jnp.arange(80.0).reshape(8, 10)[picks(16, 8)],
     "elements": lambda: waves(16, 8)[jnp.arange(16), picks(16)],
-    "product": lambda: waves(16, 8) @ waves(8, 24),
-    "where": lambda: jnp.where(waves(16, 8) > 0, waves(16, 8), 2.0),
     "triangle": lambda: jnp.tril(jnp.ones((16, 16))),
     "identity": lambda: jnp.eye(16, 24),
-    "broadcast": lambda: jnp.broadcast_to(waves(16, 1), (16, 8)) * 2,
     "normal": lambda: jax.random.normal(jax.random.key(1), (16, 8, 24)),
     "bits of 8": lambda: jax.random.bits(jax.random.key(2), (8, 5, 16), "uint8"),
     "bits of 16": lambda: jax.random.bits(jax.random.key(2), (8, 5, 16), "uint16"),

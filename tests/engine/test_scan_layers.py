@@ -11,7 +11,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import CallError
 from jshard.inspect import collectives, full_bytes
 from tests.helpers import Config, Decoder, compile_to_read, loss_fn, placed, token_batch, with_placement
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
@@ -200,46 +199,5 @@ def test_settings_that_have_no_effect_any_more_are_named(settings):
     np.testing.assert_array_equal(found, layers[1](layers[0](jnp.ones((16, 32)))))
 
 
-class Widening(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.linear = nnx.Linear(32, 64, rngs=rngs)
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.linear(x)
-
-
-def stack_of(*layers: nnx.Module) -> nnx.Module:
-    class Stack(nnx.Module):
-        def __init__(self):
-            self.layers = nnx.List(layers)
-
-        def __call__(self, x: jax.Array, rngs: Any = None) -> Any:
-            return js.scan_layers(self.layers, x, *(() if rngs is None else (rngs,)))
-
-    model = Stack()
-    for layer in dict.fromkeys(layers):
-        js.fully_shard(layer, mesh=js.mesh(fsdp=-1))
-    return js.fully_shard(model, mesh=js.mesh(fsdp=-1))
-
-
 def linear(size: int = 32, seed: int = 0) -> nnx.Linear:
     return nnx.Linear(32, size, rngs=nnx.Rngs(seed))
-
-
-@pytest.mark.parametrize(
-    ("layers", "args", "said"),
-    [
-        (lambda: [Widening(nnx.Rngs(0)), Widening(nnx.Rngs(1))], (), "A layer changes the type of what goes"),
-        (lambda: [linear(), nnx.LayerNorm(32, rngs=nnx.Rngs(0))], (), "The layers to scan are not equal."),
-        (lambda: [linear(32), linear(64)], (), "float32[32, 32] and float32[32, 64]"),
-        (lambda: [linear()] * 2, (), "Layers to scan share a variable."),
-        (lambda: [linear(), linear(seed=1)], (nnx.Rngs(0),), "A module or Rngs among the arguments"),
-        (lambda: [], (), "There are no layers to scan."),
-    ],
-)
-def test_what_cannot_be_scanned_is_refused(layers, args, said):
-    model = stack_of(*layers())
-    with pytest.raises(CallError) as caught:
-        model(jnp.ones((16, 32)), *args)
-    assert said in str(caught.value)
-    assert "do:" in str(caught.value)

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import sys
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +16,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.errors import AnnotationError, CallError
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.micro_gpt import MODELS, micro
@@ -128,13 +126,6 @@ def test_a_split_sequence_takes_less_memory():
     whole = compiled(config).memory.temporaries_bytes
     split = compiled(dataclasses.replace(config, split_sequence=True)).memory.temporaries_bytes
     assert whole - split > 1.5 * MICRO.n_layer * ACTIVATION  # a half of what is kept before and after each norm
-
-
-def test_heads_and_tokens_that_do_not_divide_are_told():
-    with pytest.raises(AnnotationError, match=r"dim 0 over tensor \(2\)(.|\n)*divides it"):
-        compiled(dataclasses.replace(MICRO, vocab_size=257))
-    with pytest.raises(CallError, match=r"float32\[16, 16, 3, 1, 64\](.|\n)*dim 3 does not divide"):
-        compiled(dataclasses.replace(MICRO, n_head=1))
 
 
 # ---- No data axis above 1 ------------------------------------------------------------------------
@@ -248,61 +239,6 @@ def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_oth
         found.append(np.asarray(grads.table.embedding[...]))
     assert worst(found[1], found[0]) <= 2e-6
     assert not found[1][24:].any()
-
-
-# ---- Linen, and the table of axes ------------------------------------------------------------------
-
-
-class Tensor(nn.Module):
-    """Split by columns, then by rows, by Flax's own annotation."""
-
-    norm: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        along = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
-        x = nn.Dense(256, use_bias=False, kernel_init=along(None, "tensor"), name="up")(x)
-        x = nn.gelu(nn.BatchNorm(use_running_average=False)(x) if self.norm else x)
-        return nn.Dense(64, use_bias=False, kernel_init=along("tensor", None), name="down")(x)
-
-
-def test_a_linen_model_communicates_alike():
-    model = js.fully_shard(Tensor(), mesh=js.mesh(**THREE))
-    x = np.zeros((16, 64), np.float32)
-    variables = js.abstract_init(lambda: model.init(jax.random.key(0), x), model)
-    loss = lambda variables, x: (model.apply(variables, x) ** 2).mean()
-    audit = js.audit(compile_to_read(jax.jit(jax.value_and_grad(loss)).lower(variables, x)), model=model)
-    over = lambda axis, kind: sum(r.total_bytes for r in audit.rows if r.over == (axis,) and r.kind == kind)
-    kernels = 2 * 64 * 256 * 4
-    assert over("fsdp", "all-gather") == over("fsdp", "reduce-scatter") == kernels / 2
-    assert over("tensor", "all-reduce") == 4 * 64 * 4  # forward alone: x has no gradient
-    assert {row.kind for row in audit.rows if "tensor" in row.over} == {"all-reduce"}
-
-
-def test_on_a_tensor_axis_alone_a_linen_model_trains_as_on_one_device():
-    def trained(model, make):
-        variables = make(lambda: model.init(jax.random.key(0), X), model)
-        params, state = (nn.unbox(variables[name]) for name in ("params", "batch_stats"))
-
-        @jax.jit
-        def step(params, state):
-            def loss(params):
-                y, new = model.apply({"params": params, "batch_stats": state}, X, mutable="batch_stats")
-                return (y**2).mean(), new["batch_stats"]
-
-            (value, state_), grads = jax.value_and_grad(loss, has_aux=True)(params)
-            return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state_
-
-        losses = []
-        for _ in range(3):
-            value, params, state = step(params, state)
-            losses.append(float(value))
-        return losses, jax.device_get((params, state))
-
-    wanted = trained(Tensor(norm=True), lambda init, _: init())
-    model = js.fully_shard(Tensor(norm=True), units={"up": {"remat": "full"}}, mesh=js.mesh(fsdp=1, tensor=8))
-    found = trained(model, js.shard_init)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
 
 
 def test_a_table_speaks_of_the_last_dims_and_of_axes_that_are_there():

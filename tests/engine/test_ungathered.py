@@ -144,15 +144,6 @@ def test_parameters_gradients_and_optimizer_state_are_sharded_as_of_any_unit(deg
         assert {x.shape for x in rows} == {(-(-ROWS // mesh.shape["fsdp"]) * mesh.shape["fsdp"], WIDTH)}
 
 
-def test_its_checkpoint_is_that_of_any_unit(tmp_path):
-    saved = placed(build, annotator(js.mesh()))
-    js.checkpoint.save(tmp_path / "0", {"model": saved})
-    like = abstract(js.mesh(replica=2))
-    found = js.checkpoint.restore(tmp_path / "0", like={"model": like})["model"]
-    assert found.table.rows.sharding.spec == P("fsdp", None)
-    np.testing.assert_array_equal(found.table.rows[...], build().table.rows[...])
-
-
 # ---- What is planned, and what is compiled ----------------------------------------------------
 
 
@@ -319,12 +310,6 @@ def test_an_operation_inside_that_reads_it_is_refused_with_its_line(name, gradie
     run = nnx.jit(nnx.grad(loss) if gradients else loss)
     with pytest.raises(CallError, match=r"(?s)never gathered was read.*table/rows.*test_ungathered\.py:\d+"):
         run(model, DATA[1])
-
-
-def test_a_call_inside_is_refused_and_names_the_unit():
-    model = around(lambda model, x: model.head(x) + model.table(jnp.arange(BATCH)))
-    with pytest.raises(CallError, match=r"(?s)never gathered was called inside.*table: Table\.__call__"):
-        model(DATA[1])
 
 
 def test_what_asks_only_for_its_shape_or_carries_it_through_is_no_read():
