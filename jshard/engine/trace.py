@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.engine.call import refuse_written
+from jshard.engine.call import is_float, refuse_written
 from jshard.engine.rules import calls
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
@@ -74,11 +74,6 @@ class Static:
     """Something that is no array, among a custom derivative's residuals."""
 
     value: Any
-
-
-def is_float(x: Any) -> bool:
-    """Whether an array has gradients."""
-    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -13,6 +13,7 @@ from jax.extend import core as jex
 
 import jshard as js
 from jshard.engine.trace import are_equal
+from tests import linen_models
 from tests.helpers import Config, annotator, builder, fresh, loss_fn, placed, token_batch
 
 
@@ -81,6 +82,16 @@ def test_masks_of_dropout_of_one_shape_are_made_by_one_function() -> None:
     _, sharded = equations(nnx.grad(loss), model, *args)
     _, plain = equations(nnx.grad(loss), Masked(nnx.Rngs(0)), *args)
     assert sharded <= 2.2 * plain  # whole ones are traced, too, and dropped by the compiler
+
+
+def test_a_linen_step_has_at_most_half_as_many_equations_more() -> None:
+    plain = linen_models.Decoder(depth=4)
+    variables = jax.jit(plain.init)(jax.random.key(0), linen_models.X)
+    model = js.fully_shard(plain, mesh=js.mesh(), units=linen_models.Block)
+    jax.eval_shape(model.init, jax.random.key(0), linen_models.X)
+    loss = lambda model: lambda v: linen_models.cross_entropy(model.apply(v, linen_models.X))
+    found, wanted = (equations(jax.value_and_grad(loss(m)), variables)[0] for m in (model, plain))
+    assert found <= 1.5 * wanted
 
 
 class DroppedLayer(nn.Module):
