@@ -27,3 +27,9 @@ def micro() -> Recipe:
 
 
 RECIPES = {"micro": micro}
+
+USERS_FILE = f"""\
+import sys
+sys.path.append({str(MODELS.parent)!r})
+from tests.micro_gpt import RECIPES, annotate, build, loss_fn
+"""  # the same as a file of a user's, anywhere

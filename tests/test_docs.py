@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from jshard.cli._train_args import TrainArgs
+from jshard.cli._arguments import TrainArgs
 from jshard.train import Recipe
 from tests.compiling import environment
 from tests.wide import wide

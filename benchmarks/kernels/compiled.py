@@ -125,7 +125,7 @@ def _printed_file(folder: Path, number: int) -> Path:
 def assembler() -> str:
     """Name and version of the assembler, e.g. "ptxas 12.9.86"."""
     package = "nvidia-cuda-nvcc-cu12"
-    return f"ptxas {_compat.versions((package,)).get(package, '')}".strip()
+    return f"ptxas {_compat.versions((package,))[package] or ''}".strip()
 
 
 def _launches(found: Sequence[dict[str, Any]]) -> list[Launch]:

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
-
-from jshard import _compat
+import jax.experimental.mosaic.gpu as mosaic_gpu
+from jax.interpreters import mlir
 
 _TARGETS = ("mosaic_gpu", "mosaic_gpu_v2")  # what the custom calls of Mosaic GPU are called
 
@@ -52,7 +52,17 @@ def launches(lowered: jax.stages.Lowered | str) -> tuple[Launch, ...]:
         384
     """
     text = lowered if isinstance(lowered, str) else lowered.as_text()
-    return tuple(_launch(call) for call in _operations(_compat.parsed_program(text)) if _is_kernel(call))
+    return tuple(_launch(call) for call in _operations(_parsed(text)) if _is_kernel(call))
+
+
+def _parsed(program: str | bytes) -> Any:
+    """A module of MLIR, as `Lowered.as_text()` holds one, and in it the custom calls of Mosaic GPU."""
+    context = mlir.make_ir_context()
+    context.allow_unregistered_dialects = True  # the modules of kernels are in a frozen form of their dialects
+    dialects: Any = mosaic_gpu  # its dialect is not in the names that it exports
+    dialects.dialect.register_dialect(context)
+    with context, mlir.ir.Location.unknown():
+        return mlir.ir.Module.parse(program)
 
 
 def _is_kernel(operation: Any) -> bool:
@@ -61,7 +71,7 @@ def _is_kernel(operation: Any) -> bool:
 
 
 def _launch(call: Any) -> Launch:
-    module = _compat.parsed_program(call.attributes["mhlo.backend_config"]["module"].value_bytes)
+    module = _parsed(call.attributes["mhlo.backend_config"]["module"].value_bytes)
     launch = next(each for each in _operations(module) if each.name.endswith("gpu.launch"))
     stated = call.attributes.get("mhlo.frontend_attributes")
     latency = stated["latency_metadata"] if stated is not None and "latency_metadata" in stated else None

@@ -1,5 +1,6 @@
-"""Options of the compiler, and programs in its own form."""
+"""Programs: options of the compiler, its partitioner, and kernels for NVIDIA GPUs."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -23,19 +24,6 @@ def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
 
     wrap: Any = getattr(module, "compute_on2", module.compute_on)  # the first until 0.11
     return wrap(function, compute_type=f"gpu_stream:{stream}", out_memory_spaces=jax.memory.Space.Device)
-
-
-def parsed_program(program: str | bytes) -> Any:
-    """A module of MLIR, as `Lowered.as_text()` holds one, and in it the custom calls of Mosaic GPU."""
-    import jax.experimental.mosaic.gpu as module
-    from jax.interpreters import mlir
-
-    context = mlir.make_ir_context()
-    context.allow_unregistered_dialects = True  # the modules of kernels are in a frozen form of their dialects
-    mosaic_gpu: Any = module  # its dialect is not in the names that it exports
-    mosaic_gpu.dialect.register_dialect(context)
-    with context, mlir.ir.Location.unknown():
-        return mlir.ir.Module.parse(program)
 
 
 # As XLA runs Shardy before it partitions a program; the last two turn what differs into collectives.
@@ -62,3 +50,46 @@ def partitioned(lowered: Any) -> Any:
         except (ValueError, ir.MLIRError):
             return None
     return module
+
+
+def mosaic_kernel(body: Any, *, name: str, scratch: list[Any], interpret: bool, **launch: Any) -> Any:
+    """A Pallas kernel for NVIDIA GPUs; with `interpret` one that runs step by step on a CPU."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    params = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup)
+    interpreter = None
+    if interpret:
+        # Public since 0.11.
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        interpreter = InterpretGPUParams()
+    return plgpu.kernel(
+        body, scratch_types=scratch, compiler_params=params, kernel_name=name, interpret=interpreter, **launch
+    )
+
+
+def pallas_load(ref: Any, index: Any, *, interpret: bool) -> jax.Array:
+    """Reads a part of an array in device memory inside a kernel, whatever the layout of those that use it."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    if interpret:  # of 0.10.2 it refuses the load below
+        return ref[index]
+    load: Any = plgpu.load
+    if "idx" in inspect.signature(load).parameters:  # 0.10.2
+        return load(ref.at[index], (), optimized=False)
+    return load(ref.at[index], optimized=False)
+
+
+def pallas_transposed(ref: Any) -> Any:
+    """A matrix in shared memory, its dims swapped."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    own = vars(plgpu).get("transpose_ref")  # deprecated since references do it themselves
+    return own(ref, (1, 0)) if own else ref.transpose((1, 0))
+
+
+def interpreter_transposes() -> bool:
+    """Whether the interpreter of kernels knows a transposed tile; that of 0.10.2 does not."""
+    import jax.experimental.pallas.mosaic_gpu as plgpu
+
+    return hasattr(plgpu, "InterpretGPUParams")

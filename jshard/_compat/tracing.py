@@ -1,13 +1,24 @@
-"""What a trace says of itself: axes that are manual or split by the compiler, tracers, equations."""
+"""What a trace says of itself: axes that are manual or split by the compiler, tracers, equations, and who made them."""
 
 import contextlib
+import contextvars
+import inspect
+import itertools
+import pathlib
+import sysconfig
+import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
+import flax
 import jax
+import optax
 from jax import core
 from jax.extend import core as jex
+from jax.extend import source_info_util
 from jax.interpreters import partial_eval
+
+import jshard
 
 
 def trace_context() -> Hashable:
@@ -43,11 +54,6 @@ def abstract_device() -> Any:
     return jax.sharding.get_abstract_mesh().abstract_device
 
 
-def is_carry_mismatch(error: TypeError) -> bool:
-    """Whether jax refused a loop because its carry varies over a mesh axis at the end and not at the start."""
-    return "manual axis types do not match" in str(error) or "to='varying'" in str(error)
-
-
 def is_tracer(x: Any) -> bool:
     """Whether a value is being traced, rather than there."""
     return isinstance(x, core.Tracer)
@@ -57,6 +63,27 @@ def bind(eqn: Any, values: list[Any]) -> list[Any]:
     """Runs an equation of a jaxpr on other values; its results."""
     found = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
     return list(found) if eqn.primitive.multiple_results else [found]
+
+
+def equation_setting(eqn: Any) -> Hashable:
+    """The name scopes around an equation, its effects, and what else was set where it was traced."""
+    return eqn.source_info.name_stack, eqn.ctx, frozenset(eqn.effects)
+
+
+def is_same_rule(one: Any, other: Any) -> bool:
+    """Whether two equations of `jax.custom_jvp` have one rule, without static arguments; False if that is not known."""
+    rule = _custom_rule(one)
+    return rule is not None and rule is _custom_rule(other)
+
+
+def _custom_rule(memoized: Any) -> Any:
+    """The user's function in what an equation of `jax.custom_jvp` holds, two closures deep; None for anything else."""
+    inside = lambda function, name: inspect.getclosurevars(function).nonlocals[name]
+    try:
+        rule = inside(inside(memoized.f, "fn"), "jvp")
+        return rule.f if len(rule.transforms) == 1 else None  # one flattens its arguments; more hold static ones
+    except (AttributeError, KeyError, TypeError):
+        return None
 
 
 def with_results(jaxpr: Any, outvars: list[Any]) -> Any:
@@ -109,8 +136,6 @@ def fast_shape_tracing() -> Iterator[None]:
 @contextlib.contextmanager
 def running(eqn: Any) -> Iterator[None]:
     """Inside, what is traced has the lines, names and settings of an equation; the mesh stays that of the trace."""
-    from jax._src import source_info_util
-
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     with contextlib.ExitStack() as settings:
         for setting in _settings(eqn.ctx):
@@ -151,3 +176,75 @@ def without_dead_code(closed: Any, keep: Sequence[bool] = ()) -> tuple[Any, list
     keep = keep or [False] * len(closed.jaxpr.invars)
     jaxpr, used = partial_eval.dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), list(keep))
     return jex.ClosedJaxpr(jaxpr, closed.consts), list(used)
+
+
+# Who made an equation, and who has called: JAX notes the Python stack.
+
+_LIBRARY = tuple(str(pathlib.Path(file or "").parent) for file in (jax.__file__, flax.__file__, jshard.__file__))
+_MODELS = f"{_LIBRARY[-1]}/models/"
+_PYTHON = sysconfig.get_path("stdlib")
+_TRACING = (*_LIBRARY[:2], str(pathlib.Path(optax.__file__).parent))
+
+
+def user_place(eqn: Any) -> str:
+    """`file:line (function)` of the user's code that made an equation: the innermost frame outside of the libraries.
+
+    Empty where there is none.
+    """
+    found = (frame for frame in _frames(eqn.source_info) if not _is_library(frame.file_name))
+    return next((f"{_line(frame)} ({frame.function_name})" for frame in found), "")
+
+
+def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
+    """`file:line` of the user's frames that made an equation of a trace, innermost first.
+
+    Where there is none, as in a loss of ours, that of the innermost function outside jax, flax and optax.
+
+    Args:
+        eqn: the equation.
+        below: the file that has traced it; frames outside of its own are not the model's.
+    """
+    inside = list(itertools.takewhile(lambda frame: frame.file_name != below, _frames(eqn.source_info)))
+    named = [frame for frame in inside if not frame.file_name.startswith((*_TRACING, "<"))]
+    users = [frame for frame in named if not _is_library(frame.file_name)]
+    return tuple(map(_line, users or named[:1]))
+
+
+_called: contextvars.ContextVar[Any] = contextvars.ContextVar("called", default=None)
+
+
+def note_call() -> None:
+    """Notes who calls a model, for `warn_user`: where JAX traces a function, its own notes go no further than that."""
+    _called.set(source_info_util.current())
+
+
+def warn_user(text: str) -> None:
+    """Warns with the file and line of the user's code that has called: the innermost outside jax, flax and jshard."""
+    with source_info_util.user_context(None):  # else the stack of the equation that is being read
+        frames = _frames(source_info_util.current()) + _frames(_called.get())
+    frame = next((frame for frame in frames if not _is_no_users(frame.file_name)), frames[-1])
+    warnings.warn_explicit(text, UserWarning, frame.file_name, frame.line_num)
+
+
+def _is_no_users(file: str) -> bool:
+    """Python's own library is between frames of jax: context managers, cached functions."""
+    return _is_library(file) or (file.startswith(_PYTHON) and "-packages" not in file)
+
+
+def _is_library(file: str) -> bool:
+    """The model files that are installed beside jshard are not: they are there to be read and copied."""
+    return file.startswith((*_LIBRARY, "<")) and not file.startswith(_MODELS)
+
+
+def _line(frame: Any) -> str:
+    return f"{frame.file_name.rsplit('/', 1)[-1]}:{frame.line_num}"
+
+
+def _frames(source_info: Any) -> list[Any]:
+    traceback = getattr(source_info, "traceback", None)
+    return list(traceback.frames) if traceback is not None else []
+
+
+def scope_of(eqn: Any) -> str:
+    """The `jax.named_scope` around an equation, inside its own jaxpr."""
+    return str(eqn.source_info.name_stack)

@@ -16,21 +16,13 @@ from jshard.errors import AnnotationError
 from jshard.linen.annotation import annotated
 from jshard.linen.route import call_annotated
 from jshard.plans import checks
-from jshard.plans.memories import check_offload, sharding_of
+from jshard.plans.memories import sharding_of
 from jshard.plans.mesh import AnyMesh, check_mesh, is_concrete
-from jshard.plans.moved import MovedSettings, layers_of, placement_of, units_of
+from jshard.plans.moved import MovedSettings, layers_of, placement_of, refuse_strategy, units_of
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
-from jshard.plans.placement import Placement, PlacementRule, ShardPlacement
+from jshard.plans.placement import Placement, ShardPlacement
 from jshard.plans.plan import Leaf, make_plan
-from jshard.plans.policies import (
-    OFFLOADED,
-    MixedPrecision,
-    Prefetch,
-    Remat,
-    UnitPolicy,
-    check_remat,
-    check_strategy,
-)
+from jshard.plans.policies import MixedPrecision, Remat, UnitPolicy
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,
@@ -53,7 +45,6 @@ M = TypeVar("M", bound=nnx.Module | Sequence[nnx.Module] | nn.Module)
 _groups = itertools.count()
 
 _OPTIMIZER = "optimizer = js.shard_optimizer(model, tx); optimizer.update(model, grads)"
-_LINEN_OPTIMIZER = "tx = js.shard_optimizer(model, tx)  # around the whole chain"
 
 
 def fully_shard(
@@ -124,67 +115,43 @@ def fully_shard(
         >>> model = js.fully_shard(model, mesh=mesh)
     """
     check_mesh(mesh)
-    check_remat(remat)
-    strategy = moved.get("strategy")
-    check_strategy(strategy)
-    where = placement_of(placement, moved)
-    units = units_of(units, where)
-    check_offload(where.offload, mesh, activations=remat == OFFLOADED)
-    modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
-    if not isinstance(module, nn.Module):
-        checks.check_modules(modules)
-    checks.check_reshard(reshard_after_forward, mesh)
-    checks.check_types(mixed_precision, where.shard_dim, where.stacked, where.min_size)
-    checks.check_choice("gathered", where.gathered, (True, False), checks.OF_PLACEMENT)
-    checks.check_choice("fallback", fallback, ("warn", "error"))
-    precision = mixed_precision or MixedPrecision()
-    ahead = Prefetch.parse(prefetch)
-    policy = UnitPolicy(
+    placement = placement_of(placement, moved)
+    units = units_of(units, placement)
+    policy = UnitPolicy().changed(
+        mesh,
         reshard_after_forward=reshard_after_forward,
-        mixed_precision=precision,
+        mixed_precision=mixed_precision,
         remat=remat,
-        prefetch=ahead,
-        group=next(_groups) if len(modules) > 1 else None,
-        gathered=where.gathered,
+        prefetch=prefetch,
         fallback=fallback,
     )
-    rule = PlacementRule(
-        degrees=tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)),
-        mixed_precision=precision,
-        shard_dim=where.shard_dim,
-        stacked=where.stacked,
-        min_size=where.min_size,
-        offload=where.offload,
-        gathered=where.gathered,
-    )
-    if not where.gathered:
-        checks.check_ungathered(policy, where.offload)
-    optimizer = LogicalOptimizer(_LINEN_OPTIMIZER) if isinstance(module, nn.Module) else None  # nnx: where it is padded
-    record = Unit(mesh, policy, rule, as_filter(where.ignored), tuple(where.allow_replicated), optimizer=optimizer)
-    root = record if units is None else dataclasses.replace(record, policy=dataclasses.replace(policy, remat="none"))
+    unit = Unit(mesh, policy, dataclasses.replace(placement, ignored=as_filter(placement.ignored)))
+    checks.check_unit(unit)
+    root = unit if units is None else dataclasses.replace(unit, policy=dataclasses.replace(policy, remat="none"))
     if isinstance(module, nn.Module):
-        checks.check_no_strategy(strategy)
-        checks.check_no_units(units, where.gathered)
-        return annotated(module, root, units, record, where.ignored, call_annotated)
+        refuse_strategy(moved.get("strategy"))
+        return annotated(module, root, units, unit, call_annotated)
+    modules: list[Any] = list(module) if isinstance(module, (list, tuple, nnx.List)) else [module]
+    layers = layers_of(moved.get("strategy"), mesh)
+    checks.check_modules(modules)
     checks.check_has_parameters(modules)
-    layers = None if strategy is None else layers_of(strategy, mesh)
-    _annotate_all(modules, root, _choose_units(modules, units), record, where.ignored)
+    _annotate_all(modules, root, _choose_units(modules, units), unit)
     if layers is not None:
-        settings, name = layers
-        for root in modules:
-            revise(root, settings, strategy=name)
+        for one in modules:
+            revise(one, layers[0], strategy=layers[1])
     return module
 
 
-def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module], record: Unit, ignored: Any) -> None:
+def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module], unit: Unit) -> None:
     """Annotates the chosen submodules, then the modules; all of them or, if one fails, none."""
-    alone = dataclasses.replace(record, policy=dataclasses.replace(record.policy, group=None))
+    if len(modules) > 1:
+        root = dataclasses.replace(root, policy=dataclasses.replace(root.policy, group=next(_groups)))
     done: list[nnx.Module] = []
     try:
-        for one, its_record in [*((m, alone) for m in chosen), *((m, root) for m in modules)]:
-            _annotate(one, its_record)
+        for one, record in [*((m, unit) for m in chosen), *((m, root) for m in modules)]:
+            _annotate(one, record)
             done.append(one)
-        checks.check_patterns(ignored, modules)
+        checks.check_patterns(unit.placement.ignored, modules)
     except AnnotationError:
         for one in done:
             detach(one)
@@ -193,16 +160,7 @@ def _annotate_all(modules: list[nnx.Module], root: Unit, chosen: list[nnx.Module
 
 def _annotate(module: nnx.Module, record: Unit) -> None:
     """Makes one module a unit, plans it with the units inside, and places the arrays."""
-    if unit_of(module) is not None:
-        raise AnnotationError(
-            "A module is annotated twice.",
-            where=plain_class(module).__name__,
-            why="it is a unit already, by an earlier fully_shard, or because it is used in two places.",
-            do="call js.fully_shard once per module; to change the settings, annotate a fresh model.",
-        )
-    checks.check_same_mesh(module, record)
-    checks.check_call(module)
-    checks.check_no_units_inside(module, record)
+    checks.check_new_unit(module, record)
     attach(module, dataclasses.replace(record, kind=plain_class(module).__name__), route)
     units, leaves = _units(module), _leaves(module)
     try:
@@ -220,11 +178,13 @@ def _annotate(module: nnx.Module, record: Unit) -> None:
 def _units(module: nnx.Module) -> dict[Path, Unit]:
     """The records of the units in a module by path, as the module around them makes them."""
     units = {path: unit for path, one in nested_units(module) if (unit := unit_of(one)) is not None}
-    allowed = [f"{dotted(path)}/{pattern}" for path, one in units.items() if path for pattern in one.allow_replicated]
+    allowed = []
     for path, unit in units.items():
-        name = "" if unit.policy.gathered or not path else dotted(path)
+        name = "" if unit.placement.gathered or not path else dotted(path)
         units[path] = dataclasses.replace(unit, nested=bool(path) or unit.nested, name=name)
-    units[()] = dataclasses.replace(units[()], allow_replicated=(*units[()].allow_replicated, *allowed))
+        allowed += [f"{dotted(path)}/{one}" if path else one for one in unit.placement.allow_replicated]
+    root = units[()]
+    units[()] = dataclasses.replace(root, placement=dataclasses.replace(root.placement, allow_replicated=allowed))
     return units
 
 

@@ -8,9 +8,8 @@ from typing import Any
 from flax import nnx
 
 from jshard.errors import AnnotationError
-from jshard.plans import checks
 from jshard.plans.plan import root_forgotten
-from jshard.plans.policies import Prefetch, check_remat
+from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import Path, Unit, nested_units, occurrences, plain_class, store_plan, unit_of
 
 SETTINGS = ("reshard_after_forward", "remat", "prefetch")
@@ -44,10 +43,7 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
     root = unit_of(model)
     if root is None or root.plan is None:
         raise root_forgotten(model)
-    if "remat" in settings:
-        check_remat(settings["remat"])
-    if "reshard_after_forward" in settings:
-        checks.check_reshard(settings["reshard_after_forward"], root.mesh)
+    UnitPolicy().changed(root.mesh, **settings)
     if settings and not has_inner_units(model):
         raise AnnotationError(
             "The model has no units whose settings could be changed.",
@@ -55,24 +51,21 @@ def revise(model: nnx.Module, settings: Mapping[str, Any], *, strategy: str = ""
             why="its root is the only unit, and is gathered as a whole.",
             do="js.fully_shard(model, units=Block, mesh=mesh)",
         )
-    values = dict(settings)
-    if "prefetch" in values:
-        values["prefetch"] = Prefetch.parse(values["prefetch"])
     layers = set(map(id, repeated_layers(model)))
     units: dict[Path, Unit] = {}
     for path, module in nested_units(model):
         unit = unit_of(module)
         assert unit is not None
         mine = {} if path or not strategy else {"strategy": strategy}
-        if path and unit.policy.gathered:
-            mine = {k: v for k, v in values.items() if id(module) in layers or _is_for_all(k, v)}
-        units[path] = dataclasses.replace(unit, policy=dataclasses.replace(unit.policy, **mine))
+        if path and unit.placement.gathered:
+            mine = {k: v for k, v in settings.items() if id(module) in layers or _is_for_all(k, v)}
+        units[path] = dataclasses.replace(unit, policy=unit.policy.changed(unit.mesh, **mine))
     store_plan(model, root.plan, units)
 
 
 def has_inner_units(model: nnx.Module) -> bool:
     """Whether there are units inside the root whose settings can be changed."""
-    return any(path and unit_of(module).policy.gathered for path, module in nested_units(model))  # type: ignore[union-attr]
+    return any(path and unit_of(module).placement.gathered for path, module in nested_units(model))  # type: ignore[union-attr]
 
 
 def _is_for_all(name: str, value: Any) -> bool:
@@ -82,7 +75,7 @@ def _is_for_all(name: str, value: Any) -> bool:
 def repeated_layers(model: nnx.Module) -> dict[nnx.Module, int]:
     """The units that repeat, and how many layers each holds: innermost ones that come several times, or stacks."""
     inner = [module for path, module in nested_units(model) if path and _is_innermost(module)]
-    inner = [module for module in inner if unit_of(module).policy.gathered]  # type: ignore[union-attr]
+    inner = [module for module in inner if unit_of(module).placement.gathered]  # type: ignore[union-attr]
     count = collections.Counter(map(plain_class, inner))
     repeated = [module for module in inner if count[plain_class(module)] > 1 or _depth(module) > 1]
     return {module: _depth(module) for module in repeated or inner}

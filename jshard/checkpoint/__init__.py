@@ -12,9 +12,9 @@ from jshard.checkpoint.checkpointer import forecast as forecast
 from jshard.checkpoint.checkpointer import restore as restore
 from jshard.checkpoint.checkpointer import save as save
 from jshard.checkpoint.checkpointer import save_async as save_async
+from jshard.checkpoint.comparing import verify as verify
 from jshard.checkpoint.errors import CheckpointError as CheckpointError
 from jshard.checkpoint.errors import CheckpointWarning as CheckpointWarning
-from jshard.checkpoint.pending import Pending as Pending
+from jshard.checkpoint.saving import Pending as Pending
 from jshard.checkpoint.series import Checkpointer as Checkpointer
 from jshard.checkpoint.series_folder import Keep as Keep
-from jshard.checkpoint.verifying import verify as verify

@@ -1,10 +1,13 @@
-"""What several processes hold: each writes a part by bytes, each reads a part, and they exchange the parts."""
+"""What several processes hold: each writes a part by bytes, each reads a part, and they exchange the parts.
+
+And arrays that each process has for itself: they are stored as one, once they are found to be equal.
+"""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,16 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.sums import box_sums
+
 
 def spreads(sharding: Sharding) -> tuple[str, ...]:
-    """The mesh axes over which a read is cut: those whose devices hold equal shards in several processes.
-
-    Args:
-        sharding: of the leaf that is wanted.
-    """
+    """The mesh axes over which a read is cut: those whose devices hold equal shards in several processes."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return ()
-    used = {axis for dim in sharding.spec if dim is not None for axis in (dim if isinstance(dim, tuple) else (dim,))}
+    used = _used(sharding)
     free = [axis for axis in sharding.mesh.axis_names if axis not in used and sharding.mesh.shape[axis] > 1]
     return tuple(axis for axis in free if _spans_processes(sharding.mesh, axis))
 
@@ -38,9 +40,19 @@ def cut_further(sharding: NamedSharding, shape: tuple[int, ...], axes: tuple[str
     return sharding
 
 
+def _used(sharding: NamedSharding) -> set[Any]:
+    """The mesh axes that cut an array."""
+    return {axis for dim in sharding.spec if dim is not None for axis in (dim if isinstance(dim, tuple) else (dim,))}
+
+
+def _owners(devices: np.ndarray) -> np.ndarray:
+    """The process of each device."""
+    return np.vectorize(lambda device: device.process_index)(devices)
+
+
 def _spans_processes(mesh: Mesh, axis: str) -> bool:
     """Whether some devices along an axis belong to different processes."""
-    owners = np.vectorize(lambda device: device.process_index)(mesh.devices)
+    owners = _owners(mesh.devices)
     lines = np.moveaxis(owners, mesh.axis_names.index(axis), -1)
     return bool((lines != lines[..., :1]).any())
 
@@ -79,11 +91,11 @@ def _is_shiftable(leaf: Any) -> bool:
 def _first_copies(sharding: NamedSharding) -> dict[int, list[int]]:
     """The processes that hold the first copies of all shards, by the number of devices that the mesh is shifted."""
     mesh, axis = sharding.mesh, spreads(sharding)[0]
-    used = {name for dim in sharding.spec if dim is not None for name in (dim if isinstance(dim, tuple) else (dim,))}
+    used = _used(sharding)
     assert isinstance(mesh, Mesh)  # arrays with an abstract one there are none
     places = tuple(slice(None) if name in used or name == axis else 0 for name in mesh.axis_names)
     kept = [name for name in mesh.axis_names if name in used or name == axis]
-    owners = np.vectorize(lambda device: device.process_index)(mesh.devices[places])
+    owners = _owners(mesh.devices[places])
     lines = np.moveaxis(owners, kept.index(axis), 0).reshape(mesh.shape[axis], -1)
     found: dict[int, list[int]] = {}
     for shift, line in enumerate(lines.tolist()):
@@ -100,3 +112,46 @@ def _shifted(leaf: jax.Array, shift: int) -> jax.Array:
     moved = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
     placed = NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
     return jax.make_array_from_single_device_arrays(leaf.shape, placed, [x.data for x in leaf.addressable_shards])
+
+
+# Arrays that each process has for itself.
+
+
+def is_local(leaf: Any) -> bool:
+    """Whether each of several processes has an array of its own here."""
+    return isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable
+
+
+def as_one(leaf: jax.Array) -> jax.Array:
+    """The copies of all processes as the replicas of one array; nothing is sent."""
+    first = {device.process_index: device for device in reversed(jax.devices())}
+    mesh = Mesh(np.array([first[process] for process in sorted(first)]), "process")
+    own = jax.device_put(leaf, first[jax.process_index()])
+    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [own])
+
+
+def local_copies(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """The facts of the copies that this process has: shape, dtype and sums by path."""
+    return {key: _copy_facts(leaf) for key, leaf in leaves.items() if is_local(leaf) and leaf.size}
+
+
+def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
+    """Raises a `CheckpointError` if what `local_copies` gave each process is not the same."""
+    bad = []
+    for key in sorted({key for found in heard for key in found}):
+        others = [number for number, found in enumerate(heard) if found.get(key) != heard[0].get(key)]
+        if others:
+            bad.append(f"{key}  of process 0 and of process {', '.join(map(str, others))}")
+    if bad:
+        raise CheckpointError(
+            f"The state cannot be saved: the processes have other values of {len(bad)} leaves.",
+            where=bad,
+            why="an array on a device of each process is stored once, for all of them.",
+            do="compute it from the same seed everywhere; or lay it over the mesh, with a row for each process.",
+        )
+
+
+def _copy_facts(leaf: jax.Array) -> list[Any]:
+    values = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
+    sums = box_sums(values, tuple(slice(None) for _ in values.shape), values.shape)
+    return [list(leaf.shape), str(leaf.dtype), list(sums)]

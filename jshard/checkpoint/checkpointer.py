@@ -7,13 +7,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.forecasting import Forecast
-from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.lookup import local_path
-from jshard.checkpoint.pending import Pending
 from jshard.checkpoint.readers import ForeignCheckpoint, Opened, open_checkpoint
-from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import Saving
+from jshard.checkpoint.restoring import Extra, Forecast, Missing, Restoring
+from jshard.checkpoint.saving import Pending, Saving
 
 TIMEOUT_S = 1200.0
 

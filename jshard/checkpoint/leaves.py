@@ -2,70 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jshard.checkpoint.balance import as_one, is_local
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.position import is_data_position, position_text, set_position
-from jshard.checkpoint.sums import box_sums
 from jshard.linen.padded import is_padded
 from jshard.plans.padding import logical_shape, padding_of
-
-
-def is_local(leaf: Any) -> bool:
-    """Whether each of several processes has an array of its own here."""
-    return isinstance(leaf, jax.Array) and jax.process_count() > 1 and leaf.is_fully_addressable
-
-
-def as_one(leaf: jax.Array) -> jax.Array:
-    """The copies of all processes as the replicas of one array; nothing is sent."""
-    first = {device.process_index: device for device in reversed(jax.devices())}
-    mesh = Mesh(np.array([first[process] for process in sorted(first)]), "process")
-    own = jax.device_put(leaf, first[jax.process_index()])
-    return jax.make_array_from_single_device_arrays(leaf.shape, NamedSharding(mesh, PartitionSpec()), [own])
-
-
-def local_copies(leaves: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The facts of the copies that this process has: shape, dtype and sums by path."""
-    return {key: _copy_facts(leaf) for key, leaf in leaves.items() if is_local(leaf) and leaf.size}
-
-
-def check_equal(heard: Sequence[Mapping[str, list[Any]]]) -> None:
-    """Compares the copies of all processes.
-
-    Args:
-        heard: what `local_copies` gave each, by process.
-
-    Raises:
-        CheckpointError: the processes do not have the same values.
-    """
-    bad = []
-    for key in sorted({key for found in heard for key in found}):
-        others = [number for number, found in enumerate(heard) if found.get(key) != heard[0].get(key)]
-        if others:
-            bad.append(f"{key}  of process 0 and of process {', '.join(map(str, others))}")
-    if bad:
-        raise CheckpointError(
-            f"The state cannot be saved: the processes have other values of {len(bad)} leaves.",
-            where=bad,
-            why="an array on a device of each process is stored once, for all of them.",
-            do="compute it from the same seed everywhere; or lay it over the mesh, with a row for each process.",
-        )
-
-
-def _copy_facts(leaf: jax.Array) -> list[Any]:
-    values = np.asarray(jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf)
-    sums = box_sums(values, tuple(slice(None) for _ in values.shape), values.shape)
-    return [list(leaf.shape), str(leaf.dtype), list(sums)]
-
-
-# The leaves of a state, by path.
 
 Path = tuple[str, ...]
 
@@ -372,3 +323,40 @@ def _filled(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
 
 def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
     return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path, _ in _tree_leaves(tree, name)])
+
+
+# Which leaves of a state are its parameters.
+
+_PARAMS = "params"
+
+
+def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
+    """Those of the paths of a state that are parameters."""
+    begins = {text(begin) for path, value in _parts(like) for begin in _begins(value, path)}
+    if "" in begins:
+        return set(paths)
+    above = lambda path: itertools.accumulate(path.split("/"), "{}/{}".format)
+    return {path for path in paths if not begins.isdisjoint(above(path))}
+
+
+def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
+    """The beginnings of the paths of parameters in a part of a state; `within` a named tuple those of modules alone."""
+    if isinstance(value, nnx.Optimizer):
+        return
+    if path[-1:] == (_PARAMS,) and not within:
+        yield path
+    elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
+        # Variables of a part itself are under their own names, and those of a module in a pytree one key deeper.
+        for inner, variable in nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value)):
+            if isinstance(variable, nnx.Param):
+                yield *path, *map(str, inner)
+    else:
+        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+        for key, child in _children(value):
+            yield from _begins(child, (*path, key), within=within or (is_named and key != _PARAMS))
+
+
+def _children(node: Any) -> list[tuple[str, Any]]:
+    """What is directly below a node of a pytree, by key."""
+    found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+    return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]

@@ -7,28 +7,33 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint import timeline as _history
+from jshard.checkpoint.draft import SAVING_SUFFIX
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.lookup import INCOMPLETE, OF_A_RUN, local_path, no_such_step, refuse_buckets
+from jshard.checkpoint.lookup import (
+    INCOMPLETE,
+    OF_A_RUN,
+    incomplete_in,
+    local_path,
+    no_such_step,
+    refuse_buckets,
+    steps_in,
+)
 from jshard.checkpoint.readers import OrbaxCheckpoint
-from jshard.checkpoint.saving import SAVING_SUFFIX
-from jshard.checkpoint.series_folder import SeriesFolder
+from jshard.checkpoint.series_folder import LEDGER
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, is_committed, is_item
+from jshard.checkpoint.timeline import NAME as HISTORY
 from jshard.errors import FourPartError
 
-_OF_A_SERIES = (_history.NAME, "series.json")
 
-
-def series_at(path: Path) -> SeriesFolder | None:
-    """The series at a path: its folder, or the run that holds it; None if there is none.
+def series_at(path: Path) -> Path | None:
+    """The folder of the series at a path, that of a run or itself; None if there is none.
 
     It is looked at, by this process alone: nothing is written, and no other process is asked.
     """
     refuse_buckets(path)
     for folder in (path / OF_A_RUN, path):
-        series = SeriesFolder(folder)
-        if not is_checkpoint(folder) and (series.steps() or _holds(folder, _OF_A_SERIES)):
-            return series
+        if not is_checkpoint(folder) and (steps_in(folder) or _holds(folder, (HISTORY, LEDGER))):
+            return folder
     return None
 
 
@@ -53,10 +58,10 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
                 do="leave the step away, or give the folder that holds the checkpoints.",
             )
         return path
-    steps = series.steps()
+    steps = steps_in(series)
     if not steps or step not in (None, *steps):
-        raise no_such_step(series.folder, step)
-    return series.path(steps[-1] if step is None else step)
+        raise no_such_step(series, step)
+    return series / str(steps[-1] if step is None else step)
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -131,16 +136,16 @@ def listing(path: Path) -> Listing:
         if not is_checkpoint(path):
             OrbaxCheckpoint(path)  # raises, and says what is there
         return Listing(path=path, entries=(_entry(path, step=None),))
-    entries = [_entry(series.path(step), step=step) for step in series.steps()]
-    for step in series.incomplete():
+    entries = [_entry(series / str(step), step=step) for step in steps_in(series)]
+    for step in incomplete_in(series):
         entries.append(
-            ListedCheckpoint(path=series.path(step), step=step, is_complete=False, damage=(f"{INCOMPLETE}.",))
+            ListedCheckpoint(path=series / str(step), step=step, is_complete=False, damage=(f"{INCOMPLETE}.",))
         )
     entries.sort(key=lambda entry: entry.step or 0)
     latest = max((entry.step for entry in entries if entry.step is not None and not entry.damage), default=None)
     entries = [dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries]
-    left = sorted(item.name for item in series.folder.iterdir() if SAVING_SUFFIX in item.name and item.is_dir())
-    return Listing(path=series.folder, entries=tuple(entries), unfinished=tuple(left))
+    left = sorted(item.name for item in series.iterdir() if SAVING_SUFFIX in item.name and item.is_dir())
+    return Listing(path=series, entries=tuple(entries), unfinished=tuple(left))
 
 
 def _entry(path: Path, *, step: int | None) -> ListedCheckpoint:

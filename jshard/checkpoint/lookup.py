@@ -123,16 +123,6 @@ def incomplete_in(folder: Path) -> list[int]:
     return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
 
 
-def incomplete(path: Path) -> CheckpointError:
-    """The error for a step that cannot be saved, as a folder of its name is there that counts for nothing."""
-    return CheckpointError(
-        "The checkpoint cannot be written.",
-        where=str(path),
-        why=f"there is something at that path already: {INCOMPLETE}.",
-        do=f"look at it, and move it away: mv {path} {path}.incomplete",
-    )
-
-
 def _numbers_in(folder: Path) -> list[int]:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)

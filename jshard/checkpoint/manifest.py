@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import zlib
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jshard.checkpoint.draft import write_text
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.sums import Sums
 from jshard.errors import RunError
@@ -58,9 +60,18 @@ class StoredLeaf:
         return self.dtype not in ("int", "float", "str")
 
     @property
+    def kind(self) -> str:
+        """Its dtype, or the kind of a random key."""
+        return self.dtype if self.key is None else f"key<{self.key}>"
+
+    @property
     def nbytes(self) -> int:
         """Bytes of its values."""
-        return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize if self.is_array else 0
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize if self.is_array else 0
+
+    def on_host(self) -> Any:
+        """What a read is asked for that is to give it on the host."""
+        return np.empty(self.shape, self.dtype) if self.is_array else {"int": 0, "float": 0.0}.get(self.dtype, "")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,12 +145,7 @@ def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes a manifest, and returns when it is on the disk."""
     body = json.dumps(_to_json(manifest))
-    draft = folder / f"{NAME}.tmp"
-    with draft.open("w") as file:
-        json.dump({"crc32": zlib.crc32(body.encode()), "seal": body}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / NAME)
+    write_text(folder / NAME, json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body}))
 
 
 def read(folder: Path) -> Manifest | None:
@@ -210,24 +216,19 @@ def _spec(leaf: Any) -> str | None:
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    leaves = {path: _sparse(dataclasses.asdict(leaf)) for path, leaf in manifest.leaves.items()}
+    given = {path: dataclasses.asdict(leaf) for path, leaf in manifest.leaves.items()}
+    leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
     return {"format": FORMAT, **fields, "leaves": leaves}
 
 
-def _sparse(fields: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in fields.items() if value is not None}
-
-
 def _from_json(fields: Mapping[str, Any]) -> Manifest:
-    known = {field.name for field in dataclasses.fields(Manifest)}
-    given = {name: value for name, value in fields.items() if name in known}
-    given["leaves"] = {path: _leaf(leaf) for path, leaf in fields["leaves"].items()}
+    given = _known(Manifest, fields)
+    given["leaves"] = {path: StoredLeaf(**_known(StoredLeaf, leaf)) for path, leaf in fields["leaves"].items()}
     given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}
     return Manifest(**given)
 
 
-def _leaf(fields: Mapping[str, Any]) -> StoredLeaf:
-    known = {field.name for field in dataclasses.fields(StoredLeaf)}
-    lists = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-    given: dict[str, Any] = {name: value for name, value in lists.items() if name in known}
-    return StoredLeaf(**given)
+def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields that a dataclass has, with tuples for lists: a later version may write others too."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name in names}

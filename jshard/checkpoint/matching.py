@@ -6,7 +6,6 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
@@ -84,7 +83,7 @@ def match(
         found = _as_wanted(pick, stored)
         verdict = _compare(found, leaf) or _unequal_layers(pick, stored)
         if verdict == "cast":
-            casts.append(f"{path}  {_kind(found)} -> {_kind(leaf)}")
+            casts.append(f"{path}  {found.kind} -> {leaf.kind}")
         elif verdict is not None:
             problems.append(f"{path}  {verdict}")
     problems += _wrong_depths(picks, stored, part)
@@ -110,16 +109,23 @@ def _is_below(path: str, begins: Collection[str]) -> bool:
 def _find(path: str, wanted: StoredLeaf, stored: Mapping[str, StoredLeaf]) -> Pick | None:
     if path in stored:
         return Pick((path,))
+    for stack, layer in stacks(path):
+        if stack in stored and stored[stack].shape[1:] == wanted.shape and stored[stack].shape:
+            return Pick((stack,), "layer", layer)
     keys = path.split("/")
-    for place, key in enumerate(keys):
-        stack = "/".join(keys[:place] + keys[place + 1 :])
-        if key.isdecimal() and stack in stored and stored[stack].shape[1:] == wanted.shape and stored[stack].shape:
-            return Pick((stack,), "layer", int(key))
     for place in range(len(keys), 0, -1) if wanted.shape else ():
         layers = tuple(_layers(keys[:place], keys[place:], stored))
         if layers and stored[layers[0]].shape == wanted.shape[1:]:
             return Pick(layers, "stack")
     return None
+
+
+def stacks(path: str) -> Iterator[tuple[str, int]]:
+    """The paths of stacks that a path may be a layer of, and the number of the layer."""
+    keys = path.split("/")
+    for place, key in enumerate(keys):
+        if key.isdecimal():
+            yield "/".join(keys[:place] + keys[place + 1 :]), int(key)
 
 
 def _layers(begin: list[str], end: list[str], stored: Mapping[str, StoredLeaf]) -> Iterator[str]:
@@ -139,14 +145,14 @@ def _as_wanted(pick: Pick, stored: Mapping[str, StoredLeaf]) -> StoredLeaf:
 def _compare(stored: StoredLeaf, wanted: StoredLeaf) -> str | None:
     """What is wrong with a leaf; None for nothing, "cast" where its dtype changes."""
     if stored.shape != wanted.shape:
-        kinds = [f" {_kind(leaf)}" if stored.key or wanted.key else "" for leaf in (stored, wanted)]
+        kinds = [f" {leaf.kind}" if stored.key or wanted.key else "" for leaf in (stored, wanted)]
         return f"stored {stored.shape}{kinds[0]}  wanted {wanted.shape}{kinds[1]}"
     if not (stored.is_array and wanted.is_array):
         return None if _values_fit(stored.dtype, wanted.dtype) else f"stored {stored.dtype}  wanted {wanted.dtype}"
     if stored.key != wanted.key:
         # A key of the old kind is its numbers, and Orbax cannot distinguish the new one from them.
         is_same = stored.dtype == wanted.dtype and None in (stored.key, wanted.key)
-        return "cast" if is_same else f"stored {_kind(stored)}  wanted {_kind(wanted)}"
+        return "cast" if is_same else f"stored {stored.kind}  wanted {wanted.kind}"
     if stored.dtype == wanted.dtype:
         return None
     if _both(jnp.floating, stored, wanted) or _both(jnp.complexfloating, stored, wanted):
@@ -167,10 +173,6 @@ def _values_fit(stored: str, wanted: str) -> bool:
         return stored == wanted
     is_whole = [name == "int" or (name != "float" and jnp.issubdtype(name, jnp.integer)) for name in (stored, wanted)]
     return is_whole[0] or not is_whole[1]
-
-
-def _kind(leaf: StoredLeaf) -> str:
-    return leaf.dtype if leaf.key is None else f"key<{leaf.key}>"
 
 
 def _both(kind: type, first: StoredLeaf, second: StoredLeaf) -> bool:
@@ -199,14 +201,12 @@ def _wrong_depths(picks: Mapping[str, Pick], stored: Mapping[str, StoredLeaf], p
 
 def to_read(stored: StoredLeaf, pick: Pick, wanted: Any) -> Any:
     """What to ask the storage for: the stored shape and dtype, with a sharding made of the wanted one."""
-    if not stored.is_array:
-        return {"int": 0, "float": 0.0, "str": ""}[stored.dtype]
-    if not isinstance(wanted, jax.ShapeDtypeStruct):
-        return np.empty(stored.shape, stored.dtype)
+    if not stored.is_array or not isinstance(wanted, jax.ShapeDtypeStruct):
+        return stored.on_host()
     is_key = stored.key is not None and _is_key(wanted)
     dtype = wanted.dtype if is_key else jnp.dtype(stored.dtype)
     if not is_key and jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, and jax is set to 32
-        return np.empty(stored.shape, stored.dtype)
+        return stored.on_host()
     shape = stored.shape
     if is_key or not _is_key(wanted):  # that of the keys, not of their numbers; with the padding of the wanted array
         shape = wanted.shape[1:] if pick.form == "stack" else wanted.shape
@@ -333,13 +333,3 @@ def _stacked(dtype: Any, sharding: Sharding) -> Any:
 @functools.lru_cache(maxsize=256)
 def _cast(dtype: Any, sharding: Sharding) -> Any:
     return jax.jit(lambda leaf: leaf.astype(dtype), out_shardings=sharding)
-
-
-def bytes_here(leaf: Any) -> int:
-    """Bytes of a leaf that this process reads; a shard that several of its devices hold counts once."""
-    if not isinstance(leaf, jax.ShapeDtypeStruct) or leaf.sharding is None:
-        return getattr(leaf, "nbytes", 0)
-    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return 0
-    boxes = {str(box) for box in leaf.sharding.addressable_devices_indices_map(leaf.shape).values()}
-    return len(boxes) * math.prod(leaf.sharding.shard_shape(leaf.shape)) * jnp.dtype(leaf.dtype).itemsize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import json
+import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
@@ -105,9 +106,7 @@ def _uneven(key: str, leaf: Any) -> str | None:
         return None
     for dim, (size, entry) in enumerate(zip(leaf.shape, sharding.spec, strict=False)):
         axes = entry if isinstance(entry, tuple) else (entry,) if isinstance(entry, str) else ()
-        degree = 1
-        for axis in axes:
-            degree *= sharding.mesh.shape[axis]
+        degree = math.prod(sharding.mesh.shape[axis] for axis in axes)
         if size % degree:
             return f"{key}  wanted {leaf.shape}: dim {dim} does not divide by {degree}, mesh axis {'*'.join(axes)}"
     return None

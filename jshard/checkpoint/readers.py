@@ -1,12 +1,13 @@
-"""A checkpoint that is opened: its leaves by path, and a way to read them, whoever wrote it."""
+"""A checkpoint that is opened, whoever wrote it: its leaves by path, read whole onto devices, or box by box."""
 
 from __future__ import annotations
 
 import functools
+import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,31 +17,36 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.errors import CheckpointError, reason
-from jshard.checkpoint.formats import ArraySource, NamedSource, StoredArray, foreign_source
-from jshard.checkpoint.formats.names import Names
-from jshard.checkpoint.formats.source import Box
+from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, foreign_source
+from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
-from jshard.errors import RunError
+from jshard.errors import RunError, printable
 
+_BOX_BYTES = 64 << 20
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
 
 
-class Opened(Protocol):
+class Opened:
     """A checkpoint that is opened.
 
     Attributes:
         path: where it is.
         manifest: what it says of itself; None if jshard did not write it.
-        leaves: what it holds, by path.
+        leaves: what it holds, by path; a random key is its numbers.
         items: the names that all paths begin with, where it holds several trees that were saved side by side.
     """
 
     path: Path
-    manifest: Manifest | None
+    manifest: Manifest | None = None
     leaves: Mapping[str, StoredLeaf]
-    items: tuple[str, ...]
+    items: tuple[str, ...] = ()
+
+    @property
+    def arrays(self) -> dict[str, StoredLeaf]:
+        """The leaves that are no values of Python."""
+        return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """The leaves, with the kinds of the values of Python that some paths ask for: each of the others may be unread.
@@ -48,14 +54,14 @@ class Opened(Protocol):
         Args:
             asked: stored paths, in any form of layers.
         """
-        ...
+        raise NotImplementedError
 
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
         """The most that a read of some leaves has in host memory beside them."""
-        ...
+        raise NotImplementedError
 
-    def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads some leaves.
+    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """Reads some leaves whole.
 
         Args:
             wanted: by stored path: arrays without values (`jax.ShapeDtypeStruct` with shardings), numpy arrays, or
@@ -67,11 +73,29 @@ class Opened(Protocol):
         Raises:
             RunError: something of it is damaged or cannot be read.
         """
-        ...
+        raise NotImplementedError
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A box of an array, as a new array; threads may call it at the same time.
+
+        Raises:
+            RunError: it is missing, or cannot be read.
+        """
+        raise NotImplementedError
+
+    def values(self) -> dict[str, Any]:
+        """The leaves that are numbers or texts of Python, by path.
+
+        Raises:
+            RunError: they cannot be read.
+        """
+        raise NotImplementedError
 
 
-class OrbaxCheckpoint:
+class OrbaxCheckpoint(Opened):
     """What jshard or plain Orbax wrote.
+
+    Orbax reads whole leaves, or the shards of devices; boxes are read by the library below it, TensorStore.
 
     Args:
         path: its folder.
@@ -91,9 +115,10 @@ class OrbaxCheckpoint:
             if verify:
                 raise
             self.manifest = None
-        self.leaves: Mapping[str, StoredLeaf] = self._from_orbax() if self.manifest is None else self.manifest.leaves
+        self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
         names = storage.items(path) if self.manifest is None else ()
         self.items = tuple(map(_leaves.escape, names))
+        self._arrays = functools.lru_cache(maxsize=64)(_open)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; a leaf of others whose keys have slashes is found by the path that asks for it."""
@@ -104,25 +129,87 @@ class OrbaxCheckpoint:
         rest = {path: leaf for path, leaf in self.leaves.items() if path not in found.values()}
         return rest | {path: self.leaves[place] for path, place in found.items()}
 
-    def stored_name(self, path: str) -> str:
-        """The path of a leaf as Orbax has it: others write keys with dots and slashes as they are."""
-        return self._names.get(path, path)
-
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
         """See `Opened.in_flight_bytes`."""
         return storage.in_flight_bytes(reads)
 
-    def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Opened.read`."""
+    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Opened.load`."""
         # Arrays without elements are in the manifest alone.
         empty = {path: like for path, like in wanted.items() if 0 in getattr(like, "shape", ())}
         found = {path: _zeros(like) for path, like in empty.items()}
-        full = {self.stored_name(path): like for path, like in wanted.items() if path not in empty}
+        full = {self._stored_name(path): like for path, like in wanted.items() if path not in empty}
         try:
             loaded = storage.load(self.path, full, plain=self.manifest is None) if full else {}
-            return found | {path: loaded[name] for path in wanted if (name := self.stored_name(path)) in loaded}
+            return found | {path: loaded[name] for path in wanted if (name := self._stored_name(path)) in loaded}
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
+
+    def values(self) -> dict[str, Any]:
+        """See `Opened.values`."""
+        return self.load({name: leaf.on_host() for name, leaf in self.leaves.items() if not leaf.is_array})
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """See `Opened.read`."""
+        leaf = self.leaves[name]
+        if 0 in leaf.shape:
+            return np.zeros(tuple(stop - start for start, stop in bounds(box, leaf.shape)), leaf.dtype)
+        array = self._array(name)
+        if array is None:
+            return self.load({name: leaf.on_host()})[name][box]
+        try:
+            return array[box].read().result() if box else array.read().result()
+        except Exception as error:
+            raise unreadable(self.path, f"{printable(name)}: {reason(error)}") from error
+
+    def boxes(self, name: str, budget_bytes: int = _BOX_BYTES) -> Iterator[Box]:
+        """Boxes that make up an array, each of whole chunks and of at most so many bytes, unless a chunk has more."""
+        leaf, array = self.leaves[name], self._array(name)
+        chunk = leaf.shape if array is None or not leaf.shape else array.chunk_layout.read_chunk.shape
+        return cut(leaf.shape, np.dtype(leaf.dtype).itemsize, tuple(max(1, size) for size in chunk), budget_bytes)
+
+    def folder(self, name: str) -> str | None:
+        """Where in the checkpoint the files of an array are; None if they hold others too."""
+        if self._layout is None or self._layout[2]:
+            return None
+        return (self._layout[0] / self._folder_name(name)).relative_to(self.path).as_posix()
+
+    def _array(self, name: str) -> Any:
+        """An array that is opened; None where only Orbax knows how it is stored, or nothing is."""
+        if self._layout is None or 0 in self.leaves[name].shape:
+            return None
+        try:
+            array = self._arrays(*self._layout, self._folder_name(name))
+        except Exception as error:
+            if self.manifest is None:  # keys with slashes are elsewhere: let Orbax look, or raise
+                return None
+            raise unreadable(self.path, f"{printable(name)}: {reason(error)}") from error
+        if tuple(array.shape) != self.leaves[name].shape:
+            why = f"{printable(name)}: its shape is {tuple(array.shape)}; the checkpoint says {self.leaves[name].shape}"
+            raise unreadable(self.path, why)
+        return array
+
+    @functools.cached_property
+    def _layout(self) -> tuple[Path, str, bool] | None:
+        """Folder and form of the arrays, and whether they share files; None if there are several folders of them."""
+        files = (self.path / storage.DESCRIPTION, *sorted(self.path.glob(f"*/{storage.DESCRIPTION}")))
+        found = [file for file in files if file.is_file()]
+        if len(found) != 1 or found[0].parent.name not in ("state", "default", self.path.name):
+            return None
+        try:
+            described = json.loads(found[0].read_bytes())
+        except (OSError, ValueError):
+            described = None
+        if not isinstance(described, dict):  # Orbax raises when it is read
+            return None
+        return found[0].parent, "zarr3" if described.get("use_zarr3") else "zarr", bool(described.get("use_ocdbt"))
+
+    def _stored_name(self, path: str) -> str:
+        """The path of a leaf as Orbax has it: others write keys with dots and slashes as they are."""
+        return self._names.get(path, path)
+
+    def _folder_name(self, path: str) -> str:
+        return self._stored_name(path).replace("/", ".")
 
     def _from_orbax(self) -> dict[str, StoredLeaf]:
         try:
@@ -134,11 +221,10 @@ class OrbaxCheckpoint:
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
-            why = f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it."
             raise RunError(
                 "The checkpoint cannot be read.",
                 where=str(self.path),
-                why=why,
+                why=f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it.",
                 do="copy it again, or restore another one; or this one without any check: verify=False.",
             )
         leaves = {name: _described(leaf) for name, leaf in found.items()}
@@ -148,32 +234,33 @@ class OrbaxCheckpoint:
         return {path: leaves[name] for path, name in self._names.items()}
 
 
-class ForeignCheckpoint:
+class ForeignCheckpoint(Opened):
     """What another library wrote: leaves under our paths, read box by box.
 
     Args:
         path: where it is.
-        source: its arrays.
-        names: stored name of every array, by path.
-        values: stored name of everything else, by path; it is read when it is asked for.
-        unnamed: stored names that have no counterpart here.
+        source: its arrays, and values that are read when they are asked for.
+        names: what it calls our leaves; by default as we do, with dots for slashes.
+
+    Raises:
+        CheckpointError: two of its names are one path.
     """
 
-    manifest: Manifest | None = None
-    items: tuple[str, ...] = ()
-
-    def __init__(
-        self,
-        path: Path,
-        source: ArraySource,
-        names: Mapping[str, str],
-        values: Mapping[str, str],
-        unnamed: Sequence[str],
-    ) -> None:
-        self.path, self._source, self._names, self._values = path, source, names, values
-        self._value = functools.cache(lambda name: getattr(source, "values", {})[values[name]])
-        arrays = {name: _any_box_of(source.leaves[stored]) for name, stored in names.items()}
-        self.leaves: Mapping[str, StoredLeaf] = arrays | dict.fromkeys([*values, *unnamed], _UNREAD)
+    def __init__(self, path: Path, source: DcpSource | SafetensorsSource, names: Names | None = None) -> None:
+        self.path = path
+        if names is None:
+            values: Mapping[str, Any] = source.values
+            self._source: ArraySource = source
+            places, unnamed = _by_path(path, [*source.leaves, *values]), []
+        else:
+            named = NamedSource(source, names)
+            values, self._source, places, unnamed = {}, named, {name: name for name in named.leaves}, named.unused
+        arrays = self._source.leaves
+        self._names = {place: name for place, name in places.items() if name in arrays}
+        self._values = {place: name for place, name in places.items() if name not in arrays}
+        self._value = functools.cache(lambda name: values[self._values[name]])
+        leaves = {place: arrays[name] for place, name in self._names.items()}
+        self.leaves = leaves | dict.fromkeys([*self._values, *unnamed], _UNREAD)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
         """See `Opened.leaves_for`; of the values that are asked for, those that are no numbers or texts are no leaves.
@@ -192,20 +279,29 @@ class ForeignCheckpoint:
         """See `Opened.in_flight_bytes`: the boxes of one leaf for all devices here."""
         return max(map(_boxes_bytes, reads.values()), default=0)
 
-    def read(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Opened.read`; host memory holds the boxes of one leaf."""
-        return {name: self._read(name, like) for name, like in wanted.items()}
+    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Opened.load`; host memory holds the boxes of one leaf."""
+        return {name: self._load(name, like) for name, like in wanted.items()}
 
-    def _read(self, name: str, like: Any) -> Any:
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """See `Opened.read`."""
+        return self._source.read(self._names[name], box)
+
+    def values(self) -> dict[str, Any]:
+        """See `Opened.values`; what lists PyTorch keeps beside the arrays is not among them."""
+        found = {name: self._value(name) for name in self._values}
+        return {name: value for name, value in found.items() if isinstance(value, int | float | str)}
+
+    def _load(self, name: str, like: Any) -> Any:
         if name in self._values:
             return self._value(name)
-        stored = self._names[name]
+        stored = self.leaves[name]
         if not isinstance(like, jax.ShapeDtypeStruct):
-            return self._source.read(stored, tuple(slice(None) for _ in self.leaves[name].shape))
+            return self.read(name, whole(stored))
         assert like.sharding is not None
-        read, shape = functools.partial(self._source.read, stored), self.leaves[name].shape
+        read = functools.partial(self.read, name)
         leaf = jax.make_array_from_callback(
-            like.shape, like.sharding, lambda box: _padded(read, box or (), like, shape)
+            like.shape, like.sharding, lambda box: _padded(read, box or (), like, stored.shape)
         )
         return jax.block_until_ready(leaf)  # before the next one is read
 
@@ -215,7 +311,7 @@ def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = Tr
 
     Args:
         path: its folder, or a file.
-        names: what the other library calls our leaves; by default as we do, with dots for slashes.
+        names: see `ForeignCheckpoint`.
         verify: see `OrbaxCheckpoint`.
 
     Raises:
@@ -223,30 +319,45 @@ def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = Tr
         RunError: what describes it is damaged.
     """
     source = foreign_source(path)
-    if source is None:
-        return OrbaxCheckpoint(path, verify=verify)
-    if names is not None:
-        named = NamedSource(source, names)
-        return ForeignCheckpoint(path, named, {name: name for name in named.leaves}, {}, named.unused)
-    values = getattr(source, "values", {})
-    do = 'say what is meant: restore(path, like, names={"layer/kernel": "layer.kernel"}).'
-    places = by_path(path, [*source.leaves, *values], do=do)
-    arrays = {place: name for place, name in places.items() if name in source.leaves}
-    others = {place: name for place, name in places.items() if name not in source.leaves}
-    return ForeignCheckpoint(path, source, arrays, others, ())
+    return OrbaxCheckpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
 
 
-def by_path(path: Path, names: Sequence[str], *, do: str) -> dict[str, str]:
-    """Stored names by our paths: others put dots between the keys; a key that jshard escaped and exported stays one.
+def unreadable(path: Path, why: str) -> RunError:
+    """The error for a checkpoint that is damaged."""
+    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
 
-    Args:
-        path: the checkpoint.
-        names: of its leaves.
-        do: what to do where two are one path, for the error.
 
-    Raises:
-        CheckpointError: two names are one path.
+def cut(shape: Sequence[int], itemsize: int, chunk: Sequence[int], budget_bytes: int) -> Iterator[Box]:
+    """Cuts an array that is stored in chunks into boxes of whole ones: the first dim as far as it goes, then the next.
+
+    Each has at most so many bytes, unless a chunk has more.
     """
+    if math.prod(shape) * itemsize <= max(budget_bytes, itemsize):
+        yield tuple(slice(0, size) for size in shape)
+        return
+    row_bytes = math.prod(shape[1:]) * itemsize
+    step = chunk[0] * max(1, budget_bytes // (chunk[0] * row_bytes))
+    for start in range(0, shape[0], step):
+        rows = min(step, shape[0] - start)
+        for rest in cut(shape[1:], itemsize * rows, chunk[1:], budget_bytes):
+            yield slice(start, start + rows), *rest
+
+
+def _open(folder: Path, driver: str, is_shared: bool, name: str) -> Any:
+    import tensorstore  # slow to import; Orbax brings it
+
+    place: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+    if is_shared:
+        place = {"driver": "ocdbt", "base": place, "path": f"{name}/"}
+    else:
+        place["path"] += f"{name}/"
+    # A chunk that is missing is an error, and not zeros.
+    spec = {"driver": driver, "kvstore": place, "fill_missing_data_reads": False}
+    return tensorstore.open(spec, open=True, read=True).result()
+
+
+def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
+    """Stored names by our paths: others put dots between the keys; a key that jshard escaped and exported stays one."""
     keys = {name: name.replace("/", ".").split(".") for name in names}
     places = {name: "/".join(_leaves.escape(_leaves.unescape(key)) for key in parts) for name, parts in keys.items()}
     found = {place: name for name, place in places.items()}
@@ -256,7 +367,8 @@ def by_path(path: Path, names: Sequence[str], *, do: str) -> dict[str, str]:
             "Some names in the checkpoint are one and the same path.",
             where=[str(path), *(f"{name}  and {found[places[name]]}: {places[name]}" for name in twice)],
             why="dots and slashes both stand between the keys of a path.",
-            do=do,
+            do='restore(path, like, names={"layer/kernel": "layer.kernel"})  # says what is meant\n'
+            "To import it, say so by hf_names(config) in a model file: --model MODEL.py",
         )
     return found
 
@@ -265,21 +377,11 @@ def _without_layers(path: str) -> str:
     return "/".join(key for key in path.split("/") if not key.isdecimal())
 
 
-def _any_box_of(leaf: StoredArray) -> StoredLeaf:
-    """An array of which any box can be read, and nothing more is."""
-    return StoredLeaf(shape=leaf.shape, dtype=leaf.dtype.name, chunk=(1,) * len(leaf.shape))
-
-
 def _boxes_bytes(like: Any) -> int:
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None:
         return getattr(like, "nbytes", 0)
     shard = math.prod(like.sharding.shard_shape(like.shape)) * jnp.dtype(like.dtype).itemsize
     return shard * len(like.sharding.addressable_devices)
-
-
-def unreadable(path: Path, why: str) -> RunError:
-    """The error for a checkpoint that is damaged."""
-    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
 
 
 def _padded(
@@ -299,8 +401,7 @@ def _described(leaf: Any) -> StoredLeaf:
     if not hasattr(leaf, "shape"):
         kind = leaf if isinstance(leaf, type) else type(leaf)
         return StoredLeaf(shape=(), dtype="int" if kind is bool else kind.__name__)
-    storage_metadata = getattr(leaf, "storage_metadata", None)
-    chunk = getattr(storage_metadata, "chunk_shape", None)
+    chunk = getattr(getattr(leaf, "storage_metadata", None), "chunk_shape", None)
     return StoredLeaf(
         shape=tuple(leaf.shape), dtype=jnp.dtype(leaf.dtype).name, chunk=None if chunk is None else tuple(chunk)
     )

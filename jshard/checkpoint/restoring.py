@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import collections
 import concurrent.futures
+import dataclasses
 import functools
+import itertools
 import logging
+import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jshard._processes import exchange
+from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.balance import cut_further, spreads
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
-from jshard.checkpoint.forecasting import Forecast, forecast_reads
-from jshard.checkpoint.matching import bytes_here, finish, match, num_overflows, own_mesh, renamed, to_read
+from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import Opened, OrbaxCheckpoint, unreadable
@@ -30,54 +33,6 @@ from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import RunError, printable
-
-_NAME = "params"
-
-
-def parameter_paths(like: Any, paths: Mapping[str, Any]) -> set[str]:
-    """Those of the paths of a state that are parameters.
-
-    Args:
-        like: the state.
-        paths: every leaf of it, by path.
-    """
-    is_named = isinstance(like, Mapping) and not isinstance(like, nnx.State)
-    parts = [((str(name),), value) for name, value in like.items()] if is_named else [((), like)]
-    begins = {_leaves.text(begin) for path, value in parts for begin in _begins(value, path)}
-    if "" in begins:
-        return set(paths)
-    return {path for path in paths if any(above in begins for above in _and_above(path))}
-
-
-def _begins(value: Any, path: _leaves.Path, *, within: bool = False) -> Iterator[_leaves.Path]:
-    """The beginnings of the paths of parameters in a part of a state; `within` a named tuple those of modules alone."""
-    if isinstance(value, nnx.Optimizer):
-        return
-    if path[-1:] == (_NAME,) and not within:
-        yield path
-    elif isinstance(value, nnx.Module if within else nnx.Pytree | nnx.State):
-        # Variables of a part itself are under their own names, and those of a module in a pytree one key deeper.
-        for inner, variable in nnx.to_flat_state(value if isinstance(value, nnx.State) else nnx.state(value)):
-            if isinstance(variable, nnx.Param):
-                yield *path, *map(str, inner)
-    else:
-        is_named = isinstance(value, tuple) and hasattr(value, "_fields")
-        for key, child in _children(value):
-            yield from _begins(child, (*path, key), within=within or (is_named and key != _NAME))
-
-
-def _children(node: Any) -> list[tuple[str, Any]]:
-    """What is directly below a node of a pytree, by key."""
-    found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
-    return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]
-
-
-def _and_above(path: str) -> list[str]:
-    keys = path.split("/")
-    return ["/".join(keys[:count]) for count in range(1, len(keys) + 1)]
-
-
-# The restore itself.
 
 _SUMMING_THREADS = 2
 _AMPLIFICATION = 4.0  # bytes read for each that is wanted: from here on it is worth a word
@@ -89,17 +44,83 @@ Missing = Literal["error", "init"]
 Extra = Literal["error", "ignore"]
 
 
-class Restoring:
-    """A restore that was matched and not begun.
+Bounds = tuple[tuple[int, int], ...]
 
-    Args:
-        opened: the checkpoint.
-        like: what `restore` takes.
-        only: "params", or the beginning of the paths to be read.
-        rename: see `restore`.
-        missing: see `restore`.
-        extra: see `restore`.
-        read_once: see `restore`.
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Forecast:
+    """What this process will read of a checkpoint.
+
+    Attributes:
+        wanted_bytes: of the boxes that its devices will hold, each counted once.
+        touched_bytes: of the stored chunks that these boxes are in, as each box reads its chunks whole.
+        host_bytes: memory of the host that the read takes beside the state: what is on its way at a time, and leaves
+            that stay on the host.
+        worst: the leaf that reads the most bytes in vain; None where none does.
+    """
+
+    wanted_bytes: int
+    touched_bytes: int
+    host_bytes: int
+    worst: str | None = None
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for each byte that is wanted."""
+        return self.touched_bytes / self.wanted_bytes if self.wanted_bytes else 1.0
+
+    def __str__(self) -> str:
+        touched, wanted = human_bytes(self.touched_bytes, 1), human_bytes(self.wanted_bytes, 1)
+        text = f"{touched} to read for {wanted} (x{self.amplification:.2f})"
+        worst = f", most in vain for {self.worst}" if self.worst is not None else ""
+        return f"{text}{worst}; up to {human_bytes(self.host_bytes, 1)} of host memory beside the state"
+
+
+def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_flight_bytes: int) -> Forecast:
+    """What it comes to in this process to read some leaves, of which so many bytes at a time."""
+    wanted = touched = on_host = 0
+    in_vain: dict[str, int] = {}
+    for path, like in reads.items():
+        leaf = stored[path]
+        if not leaf.is_array or not hasattr(like, "shape"):
+            continue
+        boxes = _boxes(leaf, like)
+        itemsize = jnp.dtype(leaf.dtype).itemsize
+        here = sum(math.prod(stop - start for start, stop in box) for box in boxes) * itemsize
+        there = sum(_touched(box, leaf.chunk or leaf.shape, leaf.shape) for box in boxes) * itemsize
+        wanted, touched = wanted + here, touched + there
+        in_vain[path] = there - here
+        if not isinstance(like, jax.ShapeDtypeStruct):
+            on_host += here
+    worst = max(in_vain, key=lambda path: in_vain[path], default=None)
+    return Forecast(
+        wanted_bytes=wanted,
+        touched_bytes=touched,
+        host_bytes=on_host + min(in_flight_bytes, touched),
+        worst=worst if worst is not None and in_vain[worst] else None,
+    )
+
+
+def _boxes(leaf: StoredLeaf, like: Any) -> set[Bounds]:
+    """The boxes of a leaf that this process holds; a random key is read whole."""
+    whole = tuple((0, size) for size in leaf.shape)
+    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
+        return {whole}
+    found: Any = like.sharding.addressable_devices_indices_map(like.shape).values()
+    return {tuple(part.indices(size)[:2] for part, size in zip(box, leaf.shape, strict=True)) for box in found}
+
+
+def _touched(box: Bounds, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Elements of the chunks that a box is in."""
+    count = int(all(start < stop for start, stop in box))
+    for (start, stop), step, size in itertools.zip_longest(box, chunk, shape):
+        step = max(step, 1)
+        count *= min(-(-stop // step) * step, size) - start // step * step
+    return count
+
+
+class Restoring:
+    """A restore that was matched and not begun; its arguments are those of `restore`.
 
     Raises:
         CheckpointError: it does not fit; every leaf that is wrong is named.
@@ -141,7 +162,7 @@ class Restoring:
                 self.match,
                 self._stored,
                 self._wanted,
-                abstract=[key for key in self._live if isinstance(self._live[key][1], jax.ShapeDtypeStruct)],
+                abstract=[key for key, (_, leaf) in self._live.items() if isinstance(leaf, jax.ShapeDtypeStruct)],
                 rename=rename,
                 missing=missing,
                 extra=extra,
@@ -153,7 +174,7 @@ class Restoring:
             "mesh": mesh_layout(self._wanted),
         }
 
-    @property
+    @functools.cached_property
     def reads(self) -> dict[str, Any]:
         """What is read, by stored path, with shardings."""
         found: dict[str, Any] = {}
@@ -165,8 +186,7 @@ class Restoring:
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        reads = self.reads
-        return forecast_reads(self._stored, reads, in_flight_bytes=self.opened.in_flight_bytes(reads))
+        return _forecast(self._stored, self.reads, in_flight_bytes=self.opened.in_flight_bytes(self.reads))
 
     def _spread(self, like: Any) -> Any:
         """An array to be read, cut further where several processes would read the same."""
@@ -217,7 +237,7 @@ class Restoring:
             with self.phases("plan"):
                 _check_files(self.opened.path, manifest)
         with self.phases("read"):
-            found = self.opened.read(self.reads)
+            found = self.opened.load(self.reads)
             jax.block_until_ready(found)
         if not verify or manifest is None:
             return found, {}
@@ -229,7 +249,7 @@ class Restoring:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
 
     def _report(self) -> dict[str, Any]:
-        return self.phases.report(num_bytes=sum(map(bytes_here, self.reads.values())))
+        return self.phases.report(num_bytes=self.forecast.wanted_bytes)
 
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, made of what was read."""
@@ -306,7 +326,7 @@ def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | 
     if only is None:
         return list(live)
     below = {key for key in live if key == only or key.startswith(f"{only}/")}
-    found = parameter_paths(like, live) if only == "params" else below
+    found = _leaves.parameter_paths(like, live) if only == "params" else below
     if not found:
         raise CheckpointError(
             "There is nothing to restore.",

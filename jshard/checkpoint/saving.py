@@ -12,33 +12,29 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
-import errno
-import os
-import shutil
+import functools
+import sys
+import threading
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jshard._compat import orbax_operations, versions
-from jshard._processes import all_or_none, is_primary
+from jshard._compat import before_threads_end, orbax_operations, versions
+from jshard._processes import all_or_none, is_primary, show_threads
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.balance import balanced
+from jshard.checkpoint.balance import balanced, check_equal, local_copies
+from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.leaves import check_equal, local_copies
-from jshard.checkpoint.owner import Owner, is_owned, owner_file
-from jshard.checkpoint.pending import Pending
+from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import FourPartError, RunError
 
-SAVING_SUFFIX = ".saving"
-
 _SUMMING_THREADS = 2
-_OF_DISK = "ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "EACCES", "EPERM"  # as `reason` has them
-_ARRAY = "zarr.json"  # describes an array, in its folder
+_END_S = 2400.0  # the longest that the end of a program waits by default
 
 
 class Saving:
@@ -67,7 +63,7 @@ class Saving:
         timeout_s: float,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self._step, self._timeout_s = path, step, timeout_s
+        self.path, self._draft, self._step, self._timeout_s = path, unnamed(path), step, timeout_s
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
@@ -78,9 +74,7 @@ class Saving:
                 leaves = self._begin(state, prepare)
                 sums = self._begin_sums(leaves)
             with self.phases("device_to_host"), self._errors_named():
-                self._wait = storage.save_async(
-                    self.unnamed, leaves, on_written=self._note_written, timeout_s=timeout_s
-                )
+                self._wait = storage.save_async(self._draft, leaves, on_written=self._note_written, timeout_s=timeout_s)
             self._finish_sums(sums)
         except BaseException:
             self._held.close()
@@ -92,11 +86,6 @@ class Saving:
             "blocked_s": self.blocked_s,
             "mesh": self._mesh,
         }
-
-    @property
-    def unnamed(self) -> Path:
-        """Where the checkpoint is until it is complete."""
-        return unnamed(self.path)
 
     def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
         """Does the rest in a thread of its own.
@@ -204,39 +193,23 @@ class Saving:
                 do="save under another name, for example with the step in it.",
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = Owner(self.unnamed)
+        self._owner = Owner(self._draft)
         self._held.callback(self._owner.release)
         if remove_unnamed(self.path):
             message = f"what an interrupted save left of {self.path} was removed."
             warnings.warn(message, CheckpointWarning, stacklevel=5)
 
     def _complete(self, heard: list[dict[str, Any]]) -> None:
-        """Writes the manifest of the folder, and gives it its name once it would survive a power cut."""
+        """What the first process does at the end."""
         assert self._owner is not None
         self._owner.check()
-        storage.cut_padding(self.unnamed, self._logical)
-        files = _manifest.files_of(self.unnamed)
-        storage.check_whole(self.unnamed, self._described, files)
-        chunks = _manifest.chunks_of(self.unnamed)
+        storage.cut_padding(self._draft, self._logical)
         leaves = {}
         for key, described in self._described.items():
             sums = [other["sums"][key] for other in heard if key in other["sums"]]
-            total = add(sums) if sums else None
-            leaves[key] = dataclasses.replace(described, sums=total, chunk=chunks.get(key))
-        manifest = _manifest.Manifest(
-            leaves=leaves,
-            files=files,
-            step=self._step,
-            saved_at=self.phases.began_at,
-            mesh=self._mesh["axes"],
-            processes=len(heard),
-            metrics=self._metrics,
-            versions=versions(_manifest.PACKAGES),
-        )
-        _manifest.write(self.unnamed, manifest)
-        keep_on_disk(self.unnamed)
-        self.unnamed.rename(self.path)
-        flush(str(self.path.parent))
+            leaves[key] = dataclasses.replace(described, sums=add(sums) if sums else None)
+        facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
+        complete(self.path, leaves, **facts, processes=len(heard), metrics=self._metrics)
 
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
@@ -267,71 +240,25 @@ class Saving:
             raise in_four_parts(self.path, error) from error
 
 
-def in_four_parts(path: Path, error: Exception) -> FourPartError:
-    """An error of whatever kind as a user meets it."""
-    return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
+def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
+    """Writes the manifest of what is in a draft, and gives it its name once it would survive a power cut.
 
-
-def write_failed(path: Path, why: str) -> RunError:
-    """The error for a checkpoint that could not be written."""
-    is_of_disk = any(f"({name})" in why for name in _OF_DISK)
-    return RunError(
-        "The checkpoint could not be written.",
-        where=str(path),
-        why=why,
-        do="make room, or name a folder on another disk." if is_of_disk else "remove that cause, and write it again.",
-    )
-
-
-def unnamed(path: Path) -> Path:
-    """What a checkpoint is called until it is complete."""
-    return path.with_name(path.name + SAVING_SUFFIX)
-
-
-def discard_unnamed(path: Path) -> bool:
-    """Removes what an interrupted save left of a checkpoint, and says whether there was any; not of one at work."""
-    if is_owned(unnamed(path)):
-        return False
-    with contextlib.suppress(OSError):
-        owner_file(unnamed(path)).unlink()
-    return remove_unnamed(path)
-
-
-def remove_unnamed(path: Path) -> bool:
-    """`discard_unnamed` for whoever owns the folder."""
-    left = unnamed(path)
-    found = [folder for folder in (left, left.with_name(left.name + storage.UNCOMMITTED_SUFFIX)) if folder.exists()]
-    for folder in found:
-        shutil.rmtree(folder, ignore_errors=True)
-    return bool(found)
-
-
-def keep_on_disk(folder: Path) -> None:
-    """Waits until everything in a folder would survive a power cut.
-
-    What TensorStore wrote, the files of arrays and the names beside them, is on the disk already.
+    Args:
+        path: the name.
+        leaves: what was written, with their sums.
+        facts: what else the manifest is to say.
     """
-    arrays: set[str] = set()
-    for inner, folders, names in os.walk(folder):
-        if _ARRAY in names or os.path.dirname(inner) in arrays:
-            arrays.add(inner)
-        else:
-            for name in names:
-                flush(os.path.join(inner, name))
-        if folders or inner not in arrays:
-            flush(inner)
-
-
-def flush(path: str) -> None:
-    """Waits until a file, or the names in a folder, are on the disk."""
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems have nothing to flush for a folder
-            raise
-    finally:
-        os.close(number)
+    draft = unnamed(path)
+    files = _manifest.files_of(draft)
+    storage.check_whole(draft, leaves, files)
+    chunks = _manifest.chunks_of(draft)
+    leaves = {key: dataclasses.replace(leaf, chunk=chunks.get(key)) for key, leaf in leaves.items()}
+    manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
+    _manifest.write(draft, manifest)
+    keep_on_disk(draft)
+    draft.rename(path)
+    flush(path.parent)
+    return manifest
 
 
 def give_memory_back() -> None:
@@ -348,3 +275,90 @@ def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
             why="the state has no leaf with a value in it.",
             do='save(path, {"model": model, "optimizer": optimizer, "step": step})',
         )
+
+
+# Work in the background.
+
+_unheard: set[Pending] = set()  # at work, or failed with nobody informed
+
+
+class Pending:
+    """A save at work.
+
+    A program that ends before it, also by an error, waits until it is complete, and says so on stderr if it fails.
+
+    Args:
+        name: what it is, for messages.
+        work: does it, in a new thread.
+        timeout_s: how long the end of the program waits for it.
+    """
+
+    def __init__(self, name: str, work: Callable[[], Any], *, timeout_s: float = _END_S) -> None:
+        self.name, self.timeout_s = name, timeout_s
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
+        _wait_at_the_end()
+        self._thread.start()
+        _unheard.add(self)
+        if self.is_done() and self._error is None:
+            _unheard.discard(self)
+
+    def is_done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Waits for its end.
+
+        Args:
+            timeout_s: how long; for ever by default.
+
+        Returns:
+            What the work returned.
+
+        Raises:
+            RunError: it failed, or did not end in time.
+        """
+        self._thread.join(timeout_s)
+        _unheard.discard(self)  # whoever waits hears of it now, or has given it up
+        if self._thread.is_alive():
+            show_threads()
+            raise RunError(
+                "A save does not come to an end.",
+                where=self.name,
+                why=f"it is still at work after {timeout_s:.0f} s; the threads of this process are above.",
+                do="look at the disk, and at what the other processes wrote last.",
+            )
+        if self._error is None:
+            return self._result
+        if isinstance(self._error, FourPartError):
+            raise self._error
+        raise RunError(
+            "A save ended with an error that was not foreseen.",
+            where=self.name,
+            why=reason(self._error),
+            do="look at the error above this one, which is its cause; then save again.",
+        ) from self._error
+
+    def _run(self, work: Callable[[], Any]) -> None:
+        try:
+            self._result = work()
+        except BaseException as error:
+            self._error = error
+        else:
+            _unheard.discard(self)
+
+
+@functools.cache
+def _wait_at_the_end() -> None:
+    before_threads_end(_finish_all)
+
+
+def _finish_all() -> None:
+    """Waits for what is at work while its threads can still do it, and reports failures that nobody has seen."""
+    for pending in list(_unheard):
+        try:
+            pending.wait(pending.timeout_s)
+        except FourPartError as error:
+            print(f"the program ends without a checkpoint that it began to save.\n{error}", file=sys.stderr, flush=True)

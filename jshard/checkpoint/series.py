@@ -13,12 +13,11 @@ from jshard._processes import exchange, is_primary
 from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.lookup import no_such_step, not_read, not_written, refuse_buckets
-from jshard.checkpoint.pending import Pending
+from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, refuse_buckets, steps_in
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import Saving
-from jshard.checkpoint.series_folder import SHOWN_S, Keep, SeriesFolder, check_shared, warn
+from jshard.checkpoint.saving import Pending, Saving
+from jshard.checkpoint.series_folder import Keep, SeriesFolder, check_shared, is_shown, warn
 from jshard.errors import RunError
 
 
@@ -101,11 +100,11 @@ class Checkpointer:
 
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
-        return self._files.path(step)
+        return self.folder / str(step)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, oldest first."""
-        return self._files.steps()
+        return steps_in(self.folder)
 
     def latest(self) -> int | None:
         """The newest step whose checkpoint is complete and whose files are all there; one warning names others."""
@@ -128,9 +127,7 @@ class Checkpointer:
         """
         seen = self.latest() if is_primary() else None
         latest = exchange(f"latest {self.folder.name}", seen, timeout_s=self.timeout_s)[0]
-        until = time.monotonic() + SHOWN_S
-        while latest is not None and latest not in self.steps() and time.monotonic() < until:
-            time.sleep(0.1)
+        is_shown(lambda: latest in (None, *self.steps()))
         return latest
 
     def should_save(self, step: int) -> bool:
@@ -278,7 +275,7 @@ class Checkpointer:
         Args:
             step: the one that was restored; every process calls it.
         """
-        for newer in [*self.steps(), *self._files.incomplete()] if is_primary() else []:
+        for newer in [*self.steps(), *incomplete_in(self.folder)] if is_primary() else []:
             if newer > step:
                 self._files.set_aside(newer)
 

@@ -6,26 +6,25 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 import secrets
 import socket
 import time
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import jax
 
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint.draft import discard_unnamed, is_owned, unnamed, write_text
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.lookup import incomplete, incomplete_in, steps_in
-from jshard.checkpoint.owner import is_owned
+from jshard.checkpoint.lookup import INCOMPLETE, steps_in
 from jshard.checkpoint.readers import OrbaxCheckpoint
-from jshard.checkpoint.saving import discard_unnamed, unnamed
 from jshard.checkpoint.storage import is_committed
 from jshard.errors import RunError
 
+LEDGER = "series.json"  # the steps whose checkpoints a series wrote, or began to: nothing else is deleted
 SHOWN_S = 60.0  # within it a network file system shows all processes what one of them wrote
 
 
@@ -88,29 +87,6 @@ class Keep:
         return value if self.higher_is_better else -value
 
 
-# The ledger of a series, `series.json`: the steps whose checkpoints it wrote, or began to. Nothing else is deleted.
-
-_NAME = "series.json"
-
-
-def steps_begun(folder: Path) -> list[int]:
-    """Steps whose checkpoints a series wrote, or began to; what cannot be read claims nothing."""
-    try:
-        return [int(step) for step in json.loads((folder / _NAME).read_text())["begun"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def write(folder: Path, steps: Iterable[int]) -> None:
-    """Writes the ledger of a series, and returns when it is on the disk."""
-    draft = folder / f"{_NAME}.tmp"
-    with draft.open("w") as file:
-        json.dump({"begun": list(steps)}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(folder / _NAME)
-
-
 class SeriesFolder:
     """The files of a series, as one process sees them. What only one may do, the first process is to call.
 
@@ -124,14 +100,6 @@ class SeriesFolder:
     def path(self, step: int) -> Path:
         """Where the checkpoint of a step is, or would be."""
         return self.folder / str(step)
-
-    def steps(self) -> list[int]:
-        """Steps with a complete checkpoint, oldest first."""
-        return steps_in(self.folder)
-
-    def incomplete(self) -> list[int]:
-        """Steps whose folder is no complete checkpoint, oldest first."""
-        return incomplete_in(self.folder)
 
     def damage(self, step: int) -> str | None:
         """What is wrong with the files of a complete checkpoint, in short; None if they are all there."""
@@ -155,34 +123,40 @@ class SeriesFolder:
             CheckpointError: something is there that was never completed.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        begun = steps_begun(self.folder)
+        begun = self._begun()
         for old in begun:
             discard_unnamed(self.path(old))
         path = self.path(step)
         if is_committed(path) and (is_damaged or self.damage(step) is not None):
             self.set_aside(step)
         if path.is_dir() and not is_committed(path):
-            raise incomplete(path)
+            raise CheckpointError(
+                "The checkpoint cannot be written.",
+                where=str(path),
+                why=f"there is something at that path already: {INCOMPLETE}.",
+                do=f"look at it, and move it away: mv {path} {path}.incomplete",
+            )
         if not path.exists():  # else the save refuses, and this one is not ours
             there = lambda old: self.path(old).exists() or is_owned(unnamed(self.path(old)))  # another may be saving it
-            write(self.folder, [*(old for old in begun if old != step and there(old)), step])
+            ours = [*(old for old in begun if old != step and there(old)), step]
+            write_text(self.folder / LEDGER, json.dumps({"begun": ours}))
 
     def discard(self, step: int) -> None:
         """Removes what a save of ours that failed has left."""
-        if step in steps_begun(self.folder):
+        if step in self._begun():
             discard_unnamed(self.path(step))
 
     def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint to `STEP.damaged`, so that the step can be saved again."""
         path = self.path(step)
-        aside = next(p for n in itertools.count() if not (p := _damaged_name(path, n)).exists())
-        path.rename(aside)
+        names = (f"{step}.damaged" + (f"-{number}" if number else "") for number in itertools.count())
+        aside = path.rename(next(there for name in names if not (there := path.with_name(name)).exists()))
         warn(f"the damaged checkpoint {path} is now called {aside.name}.")
 
     def delete_old(self, keep: Keep, *, written: int) -> None:
         """Deletes what no rule keeps, of what the series wrote."""
-        begun = steps_begun(self.folder)
-        ours = {written, *(old for old in self.steps() if old in begun)}
+        begun = self._begun()
+        ours = {written, *(old for old in steps_in(self.folder) if old in begun)}
         stay = keep.stay(ours, self._metrics(ours) if keep.best else {}, written=written)
         for old in ours - stay:
             try:
@@ -191,6 +165,13 @@ class SeriesFolder:
             except OSError as error:
                 warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
             discard_unnamed(self.path(old))
+
+    def _begun(self) -> list[int]:
+        """The steps in the ledger; one that cannot be read claims nothing."""
+        try:
+            return [int(step) for step in json.loads((self.folder / LEDGER).read_text())["begun"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
 
     def _metrics(self, steps: set[int]) -> dict[int, Mapping[str, float]]:
         found = {}
@@ -229,7 +210,7 @@ def check_shared(folder: Path, *, timeout_s: float) -> None:
         raise RunError(
             "The folder for checkpoints cannot be written.", where=str(folder), why=error, do="name another."
         )
-    here = [_sees(folder / name), socket.gethostname(), str(folder)]
+    here = [is_shown((folder / name).exists), socket.gethostname(), str(folder)]
     heard = exchange("folder seen", here, timeout_s=timeout_s + SHOWN_S)  # others may be looking still
     if is_primary():
         (folder / name).unlink(missing_ok=True)
@@ -244,9 +225,10 @@ def check_shared(folder: Path, *, timeout_s: float) -> None:
         )
 
 
-def _sees(path: Path) -> bool:
+def is_shown(condition: Callable[[], bool]) -> bool:
+    """Whether the file system shows this process, sooner or later, what another one wrote."""
     until = time.monotonic() + SHOWN_S
-    while not path.exists():
+    while not condition():
         if time.monotonic() > until:
             return False
         time.sleep(0.1)
@@ -256,7 +238,3 @@ def _sees(path: Path) -> bool:
 def warn(message: str) -> None:
     """What became of a checkpoint, for whoever called the series."""
     warnings.warn(message, CheckpointWarning, stacklevel=3)
-
-
-def _damaged_name(path: Path, number: int) -> Path:
-    return path.with_name(f"{path.name}.damaged" + (f"-{number}" if number else ""))

@@ -71,9 +71,7 @@ def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
 
 # Saves and reads through Orbax.
 
-# Orbax writes beside the final path, adds the mark, and renames: a crash leaves the folder with the suffix.
-COMMIT_MARK = "commit_success.txt"
-UNCOMMITTED_SUFFIX = ".orbax-checkpoint-tmp"
+COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
 ITEM = "state"
 
 _MIB = 1 << 20

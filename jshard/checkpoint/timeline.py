@@ -9,7 +9,7 @@ import os
 import socket
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,10 +19,7 @@ from jax.sharding import NamedSharding
 
 
 class Phases:
-    """A clock that names what it measures; phases may overlap, and several threads may report.
-
-    The names are those of the field: plan, device_to_host, write, commit; read, verify, finish.
-    """
+    """A clock that names what it measures; phases (`PHASES`) may overlap, and several threads may report."""
 
     def __init__(self) -> None:
         self.began_at = time.time()
@@ -47,11 +44,7 @@ class Phases:
         return time.perf_counter() - self._start_s
 
     def report(self, *, num_bytes: int) -> dict[str, Any]:
-        """What this process reports: `{"process", "host", "began_at", "bytes", "phases": [[name, from, to]]}`.
-
-        Args:
-            num_bytes: what it wrote or read.
-        """
+        """What this process, which wrote or read so many bytes, reports."""
         phases = [[name, round(begin, 6), round(end, 6)] for name, begin, end in self._found]
         return {
             "process": jax.process_index(),
@@ -108,87 +101,53 @@ _LEAST_SHARE, _LEAST_S = 0.05, 0.01  # and if that costs a share of the whole, a
 PHASES = ("plan", "device_to_host", "write", "read", "verify", "sums", "commit", "finish")
 WAITING = ("plan", "commit")  # in these a process may wait for others: a slow one makes them long in all others
 
-Phase = tuple[str, float, float]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProcessTimes:
-    """A process in a save or a restore.
-
-    Attributes:
-        process: its number.
-        host: where it ran.
-        num_bytes: that count as written or read by it; see `history`.
-        began_s: when it began, after the first one.
-        phases: name, begin and end of each, in seconds after the first process began.
-    """
+    """A process in a save or a restore."""
 
     process: int
     host: str
-    num_bytes: int
-    began_s: float
-    phases: tuple[Phase, ...]
+    num_bytes: int  # that it wrote or read
+    began_s: float  # after the first process, as all seconds here
+    phases: tuple[tuple[str, float, float], ...]  # name, begin and end
 
     def phase_s(self, *names: str) -> float:
-        """Seconds in which one of these phases ran."""
-        return _covered_s([(begin, end) for name, begin, end in self.phases if name in names])
-
-    @property
-    def own_s(self) -> float:
-        """Seconds of its own work: without the phases in which it may have waited for others."""
-        return self.phase_s(*(name for name, _, _ in self.phases if name not in WAITING))
-
-    @property
-    def end_s(self) -> float:
-        """When it was done, after the first process began."""
-        return max((end for _, _, end in self.phases), default=self.began_s)
+        """Seconds in which one of these phases ran; those of a name may overlap."""
+        total_s, reached = 0.0, float("-inf")
+        for begin, end in sorted((begin, end) for name, begin, end in self.phases if name in names):
+            total_s += max(0.0, end - max(begin, reached))
+            reached = max(reached, end)
+        return total_s
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Slowest:
-    """What most of the waiting was for.
-
-    Attributes:
-        process: its number.
-        phase: in which it was slow; "late" for one that began after the others.
-        time_s: that it took.
-        median_s: that the others took, the median of them.
-    """
+    """What most of the waiting was for: a process, and the phase in which it was slow."""
 
     process: int
-    phase: str
+    phase: str  # "late" for one that began after the others
     time_s: float
-    median_s: float
+    median_s: float  # that the others took
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """A save or a restore.
-
-    Attributes:
-        kind: which of the two.
-        step: of the checkpoint.
-        began_at: seconds since 1970.
-        error: what went wrong; None for what was completed.
-        blocked_s: how long training waited; None for a restore.
-        axes: the mesh and its degrees.
-        devices: the process of each device, in the order of the mesh.
-        rows: a row for each process.
-    """
+    """A save or a restore."""
 
     kind: Literal["save", "restore"]
     step: int | None
-    began_at: float
-    error: str | None
-    blocked_s: float | None
+    began_at: float  # seconds since 1970
+    error: str | None  # None for what was completed
+    blocked_s: float | None  # how long training waited; None for a restore
     axes: Mapping[str, int]
-    devices: tuple[int, ...]
+    devices: tuple[int, ...]  # the process of each, in the order of the mesh
     rows: tuple[ProcessTimes, ...]
 
     @property
     def total_s(self) -> float:
         """From the begin of the first process to the end of the last."""
-        return max((row.end_s for row in self.rows), default=0.0)
+        return max((end for row in self.rows for _, _, end in row.phases), default=0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -208,24 +167,14 @@ class Timeline:
         A process is named if it took `SLOWER` times as long as the others, and that is 5 % of the whole. Phases that
         hold waiting are not looked at, but for a process that began late.
         """
-        found = [slow for phase in self.phases if phase not in WAITING for slow in self._slow(phase)]
-        found += self._compare("late", {row.process: row.began_s for row in self.rows})
+        found, least_s = [], max(_LEAST_S, _LEAST_SHARE * self.total_s)
+        for phase in (*self.phases, "late") if len(self.rows) > 1 else ():
+            times_s = [row.began_s if phase == "late" else row.phase_s(phase) for row in self.rows]
+            for number, (row, time_s) in enumerate(zip(self.rows, times_s, strict=True)):
+                median_s = statistics.median(times_s[:number] + times_s[number + 1 :])
+                if phase not in WAITING and time_s >= max(SLOWER * median_s, median_s + least_s):
+                    found.append(Slowest(process=row.process, phase=phase, time_s=time_s, median_s=median_s))
         return max(found, key=lambda slow: slow.time_s - slow.median_s, default=None)
-
-    def _slow(self, phase: str) -> list[Slowest]:
-        return self._compare(phase, {row.process: row.phase_s(phase) for row in self.rows})
-
-    def _compare(self, phase: str, times_s: Mapping[int, float]) -> list[Slowest]:
-        found = []
-        for process, time_s in times_s.items():
-            others = [other for number, other in times_s.items() if number != process]
-            if not others:
-                continue
-            median_s = statistics.median(others)
-            excess_s = time_s - median_s
-            if time_s >= SLOWER * median_s and excess_s >= max(_LEAST_S, _LEAST_SHARE * self.total_s):
-                found.append(Slowest(process=process, phase=phase, time_s=time_s, median_s=median_s))
-        return found
 
 
 def timelines(folder: Path) -> list[Timeline]:
@@ -264,12 +213,3 @@ def _row(row: Mapping[str, Any], began_s: float) -> ProcessTimes:
         began_s=began_s,
         phases=phases,
     )
-
-
-def _covered_s(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union: phases of a name may overlap."""
-    total_s, reached = 0.0, float("-inf")
-    for begin, end in sorted(spans):
-        total_s += max(0.0, end - max(begin, reached))
-        reached = max(reached, end)
-    return total_s

@@ -1,87 +1,237 @@
-"""The arguments of a command, read by tyro; what it refuses is an error of four parts."""
+"""The arguments of the commands, read by tyro. A process that only starts others imports no more, and not jax."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
-import io
+import math
 import re
 import shlex
+import sys
 import typing
-from collections.abc import Sequence
-from typing import TypeVar
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
-from jshard.errors import ShardingError
+from jshard import launch
+from jshard._live import fitted
+from jshard.errors import MeshError, ShardingError
 
 T = TypeVar("T")
+Count = Annotated[int, tyro.conf.arg(metavar="N")]
+Seconds = Annotated[float, tyro.conf.arg(metavar="SECONDS")]
+Settings = tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]]
 
 
-class ArgumentError(ShardingError):
-    """Arguments that the command does not take."""
-
-
-def parse(cls: type[T], argv: Sequence[str], *, command: str, example: str = "gpt") -> T:
-    """The arguments as an object of a dataclass; prints the help and ends the process where that is asked for.
+def parse(cls: type[T], argv: Sequence[str], *, command: str) -> T:
+    """The arguments as an object of a dataclass; prints the help, or what is wrong with them, and ends the process.
 
     Args:
         cls: a field without a default is the file that the command is given, every other one an option.
         argv: the arguments after the command's name.
         command: the command, e.g. "jshard train".
-        example: of the file, for the error where none is given.
 
     Raises:
-        ArgumentError: an option is unknown, a value is missing or of another type, or an option is repeated of
-            which the parser would take the last.
+        ShardingError: an option is given twice of which the parser would take the last.
     """
-    line = f"{command} {shlex.join(argv)}"
-    repeated = _repeated(cls, argv)
-    if repeated:
-        why = "\n".join(f"{name} is given {count} times, and only one would count." for name, count in repeated.items())
-        do = "\n".join(f"give {name} once, with all its values." for name in repeated)
-        raise ArgumentError("The command line cannot be read.", where=line, why=why, do=do)
-    printed = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(printed):
-            return tyro.cli(cls, prog=command, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
-    except SystemExit as stop:
-        if not stop.code:  # the help
-            raise
-        why, *hints = _paragraphs(printed.getvalue())
-        unknown = re.findall(r"--[\w-]+", why)
-        corrected = [_meant(word, hints) if word.partition("=")[0] in unknown else word for word in argv]
-        do = f"{command} {shlex.join(corrected) if corrected != list(argv) else '--help  # lists the options'}"
-        if why.startswith("Missing from"):
-            why, do = "no file is given.", f"{command} {shlex.join([*shlex.split(example), *argv])}"
-        raise ArgumentError("The command line cannot be read.", where=line, why=why, do=do) from stop
-
-
-def _repeated(cls: type, argv: Sequence[str]) -> dict[str, int]:
-    """How often each option is given that is given more than once, and may not be."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    once = {
-        "--" + field.name.replace("_", "-")
-        for field in dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-        if tyro.conf.UseAppendAction not in getattr(hints[field.name], "__metadata__", ())
-    }
-    given = [word.partition("=")[0].replace("_", "-") for word in argv if word.startswith("--")]
-    return {name: count for name, count in collections.Counter(given).items() if count > 1 and name in once}
+    appends = {name for name, hint in hints.items() if tyro.conf.UseAppendAction in getattr(hint, "__metadata__", ())}
+    words = [word.partition("=")[0].removeprefix("--").replace("-", "_") for word in argv if word.startswith("--")]
+    for name, count in collections.Counter(words).items():
+        if count > 1 and name in hints.keys() - appends:
+            option = f"--{name.replace('_', '-')}"
+            raise ShardingError(
+                "An option is given twice.",
+                where=f"{command} {shlex.join(argv)}",
+                why=f"{option} is given {count} times, and only the last would count.",
+                do=f"give {option} once, with all its values.",
+            )
+    return tyro.cli(cls, prog=command, args=list(argv), config=(tyro.conf.FlagCreatePairsOff,))
 
 
-def _paragraphs(printed: str) -> list[str]:
-    """The text of the parser without the box around it, of one alphabet or the other; a paragraph a line."""
-    lines = [line.strip("│| ") for line in printed.splitlines()[1:-1]]
-    parts = re.split(r"(?:^|\n)[─-]{4,}|\n\n", "\n".join(lines))
-    return [" ".join(part.split()) for part in parts if part.split()]
+def check_writable(path: Path | None, *, option: str) -> None:
+    """Refuses a file to write whose folder is not there."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ShardingError(
+            "The file cannot be written.",
+            where=f"{option} {path}",
+            why=f"there is no folder {path.absolute().parent}.",
+            do=f"mkdir -p {path.parent}",
+        )
 
 
-def _meant(word: str, hints: Sequence[str]) -> str:
-    """An argument with the name of the option that the parser proposes for it, or as it is."""
-    name, equals, value = word.partition("=")
-    for hint in hints:
-        options = re.findall(r"--[\w-]+", hint.removeprefix(f"Arguments similar to {name}:"))
-        if options and hint.startswith(("Perhaps you meant:", f"Arguments similar to {name}:")):
-            return options[0] + equals + value
-    return word
+def answer(found: Any, *, json: bool) -> None:
+    """Prints what a command has found, for people or as JSON and nothing else."""
+    from jshard.inspect.tables import show
+
+    print(found.to_json()) if json else show(found)
+
+
+def remark(line: str) -> None:
+    """Prints a line beside the answer, on stderr."""
+    print(fitted(line, sys.stderr), file=sys.stderr)
+
+
+_SIMULATED = 8
+
+
+def parse_mesh(text: str) -> dict[str, int]:
+    """The degrees in `"replica=2,fsdp=4"`; none for an empty text.
+
+    Raises:
+        MeshError: the text is not a list of axis=degree.
+    """
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.split(",")):
+        axis, _, degree = part.partition("=")
+        if not degree.removeprefix("-").isdecimal() or axis in sizes:
+            raise MeshError(
+                "The mesh cannot be read.",
+                where=f"--mesh {text}",
+                why=f"{part!r} is not axis=degree, or its axis was named before.",
+                do="--mesh fsdp=-1  # all devices; of several axes as in replica=2,fsdp=4",
+            )
+        sizes[axis] = int(degree)
+    return sizes
+
+
+def as_option(sizes: Mapping[str, int]) -> str:
+    """Degrees as `--mesh` takes them."""
+    return ",".join(f"{axis}={degree}" for axis, degree in sizes.items())
+
+
+def num_devices(sizes: Mapping[str, int]) -> int:
+    """Devices that a mesh of these degrees asks for; an axis of -1, or an open `fsdp`, makes it at least 8."""
+    fixed = math.prod(degree for degree in sizes.values() if degree > 0)
+    is_open = -1 in sizes.values() or "fsdp" not in sizes
+    return fixed * math.ceil(_SIMULATED / fixed) if is_open else fixed
+
+
+# Steps on the command line: `10:15` is what is done from the end of step 10 to the end of step 15.
+
+
+def parse_steps(text: str, *, option: str) -> range:
+    """The numbers of the steps in `A:B`: those after step A, up to step B.
+
+    Args:
+        text: as given.
+        option: which takes it, such as `--profile`.
+
+    Raises:
+        ShardingError: it is not of that form, or there is no step between.
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*:\s*(\d+)\s*", text)
+    if found is None:
+        raise ShardingError(
+            "The steps cannot be read.",
+            where=f"{option} {text}",
+            why="they are given as A:B, two whole numbers: the steps after step A, up to step B.",
+            do=f"{option} 10:15  # steps 11 to 15",
+        )
+    after, last = int(found[1]), int(found[2])
+    if last <= after:
+        one = max(1, last)
+        meant = f"{last}:{after}" if last < after else f"{one - 1}:{one}  # step {one}"
+        raise ShardingError(
+            "There is no step between the two.",
+            where=f"{option} {text}",
+            why=f"A:B is the steps after step A, up to step B, and {last} is not after {after}.",
+            do=f"{option} {meant}",
+        )
+    return range(after + 1, last + 1)
+
+
+# What the commands take.
+
+
+@dataclasses.dataclass(frozen=True)
+class RecipeArgs:
+    """A recipe of a model file, for a mesh."""
+
+    model: tyro.conf.Positional[Path]
+    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: Settings = ()
+    """Another value for the recipe, as often as needed: --set learning_rate=1e-3 --set model.n_layer=4. --print-config
+    of `jshard train` shows the keys."""
+    unit: Settings = ()
+    """Another setting for the units than the annotation's: --unit remat=full --unit prefetch=2
+    --unit reshard_after_forward=false."""
+    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
+    """Degrees of the mesh axes, e.g. replica=2,fsdp=4. By default fsdp takes all devices; without accelerators 8 are
+    simulated."""
+
+    def without_devices(self) -> TrainArgs:
+        """The same recipe, to be planned and not trained."""
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(RecipeArgs)}
+        return TrainArgs(**shared, dry_run=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainArgs(RecipeArgs):
+    """Trains a recipe of a model file fully sharded.
+
+    Writes run.json, metrics.jsonl, loss.png, sample.txt and checkpoints/ into a folder of its own. SIGTERM and Ctrl-C
+    save and stop; --resume goes on. Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 and 143 stopped
+    by Ctrl-C and SIGTERM.
+    """
+
+    steps: Count | None = None
+    """Optimizer steps, instead of the recipe's."""
+    seed: Count | None = None
+    """Seed of parameters, dropout and sample order, instead of the recipe's."""
+    auto: bool = False
+    """Choose: how the devices are split, what is kept and computed again, in how many microbatches. Estimates are
+    corrected by the measured steps of a few ways, and the choice is remembered."""
+    options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
+    """Options of the compiler, as of js.compiler_options: fastest, memory, or none. On a CPU all are none."""
+    data: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="PATH")] = ()
+    """Text files, or folders of them; by default the sources of Python's standard library."""
+    tokenizer: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """A Hugging Face tokenizer.json; by default every byte is a token. Needs the extra `hf`."""
+    workers: Count = 0
+    """Processes that read the data, for data that is expensive to make; 0 reads in a thread."""
+    out: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder to write, empty or new; by default runs/MODEL-RECIPE, with a number if that is taken."""
+    resume: bool = False
+    """Continue the run in --out (by default the newest of this recipe) from its last checkpoint, with its options."""
+    init_from: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
+    """Begin with the parameters of a checkpoint: of jshard (a checkpoint, or a run), of Orbax, of PyTorch's distributed
+    checkpoints, or safetensors; the model file's `hf_names` says what others call them. A run that is resumed goes on
+    with its own, and reads them again only if it has saved none."""
+    stop_deadline: Seconds | None = None
+    """How long after the signal a run that is asked to stop (SIGTERM) waits for its saves; by default as long as they
+    take."""
+    track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
+    """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
+    sample_tokens: Count = 256
+    """Tokens that the model writes at the end; 0 for none."""
+    profile: Annotated[str, tyro.conf.arg(metavar="A:B")] = ""
+    """Profile the steps after step A, up to step B, into the run's folder: 10:15 for steps 11 to 15. Read it with
+    `jshard trace`."""
+    processes: Count = 1
+    """Run as N processes on this machine, which share its devices, as a cluster would. Not for clusters."""
+    init_timeout: Seconds = launch.Deadlines.init_s
+    """How long the processes of a run wait for each other at the start."""
+    peer_timeout: Seconds = launch.Deadlines.peer_s
+    """How long a process may give no sign of life before the run ends."""
+    dry_run: bool = False
+    """Print the plan and stop: needs no device and no memory for parameters."""
+    print_config: bool = False
+    """Print everything the run is made from as JSON and stop."""
+
+    def again(self, out: Path | None = None) -> str:
+        """The command line that goes on with the run."""
+        words = ["jshard", "train", str(self.model)]
+        given = dataclasses.replace(self, out=self.out or out, resume=False)
+        for field in dataclasses.fields(given)[1:]:
+            value, option = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
+            if field.name in ("set", "unit"):
+                words += [word for one in value for word in (option, one)]
+            elif value != field.default:
+                values = value if isinstance(value, tuple) else () if value is True else (value,)
+                words += [option, *map(str, values)]
+        return shlex.join([*words, "--resume"])

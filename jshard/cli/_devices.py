@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import jax
 
 import jshard as js
-from jshard.cli._train_args import as_option, num_devices
+from jshard.cli._arguments import as_option, num_devices
 from jshard.errors import MeshError
 from jshard.plans.mesh import AXES, AnyMesh, nearest_degrees
 

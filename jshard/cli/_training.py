@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,35 +12,28 @@ from jax.sharding import Mesh
 
 import jshard as js
 from jshard import launch
-from jshard._processes import gather_texts
+from jshard._processes import exchange
+from jshard.cli._arguments import TrainArgs, num_devices
 from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
-from jshard.cli._train_args import TrainArgs, num_devices
-from jshard.cli._train_request import Request, request_of
+from jshard.cli._request import Request, explained, own_data, request_of
 from jshard.data import Data
 from jshard.data.text import load_text
 from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from jshard.errors import FourPartError, ShardingError
-from jshard.inspect.explain import Explanation
+from jshard.errors import ShardingError
 from jshard.inspect.tables import show, whole_line
-from jshard.plans.mesh import AnyMesh
-from jshard.recipes.building import abstract_model, batch_of
-from jshard.recipes.model_file import refuses_batches
 from jshard.recipes.recipe import check_batch
 from jshard.train.auto import chosen_variant
 from jshard.train.run import Finished, run_recipe
 
 
-def train(args: TrainArgs, argv: Sequence[str]) -> int:
+def train(args: TrainArgs) -> int:
     """Trains, or prints what would be trained; the exit code."""
-    request = request_of(args, argv)
+    request = request_of(args)
     if args.print_config:
         print(json.dumps(request.config(), indent=2, allow_nan=False))  # and nothing else: for a file, or jq
         return 0
     if args.dry_run:
-        mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-        check_batch(request.recipe, mesh)
-        # The shapes of text are known without reading it.
-        show(explained(request, mesh, None if request.model_file.data is None else own_data(request)))
+        show(explained(request, open_mesh(request.sizes, devices=num_devices(request.sizes))))
         return 0
     return _train(request)
 
@@ -71,8 +62,8 @@ def _train(request: Request) -> int:
         assert isinstance(mesh, Mesh)
     say(explained(request, mesh, data))
     say(data.description)
-    out = Path(gather_texts(str(request.folder()))[0])
-    launch.note(again=request.again(out))
+    out = Path(exchange("folder of the run", str(request.folder()))[0])
+    launch.note(again=request.given.again(out))
     finished = run_recipe(
         request.model_file,
         request.recipe,
@@ -93,7 +84,7 @@ def _train(request: Request) -> int:
     )
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
-        say(whole_line(f"it goes on with: {request.again(out)}"))
+        say(whole_line(f"it goes on with: {request.given.again(out)}"))
         return 128 + finished.stopped_by
     _say_result(request, finished, say)
     return 0
@@ -113,43 +104,14 @@ def _say_result(request: Request, finished: Finished, say: Any) -> None:
 
 def _data(request: Request) -> Data:
     args, recipe = request.args, request.recipe
-    if request.model_file.data is not None:
-        if args.data or args.tokenizer:
-            raise ShardingError(
-                "The model file brings its own data.",
-                where=f"--data and --tokenizer, {request.model_file.path}: data(recipe)",
-                why="they are read as text only where the file has no `data`.",
-                do="leave the options away, or take `data` out of the file.",
-            )
-        return own_data(request)
+    if request.model_file.data is not None and (args.data or args.tokenizer):
+        raise ShardingError(
+            "The model file brings its own data.",
+            where=f"--data and --tokenizer, {request.model_file.path}: data(recipe)",
+            why="they are read as text only where the file has no `data`.",
+            do="leave the options away, or take `data` out of the file.",
+        )
+    if (data := own_data(request)) is not None:
+        return data
     tokenizer = ByteTokenizer() if args.tokenizer is None else HuggingFaceTokenizer(args.tokenizer)
     return load_text(args.data, sequence_length=recipe.sequence_length, tokenizer=tokenizer)
-
-
-def own_data(request: Request) -> Data:
-    """What the model file calls its data."""
-    assert request.model_file.data is not None
-    data = request.model_file.data(request.recipe)
-    if not isinstance(data, Data):
-        raise ShardingError(
-            "The model file's `data` gives no data.",
-            where=f"{request.model_file.path}: data(recipe)",
-            why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
-            do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
-        )
-    return data
-
-
-def explained(request: Request, mesh: AnyMesh, data: Data | None) -> Explanation:
-    """The plan of a recipe on a mesh, which need not have devices, and its memory."""
-    model_file, recipe = request.model_file, request.recipe
-    if data is not None:
-        model_file = dataclasses.replace(model_file, data=lambda recipe: data)
-    batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
-    try:
-        model = abstract_model(model_file, recipe, mesh)
-        return js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch, wrt=model_file.wrt)
-    except FourPartError:
-        raise
-    except ValueError as error:  # as a model raises that is asked for more than it can do
-        raise refuses_batches(model_file.path, error) from error

@@ -32,7 +32,7 @@ class InitArgs:
 
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard init`."""
-    args = parse(InitArgs, argv, command="jshard init", example="gpt my_gpt.py")
+    args = parse(InitArgs, argv, command="jshard init")
     source, out = _source(args), args.out or Path(f"{args.model}.py")
     if out.suffix != ".py":
         raise ShardingError(

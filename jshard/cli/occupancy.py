@@ -15,7 +15,7 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard.cli._arguments import parse
+from jshard.cli._arguments import Count, parse
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.occupancy import (
@@ -55,7 +55,7 @@ class OccupancyArgs:
     """What runs beside it, as often as needed: ring (the default), tree, nvls, pat, p2p, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
     """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
-    ctas: Annotated[int, tyro.conf.arg(metavar="N")] = ASSUMED_CTAS
+    ctas: Count = ASSUMED_CTAS
     """Blocks of the collective; the default is an assumption."""
     json: bool = False
     """Print JSON with all plans and sources, and nothing else."""
@@ -72,7 +72,7 @@ def run(argv: Sequence[str]) -> int:
         reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else GPUS.values())]
     print(*(warning.message for warning in caught), sep="\n", end="\n" if caught else "", file=sys.stderr)
     if args.plot is not None:
-        from jshard.occupancy.report import write_png
+        from jshard.occupancy.plans import write_png
 
         write_png(reports[0], args.plot)
         print(f"written: {args.plot}", file=sys.stderr)

@@ -15,12 +15,19 @@ import tyro
 from rich.console import Group
 from rich.text import Text
 
-from jshard._live import at_work, fitted
-from jshard.cli._arguments import parse
+from jshard._live import at_work
+from jshard.cli._arguments import (
+    RecipeArgs,
+    Seconds,
+    Settings,
+    answer,
+    check_writable,
+    num_devices,
+    parse,
+    remark,
+)
 from jshard.cli._devices import open_mesh
-from jshard.cli._train_args import TrainArgs, num_devices
-from jshard.cli._train_request import Request, check_profile_name, request_of
-from jshard.cli._training import explained, own_data
+from jshard.cli._request import Request, check_profile_name, explained, request_of
 from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare, suggestions
 from jshard.cluster.compile import CompileRequest, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
@@ -30,7 +37,7 @@ from jshard.cluster.search import Chosen, choose
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.cluster.variants import COMPARED, Variant, compared
 from jshard.errors import ShardingError
-from jshard.inspect.tables import broken_line, printed, show
+from jshard.inspect.tables import broken_line, printed
 from jshard.plans.mesh import AnyMesh, data_degree
 from jshard.recipes.recipe import check_batch
 from jshard.recipes.units import parse_units
@@ -103,7 +110,7 @@ _WELL_HIDDEN = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanArgs:
+class PlanArgs(RecipeArgs):
     """Says what training a recipe of a model file needs: without a device, and without memory for parameters.
 
     Without --topology: the plan of the annotation and its memory. With it the train step is compiled for that cluster
@@ -112,22 +119,12 @@ class PlanArgs:
     Exit codes: 0 it fits, 1 it does not fit or could not be compiled, 2 the request was wrong.
     """
 
-    model: tyro.conf.Positional[Path]
-    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
-    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Name of the recipe; the file's first by default."""
-    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another value for the recipe, as often as needed: --set batch_size=512 --set model.n_layer=4."""
-    unit: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another setting for the units than the annotation's: --unit remat=full --unit prefetch=2."""
-    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
-    """Degrees of the mesh axes, e.g. replica=8,fsdp=64 (default: fsdp takes all devices; without --topology 8)."""
     topology: Annotated[str, tyro.conf.arg(metavar="DEVICE:SHAPE")] = ""
     """The cluster: hosts x GPUs (h100:64x8), slices x hosts x GPUs (h100:4x16x8), or a TPU slice (v5p:8x8x8). Devices:
     h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e. Needs the extra `plan-gpu` or `plan-tpu`."""
     options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
     """Options of the compiler, as of js.compiler_options: fastest, memory, or none."""
-    assume: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    assume: Settings = ()
     """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9 --assume matmul_efficiency=.7."""
     xla_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
     """What a run would have in XLA_FLAGS, for what no option of one program can say; auto says to the scheduler how
@@ -145,7 +142,7 @@ class PlanArgs:
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the report with its timeline into one file, too, and the timeline beside it as *.trace.json. Needs
     --topology."""
-    timeout: Annotated[float, tyro.conf.arg(metavar="SECONDS")] = 3600
+    timeout: Seconds = 3600
     """How long the compiler may take."""
 
 
@@ -153,10 +150,11 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard plan`."""
     args = parse(PlanArgs, argv, command="jshard plan")
     _check(args)
-    asked = TrainArgs(model=args.model, recipe=args.recipe, set=args.set, unit=args.unit, mesh=args.mesh, dry_run=True)
-    request = request_of(asked, argv)
+    request = request_of(args.without_devices())
     if not args.topology:
-        return _plan(args, request)
+        mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
+        answer(explained(request, mesh), json=args.json)
+        return 0
     topology = parse_topology(args.topology)
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
     check_batch(request.recipe, mesh)
@@ -170,27 +168,13 @@ def run(argv: Sequence[str]) -> int:
         report = job.report(variants, batch_sizes)
     except KeyboardInterrupt:
         if (done := job.done()) is not None:
-            print(done.to_json()) if args.json else show(done)
+            answer(done, json=args.json)
         raise
     if args.html is not None:
         _write(args.html, report.to_html())
         _write(args.html.with_suffix(".trace.json"), report.plan.to_chrome_trace())
-    if args.json:
-        print(report.to_json())
-    else:
-        show(report)
+    answer(report, json=args.json)
     return 0 if report.fits else 1
-
-
-def _plan(args: PlanArgs, request: Request) -> int:
-    mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-    check_batch(request.recipe, mesh)
-    found = explained(request, mesh, None if request.model_file.data is None else own_data(request))
-    if args.json:
-        print(found.to_json())
-    else:
-        show(found)
-    return 0
 
 
 class _PlanJob:
@@ -210,14 +194,14 @@ class _PlanJob:
             xla_flags=args.xla_flags,
             unit_bytes=self._costs.unit_bytes(mesh) if args.xla_flags == "auto" else 0,
         )
-        self._bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=_say, stream=sys.stderr)
+        self._bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
         self._plan: ClusterPlan | None = None
 
     def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
         """Compiles what was asked for, then what is printed beside it."""
         args, bench = self._args, self._bench
         what = f"compiling {args.model}, recipe {self._request.name}, for {self._cluster.topology.describe()}"
-        with at_work(what, say=_say, stream=sys.stderr):
+        with at_work(what, say=remark, stream=sys.stderr):
             step = compile_step(self._asked, timeout_s=args.timeout)
         plan = ClusterPlan.of(step, cluster=self._cluster, name=f"{args.model.stem}, recipe {self._request.name}")
         notes = [unused_flags(os.environ), *_on_latencies(plan, self._asked)]
@@ -308,19 +292,9 @@ def _check(args: PlanArgs) -> None:
             why="it shows a compiled step; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )
-    if args.html is not None and not args.html.absolute().parent.is_dir():
-        raise ShardingError(
-            "The file cannot be written.",
-            where=f"--html {args.html}",
-            why=f"there is no folder {args.html.absolute().parent}.",
-            do=f"mkdir -p {args.html.parent}",
-        )
+    check_writable(args.html, option="--html")
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text)
-    _say(f"written: {path}")
-
-
-def _say(line: str) -> None:
-    print(fitted(line, sys.stderr), file=sys.stderr)
+    remark(f"written: {path}")

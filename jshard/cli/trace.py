@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from jshard.cli._arguments import parse
-from jshard.cli._train_args import parse_steps
-from jshard.errors import ShardingError
+from jshard.cli._arguments import answer, check_writable, parse, parse_steps, remark
 from jshard.inspect.profile.trace import trace
-from jshard.inspect.tables import show
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,22 +34,13 @@ class TraceArgs:
 
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard trace`."""
-    args = parse(TraceArgs, argv, command="jshard trace", example="runs/gpt-tiny")
-    if args.html is not None and not args.html.absolute().parent.is_dir():
-        raise ShardingError(
-            "The file cannot be written.",
-            where=f"--html {args.html}",
-            why=f"there is no folder {args.html.absolute().parent}.",
-            do=f"mkdir -p {args.html.parent}",
-        )
+    args = parse(TraceArgs, argv, command="jshard trace")
+    check_writable(args.html, option="--html")
     found = trace(args.path, steps=parse_steps(args.steps, option="--steps") if args.steps else None)
     if args.html is not None:
         texts = {args.html: found.to_html(), args.html.with_suffix(".trace.json"): found.to_chrome_trace()}
         for path, text in texts.items():
             path.write_text(text)
-            print(f"written: {path}", file=sys.stderr)
-    if args.json:
-        print(found.to_json())
-    else:
-        show(found)
+            remark(f"written: {path}")
+    answer(found, json=args.json)
     return 0

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 from jshard import launch
 from jshard.cli import loading
-from jshard.cli._arguments import parse
-from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh
+from jshard.cli._arguments import TrainArgs, num_devices, parse, parse_mesh
 from jshard.errors import ShardingError
 
 
@@ -22,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
     with loading():
         from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
 
-    return train(args, argv)
+    return train(args)
 
 
 def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> int:
@@ -46,5 +45,5 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
         processes=args.processes if cluster is None else None,
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
-        again=again(argv),
+        again=args.again(),
     )

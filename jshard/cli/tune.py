@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,45 +11,28 @@ from typing import Annotated
 import tyro
 from flax import nnx
 
-from jshard._live import fitted
-from jshard.cli._arguments import parse
+from jshard.cli._arguments import Count, RecipeArgs, answer, num_devices, parse, remark
 from jshard.cli._devices import open_mesh
-from jshard.cli._train_args import TrainArgs, num_devices
-from jshard.cli._train_request import request_of
-from jshard.cli._training import own_data
-from jshard.errors import FourPartError, ShardingError
-from jshard.inspect.tables import show
+from jshard.cli._request import abstract, own_data, request_of
+from jshard.errors import ShardingError
 from jshard.occupancy import OccupancyWarning, footprint
 from jshard.occupancy.cache import default_path
 from jshard.occupancy.device import Device, device_named
 from jshard.occupancy.tune import NOT_MEASURED, TuneReport, rank, tune
-from jshard.recipes.building import abstract_model, batch_of
-from jshard.recipes.model_file import refuses_batches
-from jshard.recipes.recipe import check_batch
 
 _ASSUMED = "h200"  # where there is no GPU and none is named
 
 
 @dataclasses.dataclass(frozen=True)
-class TuneArgs:
+class TuneArgs(RecipeArgs):
     """Measures the matrix products of a model beside a load like its collectives, and keeps which setting is best.
 
     On a GPU each product of the model's units is timed as XLA computes it and with every distinct setting of
     js.kernels.matmul, alone and beside the load; js.overlap reads what came of it. Without a GPU, or for one that is
-    named, settings are ranked by the model of occupancy, and nothing is measured. Exit codes: 0 done, 1 the work
-    failed, 2 the request was wrong.
+    named, settings are ranked by the model of occupancy, and nothing is measured. The devices of --mesh need not be
+    here. Exit codes: 0 done, 1 the work failed, 2 the request was wrong.
     """
 
-    model: tyro.conf.Positional[Path]
-    """Python file with the model, its annotation and its recipes; or a model that comes with jshard, by name: gpt."""
-    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Name of the recipe; the file's first by default."""
-    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another value for the recipe, as often as needed: --set batch_size=512 --set model.n_layer=4."""
-    unit: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another setting for the units than the annotation's: --unit remat=full."""
-    mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
-    """Degrees of the mesh axes of the run, e.g. replica=8,fsdp=64: they need not be here (default: fsdp=8)."""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
     """Rank for this GPU and measure nothing: h100, h200, or with its cluster, h200:64x8. By default the GPU that is
     here is measured; without one it is h200."""
@@ -58,7 +40,7 @@ class TuneArgs:
     """What runs beside the kernels: ring, tree, nvls, pat, p2p, symmetric, copy-engine."""
     nccl: Annotated[str, tyro.conf.arg(metavar="VERSION")] = ""
     """Version of NCCL, e.g. 2.30.7; the newest whose kernels were read by default."""
-    ctas: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    ctas: Count | None = None
     """Blocks of a collective; an assumption by default."""
     cache: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File to keep what was measured; by default one in the user's cache folder."""
@@ -71,27 +53,12 @@ class TuneArgs:
 def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard tune`."""
     args = parse(TuneArgs, argv, command="jshard tune")
-    asked = TrainArgs(model=args.model, recipe=args.recipe, set=args.set, unit=args.unit, mesh=args.mesh, dry_run=True)
-    request = request_of(asked, argv)
+    request = request_of(args.without_devices())
     mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-    check_batch(request.recipe, mesh)
     device, is_here = _device(args)
-    recipe, model_file = request.recipe, request.model_file
-    if model_file.data is not None:
-        data = own_data(request)
-        model_file = dataclasses.replace(model_file, data=lambda recipe: data)
-    batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
-    try:
-        model = abstract_model(model_file, recipe, mesh)
-        report = _report(args, model, model_file.loss_fn, batch, device, is_here=is_here)
-    except FourPartError:
-        raise
-    except ValueError as error:  # as a model raises that is asked for more than it can do
-        raise refuses_batches(model_file.path, error) from error
-    if args.json:
-        print(report.to_json())
-    else:
-        show(report)
+    with abstract(request, mesh, own_data(request)) as (model, batch):
+        report = _report(args, model, request.model_file.loss_fn, batch, device, is_here=is_here)
+    answer(report, json=args.json)
     return 0
 
 
@@ -102,14 +69,14 @@ def _report(
         warnings.simplefilter("always", OccupancyWarning)
         comm = footprint(args.footprint, gpu=device.gpu, version=args.nccl or None, ctas=args.ctas)  # type: ignore[arg-type]
     for warning in caught:
-        _say(str(warning.message))
+        remark(str(warning.message))
     asked = {"model": model, "loss": loss, "batch": batch, "device": device, "comm": comm}
     if not is_here:
         headline = f"--gpu {args.gpu}: {_NAMED}" if args.gpu else NOT_MEASURED
         return dataclasses.replace(rank(**asked), headline=headline)  # type: ignore[arg-type]
     path = args.cache or default_path()
-    report = tune(**asked, path=path, again=args.again, say=_say)  # type: ignore[arg-type]
-    _say(f"kept in {path}")
+    report = tune(**asked, path=path, again=args.again, say=remark)  # type: ignore[arg-type]
+    remark(f"kept in {path}")
     return report
 
 
@@ -130,7 +97,3 @@ def _device(args: TuneArgs) -> tuple[Device, bool]:
             do=f"--gpu {_ASSUMED}  # or run it on an H100 or H200",
         )
     return device, is_here
-
-
-def _say(line: str) -> None:
-    print(fitted(line, sys.stderr), file=sys.stderr)

@@ -33,7 +33,7 @@ def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -
     """
     if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
         return None
-    host_bytes_per_s = topology.device.slow_bytes_per_s * topology.fast_group
+    host_bytes_per_s = topology.device.slow.bytes_per_s * topology.fast_group
     given = {"nccl_op_launch_us": max(100, round(_QUEUE * unit_bytes / host_bytes_per_s * 1e6))}
     groups = math.prod(degree for axis, degree in mesh.items() if axis == REPLICA)
     if groups > 1:

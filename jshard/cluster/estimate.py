@@ -16,8 +16,7 @@ from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
-from jshard.inspect.hlo.schedule import Schedule
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Schedule, Window
 
 # Links between hosts from congested to new ones, and what good kernels reach of a device's peak.
 RANGES: Mapping[str, tuple[float, float]] = {"slow_bytes_per_s": (15e9, 50e9), "matmul_efficiency": (0.60, 0.75)}
@@ -144,7 +143,7 @@ def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
     """Plays a schedule under assumptions.
 
     Args:
-        schedule: what `jshard.inspect.hlo.schedule.read_schedule` read.
+        schedule: what `jshard.inspect.hlo.walk.read_schedule` read.
         assumptions: the machine.
 
     Raises:
@@ -167,7 +166,7 @@ def estimate_range(
     """Estimates over ranges of what is least known.
 
     Args:
-        schedule: what `jshard.inspect.hlo.schedule.read_schedule` read.
+        schedule: what `jshard.inspect.hlo.walk.read_schedule` read.
         assumptions: the machine; what is not varied stays as it says.
         ranges: lowest and highest value of some of its numbers; all corners of them are looked at.
 
@@ -278,11 +277,11 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
         name=device.title,
         flops_per_s=device.flops_per_s["bf16"],
         memory_bytes_per_s=device.hbm_bytes_per_s,
-        fast_bytes_per_s=device.fast_bytes_per_s,
+        fast_bytes_per_s=device.fast.bytes_per_s,
         fast_group=fast_group,
-        slow_bytes_per_s=device.slow_bytes_per_s,
+        slow_bytes_per_s=device.slow.bytes_per_s,
         matmul_efficiency=EFFICIENCY[0],
-        host_bytes_per_s=device.host_bytes_per_s,
+        host_bytes_per_s=device.host.bytes_per_s if device.host else None,
         flops_per_s_of=tuple(peaks.items()),
     )
 
@@ -318,7 +317,7 @@ class PlannedCluster:
         """
         device = self.topology.device
         is_wide = self.topology.num_devices > self.topology.fast_group
-        link = ("slow_bytes_per_s", device.slow_range) if is_wide else ("fast_bytes_per_s", device.fast_range)
+        link = ("slow_bytes_per_s", device.slow.range) if is_wide else ("fast_bytes_per_s", device.fast.range)
         found = dict([link, ("matmul_efficiency", EFFICIENCY)])
         return {name: ends for name, ends in found.items() if name not in self.known}
 

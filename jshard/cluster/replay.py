@@ -5,8 +5,7 @@ from collections.abc import Sequence
 
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.schedule import Schedule
-from jshard.inspect.hlo.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
+from jshard.inspect.hlo.schedule import Blocking, Compute, Loop, Schedule, Start, Step, Wait, Window
 from jshard.inspect.hlo.work import OpWork
 
 # Every device of a host brings its own link to other hosts, and these kinds use all of them together.

@@ -17,8 +17,7 @@ from jshard.cluster.replay import Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import Bar, chrome_trace, html_page
-from jshard.inspect.hlo.schedule import Schedule
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Schedule, Window
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
 
 

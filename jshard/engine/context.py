@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
+from jax.sharding import Mesh
 
 V = TypeVar("V")
 
@@ -44,6 +45,7 @@ class Copies:
 
 
 _copies: contextvars.ContextVar[Copies | None] = contextvars.ContextVar("copies", default=None)
+_region_mesh: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("region_mesh", default=None)
 _shapes_only: contextvars.ContextVar[bool] = contextvars.ContextVar("shapes_only", default=False)
 _global_view = jax.make_user_context(default_value="")
 _no_update = jax.make_user_context(default_value=False)
@@ -66,6 +68,19 @@ def gathered_copies() -> Copies | None:
 def copies_scope(copies: Copies | None) -> AbstractContextManager[None]:
     """Sets the copies that calls inside find."""
     return _during(_copies, copies)
+
+
+def region_mesh() -> Mesh | None:
+    """The mesh of `traced_for`."""
+    return _region_mesh.get()
+
+
+def traced_for(mesh: Mesh) -> AbstractContextManager[None]:
+    """Inside, a model is traced in global view that will run on the data shards of a mesh.
+
+    Whoever declares a call as per example decides here what it will be on a shard, such as the form of a kernel.
+    """
+    return _during(_region_mesh, mesh)
 
 
 def in_shapes_only() -> bool:

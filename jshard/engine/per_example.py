@@ -6,12 +6,10 @@ structure; the residuals that forward kept stand for those that it would compute
 A policy of `jax.checkpoint` sees one equation, and the names that the function gave to its results and residuals.
 """
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -19,9 +17,9 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh
 
 from jshard import _compat
+from jshard.engine.trace import Static, is_float, merged, others, picked
 from jshard.engine.values import PARTIAL, State
 from jshard.errors import CallError
 
@@ -46,6 +44,15 @@ class Body:
     outs: tuple[State, ...]
     name: str
     own: tuple[int, ...] = ()
+
+    def without_rows(self, why: str, *where: str) -> CallError:
+        """The error for results that are not as many as the examples."""
+        return CallError(
+            "A result of a function declared with js.per_example does not have a row for each example.",
+            where=[self.name, *where],
+            why=why,
+            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
+        )
 
 
 def per_example(fn: Function, in_axes: Axes = 0) -> Function:
@@ -91,54 +98,27 @@ def per_example(fn: Function, in_axes: Axes = 0) -> Function:
 
         outs = jax.make_jaxpr(run)(*arrays)
         _check_closure(outs.consts, name)
-        _check_results(outs.out_avals, num_examples, name)
         body = Body(run, axes, (0,) * len(outs.out_avals), name)
+        if wrong := [a.str_short() for a in outs.out_avals if a.ndim == 0 or a.shape[0] != num_examples]:
+            raise body.without_rows(f"{', '.join(wrong)} for {num_examples} examples.")
         return jax.tree.unflatten(trees[0], _differentiable(body)(*arrays))
 
     return call  # type: ignore[return-value]
 
 
-# ---- where a model is traced for
-
-_REGION: contextvars.ContextVar[Mesh | None] = contextvars.ContextVar("_REGION", default=None)
-
-
-@contextlib.contextmanager
-def traced_for(mesh: Mesh) -> Iterator[None]:
-    """Inside, a model is traced in global view that will run on the data shards of a mesh.
-
-    Whoever declares a call as per example decides here what it will be on a shard, such as the form of a kernel.
-    """
-    token = _REGION.set(mesh)
-    try:
-        yield
-    finally:
-        _REGION.reset(token)
-
-
-def region_mesh() -> Mesh | None:
-    """The mesh of `traced_for`."""
-    return _REGION.get()
-
-
-# ---- the equation
-
 per_example_p = jex.Primitive("per_example")
 per_example_p.multiple_results = True
 
 
-@per_example_p.def_impl
-def _eager(*arrays: jax.Array, body: Body) -> Sequence[jax.Array]:
-    return body.run(*arrays)
+_run = lambda *arrays, body: body.run(*arrays)
+per_example_p.def_impl(_run)
+mlir.register_lowering(per_example_p, mlir.lower_fun(_run, multiple_results=True))
 
 
 @per_example_p.def_effectful_abstract_eval
 def _results(*avals: Any, body: Body) -> tuple[Sequence[Any], Any]:
     program = jax.make_jaxpr(body.run)(*avals)
     return program.out_avals, program.effects  # of a kernel that runs step by step
-
-
-mlir.register_lowering(per_example_p, mlir.lower_fun(lambda *arrays, body: body.run(*arrays), multiple_results=True))
 
 
 def _batched(arrays: Sequence[Any], dims: Sequence[int | None], *, body: Body) -> tuple[list, list[int]]:
@@ -164,20 +144,14 @@ def _differentiable(body: Body) -> Callable[..., list[jax.Array]]:
     def forward(*arrays: jax.Array) -> tuple[list[jax.Array], Any]:
         derivative = _Derivative(body, list(map(jax.typeof, arrays)))
         outs, kept = derivative.forward(arrays)
-        return outs, _Kept(kept, derivative)
+        return outs, (kept, Static(derivative))
 
-    def backward(kept: _Kept, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
-        return kept.derivative.backward(kept.arrays, cotangents)
+    def backward(saved: Any, cotangents: list[jax.Array]) -> tuple[jax.Array | None, ...]:
+        kept, derivative = saved
+        return derivative.value.backward(kept, cotangents)
 
     call.defvjp(forward, backward)
     return call
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["arrays"], meta_fields=["derivative"])
-@dataclasses.dataclass(frozen=True)
-class _Kept:
-    arrays: list[jax.Array]
-    derivative: "_Derivative"
 
 
 class _Derivative:
@@ -193,50 +167,49 @@ class _Derivative:
 
     def __init__(self, body: Body, avals: Sequence[Any]) -> None:
         self.body, self.avals = body, list(avals)
-        self.floats_in = [_is_float(a) for a in avals]
+        self.floats_in = list(map(is_float, avals))
         self.num_outs = len(body.outs)
-        program = jax.make_jaxpr(self._flat)(*avals)
+        program = jax.make_jaxpr(lambda *xs: self._vjp(xs)[0])(*avals)
         out_avals = program.out_avals[: self.num_outs]
-        self.floats_out = [_is_float(a) for a in out_avals]
+        self.floats_out = list(map(is_float, out_avals))
         residuals = program.jaxpr.outvars[self.num_outs :]
         self.num_residuals = len(residuals)
         self.from_outs, self.own = self._kept(program.jaxpr, residuals)
         kept = [*program.jaxpr.outvars[: self.num_outs], *(residuals[i] for i in self.own)]
         self.names = [_name_of(program.jaxpr, v) for v in kept]
-        grads = list(_pick(self.floats_in, body.ins))
-        self.grad_states = tuple(PARTIAL if d is None else d for d in grads)
-        own_avals = [residuals[i].aval for i in self.own]
-        self.own_shapes = {i: residuals[i].aval.shape for i in self.own}
-        float_outs = _pick(self.floats_out, out_avals)
+        self.grad_states = tuple(PARTIAL if d is None else d for d in picked(self.floats_in, body.ins))
+        self.own_avals = {i: residuals[i].aval for i in self.own}
+        float_outs = picked(self.floats_out, out_avals)
         out_residuals = [out_avals[k] for k in self.from_outs.values()]
-        back = jax.make_jaxpr(self._back)(self.avals, out_residuals, own_avals, float_outs)
+        back = jax.make_jaxpr(self._back)(self.avals, out_residuals, list(self.own_avals.values()), float_outs)
         _, used = _compat.without_dead_code(back)
-        self.used = [u or not _is_plain(a) for u, a in zip(used, avals, strict=False)]
+        self.used = [u or jnp.issubdtype(a.dtype, jax.dtypes.extended) for u, a in zip(used, avals, strict=False)]
 
     def forward(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         """Results, and what backward needs: operands, results, residuals."""
 
         def run(*xs: jax.Array) -> list[jax.Array]:
-            outs, residuals, _ = self._vjp(xs)
-            along = lambda shape, d: (*shape[:d], *shape[d + 1 :])
-            self._check(residuals, lambda i, x: along(x.shape, self.own[i]) == along(self.own_shapes[i], self.own[i]))
+            found, _ = self._vjp(xs)
+            outs, residuals = found[: self.num_outs], found[self.num_outs :]
+            others_of = lambda i, x: (*x.shape[: self.own[i]], *x.shape[self.own[i] + 1 :])
+            self._check(residuals, lambda i, x: others_of(i, x) == others_of(i, self.own_avals[i]))
             return [*outs, *(residuals[i] for i in self.own)]
 
         states = (*self.body.outs, *self.own.values())
         found = _differentiable(dataclasses.replace(self.body, run=run, outs=states))(*arrays)
         found = [x if name is None else checkpoint_name(x, name) for x, name in zip(found, self.names, strict=True)]
         outs, own = found[: self.num_outs], found[self.num_outs :]
-        return outs, [*_pick(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *own]
+        return outs, [*picked(self.used, arrays), *(outs[k] for k in self.from_outs.values()), *own]
 
     def backward(self, kept: Sequence[jax.Array], cotangents: Sequence[jax.Array]) -> tuple[jax.Array | None, ...]:
         """Gradients of the operands; None for what has none."""
-        num_args, num_from_outs = sum(self.used), len(self.from_outs)
-        start = num_args + num_from_outs
+        of_outs = [state if isinstance(state, int) else None for state in self.body.outs]
+        num_args, start = sum(self.used), sum(self.used) + len(self.from_outs)
         ins = (
-            *_pick(self.used, self.body.ins),
-            *(_cotangent_dim(self.body.outs[k]) for k in self.from_outs.values()),
+            *picked(self.used, self.body.ins),
+            *(of_outs[k] for k in self.from_outs.values()),
             *self.own.values(),
-            *map(_cotangent_dim, _pick(self.floats_out, self.body.outs)),
+            *picked(self.floats_out, of_outs),
         )
 
         def run(*operands: jax.Array) -> Sequence[jax.Array]:
@@ -244,41 +217,36 @@ class _Derivative:
             from_outs, own = operands[num_args:start], operands[start : len(kept)]
             arrays = args, list(from_outs), list(own), list(operands[len(kept) :])
             program, used = _compat.without_dead_code(jax.make_jaxpr(self._back)(*arrays))
-            return jex.jaxpr_as_fun(program)(*_pick(used, jax.tree.leaves(arrays)))
+            return jex.jaxpr_as_fun(program)(*picked(used, jax.tree.leaves(arrays)))
 
-        cts = _pick(self.floats_out, cotangents)
+        cts = picked(self.floats_out, cotangents)
         place, along = next((i, d) for i, d in enumerate(ins) if d is not None)
         whole = (*kept, *cts)[place].shape[along]
-        own = tuple(range(start, len(kept)))
-        body = Body(run, ins, self.grad_states, f"the backward of {self.body.name}", own)
-        grads = iter(_differentiable(body)(*kept, *cts))
-        return tuple(next(grads) if is_float else None for is_float in self.floats_in)
+        name, own = f"the backward of {self.body.name}", tuple(range(start, len(kept)))
+        grads = iter(_differentiable(Body(run, ins, self.grad_states, name, own))(*kept, *cts))
+        return tuple(next(grads) if has_gradient else None for has_gradient in self.floats_in)
 
-    def _vjp(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array], Any]:
-        """Results, residuals, and the structure that these fit into: traced, so that their order is always the same."""
+    def _vjp(self, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], Any]:
+        """Results and residuals, and the structure of these: traced, so that their order is always the same."""
         trees: list[Any] = []
 
         def trace(*arrays: jax.Array) -> list[jax.Array]:
-            others = _pick([not f for f in self.floats_in], arrays)
+            fixed = others(self.floats_in, arrays)
 
             def run(*floats: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-                outs = self.body.run(*_merged(self.floats_in, floats, others))
-                return _pick(map(_is_float, outs), outs), list(outs)
+                outs = self.body.run(*merged(self.floats_in, floats, fixed))
+                return picked(list(map(is_float, outs)), outs), list(outs)
 
-            _, vjp, outs = jax.vjp(run, *_pick(self.floats_in, arrays), has_aux=True)
+            _, vjp, outs = jax.vjp(run, *picked(self.floats_in, arrays), has_aux=True)
             residuals, tree = jax.tree.flatten(vjp)
             trees.append(tree)
             return [*outs, *residuals]
 
-        found = jex.jaxpr_as_fun(jax.make_jaxpr(trace)(*arrays))(*arrays)
-        return found[: self.num_outs], found[self.num_outs :], trees[0]
-
-    def _flat(self, *arrays: jax.Array) -> list[jax.Array]:
-        outs, residuals, _ = self._vjp(arrays)
-        return [*outs, *residuals]
+        return jex.jaxpr_as_fun(jax.make_jaxpr(trace)(*arrays))(*arrays), trees[0]
 
     def _back(self, args: Sequence, from_outs: Sequence, own: Sequence, cotangents: Sequence) -> Sequence[jax.Array]:
-        _, residuals, tree = self._vjp(args)
+        found, tree = self._vjp(args)
+        residuals = found[self.num_outs :]
         kept = dict(zip((*self.from_outs, *self.own), (*from_outs, *own), strict=True))
         self._check(residuals, lambda i, x: i not in kept or kept[i].shape == x.shape)
         return jax.tree.unflatten(tree, [kept.get(i, x) for i, x in enumerate(residuals)])(list(cotangents))
@@ -330,7 +298,7 @@ class _Derivative:
             tuple(n // self._factor if i == d else n for i, n in enumerate(a.shape)), a.dtype
         )
         try:
-            program = jax.make_jaxpr(self._flat)(*map(part, self.avals, self.body.ins))
+            program = jax.make_jaxpr(lambda *xs: self._vjp(xs)[0])(*map(part, self.avals, self.body.ins))
         except Exception:  # what does not run on fewer examples says so where it must
             return None
         avals = program.out_avals[self.num_outs :]
@@ -345,10 +313,6 @@ class _Derivative:
             next(given) if used else jnp.zeros(shape(a, d), a.dtype)
             for used, a, d in zip(self.used, self.avals, self.body.ins, strict=True)
         ]
-
-
-def _cotangent_dim(state: State) -> int | None:
-    return state if isinstance(state, int) else None
 
 
 def _scaled_dim(shape: Sequence[int], fewer: Sequence[int], factor: int) -> int | None:
@@ -367,25 +331,8 @@ def _name_of(jaxpr: Any, atom: Any) -> str | None:
     return next(filter(None, names), None)
 
 
-def _is_plain(x: Any) -> bool:
-    return not jnp.issubdtype(x.dtype, jax.dtypes.extended)
-
-
-def _is_float(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
-
-
 def _is_literal(atom: Any) -> bool:
     return isinstance(atom, jex.Literal)
-
-
-def _pick(which: Iterable[bool], xs: Iterable[Any]) -> list[Any]:
-    return [x for x, wanted in zip(xs, which, strict=True) if wanted]
-
-
-def _merged(which: Iterable[bool], xs: Iterable[Any], others: Iterable[Any]) -> list[Any]:
-    first, second = iter(xs), iter(others)
-    return [next(first) if wanted else next(second) for wanted in which]
 
 
 # ---- the arguments of a call, and what is wrong with them
@@ -405,9 +352,9 @@ def _taken_apart(args: tuple, kwargs: dict, in_axes: Axes, name: str) -> tuple[l
     axes = [axis for axis, arg in zip(each, args, strict=True) for _ in jax.tree.leaves(arg)]
     axes += [0] * (len(leaves) - len(axes))
     is_array = [hasattr(x, "shape") and hasattr(x, "dtype") for x in leaves]
-    static = _pick([not a for a in is_array], leaves)
-    rebuild = lambda arrays: jax.tree.unflatten(tree, _merged(is_array, arrays, static))
-    return _pick(is_array, leaves), tuple(_pick(is_array, axes)), rebuild
+    static = others(is_array, leaves)
+    rebuild = lambda arrays: jax.tree.unflatten(tree, merged(is_array, arrays, static))
+    return picked(is_array, leaves), tuple(picked(is_array, axes)), rebuild
 
 
 def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) -> int:
@@ -433,24 +380,12 @@ def _num_examples(arrays: Sequence[Any], axes: Sequence[int | None], name: str) 
 
 
 def _check_closure(consts: Sequence[Any], name: str) -> None:
-    traced = [x for x in consts if _compat.is_tracer(x)]
-    if traced:
+    if traced := [x for x in consts if _compat.is_tracer(x)]:
         raise CallError(
             "A function declared with js.per_example closes over a traced array.",
             where=name,
             why=f"{', '.join(jax.typeof(x).str_short() for x in traced)}: nothing says whether a shard has all of it.",
             do="pass it as an argument: js.per_example(fn, in_axes=(0, None))(x, w)",
-        )
-
-
-def _check_results(avals: Sequence[Any], num_examples: int, name: str) -> None:
-    wrong = [a.str_short() for a in avals if a.ndim == 0 or a.shape[0] != num_examples]
-    if wrong:
-        raise CallError(
-            "A result of a function declared with js.per_example does not have a row for each example.",
-            where=name,
-            why=f"{', '.join(wrong)} for {num_examples} examples.",
-            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
         )
 
 

@@ -108,13 +108,14 @@ def route(module: nnx.Module, method: Callable[..., Any], args: tuple, kwargs: d
 def run_call(call: Call, name: str, unit: Unit) -> Any:
     """Runs a call that an adapter has taken apart: as the region itself, or as a unit inside it."""
     if in_region_trace():
-        if not unit.policy.gathered:
+        if not unit.placement.gathered:
             raise called_inside(f"{name}: {call.where}")
         settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
         return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
+    _compat.note_call()
     refuse_manual(unit.mesh, call.where)
     refuse_absent(unit, call.where)
-    return open_region(call, unit) if unit.policy.gathered else run_ungathered(call, unit)
+    return open_region(call, unit) if unit.placement.gathered else run_ungathered(call, unit)
 
 
 def refuse_manual(mesh: AnyMesh, where: str) -> None:

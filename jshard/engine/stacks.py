@@ -80,7 +80,7 @@ def note_layers(unit: Unit, rows: dict[str, Placement]) -> None:
         return
     key = key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))
     _seen.setdefault(key, set()).update(rows)
-    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.rule.stacked}  # else its plan says so
+    unknown = {path: p for path, p in rows.items() if p.layers == 1 or unit.placement.stacked}  # else its plan says so
     sizes: dict[str, int] = {}
     for path, stack in _stacks(unknown).items():
         sizes[stack] = sizes.get(stack, 0) + unknown[path].gathered_bytes

@@ -9,10 +9,11 @@ policy.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
 from jshard import _compat
@@ -289,6 +290,83 @@ def _slice(equations: Sequence[Any], needed: set[Any]) -> list[Any]:
             found.append(e)
             needed.update(a for a in e.invars if isinstance(a, jex.Var))
     return found[::-1]
+
+
+# Equal layers are equal programs, though their Python ran for each: one derivative and one partitioning will do.
+
+
+def without_key_data(closed: Any) -> tuple[Any, list[Any]]:
+    """A program with what it folds into its keys as further operands, and those numbers.
+
+    Linen folds the path of a module into its keys: without the numbers, layers that differ in nothing else are equal.
+    """
+    jaxpr, variables, numbers, equations = closed.jaxpr, [], [], []
+    for e in jaxpr.eqns:
+        if e.primitive.name == "random_fold_in" and isinstance(number := e.invars[1], jex.Literal):
+            variables.append(jex.Var(number.aval))
+            numbers.append(np.asarray(number.val, cast(Any, number.aval).dtype)[()])
+            e = e.replace(invars=[e.invars[0], variables[-1]])
+        equations.append(e)
+    if not numbers:
+        return closed, []
+    return jex.ClosedJaxpr(jaxpr.replace(invars=[*jaxpr.invars, *variables], eqns=equations), closed.consts), numbers
+
+
+def are_equal(one: Any, other: Any) -> bool:
+    """Whether two programs have the same equations, with the same names and settings, in the same order."""
+    (a, consts), (b, others) = map(calls.opened, (one, other))
+    if a is b and consts is others:
+        return True
+    same: dict[Any, Any] = {}
+
+    def bind(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+        same.update(zip(mine, theirs, strict=False))
+        return len(mine) == len(theirs) and all(x.aval == y.aval for x, y in zip(mine, theirs, strict=True))
+
+    def read(mine: Sequence[Any], theirs: Sequence[Any]) -> bool:
+        return len(mine) == len(theirs) and all(
+            _is_same_literal(x, y) if isinstance(x, jex.Literal) else same.get(x) is y
+            for x, y in zip(mine, theirs, strict=True)
+        )
+
+    return (
+        len(a.eqns) == len(b.eqns)
+        and len(consts) == len(others)
+        and all(x is y for x, y in zip(consts, others, strict=True))
+        and bind([*a.constvars, *a.invars], [*b.constvars, *b.invars])
+        and all(
+            e.primitive is d.primitive
+            and read(e.invars, d.invars)
+            and _compat.equation_setting(e) == _compat.equation_setting(d)
+            and e.params.keys() == d.params.keys()
+            and all(_is_same_parameter(x, d.params[name]) for name, x in e.params.items())
+            and bind(e.outvars, d.outvars)
+            for e, d in zip(a.eqns, b.eqns, strict=True)
+        )
+        and read(a.outvars, b.outvars)
+    )
+
+
+def _is_same_literal(x: Any, y: Any) -> bool:
+    if not isinstance(y, jex.Literal) or x.aval != y.aval:
+        return False
+    return x.val is y.val or np.asarray(x.val).tobytes() == np.asarray(y.val).tobytes()
+
+
+def _is_same_parameter(x: Any, y: Any) -> bool:
+    """Whether two parameters of equations are the same; False where they cannot be compared."""
+    if x is y:
+        return True
+    if type(x) is not type(y):
+        return False
+    if isinstance(x, (jex.Jaxpr, jex.ClosedJaxpr)):
+        return are_equal(x, y)
+    if isinstance(x, (list, tuple)):
+        return len(x) == len(y) and all(map(_is_same_parameter, x, y))
+    try:
+        return bool(x == y) or _compat.is_same_rule(x, y)
+    except (TypeError, ValueError):
+        return False
 
 
 def evaluate_jaxpr(closed: Any, operands: Sequence[Any]) -> list[Any]:

@@ -4,7 +4,7 @@ import contextlib
 import contextvars
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,20 @@ from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding
 
 from jshard import _compat
-from jshard.engine.per_example import traced_for
+from jshard.engine.context import traced_for
 from jshard.engine.stored import without_padding
-from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
+from jshard.engine.trace import (
+    Call,
+    Program,
+    Static,
+    abstract,
+    are_equal,
+    evaluate_jaxpr,
+    is_float,
+    picked,
+    trace,
+    without_key_data,
+)
 from jshard.errors import CallError
 from jshard.plans.mesh import data_degree
 from jshard.plans.placement import Placement
@@ -102,8 +113,23 @@ class Traces:
 
     def __init__(self, *, are_equations: bool) -> None:
         self.are_equations = are_equations
-        self.programs: dict[Any, tuple[Program, Any]] = {}  # with what `finish` needs
+        self.programs: dict[Any, tuple[Program, list[Any], Any]] = {}  # with more operands, and what `finish` needs
         self.functions: dict[tuple[Program, UnitSettings], Callable[..., list[Any]]] = {}
+        self._distinct: dict[Hashable, list[Program]] = {}
+
+    def shared(self, program: Program, kind: Hashable) -> tuple[Program, list[Any]]:
+        """A program that is equal to this one, traced before if there is such, and further operands for it.
+
+        Args:
+            program: the program.
+            kind: what equal ones have in common besides: the user's function, and how it is called.
+        """
+        jaxpr, numbers = without_key_data(program.jaxpr)
+        alike = self._distinct.setdefault((kind, len(jaxpr.jaxpr.eqns)), [])
+        found = next((p for p in alike if p.remat == program.remat and are_equal(p.jaxpr, jaxpr)), None)
+        if found is None:
+            alike.append(found := Program(jaxpr, program.num_params, remat=program.remat))
+        return found, numbers
 
 
 _traces: contextvars.ContextVar[Traces | None] = contextvars.ContextVar("traces", default=None)
@@ -142,15 +168,16 @@ def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, rem
     consts: list[Any] = []
     if found is None:
         program, consts = trace(call, computes_in(call, precision), like, inputs, remat=remat)
-        found = program, call.result
+        program, numbers = traces.shared(program, (call.where, own_name, tuple(call.owners)))
+        found = program, numbers, call.result
         if is_shared and not consts:
             traces.programs[key] = found
-    program, result = found
+    program, numbers, result = found
     run = traces.functions.get((program, settings))
     if run is None:
         run = _differentiable(program, tuple(call.owners), settings, call.where, as_equations=traces.are_equations)
         traces.functions[program, settings] = run
-    return call.finish(run(*call.params, *call.inputs, *consts), result)
+    return call.finish(run(*call.params, *call.inputs, *consts, *numbers), result)
 
 
 def _is_hashable(key: Any) -> bool:

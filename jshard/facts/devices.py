@@ -10,13 +10,37 @@ import dataclasses
 import re
 import types
 from collections.abc import Mapping
+from typing import Any
 
 from jshard.facts.gpu_target import GpuTarget, rates
 
 GIGA, GIB = 10**9, 2**30
 
-_XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
-_LIBTPU = "libtpu's own count, as in its message `Used ...G of {}G hbm`"
+
+@dataclasses.dataclass(frozen=True)
+class DeviceLink:
+    """A link of a device: its own rate in GB/s one way, and what collectives are assumed to reach of it."""
+
+    gb_per_s: float
+    name: str
+    reached_percent: int
+    least_percent: int
+
+    @property
+    def bytes_per_s(self) -> float:
+        """What collectives reach. An assumption."""
+        return self.gb_per_s * GIGA * self.reached_percent / 100
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and highest rate that an estimate should look at; the highest is the link's own."""
+        return self.gb_per_s * GIGA * self.least_percent / 100, self.gb_per_s * GIGA
+
+    def sources(self, name: str, *, ranged: bool = True) -> dict[str, str]:
+        """Where the rate, and its range, are from."""
+        of = f"% of {self.gb_per_s:g} GB/s one way ({self.name})"
+        found = {f"{name}_bytes_per_s": f"assumption: {self.reached_percent} {of}"}
+        return found | ({f"{name}_range": f"assumption: {self.least_percent} to 100 {of}"} if ranged else {})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,44 +49,67 @@ class DeviceFacts:
 
     Attributes:
         name: as in a topology, e.g. "h100".
-        platform: "gpu" or "tpu".
-        kind: pattern of the driver's name for it, which `name` matches too.
         title: the device in words.
+        kind: pattern of the driver's name for it, which `name` matches too.
         flops_per_s: dense peak of matrix products by dtype: "bf16" (and f16), "f32", and where the device has them
             "tf32" and "fp8". Of a TPU "f32" is the bf16 figure: JAX's default precision is one bf16 pass.
         hbm_bytes: memory that programs can have, before the runtime takes its own part.
         hbm_bytes_per_s: peak bandwidth of it.
-        fast_bytes_per_s: what collectives reach between neighbours, one way, by device: NVLink, or all ICI links of a
-            chip. An assumption.
-        fast_range: the lowest and highest rate that an estimate should look at; the highest is the links' own.
+        fast: between neighbours, by device: NVLink, or all ICI links of a chip.
         fast_group: most devices that such links join.
-        hosts_share_links: whether those links go on beyond a host, as in a rack of GB200.
-        slow_bytes_per_s: the same between groups, by device: network adapter, or data-center network. An assumption.
-        slow_range: as `fast_range`.
-        host_bytes_per_s: what copies from the host's memory or to it reach, each way, by device. An assumption; None
-            where no rate of the link is published.
-        sources: for every number above where it is from.
+        slow: between groups, by device: network adapter, or data-center network.
+        sheet: the data sheet, or the page about it.
+        host: between the device and the host's memory, each way; None where no rate is published.
         target: what the GPU compiler asks for; None for a TPU, whose compiler knows its devices.
+        spec: where XLA has that from.
         dims: extents of a TPU slice: 2 for a torus in a plane, 3 in space; 0 for a GPU.
     """
 
     name: str
-    platform: str
-    kind: str
     title: str
+    kind: str
     flops_per_s: Mapping[str, float]
     hbm_bytes: int
     hbm_bytes_per_s: float
-    fast_bytes_per_s: float
-    fast_range: tuple[float, float]
+    fast: DeviceLink
     fast_group: int
-    slow_bytes_per_s: float
-    slow_range: tuple[float, float]
-    sources: Mapping[str, str]
-    host_bytes_per_s: float | None = None
+    slow: DeviceLink
+    sheet: str
+    host: DeviceLink | None = None
     target: GpuTarget | None = None
+    spec: str = ""
     dims: int = 0
-    hosts_share_links: bool = False
+
+    @property
+    def platform(self) -> str:
+        """Either "gpu" or "tpu"."""
+        return "tpu" if self.dims else "gpu"
+
+    @property
+    def hosts_share_links(self) -> bool:
+        """Whether the fast links of a GPU go on beyond a host, as in a rack of GB200."""
+        return not self.dims and self.fast_group > 8
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """For every number where it is from."""
+        if self.dims:
+            found = {
+                "flops_per_s": f"{self.sheet}: peak compute per chip (bf16)",
+                "hbm_bytes": f"libtpu's own count, as in its message `Used ...G of {self.hbm_bytes / GIB:g}G hbm`",
+                "hbm_bytes_per_s": f"{self.sheet}: HBM bandwidth per chip",
+                "fast_group": f"{self.sheet}: chips of a pod",
+            }
+        else:
+            found = {
+                "flops_per_s": f"{self.sheet}, dense",
+                "hbm_bytes": f"{self.spec}, device_memory_size",
+                "hbm_bytes_per_s": f"{self.spec}, memory_bandwidth",
+                "fast_group": f"{self.sheet}: GPUs in one NVLink domain",
+                "target": self.spec,
+            }
+        found |= self.fast.sources("fast") | self.slow.sources("slow")
+        return found | (self.host.sources("host", ranged=False) if self.host else {})
 
     def product_flops_per_s(self, dtype: str) -> float:
         """Peak of matrix products over arrays of a dtype, at JAX's default precision.
@@ -80,133 +127,51 @@ class DeviceFacts:
         return peaks.get("tf32", peaks["f32"])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Link:
-    """A link: its own rate in GB/s one way, and what collectives are assumed to reach of it."""
-
-    gb_per_s: float
-    name: str
-    reached_percent: int
-    least_percent: int
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.gb_per_s * GIGA * self.reached_percent / 100
-
-    @property
-    def range(self) -> tuple[float, float]:
-        return self.gb_per_s * GIGA * self.least_percent / 100, self.gb_per_s * GIGA
-
-    @property
-    def reached(self) -> str:
-        return f"{self.reached_percent} % of {self.gb_per_s:g} GB/s one way ({self.name})"
-
-    @property
-    def between(self) -> str:
-        return f"{self.least_percent} to 100 % of {self.gb_per_s:g} GB/s one way ({self.name})"
-
-
 def _gpu(
-    name: str,
-    title: str,
-    kind: str,
-    *,
-    peaks: Mapping[str, float],
-    sheet: str,
-    target: GpuTarget,
-    spec: str,
-    link: _Link,
-    group: int = 8,
-    adapter: _Link,
-    host: _Link,
+    name: str, title: str, kind: str, *, target: GpuTarget, spec: str, group: int = 8, **facts: Any
 ) -> DeviceFacts:
-    spec = _XLA.format(spec)
-    sources = {
-        "flops_per_s": f"{sheet}, dense",
-        "hbm_bytes": f"{spec}, device_memory_size",
-        "hbm_bytes_per_s": f"{spec}, memory_bandwidth",
-        "fast_bytes_per_s": f"assumption: {link.reached}",
-        "fast_range": f"assumption: {link.between}",
-        "fast_group": f"{sheet}: GPUs in one NVLink domain",
-        "slow_bytes_per_s": f"assumption: {adapter.reached}",
-        "slow_range": f"assumption: {adapter.between}",
-        "host_bytes_per_s": f"assumption: {host.reached}",
-        "target": spec,
-    }
+    """A GPU; its memory is what its description for the compiler says."""
     return DeviceFacts(
         name=name,
-        platform="gpu",
-        kind=kind,
         title=title,
-        flops_per_s=types.MappingProxyType(dict(peaks)),
+        kind=kind,
+        target=target,
+        spec=f"openxla/xla: xla/backends/gpu/target_config/specs/{spec}.txtpb",
         hbm_bytes=target.device_memory_size,
         hbm_bytes_per_s=target.memory_bandwidth,
-        fast_bytes_per_s=link.bytes_per_s,
-        fast_range=link.range,
         fast_group=group,
-        slow_bytes_per_s=adapter.bytes_per_s,
-        slow_range=adapter.range,
-        host_bytes_per_s=host.bytes_per_s,
-        sources=types.MappingProxyType(sources),
-        target=target,
-        hosts_share_links=group > 8,
+        **facts,
     )
 
 
 def _tpu(
-    name: str,
-    title: str,
-    kind: str,
-    *,
-    peak: float,
-    hbm_gib: float,
-    hbm_bytes_per_s: float,
-    ici: _Link,
-    pod: int,
-    network: _Link,
-    page: str,
-    dims: int,
+    name: str, title: str, kind: str, *, peak: float, hbm_gib: float, gb_per_s: float, pod: int, **facts: Any
 ) -> DeviceFacts:
-    sources = {
-        "flops_per_s": f"{page}: peak compute per chip (bf16)",
-        "hbm_bytes": _LIBTPU.format(hbm_gib),
-        "hbm_bytes_per_s": f"{page}: HBM bandwidth per chip",
-        "fast_bytes_per_s": f"assumption: {ici.reached}",
-        "fast_range": f"assumption: {ici.between}",
-        "fast_group": f"{page}: chips of a pod",
-        "slow_bytes_per_s": f"assumption: {network.reached}",
-        "slow_range": f"assumption: {network.between}",
-    }
     return DeviceFacts(
         name=name,
-        platform="tpu",
-        kind=kind,
         title=title,
-        flops_per_s=types.MappingProxyType({"bf16": peak, "f32": peak}),
+        kind=kind,
+        flops_per_s={"bf16": peak, "f32": peak},
         hbm_bytes=int(hbm_gib * GIB),
-        hbm_bytes_per_s=hbm_bytes_per_s,
-        fast_bytes_per_s=ici.bytes_per_s,
-        fast_range=ici.range,
+        hbm_bytes_per_s=gb_per_s * GIGA,
         fast_group=pod,
-        slow_bytes_per_s=network.bytes_per_s,
-        slow_range=network.range,
-        sources=types.MappingProxyType(sources),
-        dims=dims,
+        sheet=f"cloud.google.com/tpu/docs/{name}",
+        **facts,
     )
 
 
 _HOPPER = {"bf16": 989.5e12, "tf32": 494.7e12, "fp8": 1979e12, "f32": 67e12}
 _AMPERE = {"bf16": 312e12, "tf32": 156e12, "f32": 19.5e12}
-_NVLINK3 = _Link(300, "NVLink 3", reached_percent=82, least_percent=60)
-_NVLINK4 = _Link(450, "NVLink 4", reached_percent=82, least_percent=60)
-_NVLINK5 = _Link(900, "NVLink 5", reached_percent=82, least_percent=60)
-_IB_200 = _Link(25, "one 200 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
-_IB_400 = _Link(50, "one 400 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
+_NVLINK3 = DeviceLink(300, "NVLink 3", reached_percent=82, least_percent=60)
+_NVLINK4 = DeviceLink(450, "NVLink 4", reached_percent=82, least_percent=60)
+_NVLINK5 = DeviceLink(900, "NVLink 5", reached_percent=82, least_percent=60)
+_IB_200 = DeviceLink(25, "one 200 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
+_IB_400 = DeviceLink(50, "one 400 Gb/s adapter per GPU", reached_percent=84, least_percent=30)
 
 # One way; the data sheets count both together. Google publishes no such rate for its TPUs.
-_PCIE_4 = _Link(32, "PCIe 4 x16, half of the data sheet's 64 GB/s", reached_percent=80, least_percent=60)
-_PCIE_5 = _Link(64, "PCIe 5 x16, half of the data sheet's 128 GB/s", reached_percent=80, least_percent=60)
-_C2C = _Link(
+_PCIE_4 = DeviceLink(32, "PCIe 4 x16, half of the data sheet's 64 GB/s", reached_percent=80, least_percent=60)
+_PCIE_5 = DeviceLink(64, "PCIe 5 x16, half of the data sheet's 128 GB/s", reached_percent=80, least_percent=60)
+_C2C = DeviceLink(
     225, "NVLink-C2C, 900 GB/s both ways for the two GPUs of a superchip", reached_percent=80, least_percent=60
 )
 
@@ -231,19 +196,19 @@ _ALL = (
         "h100",
         "NVIDIA H100 SXM, 80 GB",
         r"\bH100\b",
-        peaks=_HOPPER,
+        flops_per_s=_HOPPER,
         sheet="NVIDIA H100 data sheet (SXM)",
         target=_H100,
         spec="h100_sxm",
-        link=_NVLINK4,
-        adapter=_IB_400,
+        fast=_NVLINK4,
+        slow=_IB_400,
         host=_PCIE_5,
     ),
     _gpu(
         "h200",
         "NVIDIA H200 SXM, 141 GB",
         r"\bG?H200\b",
-        peaks=_HOPPER,
+        flops_per_s=_HOPPER,
         sheet="NVIDIA H200 data sheet (SXM)",
         target=dataclasses.replace(
             _H100,
@@ -252,8 +217,8 @@ _ALL = (
             device_memory_size=151_397_597_184,
         ),
         spec="h200",
-        link=_NVLINK4,
-        adapter=_IB_400,
+        fast=_NVLINK4,
+        slow=_IB_400,
         host=_PCIE_5,
     ),
     *(
@@ -261,7 +226,7 @@ _ALL = (
             f"a100-{gb}",
             f"NVIDIA A100 SXM, {gb} GB",
             kind,
-            peaks=_AMPERE,
+            flops_per_s=_AMPERE,
             sheet="NVIDIA A100 data sheet (SXM)",
             target=GpuTarget(
                 description=f"NVIDIA A100-SXM4-{gb}GB",
@@ -277,8 +242,8 @@ _ALL = (
                 links=12,
             ),
             spec=f"a100_sxm_{gb}",
-            link=_NVLINK3,
-            adapter=_IB_200,
+            fast=_NVLINK3,
+            slow=_IB_200,
             host=_PCIE_4,
         )
         for gb, bandwidth, memory, kind in (
@@ -290,7 +255,7 @@ _ALL = (
         "b200",
         "NVIDIA B200 (HGX)",
         r"\bB200\b",
-        peaks={"bf16": 2.25e15, "tf32": 1.125e15, "fp8": 4.5e15, "f32": 75e12},
+        flops_per_s={"bf16": 2.25e15, "tf32": 1.125e15, "fp8": 4.5e15, "f32": 75e12},
         sheet="NVIDIA HGX B200 data sheet",
         target=GpuTarget(
             description="NVIDIA B200",
@@ -305,15 +270,15 @@ _ALL = (
             links=18,
         ),
         spec="b200",
-        link=_NVLINK5,
-        adapter=_IB_400,
+        fast=_NVLINK5,
+        slow=_IB_400,
         host=_PCIE_5,
     ),
     _gpu(
         "gb200",
         "NVIDIA GB200 (NVL72)",
         r"\bGB200\b",
-        peaks={"bf16": 2.5e15, "tf32": 1.25e15, "fp8": 5e15, "f32": 80e12},
+        flops_per_s={"bf16": 2.5e15, "tf32": 1.25e15, "fp8": 5e15, "f32": 80e12},
         sheet="NVIDIA GB200 NVL72 data sheet",
         target=GpuTarget(
             description="NVIDIA GB200",
@@ -328,9 +293,9 @@ _ALL = (
             links=18,
         ),
         spec="gb200",
-        link=_NVLINK5,
+        fast=_NVLINK5,
         group=72,
-        adapter=_IB_400,
+        slow=_IB_400,
         host=_C2C,
     ),
     _tpu(
@@ -339,11 +304,10 @@ _ALL = (
         r"\bv5 ?(lite|e)$",
         peak=197e12,
         hbm_gib=15.75,
-        hbm_bytes_per_s=819 * GIGA,
-        ici=_Link(180, "four links of a chip", reached_percent=89, least_percent=44),
+        gb_per_s=819,
+        fast=DeviceLink(180, "four links of a chip", reached_percent=89, least_percent=44),
         pod=256,
-        network=_Link(3.125, "6.4 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
-        page="cloud.google.com/tpu/docs/v5e",
+        slow=DeviceLink(3.125, "6.4 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
         dims=2,
     ),
     _tpu(
@@ -352,11 +316,10 @@ _ALL = (
         r"\bv5p?$",
         peak=459e12,
         hbm_gib=95.74,
-        hbm_bytes_per_s=2765 * GIGA,
-        ici=_Link(540, "six links of a chip", reached_percent=89, least_percent=44),
+        gb_per_s=2765,
+        fast=DeviceLink(540, "six links of a chip", reached_percent=89, least_percent=44),
         pod=8960,
-        network=_Link(6.25, "200 Gb/s for a host of four chips", reached_percent=84, least_percent=30),
-        page="cloud.google.com/tpu/docs/v5p",
+        slow=DeviceLink(6.25, "200 Gb/s for a host of four chips", reached_percent=84, least_percent=30),
         dims=3,
     ),
     _tpu(
@@ -365,11 +328,10 @@ _ALL = (
         r"\bv6 ?(lite|e)$",
         peak=918e12,
         hbm_gib=31.25,
-        hbm_bytes_per_s=1640 * GIGA,
-        ici=_Link(360, "four links of a chip", reached_percent=89, least_percent=44),
+        gb_per_s=1640,
+        fast=DeviceLink(360, "four links of a chip", reached_percent=89, least_percent=44),
         pod=256,
-        network=_Link(12.5, "25.6 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
-        page="cloud.google.com/tpu/docs/v6e",
+        slow=DeviceLink(12.5, "25.6 Tb/s for a pod of 256 chips", reached_percent=84, least_percent=30),
         dims=2,
     ),
 )

@@ -168,7 +168,7 @@ def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
         num_sms=target.core_count,
         smem_kib=target.shared_memory_per_core // KIB,
         splits_kib=tuple(kib for kib in splits if kib * KIB <= target.shared_memory_per_core),
-        spec=facts.sources["target"],
+        spec=facts.spec,
     )
 
 

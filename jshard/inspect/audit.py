@@ -20,8 +20,8 @@ from jshard.errors import ShardingError
 from jshard.inspect.differences import Difference, differences
 from jshard.inspect.hlo.collectives import KINDS
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.schedule import Schedule, read_schedule
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Schedule, Window
+from jshard.inspect.hlo.walk import read_schedule
 from jshard.inspect.model_traffic import (
     MixingRow,
     Total,
@@ -32,7 +32,7 @@ from jshard.inspect.model_traffic import (
     total_of,
     without_mixing,
 )
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.plan import ShardPlan
 from jshard.plans.plan import plan as make_plan
 
@@ -129,7 +129,7 @@ def _host_figures(found: Any) -> dict[str, int]:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Audit:
+class Audit(Printed):
     """What `js.audit` found. `print` it; in a notebook it shows itself; `to_json` for programs.
 
     Args:
@@ -199,11 +199,6 @@ class Audit:
             at_least_bytes: only those whose whole arrays are as large.
         """
         return self.schedule.not_overlapped(in_loops=in_loops, at_least_bytes=at_least_bytes)
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> Group:
         parts: list[Any] = [Text(_headline(self)), Text(), _collectives_table(self)]

@@ -24,15 +24,10 @@ _DIMS = re.compile(r"<@[\w.]+, \[(.*?)\]")
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Collectives of one kind.
+    """Collectives of one kind."""
 
-    Args:
-        kind: one of `jshard.inspect.hlo.collectives.KINDS`.
-        axes: the mesh axes that it runs over, in the order of the mesh.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
+    kind: str  # one of `jshard.inspect.hlo.collectives.KINDS`
+    axes: tuple[str, ...]  # the mesh axes that it runs over, in the order of the mesh
 
 
 Amounts = Mapping[Sent, tuple[int, float]]
@@ -40,12 +35,7 @@ Amounts = Mapping[Sent, tuple[int, float]]
 
 
 def partitioned_collectives(lowered: Any, mesh: Mesh | AbstractMesh) -> Amounts | None:
-    """The collectives of a lowered program after its shardings are followed; None where that cannot be known.
-
-    Args:
-        lowered: a `jax.stages.Lowered`; it is not to be compiled afterwards.
-        mesh: its mesh.
-    """
+    """The collectives of a lowered program after its shardings are followed; None where that cannot be known."""
     module = _compat.partitioned(lowered)
     if module is None:
         return None

@@ -9,7 +9,7 @@ from jshard._text import folded_names, human_bytes
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.collectives import KINDS, ring_bytes
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.model_traffic import (
     Array,
     comparable,
@@ -79,13 +79,6 @@ def differences(
     the exchange with experts, and those of lines that mix examples are the model's own, and not compared, but for the
     bytes that such a line asks for; nor are those of units that are never gathered,
     unless arrays in them are whole parameters of such a unit, or gradients.
-
-    Args:
-        windows: the collectives, with their axes.
-        plan: of the model.
-        accumulate: as in `js.value_and_grad`.
-        sync: as in `js.value_and_grad`.
-        on_cpu: the program was compiled by XLA:CPU; what that alone does says so.
     """
     windows, mixing = without_mixing(windows)
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]

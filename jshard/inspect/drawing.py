@@ -42,23 +42,14 @@ i {{ position: absolute; top: 0; height: 100%; overflow: hidden; font: 12px/32px
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """Something that takes time.
+    """Something that takes time."""
 
-    Args:
-        lane: the line in which it is drawn; lanes come in the order of their first bars.
-        begin_s: seconds from the begin of the timeline.
-        end_s: seconds from the same moment.
-        kind: what it is, of `COLORS` or another word.
-        label: written into it, if there is room.
-        tip: shown when the pointer rests on it, and as its name in a trace.
-    """
-
-    lane: str
-    begin_s: float
-    end_s: float
-    kind: str
-    label: str
-    tip: str
+    lane: str  # the line in which it is drawn; lanes come in the order of their first bars
+    begin_s: float  # seconds from the begin of the timeline
+    end_s: float  # seconds from the same moment
+    kind: str  # what it is, of `COLORS` or another word
+    label: str  # written into it, if there is room
+    tip: str  # shown when the pointer rests on it, and as its name in a trace
 
 
 def chrome_trace(bars: Iterable[Bar]) -> str:

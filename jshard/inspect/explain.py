@@ -18,7 +18,7 @@ from jshard.errors import AnnotationError
 from jshard.inspect.communication import Traffic, traffic_of
 from jshard.inspect.memory import Memory, activations, memory_of, unit_bytes
 from jshard.inspect.model_traffic import traced_table
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.linen.annotation import annotation_of
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan
 from jshard.plans.plan import plan as make_plan
@@ -155,7 +155,7 @@ def explain(
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Explanation:
+class Explanation(Printed):
     """What `js.explain` found. `print` it; in a notebook it shows itself; `to_json` for programs.
 
     Args:
@@ -173,11 +173,6 @@ class Explanation:
     leaves: bool = False
     others: tuple[Other, ...] = ()
     mixing: tuple[Mixing, ...] = ()
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> Group:
         tables = [_units_table(self.plan)]

@@ -30,32 +30,19 @@ _ON_HOST = " on the host"
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """Bytes on one device.
+    """Bytes on one device."""
 
-    Args:
-        saved_bytes: what autodiff saves between forward and backward, besides the stored parameters. Gathered
-            parameters that are kept for backward are among them.
-        outside_bytes: the part of it that no layer saves: what the head and the loss need.
-        recomputed_bytes: what backward computes again of one layer, under its remat policy.
-        offloaded_bytes: what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what
-            is fetched of a layer.
-    """
-
+    # what autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
+    # for backward are among them.
     saved_bytes: int
-    outside_bytes: int
-    recomputed_bytes: int
+    outside_bytes: int  # the part of it that no layer saves: what the head and the loss need
+    recomputed_bytes: int  # what backward computes again of one layer, under its remat policy
+    # what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer
     offloaded_bytes: int = 0
 
 
 def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt: Any = nnx.Param) -> Activations:
-    """Traces the loss of a model, and looks at what is saved. Nothing is compiled or run.
-
-    Args:
-        model: the annotated model; its arrays and its mesh may be abstract.
-        loss: called with the model and the batch, as in training.
-        batch: the global batch, abstract or real; a tuple stands for several arguments.
-        wrt: the parameters that are trained, as in `js.plan`.
-    """
+    """Traces the loss of a model, and looks at what is saved. Nothing is compiled or run."""
     saved = saved_arrays(model, loss, batch, wrt=wrt)
     layers = repeated_layers(model)
     if all(unit_of(module).policy.remat == "none" for module in layers):  # type: ignore[union-attr]
@@ -66,13 +53,7 @@ def activations(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt:
 
 
 def summed(saved: Saved, whole: Saved, depths: Collection[int]) -> Activations:
-    """The sums.
-
-    Args:
-        saved: what is saved.
-        whole: what would be saved if nothing were computed again.
-        depths: of the units that repeat, how many layers each holds.
-    """
+    """The sums."""
     here = Saved({kind: n for kind, n in saved.items() if not kind[0].endswith(_ON_HOST)})
     outside = sum(n * size for (_, size, rows), n in here.items() if not _of_layers(n, rows, depths))
     again = max(0, _total(whole) - _total(here)) // max(1, sum(depths))
@@ -230,12 +211,7 @@ class Memory:
 
 
 def memory_of(plan: ShardPlan, *, optimizer: Any = None) -> Memory:
-    """Bytes on one device, from the plan.
-
-    Args:
-        plan: the plan.
-        optimizer: an `nnx.Optimizer` or an Optax transformation; None assumes `optax.adamw`.
-    """
+    """Bytes on one device, from the plan."""
     state_bytes, state_away, name = optimizer_bytes(plan, optimizer)
     on_device, away = (_stored_bytes(plan, on_host=on_host) for on_host in (False, True))
     gathered = {unit.name: unit_bytes(plan, unit.name) for unit in plan.units}

@@ -10,7 +10,7 @@ from jshard._text import folded_names, human_bytes, name_pattern
 from jshard.engine.moved import Mixing
 from jshard.inspect.communication import copied_over
 from jshard.inspect.hlo.module import item_bytes
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.tables import FittedTable, add_row, made_table
 from jshard.plans.mesh import FSDP
 from jshard.plans.placement import Placement, axes_of
@@ -35,27 +35,16 @@ class OfWindows:
 
 @dataclasses.dataclass(frozen=True)
 class TrafficRow(OfWindows):
-    """Collectives of a program that are alike.
+    """Collectives of a program that are alike."""
 
-    Args:
-        kind: `all-gather`, `reduce-scatter`, ...
-        dtype: on the wire, in HLO's words.
-        over: the mesh axes; None if no mesh is known.
-        group_size: devices of a group.
-        unit: the unit, equal ones of a list folded as `blocks/0..11`; None if the program does not say.
-        phase: `forward` or `backward`; None if the program does not say.
-        in_loop: they stand inside a loop.
-        windows: the collectives.
-    """
-
-    kind: str
-    dtype: str
-    over: tuple[str, ...] | None
-    group_size: int
-    unit: str | None
-    phase: str | None
-    in_loop: bool
-    windows: tuple[Window, ...]
+    kind: str  # `all-gather`, `reduce-scatter`, ..
+    dtype: str  # on the wire, in HLO's words
+    over: tuple[str, ...] | None  # the mesh axes; None if no mesh is known
+    group_size: int  # devices of a group
+    unit: str | None  # the unit, equal ones of a list folded as `blocks/0..11`; None if the program does not say
+    phase: str | None  # `forward` or `backward`; None if the program does not say
+    in_loop: bool  # they stand inside a loop
+    windows: tuple[Window, ...]  # the collectives
 
     @property
     def num_async(self) -> int:
@@ -83,17 +72,11 @@ class TrafficRow(OfWindows):
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """All collectives of one kind.
+    """All collectives of one kind."""
 
-    Args:
-        kind: of them.
-        total_bytes: bytes of the whole arrays, over all executions, in the dtypes on the wire.
-        elements: numbers of elements over all executions, whatever their dtype.
-    """
-
-    kind: str
-    total_bytes: int
-    elements: int
+    kind: str  # of them
+    total_bytes: int  # bytes of the whole arrays, over all executions, in the dtypes on the wire
+    elements: int  # numbers of elements over all executions, whatever their dtype
 
 
 def rows_of(windows: Iterable[Window]) -> tuple[TrafficRow, ...]:
@@ -224,15 +207,10 @@ def array_bytes(array: Array) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class MixingRow(OfWindows):
-    """Collectives of the same lines.
+    """Collectives of the same lines."""
 
-    Args:
-        mixing: the lines, with the bytes that were asked for in one execution.
-        windows: the collectives.
-    """
-
-    mixing: tuple[Mixing, ...]
-    windows: tuple[Window, ...]
+    mixing: tuple[Mixing, ...]  # the lines, with the bytes that were asked for in one execution
+    windows: tuple[Window, ...]  # the collectives
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -32,6 +32,15 @@ def printed(renderable: Any) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+class Printed:
+    """A base of what `print`, the console and notebooks show as its `__rich__` says."""
+
+    def __str__(self) -> str:
+        return printed(self)
+
+    __repr__ = __str__
+
+
 def show(*things: Any) -> None:
     """Prints on standard output: in colour on a terminal, where lines end between words; as plain text elsewhere.
 

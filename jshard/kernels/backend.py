@@ -14,7 +14,7 @@ import numpy as np
 
 from jshard import _compat
 from jshard._kernel_names import scope
-from jshard.engine.per_example import region_mesh
+from jshard.engine.context import region_mesh
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.plans.mesh import manual_axes
 
@@ -28,21 +28,13 @@ _HOPPER_SMS, _HOPPER_SMEM_BYTES = 132, 227 * 1024  # where the device does not s
 
 @dataclasses.dataclass(frozen=True)
 class TracedDevice:
-    """A device to trace for.
+    """A device to trace for."""
 
-    Attributes:
-        platform: "gpu", "tpu" or "cpu".
-        kind: the driver's name for it.
-        sms: its multiprocessors.
-        smem_limit_bytes: the most shared memory of a block.
-        is_hopper: whether the kernels run on it.
-    """
-
-    platform: str
-    kind: str
-    sms: int = _HOPPER_SMS
-    smem_limit_bytes: int = _HOPPER_SMEM_BYTES
-    is_hopper: bool = False
+    platform: str  # "gpu", "tpu" or "cpu"
+    kind: str  # the driver's name for it
+    sms: int = _HOPPER_SMS  # its multiprocessors
+    smem_limit_bytes: int = _HOPPER_SMEM_BYTES  # the most shared memory of a block
+    is_hopper: bool = False  # whether the kernels run on it
 
 
 def place() -> TracedDevice:
@@ -72,13 +64,6 @@ def choose(
     name: str, backend: Backend, arrays: Collection[Any], here: TracedDevice, reasons: Collection[str] = ()
 ) -> str:
     """Which form of a kernel runs.
-
-    Args:
-        name: of the kernel.
-        backend: what was asked for.
-        arrays: what it computes with: their dtypes decide, too.
-        here: the device.
-        reasons: why else the kernel cannot run.
 
     Returns:
         "mosaic", "interpret" or "xla".
@@ -153,19 +138,12 @@ DEFAULT = Occupancy()
 
 @dataclasses.dataclass(frozen=True)
 class KernelRun:
-    """One call of a kernel, as decided while the program is traced; hashable, a static argument of its gradient.
+    """One call of a kernel, as decided while the program is traced; hashable, a static argument of its gradient."""
 
-    Attributes:
-        name: of the kernel.
-        form: "mosaic", "interpret" or "xla".
-        knobs: how much of the device it may hold.
-        here: the device.
-    """
-
-    name: str
-    form: str
-    knobs: Occupancy
-    here: TracedDevice
+    name: str  # of the kernel
+    form: str  # "mosaic", "interpret" or "xla"
+    knobs: Occupancy  # how much of the device it may hold
+    here: TracedDevice  # the device
 
     @property
     def is_plain(self) -> bool:
@@ -194,14 +172,6 @@ def decide(
     reasons: Collection[str] = (),
 ) -> KernelRun:
     """Decides how a kernel runs.
-
-    Args:
-        name: of the kernel.
-        backend: what was asked for.
-        occupancy: what was asked for; `default` if nothing was.
-        arrays: what it computes with.
-        default: knobs that suit this kernel.
-        reasons: why the arrays' sizes are not for it, if they are not.
 
     Raises:
         KernelError: the backend is not known, or it cannot be had here.

@@ -62,23 +62,15 @@ class Occupancy:
     latency_ns: int | None = None
 
     def __post_init__(self) -> None:
-        rows = 2 * WARPGROUP_ROWS if self.persistent else WARPGROUP_ROWS
-        wrong = [
-            *_not_multiple(self, "tile_m", rows),
-            *_not_multiple(self, "tile_n", LEAST_TILE),
-            *_not_multiple(self, "tile_k", LEAST_TILE),
-            *_below(self, "stages", 2),
-            *_below(self, "reserved_sms", 0),
-            *_below(self, "smem_pad_bytes", 0),
-            *(_below(self, "latency_ns", 1) if self.latency_ns is not None else ()),
-        ]
+        units = {"tile_m": self._row_unit, "tile_n": LEAST_TILE, "tile_k": LEAST_TILE}
+        least = {"stages": 2, "reserved_sms": 0, "smem_pad_bytes": 0}
+        least |= {} if self.latency_ns is None else {"latency_ns": 1}
+        of = lambda name: getattr(self, name)
+        wrong = [(name, f"{name} is a multiple of {n}.") for name, n in units.items() if of(name) <= 0 or of(name) % n]
+        wrong += [(name, f"{name} is {n} or more.") for name, n in least.items() if of(name) < n]
         if self.reserved_sms and not self.persistent:
-            wrong.append(
-                (
-                    "reserved_sms",
-                    "reserved_sms is of a persistent kernel: where the blocks of another run is the GPU's to say.",
-                )
-            )
+            why = "reserved_sms is of a persistent kernel: where the blocks of another run is the GPU's to say."
+            wrong.append(("reserved_sms", why))
         if wrong:
             names, why = zip(*wrong, strict=True)
             raise KernelError(
@@ -89,6 +81,10 @@ class Occupancy:
             )
 
     @property
+    def _row_unit(self) -> int:
+        return 2 * WARPGROUP_ROWS if self.persistent else WARPGROUP_ROWS
+
+    @property
     def padded_bytes(self) -> int:
         """`smem_pad_bytes` as the kernel takes it: buffers begin at multiples of 1,024."""
         return -(-self.smem_pad_bytes // 1024) * 1024
@@ -96,18 +92,28 @@ class Occupancy:
 
 def with_half_the_rows(knobs: Occupancy) -> Occupancy:
     """The same with tiles of half the rows, as far as there can be."""
-    least = 2 * WARPGROUP_ROWS if knobs.persistent else WARPGROUP_ROWS
     half = knobs.tile_m // 2
-    return knobs if half % least else dataclasses.replace(knobs, tile_m=half)
+    return knobs if half % knobs._row_unit else dataclasses.replace(knobs, tile_m=half)
 
 
-def _not_multiple(knobs: Occupancy, name: str, unit: int) -> list[tuple[str, str]]:
-    value = getattr(knobs, name)
-    return [] if value > 0 and value % unit == 0 else [(name, f"{name} is a multiple of {unit}.")]
+def fitted(knobs: Occupancy, m: int, n: int, k: int) -> Occupancy:
+    """Knobs whose tiles are no larger than the arrays, each dim of which is then padded to whole tiles."""
+    tile_k = _tile(k, knobs.tile_k, LEAST_TILE)
+    return dataclasses.replace(
+        knobs,
+        tile_m=_tile(m, knobs.tile_m, knobs._row_unit),
+        tile_n=_tile(n, knobs.tile_n, LEAST_TILE),
+        tile_k=tile_k,
+        stages=max(2, min(knobs.stages, -(-k // tile_k))),
+    )
 
 
-def _below(knobs: Occupancy, name: str, least: int) -> list[tuple[str, str]]:
-    return [] if getattr(knobs, name) >= least else [(name, f"{name} is {least} or more.")]
+def _tile(size: int, most: int, least: int) -> int:
+    """The tile that pads a dim least, of those that halving gives; the largest of equals."""
+    tiles = [most]
+    while tiles[-1] % 2 == 0 and (tiles[-1] // 2) % least == 0:
+        tiles.append(tiles[-1] // 2)
+    return min(tiles, key=lambda tile: (-(-size // tile) * tile, -tile))
 
 
 # Arrays of any rank as the matrices that kernels take.

@@ -113,12 +113,11 @@ def product(
     call: KernelRun, a: jax.Array, b: jax.Array, bias: jax.Array | None = None, *, kind: str = "nn"
 ) -> jax.Array:
     """One product on Mosaic GPU; `kind` says of each operand whether it is stored (n)ormally or (t)ransposed."""
-    from jshard.kernels.mosaic.product import Product  # slow to import, and only where a kernel runs
-    from jshard.kernels.mosaic.run import run
+    from jshard.kernels.mosaic_product import Product  # slow to import, and only where a kernel runs
+    from jshard.kernels.mosaic_run import run
 
     what = Product(f"{PREFIX}{call.name}_{kind}", kind[0] == "t", kind[1] == "t", 1, _sum)
-    vectors = [] if bias is None else [bias]
-    return run(what, a, [b], vectors, knobs=call.knobs, here=call.here, interpret=call.interpret)[0]
+    return run(call, what, a, [b], [] if bias is None else [bias])[0]
 
 
 def _sum(*terms: jax.Array) -> tuple[jax.Array]:

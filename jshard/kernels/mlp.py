@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Literal, cast
@@ -130,8 +131,8 @@ def _firsts(arrays: dict[str, jax.Array]) -> list[str]:
 
 def _products(call: KernelRun, activation: Activation, arrays: dict[str, jax.Array], *, keep: bool) -> list[jax.Array]:
     """The hidden layer on Mosaic GPU; with `keep` also what the activation was taken of."""
-    from jshard.kernels.mosaic.product import Product  # slow to import, and only where a kernel runs
-    from jshard.kernels.mosaic.run import run
+    from jshard.kernels.mosaic_product import Product  # slow to import, and only where a kernel runs
+    from jshard.kernels.mosaic_run import run
 
     ws = [arrays[name] for name in _firsts(arrays)]
     biases = [arrays["b_up"]] if "b_up" in arrays else []
@@ -146,8 +147,8 @@ def _products(call: KernelRun, activation: Activation, arrays: dict[str, jax.Arr
 
     what = Product(f"{PREFIX}{call.name}_{activation}", False, False, len(ws), epilogue, 1 + keep * len(ws))
     # Each element of the output has two sums in the registers, which hold no more of them.
-    knobs = call.knobs if len(ws) == 1 else with_half_the_rows(call.knobs)
-    return run(what, arrays["x"], ws, biases, knobs=knobs, here=call.here, interpret=call.interpret)
+    call = call if len(ws) == 1 else dataclasses.replace(call, knobs=with_half_the_rows(call.knobs))
+    return run(call, what, arrays["x"], ws, biases)
 
 
 def _check(given: dict[str, jax.Array], activation: str) -> None:

@@ -149,14 +149,14 @@ def plain_norm(kind: _Kind, x: jax.Array, scale: jax.Array, bias: jax.Array | No
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _rows(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple[jax.Array, jax.Array]:
     """The norm of the sum of some rows, and that sum."""
-    from jshard.kernels.mosaic.rows import run_rows  # slow to import, and only where a kernel runs
+    from jshard.kernels.mosaic_run import run_rows  # slow to import, and only where a kernel runs
 
     def row(*held: jax.Array) -> tuple[Arrays, Arrays]:
         h, (scale, *bias) = sum(held[1 : len(xs)], start=held[0]), held[len(xs) :]
         y = kind.normal(h)[0] * scale
         return (sum(bias, start=y), *([h] if len(xs) > 1 else [])), ()
 
-    y, *h = run_rows(f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs), **_how(call))
+    y, *h = run_rows(call, f"{PREFIX}{kind.name}", row, xs, vectors, num_out=len(xs))
     return y, h[0] if h else xs[0]
 
 
@@ -168,7 +168,7 @@ def _forward(call: KernelRun, kind: _Kind, xs: Arrays, vectors: Arrays) -> tuple
 def _backward(
     call: KernelRun, kind: _Kind, kept: tuple, cotangents: tuple[jax.Array, jax.Array]
 ) -> tuple[Arrays, Arrays]:
-    from jshard.kernels.mosaic.rows import run_rows
+    from jshard.kernels.mosaic_run import run_rows
 
     h_RD, vectors, num_x = kept
     dy_RD, dh_RD = cotangents
@@ -185,16 +185,12 @@ def _backward(
 
     with call.named():
         dx, *sums = run_rows(
-            f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors), **_how(call)
+            call, f"{PREFIX}{kind.name}_backward", row, rows, vectors[:1], num_out=1, num_sums=len(vectors)
         )
         return (dx,) * num_x, tuple(each.astype(like.dtype) for each, like in zip(sums, vectors, strict=True))
 
 
 _rows.defvjp(_forward, _backward)
-
-
-def _how(call: KernelRun) -> dict[str, Any]:
-    return {"knobs": call.knobs, "here": call.here, "interpret": call.interpret}
 
 
 def _check_padding(call: KernelRun) -> None:

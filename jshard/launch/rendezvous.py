@@ -65,11 +65,11 @@ class _Host:
             if link.closed:  # it may come again
                 del self._links[process], self._hosts[process]
         if len(self._hosts) == self._cluster.num_processes:
-            self._send({"go": _by_text(self._hosts)})
+            self._send({"go": list(self._hosts.items())})
             links, self._links = self._links, {}
             return Peers(process_id=0, links=links, hosts=self._hosts, deadlines=self._deadlines)
         if time.monotonic() > self._ends_at:
-            self._end({"missing": _by_text(self._hosts), "after_s": self._deadlines.init_s})
+            self._end({"missing": list(self._hosts.items()), "after_s": self._deadlines.init_s})
         return None
 
     def close(self) -> None:
@@ -115,9 +115,7 @@ class _Host:
 
     def _end(self, message: dict[str, Any]) -> NoReturn:
         self._send(message)
-        error = _end_of(self._cluster, message)
-        assert error is not None
-        raise error
+        raise _end_of(self._cluster, message) or AssertionError(message)
 
 
 class _Guest:
@@ -134,7 +132,7 @@ class _Guest:
         elif (peers := self._hear(self._link)) is not None:
             return peers
         if self._link is None and self._waited_s > self._deadlines.init_s:
-            raise _unreachable(self._cluster, self._reason, self._waited_s)
+            raise self._unreachable()
         return None
 
     def close(self) -> None:
@@ -145,26 +143,39 @@ class _Guest:
     def _waited_s(self) -> float:
         return time.monotonic() - self._began
 
+    def _unreachable(self) -> RunError:
+        cluster, here = self._cluster, socket.gethostname()
+        return RunError(
+            "Process 0 cannot be reached.",
+            where=[
+                f"this is process {cluster.process_id} on {here} ({cluster.kind})",
+                f"process 0 is looked for at {_address(cluster)}",
+                *cluster.seen(),
+            ],
+            why=f"{self._reason}, after {self._waited_s:.0f} s.",
+            do=f"see that process 0 runs on {cluster.host} and that its ports {cluster.port} and "
+            f"{roll_call_port(cluster)} are open to {here};\n"
+            "another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
+        )
+
     def _connect(self) -> None:
         try:
             link = Link(socket.create_connection(self._address, timeout=5))
         except OSError as error:
             self._reason = error.strerror or str(error)
             return
-        cluster, waited_s = self._cluster, self._waited_s
-        hello = {"hello": 1, "process": cluster.process_id, "of": cluster.num_processes, "at": cluster.coordinator}
-        link.send({**hello, "host": hostname(), "waited_s": waited_s})
+        place = self._cluster
+        hello = {"hello": 1, "process": place.process_id, "of": place.num_processes, "at": place.coordinator}
+        link.send({**hello, "host": hostname(), "waited_s": self._waited_s})
         self._link = link
 
     def _hear(self, link: Link) -> Peers | None:
         link.beat(self._deadlines.beat_s)
         for message in link.receive():
-            if isinstance(message.get("go"), dict):
-                hosts = {int(process): str(host) for process, host in message["go"].items() if process.isdecimal()}
-                self._link = None
-                return Peers(
-                    process_id=self._cluster.process_id, links={0: link}, hosts=hosts, deadlines=self._deadlines
-                )
+            if isinstance(message.get("go"), list):
+                hosts, self._link = _hosts(message["go"]), None
+                me = self._cluster.process_id
+                return Peers(process_id=me, links={0: link}, hosts=hosts, deadlines=self._deadlines)
             if (error := _end_of(self._cluster, message)) is not None:
                 raise error
         if link.closed or link.silent_s > max(self._deadlines.peer_s, _HELLO_S):
@@ -183,7 +194,13 @@ def _listen(cluster: Cluster) -> socket.socket:
         else:
             server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
     except OSError as error:
-        raise _port_taken(cluster, error) from error
+        raise RunError(
+            "The roll call cannot be opened.",
+            where=[f"port {port} of {socket.gethostname()}", *cluster.seen()],
+            why=f"{error.strerror or error}: another process 0, or another program, has it.",
+            do="another port, the same for all processes: "
+            f"JSHARD_ROLL_CALL_PORT={port + 1 if port < 65535 else port - 2}",
+        ) from error
     server.setblocking(False)
     return server
 
@@ -196,29 +213,6 @@ def _is_hello(message: dict[str, Any]) -> bool:
         and all(isinstance(text, str) and len(text) < 1024 for text in texts)
         and type(message.get("waited_s")) in (int, float)
     )
-
-
-def _by_text(hosts: dict[int, str]) -> dict[str, str]:
-    return {str(process): host for process, host in hosts.items()}
-
-
-def _end_of(cluster: Cluster, message: dict[str, Any]) -> FourPartError | None:
-    """The error that a message of process 0 stands for; each process words it with the variables it has seen itself."""
-    try:
-        if "missing" in message:
-            came = {int(process): str(host) for process, host in message["missing"].items()}
-            return _missing(cluster, came, float(message["after_s"]))
-        if "duplicate" in message:
-            return _duplicate(cluster, int(message["duplicate"]), [str(host) for host in message["hosts"]])
-        if "mismatch" in message:
-            texts = (str(message[key]) for key in ("host", "theirs", "ours"))
-            return _mismatch(cluster, int(message["mismatch"]), *texts)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return None  # not from a supervisor
-    return None
-
-
-# The port of the roll call, and the errors of one that fails.
 
 
 def roll_call_port(cluster: Cluster) -> int:
@@ -248,6 +242,35 @@ def _address(cluster: Cluster) -> str:
     return f"{cluster.host}:{roll_call_port(cluster)}"
 
 
+def _hosts(pairs: Any) -> dict[int, str]:
+    return {int(process): str(host) for process, host in pairs}
+
+
+def _end_of(cluster: Cluster, message: dict[str, Any]) -> FourPartError | None:
+    """The error that a message of process 0 stands for; each process words it with the variables it has seen itself."""
+    try:
+        if "missing" in message:
+            return _missing(cluster, _hosts(message["missing"]), float(message["after_s"]))
+        if "duplicate" in message:
+            return ShardingError(
+                f"Two processes have the id {int(message['duplicate'])}.",
+                where=[f"on {' and on '.join(map(str, message['hosts']))}", *cluster.seen()],
+                why=f"each of the {cluster.num_processes} processes has an id of its own.",
+                do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
+            )
+        if "mismatch" in message:
+            process, ours, theirs = int(message["mismatch"]), message["ours"], message["theirs"]
+            return ShardingError(
+                f"Process {process} on {message['host']} takes the run for another.",
+                where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
+                why="all processes of a run are given the same address and number.",
+                do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
+            )
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None  # not from a supervisor
+    return None
+
+
 def _missing(cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunError:
     """The time of the roll call is over, and not all have come."""
     ids = [process for process in range(cluster.num_processes) if process not in came]
@@ -261,53 +284,6 @@ def _missing(cluster: Cluster, came: Mapping[int, str], after_s: float) -> RunEr
         why=f"{len(came)} of {cluster.num_processes} came to the roll call within {after_s:.0f} s.",
         do=f"look why process {_some(ids)} did not start, or cannot reach {_address(cluster)};\n"
         "if they are only slow to start: --init-timeout 900",
-    )
-
-
-def _unreachable(cluster: Cluster, reason: str, after_s: float) -> RunError:
-    """Process 0 does not answer."""
-    return RunError(
-        "Process 0 cannot be reached.",
-        where=[
-            f"this is process {cluster.process_id} on {socket.gethostname()} ({cluster.kind})",
-            f"process 0 is looked for at {_address(cluster)}",
-            *cluster.seen(),
-        ],
-        why=f"{reason}, after {after_s:.0f} s.",
-        do=f"see that process 0 runs on {cluster.host} and that its ports {cluster.port} and "
-        f"{roll_call_port(cluster)} are open to {socket.gethostname()};\n"
-        "another port, the same for all processes: JSHARD_ROLL_CALL_PORT=12345",
-    )
-
-
-def _duplicate(cluster: Cluster, process: int, hosts: Sequence[str]) -> ShardingError:
-    """Two processes say that they are the same one."""
-    return ShardingError(
-        f"Two processes have the id {process}.",
-        where=[f"on {' and on '.join(hosts)}", *cluster.seen()],
-        why=f"each of the {cluster.num_processes} processes has an id of its own.",
-        do="give each another JAX_PROCESS_ID, or start them with srun, which does.",
-    )
-
-
-def _mismatch(cluster: Cluster, process: int, host: str, theirs: str, ours: str) -> ShardingError:
-    """A process that takes the run for another one; `theirs` and `ours` are what it and process 0 were given."""
-    return ShardingError(
-        f"Process {process} on {host} takes the run for another.",
-        where=[f"process 0 has {ours}", f"process {process} has {theirs}", *cluster.seen()],
-        why="all processes of a run are given the same address and number.",
-        do="the same JAX_COORDINATOR_ADDRESS and JAX_NUM_PROCESSES for all of them.",
-    )
-
-
-def _port_taken(cluster: Cluster, error: OSError) -> RunError:
-    """Process 0 cannot listen."""
-    port = roll_call_port(cluster)
-    return RunError(
-        "The roll call cannot be opened.",
-        where=[f"port {port} of {socket.gethostname()}", *cluster.seen()],
-        why=f"{error.strerror or error}: another process 0, or another program, has it.",
-        do=f"another port, the same for all processes: JSHARD_ROLL_CALL_PORT={port + 1 if port < 65535 else port - 2}",
     )
 
 

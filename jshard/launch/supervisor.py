@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import sys
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,44 +11,11 @@ from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import rendezvous, worker_process
 from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines
 from jshard.launch.peers import Ending, Peers, cause
+from jshard.launch.signals import Signals
 from jshard.launch.worker_process import WorkerProcess
 
-REPEAT_S = 1.0
-"""Signals closer together than this are one: launchers and terminals often send the same one twice."""
 VERDICT_S = 3.0
 """A supervisor gives process 0's this long to name the lost process, before it names the one that it knows of."""
-
-
-class Signals:
-    """Notes SIGINT, SIGTERM and SIGHUP while it is entered, instead of what they do otherwise.
-
-    `first` is the number of the first one; `repeated` whether another came `REPEAT_S` or more after it.
-    """
-
-    def __init__(self) -> None:
-        self.first: int | None = None
-        self.repeated = False
-        self._first_at = 0.0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> Signals:
-        # Python handles signals in the main thread only; elsewhere they stay with whoever has them.
-        if threading.current_thread() is threading.main_thread():
-            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                if signal.getsignal(signum) is signal.SIG_IGN:  # as SIGHUP under nohup
-                    continue
-                self._before[signum] = signal.signal(signum, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    def _note(self, signum: int, _: object) -> None:
-        if self.first is None:
-            self.first, self._first_at = signum, time.monotonic()
-        elif time.monotonic() - self._first_at >= REPEAT_S:
-            self.repeated = True
 
 
 def supervise(
@@ -88,10 +53,10 @@ def supervise(
             if cluster is None:
                 workers, number = worker_process.start_local(command, processes or 1, deadlines), processes or 1
             else:
-                peers = rendezvous.meet(cluster, deadlines, stopped=lambda: signals.first is not None)
+                peers = rendezvous.meet(cluster, deadlines, stopped=lambda: signals.received is not None)
                 if peers is None:
-                    return 128 + (signals.first or 0)
-                workers, number = worker_process.start_in_cluster(command, cluster, deadlines), cluster.num_processes
+                    return 128 + (signals.received or 0)
+                workers, number = [worker_process.start(command, cluster, deadlines)], cluster.num_processes
             run = _Run(workers, number, peers=peers, deadlines=deadlines, signals=signals, again=again)
             return run.watch()
         except FourPartError as error:
@@ -140,11 +105,12 @@ class _Run:
                 worker.close()
 
     def _look(self) -> None:
-        if self._signals.first is not None and self._forwarded is None:
-            self._forwarded = self._signals.first
+        if self._signals.received is not None and self._forwarded is None:
+            self._forwarded = self._signals.received
             for worker in self._workers:
                 worker.forward(self._forwarded)
         for worker in self._workers:
+            worker.output.pass_on()
             ending = worker.look()
             if ending is not None and worker.process_id not in self._seen:
                 self._seen.add(worker.process_id)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jshard.errors import RunError, ShardingError
-from jshard.launch.cluster import TICK_S, Cluster, Deadlines
+from jshard.launch.cluster import Cluster, Deadlines
 from jshard.launch.peers import Ending, hostname
 
 HOLD_S = 1.0
@@ -40,22 +40,22 @@ class Output:
     """
 
     def __init__(self, stream: IO[bytes], *, live: bool) -> None:
-        self._stream = stream
+        self._stream, self._passing = stream, live
         self._held: collections.deque[tuple[float, bytes]] = collections.deque(maxlen=None if live else _LINES)
         self._lock = threading.Lock()
-        self._passing = live
-        self._ended = threading.Event()
+        self._ended, self._stopped = threading.Event(), threading.Event()
         self.shown: collections.deque[bytes] = collections.deque(maxlen=_LINES)
-        self._stopped = threading.Event()
-        self._threads = [threading.Thread(target=self._read, daemon=True, name="jshard-output")]
-        if live:
-            self._threads.append(threading.Thread(target=self._pass_on, daemon=True, name="jshard-output"))
-        for thread in self._threads:
-            thread.start()
+        self._reader = threading.Thread(target=self._read, daemon=True, name="jshard-output")
+        self._reader.start()
 
     def pause(self) -> None:
         """Passes nothing on from now, until it is known whether it is an echo."""
         self._passing = False
+
+    def pass_on(self) -> None:
+        """Writes the lines that have waited long enough; the supervisor calls it again and again."""
+        while self._passing and self._held and self._held[0][0] <= time.monotonic() - HOLD_S:
+            self._show([self._held.popleft()[1]])
 
     def show(self, *, prefix: str = "", known: Collection[bytes] = ()) -> None:
         """Writes what is held back, less the lines that are `known` to the reader."""
@@ -63,14 +63,12 @@ class Output:
         with self._lock:
             lines = [line for _, line in self._held if line not in known]
             self._held.clear()
-            self.shown.extend(lines)
-        _write(b"".join(prefix.encode() + line for line in lines))
+        self._show(lines, prefix=prefix.encode())
 
     def stop(self) -> None:
         """Lets go of the stream: nothing is written after that."""
         self._stopped.set()
-        for thread in self._threads:
-            thread.join(1.0)
+        self._reader.join(1.0)
         if self._ended.is_set():
             self._stream.close()
 
@@ -83,21 +81,12 @@ class Output:
                         self._held.append((time.monotonic(), line))
         self._ended.set()
 
-    def _pass_on(self) -> None:
-        while not self._stopped.wait(TICK_S):
-            with self._lock:
-                lines = []
-                while self._passing and self._held and self._held[0][0] <= time.monotonic() - HOLD_S:
-                    lines.append(self._held.popleft()[1])
-                self.shown.extend(lines)
-            _write(b"".join(lines))
-
-
-def _write(text: bytes) -> None:
-    # A reader that has gone (`2>&1 | head`) is no reason to end the run.
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text.decode(errors="replace"))
-        sys.stderr.flush()
+    def _show(self, lines: list[bytes], *, prefix: bytes = b"") -> None:
+        self.shown.extend(lines)
+        # A reader that has gone (`2>&1 | head`) is no reason to end the run.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(b"".join(prefix + line for line in lines).decode(errors="replace"))
+            sys.stderr.flush()
 
 
 # Which of a machine's GPUs each of several local processes takes.
@@ -269,27 +258,16 @@ def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> li
     devices = local_device_ids(number)
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    workers: list[WorkerProcess] = []
-    try:
+    with contextlib.ExitStack() as undo:
+        workers: list[WorkerProcess] = []
         for process, ids in enumerate(devices):
             place = Cluster(kind="local", coordinator=address, num_processes=number, process_id=process, variables={})
             # A run on one machine needs nothing that is open to the network.
             extra = {"JAX_COORDINATOR_BIND_ADDRESS": address} | ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
-            workers.append(_start(command, place, deadlines, extra=extra, has_stdout=process == 0))
-    except BaseException:
-        for worker in workers:
-            worker.close()
-        raise
+            workers.append(start(command, place, deadlines, extra=extra, has_stdout=process == 0))
+            undo.callback(workers[-1].close)
+        undo.pop_all()
     return workers
-
-
-def start_in_cluster(command: Sequence[str], cluster: Cluster, deadlines: Deadlines) -> list[WorkerProcess]:
-    """Starts the one worker that has this process's place in the cluster.
-
-    Raises:
-        RunError: the system starts no more processes.
-    """
-    return [_start(command, cluster, deadlines, extra={}, has_stdout=True)]
 
 
 def debug() -> bool:
@@ -297,9 +275,19 @@ def debug() -> bool:
     return os.environ.get("JSHARD_DEBUG", "") not in ("", "0")
 
 
-def _start(
-    command: Sequence[str], place: Cluster, deadlines: Deadlines, *, extra: Mapping[str, str], has_stdout: bool
+def start(
+    command: Sequence[str],
+    place: Cluster,
+    deadlines: Deadlines,
+    *,
+    extra: Mapping[str, str] | None = None,
+    has_stdout: bool = True,
 ) -> WorkerProcess:
+    """Starts the worker that has a place in a cluster.
+
+    Raises:
+        RunError: the system starts no more processes.
+    """
     environ = {
         **os.environ,
         "JSHARD_WORKER": "1",
@@ -309,7 +297,7 @@ def _start(
         "JAX_COORDINATOR_ADDRESS": place.coordinator,
         "JAX_NUM_PROCESSES": str(place.num_processes),
         "JAX_PROCESS_ID": str(place.process_id),
-        **extra,
+        **(extra or {}),
     }
     try:
         return WorkerProcess(

@@ -16,11 +16,10 @@ from jshard._compat import LINEN_CALL
 from jshard.errors import AnnotationError
 from jshard.linen.layout import Layout, Leaf, Seen
 from jshard.plans import checks
-from jshard.plans.memories import check_offload
 from jshard.plans.moved import OF_A_UNIT, check_placement
-from jshard.plans.placement import PlacementRule, ShardPlacement
-from jshard.plans.policies import MixedPrecision, Prefetch, UnitPolicy, check_remat
-from jshard.plans.units import Path, Unit, UnitChoice, chosen, dotted
+from jshard.plans.placement import ShardPlacement
+from jshard.plans.policies import UnitPolicy
+from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen, dotted
 
 L = TypeVar("L", bound=nn.Module)
 
@@ -35,7 +34,6 @@ class Annotation:
         base: the class that the user wrote.
         root: the record of the root, without parameters.
         choices: which submodules are units, each with the record of its units.
-        ignored: as it was given, to report patterns that match nothing.
         layouts: what `init` has shown, by the shapes of the parameters.
         specs: the mesh axes that the model names for its parameters, as `init` has shown them.
         latest: the layout that was made or used last.
@@ -44,7 +42,6 @@ class Annotation:
     base: type[nn.Module]
     root: Unit
     choices: tuple[tuple[UnitChoice, Unit], ...]
-    ignored: Any = None
     layouts: dict[Any, Layout] = dataclasses.field(default_factory=dict)
     specs: dict[tuple[Path, tuple[int, ...]], tuple[Any, ...]] = dataclasses.field(default_factory=dict)
     latest: Layout | None = None
@@ -52,7 +49,7 @@ class Annotation:
     @property
     def gathers_all(self) -> bool:
         """Whether every unit is gathered."""
-        return all(record.policy.gathered for record in (self.root, *(record for _, record in self.choices)))
+        return all(record.placement.gathered for record in (self.root, *(record for _, record in self.choices)))
 
     @property
     def chosen(self) -> tuple[str, ...]:
@@ -124,10 +121,12 @@ def annotation_of(model: Any) -> Annotation | None:
     return getattr(type(model), "_jshard_linen", None)
 
 
-def annotated(module: L, root: Unit, units: Any, record: Unit, ignored: Any, call: Callable[..., Any]) -> L:
+def annotated(module: L, root: Unit, units: Any, unit: Unit, call: Callable[..., Any]) -> L:
     """A copy of the module whose calls go through `call(module, method, *args, **kwargs)`."""
-    _check(module, record)
-    annotation = Annotation(type(module), root, tuple(_choices(units, record)), ignored)
+    _check(module, units, unit)
+    optimizer = LogicalOptimizer("tx = js.shard_optimizer(model, tx)  # around the whole chain")
+    root, unit = (dataclasses.replace(one, optimizer=optimizer) for one in (root, unit))
+    annotation = Annotation(type(module), root, tuple(_choices(units, unit)))
     return _annotated_again(module.clone(), annotation, call)  # type: ignore[return-value]
 
 
@@ -177,7 +176,7 @@ def _plain(module: nn.Module, base: type[nn.Module]) -> nn.Module:
     return base(**(fields | {"parent": None}))
 
 
-def _check(module: nn.Module, record: Unit) -> None:
+def _check(module: nn.Module, units: Any, unit: Unit) -> None:
     found = [name for name, child in _modules(module) if annotation_of(child) is not None]
     if found:
         raise AnnotationError(
@@ -193,10 +192,18 @@ def _check(module: nn.Module, record: Unit) -> None:
             why="it holds variables already, of a call that is under way.",
             do="annotate the model before init and apply: model = js.fully_shard(Model(), mesh=mesh)",
         )
-    if record.rule.stacked:
+    if units is not None and not unit.placement.gathered:
+        raise AnnotationError(
+            "A unit that is never gathered has units inside.",
+            where=f"fully_shard(units={units!r}, placement=js.ShardPlacement(gathered=False))",
+            why="its whole call runs as written, and so would they.",
+            do='js.fully_shard(model, mesh=mesh, units={"tables": {"placement": js.ShardPlacement(gathered=False)},'
+            " Block: {}})  # only the tables",
+        )
+    if unit.placement.stacked:
         raise AnnotationError(
             "stacked is not for Linen modules.",
-            where=f"fully_shard({type(module).__name__}, stacked={record.rule.stacked})",
+            where=f"fully_shard({type(module).__name__}, stacked={unit.placement.stacked})",
             why="how many dims of layers nn.scan adds is found when the model is initialised.",
             do="js.fully_shard(model, mesh=mesh, units=Block)",
         )
@@ -221,7 +228,7 @@ def _choices(units: Any, record: Unit) -> Iterator[tuple[UnitChoice, Unit]]:
         yield from ((choice, record) for choice in every)
 
 
-def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
+def _with_settings(unit: Unit, choice: UnitChoice, settings: Mapping[str, Any]) -> Unit:
     """The record with what one choice sets otherwise."""
     where, plain = check_placement(settings.get("placement")), ShardPlacement()
     of_all = [field.name for field in dataclasses.fields(where) if field.name not in OF_A_UNIT]
@@ -235,35 +242,12 @@ def _with_settings(record: Unit, choice: UnitChoice, settings: Mapping[str, Any]
             why=f"{', '.join(map(repr, unknown))}; a unit sets {', '.join(own)}.",
             do='js.fully_shard(model, mesh=mesh, units={Block: {"remat": "full"}})',
         )
-    policy = _checked(settings, where, record)
+    common = unit.policy if where.gathered else UnitPolicy()  # what is said for all units is not for this one
+    policy = common.changed(unit.mesh, **{name: x for name, x in settings.items() if name != "placement"})
     placing = {name: getattr(where, name) for name in OF_A_UNIT} if "placement" in settings else {}
-    if "mixed_precision" in policy:
-        placing["mixed_precision"] = policy["mixed_precision"]
-    common = record.policy
-    if not where.gathered:  # what is said for all units is not for this one
-        common = UnitPolicy()
-        policy["gathered"] = False
-        checks.check_ungathered(UnitPolicy(**policy), where.offload)
-        placing["mixed_precision"] = MixedPrecision()
-    made: PlacementRule = dataclasses.replace(record.rule, **placing)
-    return dataclasses.replace(record, policy=dataclasses.replace(common, **policy), rule=made)
-
-
-def _checked(settings: Mapping[str, Any], where: ShardPlacement, record: Unit) -> dict[str, Any]:
-    """The settings of a choice, as the policy of a unit's record takes them."""
-    found = {name: value for name, value in settings.items() if name != "placement"}
-    checks.check_types(found.get("mixed_precision"), where.shard_dim, where.stacked, where.min_size)
-    checks.check_choice("gathered", where.gathered, (True, False), checks.OF_PLACEMENT)
-    check_offload(where.offload, record.mesh)
-    if "remat" in found:
-        check_remat(found["remat"])
-    if "reshard_after_forward" in found:
-        checks.check_reshard(found["reshard_after_forward"], record.mesh)
-    if "prefetch" in found:
-        found["prefetch"] = Prefetch.parse(found["prefetch"])
-    if "mixed_precision" in found:
-        found["mixed_precision"] = found["mixed_precision"] or MixedPrecision()
-    return found
+    made = dataclasses.replace(unit, policy=policy, placement=dataclasses.replace(unit.placement, **placing))
+    checks.check_unit(made)
+    return made
 
 
 def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf]) -> None:
@@ -281,7 +265,7 @@ def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf])
         )
     units = [(), *seen.units]
     names = {dotted(p[len(u) :]) for p in leaves for u in units if p[: len(u)] == u}
-    checks.check_patterns_used(annotation.ignored, names)
+    checks.check_patterns_used(annotation.root.placement.ignored, names)
 
 
 def _text(choice: UnitChoice) -> str:

@@ -123,7 +123,7 @@ def check_beside(kind: str, units: Mapping[Path, "SeenUnit"], leaves: Iterable["
 
 
 def _ungathered(units: Mapping[Path, "SeenUnit"]) -> set[Path]:
-    return {path for path, unit in units.items() if not unit.settings.policy.gathered}
+    return {path for path, unit in units.items() if not unit.settings.placement.gathered}
 
 
 # Which parameters of a Linen model are trained, in any tree that has them: parameters, gradients, updates.
@@ -141,11 +141,12 @@ class Trained:
     """
 
     def __init__(self, layout: "Layout", wrt: Any) -> None:
-        self._predicate = nnx.filterlib.to_predicate(as_filter(wrt))
+        trained = as_filter(wrt)
+        self._predicate = nnx.filterlib.to_predicate(trained)
         placed = {leaf.keys[0]: leaf.placement for leaf in layout.plan.leaves}
         self._parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
         if wrt is not nnx.Param:
-            _check(layout, wrt, self.names)
+            _check(layout, wrt, trained, self.names)
 
     @property
     def names(self) -> set[str]:
@@ -183,9 +184,9 @@ def joined(trained: Any, frozen: Any) -> Any:
     return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
 
 
-def _check(layout: "Layout", wrt: Any, names: set[str]) -> None:
+def _check(layout: "Layout", wrt: Any, trained: Any, names: set[str]) -> None:
     paths = set(layout.leaves)
-    check_patterns_used(wrt, paths, "wrt")
+    check_patterns_used(trained, paths, "wrt")
     if not names:
         raise AnnotationError(
             "No parameter of the Linen model is trained.",
@@ -257,8 +258,8 @@ class Layout:
         check_alone(kind, units)
         layers = {path: _layers(path, unit, leaves) for path, unit in units.items()}
         for path, unit in units.items():
-            rule = dataclasses.replace(unit.settings.rule, stacked=layers[path])
-            record = dataclasses.replace(unit.settings, kind=unit.kind, rule=rule)
+            placement = dataclasses.replace(unit.settings.placement, stacked=layers[path])
+            record = dataclasses.replace(unit.settings, kind=unit.kind, placement=placement)
             units[path] = dataclasses.replace(unit, settings=record)
         made = cls(dataclasses.replace(root, kind=kind), units, layers)
         used = {path: made._used(path, leaves[path], seen) for path in sorted(leaves, key=_in_order)}
@@ -299,7 +300,7 @@ class Layout:
         settings = self.records[path]
         found = (leaf for name in names if (leaf := self.leaves.get(name)) is not None)
         members = tuple(Member((leaf.path,), leaf.placement, role(inside(path, leaf.owner))) for leaf in found)
-        name = "" if settings.policy.gathered else dotted(path)
+        name = "" if settings.placement.gathered else dotted(path)
         return dataclasses.replace(settings, plan=None, members=members, nested=bool(path), name=name)
 
     @functools.cached_property

@@ -38,8 +38,8 @@ from jshard.occupancy.footprints import CommFootprint as CommFootprint
 from jshard.occupancy.footprints import ShippedKernel as ShippedKernel
 from jshard.occupancy.footprints import footprint as footprint
 from jshard.occupancy.footprints import shipped_kernels as shipped_kernels
+from jshard.occupancy.plans import OccupancyReport as OccupancyReport
 from jshard.occupancy.plans import Plan as Plan
+from jshard.occupancy.plans import occupancy_report as occupancy_report
 from jshard.occupancy.plans import plans as plans
 from jshard.occupancy.plans import reserved_for as reserved_for
-from jshard.occupancy.report import OccupancyReport as OccupancyReport
-from jshard.occupancy.report import occupancy_report as occupancy_report

@@ -55,17 +55,11 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class BlockCost:
-    """What a block is given: rounded up to the units of a GPU.
+    """What a block is given: rounded up to the units of a GPU."""
 
-    Attributes:
-        warps: of the block.
-        warp_registers: of one warp.
-        smem_bytes: with what the driver takes.
-    """
-
-    warps: int
-    warp_registers: int
-    smem_bytes: int
+    warps: int  # of the block
+    warp_registers: int  # of one warp
+    smem_bytes: int  # with what the driver takes
 
 
 def cost(gpu: GpuFacts, block: Block) -> BlockCost:

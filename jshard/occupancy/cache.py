@@ -26,40 +26,24 @@ class CacheError(ShardingError):
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
 class Key:
-    """What a measurement holds for.
+    """What a measurement holds for."""
 
-    Attributes:
-        kernel: e.g. "matmul".
-        shape: sizes of forward, "m x n x k" as "8192x4096x4096".
-        dtype: of what is multiplied.
-        device: as the driver names it.
-        jax: version of jax, and so of the compiler.
-        footprint: what ran beside it, as `footprint_text` writes it.
-    """
-
-    kernel: str
-    shape: str
-    dtype: str
-    device: str
-    jax: str
-    footprint: str
+    kernel: str  # e.g. "matmul".
+    shape: str  # sizes of forward, "m x n x k" as "8192x4096x4096"
+    dtype: str  # of what is multiplied
+    device: str  # as the driver names it
+    jax: str  # version of jax, and so of the compiler
+    footprint: str  # what ran beside it, as `footprint_text` writes it
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TuningEntry:
-    """What was measured for a key.
+    """What was measured for a key."""
 
-    Attributes:
-        choice: what was chosen, and why.
-        timings: of everything that was tried.
-        load_bytes: that the load beside it moved.
-        when: date and time, in words.
-    """
-
-    choice: Choice
-    timings: tuple[Timing, ...]
-    load_bytes: int
-    when: str = ""
+    choice: Choice  # what was chosen, and why
+    timings: tuple[Timing, ...]  # of everything that was tried
+    load_bytes: int  # that the load beside it moved
+    when: str = ""  # date and time, in words
 
 
 Entries = Mapping[Key, TuningEntry]
@@ -158,34 +142,18 @@ def write_whole(path: Path, text: str) -> None:
 
 def text_of(entries: Entries) -> str:
     """Entries as the text of a file."""
-    whole = [{"key": dataclasses.asdict(key), **_as_json(entry)} for key, entry in sorted(entries.items())]
+    whole = [{"key": dataclasses.asdict(key), **dataclasses.asdict(entry)} for key, entry in sorted(entries.items())]
     return json.dumps({"format": FORMAT, "entries": whole}, indent=1) + "\n"
 
 
-def _as_json(entry: TuningEntry) -> dict[str, Any]:
-    return {
-        "choice": dataclasses.asdict(entry.choice),
-        "timings": [dataclasses.asdict(timing) for timing in entry.timings],
-        "load_bytes": entry.load_bytes,
-        "when": entry.when,
-    }
-
-
 def _entry(data: Mapping[str, Any]) -> TuningEntry:
-    choice: dict[str, Any] = {**data["choice"]}
-    timings: list[dict[str, Any]] = [{**timing} for timing in data["timings"]]
-    for one in (choice, *timings):
-        one["setting"] = _setting(one["setting"])
+    known = lambda one: {**one, "setting": None if one["setting"] is None else Occupancy(**one["setting"])}
     return TuningEntry(
-        choice=Choice(**choice),
-        timings=tuple(Timing(**timing) for timing in timings),
+        choice=Choice(**known(data["choice"])),
+        timings=tuple(Timing(**known(one)) for one in data["timings"]),
         load_bytes=int(data["load_bytes"]),
         when=str(data["when"]),
     )
-
-
-def _setting(data: Mapping[str, Any] | None) -> Occupancy | None:
-    return None if data is None else Occupancy(**data)
 
 
 def _unreadable(path: Path, why: str) -> CacheError:
@@ -202,10 +170,6 @@ def _unreadable(path: Path, why: str) -> CacheError:
 
 def of_first(work: Callable[[], str], *, where: str) -> str:
     """What the first process makes; the others do nothing and receive it. All of them must call this.
-
-    Args:
-        work: makes a text.
-        where: what is at work, for the others' error.
 
     Raises:
         RunError: in the other processes, where the work of the first one failed.

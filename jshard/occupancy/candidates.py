@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from jshard.errors import RunError
-from jshard.kernels.knobs import LEAST_TILE, WARPGROUP_ROWS, Occupancy, product_ns
+from jshard.kernels.knobs import Occupancy, fitted, product_ns
 from jshard.occupancy import (
     CommFootprint,
     GpuFacts,
@@ -26,19 +26,12 @@ _SHIPPED = "matmul"  # the other products are the same kernel with an epilogue
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A setting and what the model expects of it.
+    """A setting and what the model expects of it."""
 
-    Attributes:
-        setting: of the kernel; None for XLA's own product.
-        plan: how it leaves room; None for XLA's own.
-        alone_ns: an estimate of one call alone.
-        both_ns: an estimate of the call and the collective together.
-    """
-
-    setting: Occupancy | None
-    plan: Plan | None
-    alone_ns: int
-    both_ns: int
+    setting: Occupancy | None  # of the kernel; None for XLA's own product
+    plan: Plan | None  # how it leaves room; None for XLA's own
+    alone_ns: int  # an estimate of one call alone
+    both_ns: int  # an estimate of the call and the collective together
 
     @property
     def how(self) -> str:
@@ -55,20 +48,12 @@ def candidates(gpu: GpuFacts, comm: CommFootprint, *, m: int, n: int, k: int, lo
 
     The model takes all tiles to reach the same part of the peak, which they do not: it ranks how settings leave room.
 
-    Args:
-        gpu: it runs on.
-        comm: what runs beside it.
-        m: rows of the output.
-        n: columns of it.
-        k: what is summed.
-        load_ns: what the collective takes if all its blocks run.
-
     Raises:
         OccupancyError: the collective would take every multiprocessor.
     """
     found: dict[Occupancy, Candidate] = {}
     for form, kernel in _forms(gpu).items():
-        knobs = _fitted(form, m, n, k)
+        knobs = fitted(form, m, n, k)
         for plan in plans(gpu, kernel.block, comm, persistent=kernel.persistent):
             setting = dataclasses.replace(
                 knobs, smem_pad_bytes=plan.smem_pad_bytes, reserved_sms=plan.reserved_sms if knobs.persistent else 0
@@ -93,24 +78,6 @@ def _forms(gpu: GpuFacts) -> dict[Occupancy, ShippedKernel]:
         if knobs not in found or kernel.registers > found[knobs].registers:
             found[knobs] = kernel
     return found
-
-
-def _fitted(knobs: Occupancy, m: int, n: int, k: int) -> Occupancy:
-    """Tiles no larger than the arrays: two settings that differ only beyond them are one."""
-    rows = 2 * WARPGROUP_ROWS if knobs.persistent else WARPGROUP_ROWS
-    return dataclasses.replace(
-        knobs,
-        tile_m=_shrunk(knobs.tile_m, m, rows),
-        tile_n=_shrunk(knobs.tile_n, n, LEAST_TILE),
-        tile_k=_shrunk(knobs.tile_k, k, LEAST_TILE),
-    )
-
-
-def _shrunk(tile: int, size: int, least: int) -> int:
-    """The tile, halved as long as a half of it holds the whole dim."""
-    while tile % 2 == 0 and (tile // 2) % least == 0 and tile // 2 >= size:
-        tile //= 2
-    return tile
 
 
 def _estimated(
@@ -150,43 +117,26 @@ _ALIKE = 1.25  # times of calls that one statement to the scheduler may stand fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Timing:
-    """One setting, measured.
+    """One setting, measured."""
 
-    Attributes:
-        setting: of the kernel; None for XLA's own product.
-        alone_ns: of one call with nothing beside it.
-        both_ns: until the call and the load beside it have ended.
-    """
-
-    setting: Occupancy | None
-    alone_ns: int
-    both_ns: int
+    setting: Occupancy | None  # of the kernel; None for XLA's own product
+    alone_ns: int  # of one call with nothing beside it
+    both_ns: int  # until the call and the load beside it have ended
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What came of the measurements of one kernel and shape.
+    """What came of the measurements of one kernel and shape."""
 
-    Attributes:
-        setting: the best; None where it is XLA's own product.
-        alone_ns: of one call of it.
-        both_ns: of it and the load together.
-        plain_both_ns: the same of XLA's own.
-        why: in words.
-    """
-
-    setting: Occupancy | None
-    alone_ns: int
-    both_ns: int
-    plain_both_ns: int
-    why: str
+    setting: Occupancy | None  # the best; None where it is XLA's own product
+    alone_ns: int  # of one call of it
+    both_ns: int  # of it and the load together
+    plain_both_ns: int  # the same of XLA's own
+    why: str  # in words
 
 
 def choose(timings: Sequence[Timing]) -> Choice:
     """The setting with the least time beside the load; what is more than 1.15 times XLA's alone does not count.
-
-    Args:
-        timings: XLA's own among them.
 
     Raises:
         RunError: XLA's own was not measured, or a time is none.
@@ -214,9 +164,6 @@ def choose(timings: Sequence[Timing]) -> Choice:
 
 def together(choices: Mapping[str, tuple[Sequence[Timing], int]]) -> Timing | None:
     """One setting for several shapes: that with the least time of all their calls together.
-
-    Args:
-        choices: by shape its measurements, and how often it is called.
 
     Returns:
         The setting, with the times of all calls added up; its `latency_ns` is set only where a call takes about as

@@ -20,23 +20,14 @@ from jshard.occupancy.result import Reason
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """A device, as far as it is known.
+    """A device, as far as it is known."""
 
-    Attributes:
-        title: in words.
-        platform: "gpu", "tpu" or "cpu".
-        gpu: what one of its multiprocessors holds; None where that is not known, or it has none.
-        facts: its rates and links; None where they are not known.
-        topology: the cluster it was named with, e.g. "h200:64x8"; empty where it was not.
-        kind: as the driver of the one that is here names it; empty where it is only named.
-    """
-
-    title: str
-    platform: str
-    gpu: GpuFacts | None = None
-    facts: DeviceFacts | None = None
-    topology: str = ""
-    kind: str = ""
+    title: str  # in words
+    platform: str  # "gpu", "tpu" or "cpu"
+    gpu: GpuFacts | None = None  # what one of its multiprocessors holds; None where that is not known, or it has none
+    facts: DeviceFacts | None = None  # its rates and links; None where they are not known
+    topology: str = ""  # the cluster it was named with, e.g. "h200:64x8"; empty where it was not.
+    kind: str = ""  # as the driver of the one that is here names it; empty where it is only named
 
     def is_of(self, kind: str) -> bool:
         """Whether what was measured on a kind of device, as a driver names it, holds for this one."""
@@ -64,7 +55,7 @@ class Device:
         topology = self._cluster(num_devices)
         if self.facts is None or not topology:
             return None
-        slow = {"fast_bytes_per_s": self.facts.fast_range[0], "slow_bytes_per_s": self.facts.slow_range[0]}
+        slow = {"fast_bytes_per_s": self.facts.fast.range[0], "slow_bytes_per_s": self.facts.slow.range[0]}
         return dataclasses.replace(assumptions_of(parse_topology(topology)), **slow)
 
     def _cluster(self, num_devices: int) -> str:
@@ -137,29 +128,16 @@ _ASSUMED = "ctas: an assumption"  # in the source of a footprint
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """What is asked of XLA and of NCCL.
+    """What is asked of XLA and of NCCL."""
 
-    Attributes:
-        options: for the compiler, to be checked against its table.
-        environment: variables of NCCL.
-        reasons: for each of both.
-        notes: what else to know.
-    """
-
-    options: Mapping[str, Any]
-    environment: Mapping[str, str]
-    reasons: tuple[Reason, ...]
-    notes: tuple[str, ...] = ()
+    options: Mapping[str, Any]  # for the compiler, to be checked against its table
+    environment: Mapping[str, str]  # variables of NCCL
+    reasons: tuple[Reason, ...]  # for each of both
+    notes: tuple[str, ...] = ()  # what else to know
 
 
 def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | None, version: str | None) -> Side:
     """What is asked of XLA and NCCL beside the kernels.
-
-    Args:
-        comm: what a collective takes; None where that is not known.
-        gpu: the GPU; None where it is not known.
-        ctas: blocks for which there is room; None where they are not to be bounded.
-        version: of NCCL, as the caller said it.
 
     Raises:
         OccupancyError: this NCCL has no copy engines.

@@ -250,25 +250,15 @@ _SOURCE = "compiled for sm_90a by ptxas 12.9.86 with jax 0.10.2"
 
 @dataclasses.dataclass(frozen=True)
 class ShippedKernel:
-    """A kernel in one form.
+    """A kernel in one form."""
 
-    Attributes:
-        name: of the kernel as profiles show it, less "jshard_", e.g. "matmul_nn_tiled".
-        tiles: its tiles and pipeline stages, e.g. "64x128x64/3"; of a norm the width of its rows.
-        threads: of a block.
-        registers: of a thread, as the assembler reports them.
-        smem_bytes: of a block, without padding.
-        persistent: whether its blocks stay until the kernel ends.
-        source: where the numbers are from.
-    """
-
-    name: str
-    tiles: str
-    threads: int
-    registers: int
-    smem_bytes: int
-    persistent: bool
-    source: str = _SOURCE
+    name: str  # of the kernel as profiles show it, less "jshard_", e.g. "matmul_nn_tiled".
+    tiles: str  # its tiles and pipeline stages, e.g. "64x128x64/3"; of a norm the width of its rows.
+    threads: int  # of a block
+    registers: int  # of a thread, as the assembler reports them
+    smem_bytes: int  # of a block, without padding
+    persistent: bool  # whether its blocks stay until the kernel ends
+    source: str = _SOURCE  # where the numbers are from
 
     @property
     def label(self) -> str:
@@ -315,11 +305,7 @@ _KERNELS = (
 
 
 def shipped_kernels(gpu: GpuFacts) -> tuple[ShippedKernel, ...]:
-    """The kernels, as compiled for a GPU; for one that they were not compiled for, as for sm_90a.
-
-    Args:
-        gpu: the GPU.
-    """
+    """The kernels, as compiled for a GPU; for one that they were not compiled for, as for sm_90a."""
     if gpu.arch == "sm_90":
         return _KERNELS
     source = f"{_SOURCE}; not compiled for {gpu.arch}"

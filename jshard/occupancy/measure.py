@@ -42,25 +42,14 @@ class Bench(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSettings:
-    """What was measured, and what could not be.
+    """What was measured, and what could not be."""
 
-    Attributes:
-        timings: medians, XLA's own first.
-        failed: settings that did not run, and why.
-    """
-
-    timings: tuple[Timing, ...]
-    failed: tuple[tuple[Occupancy, str], ...] = ()
+    timings: tuple[Timing, ...]  # medians, XLA's own first
+    failed: tuple[tuple[Occupancy, str], ...] = ()  # settings that did not run, and why
 
 
 def measure(bench: Bench, settings: Sequence[Occupancy | None], *, rounds: int = ROUNDS) -> MeasuredSettings:
-    """Medians over rounds, in each of which everything is timed once: what the GPU's clock does, it does to all.
-
-    Args:
-        bench: that runs the product.
-        settings: of the kernel; XLA's own, None, is measured whether it is among them or not.
-        rounds: how many.
-    """
+    """Medians over rounds, in each of which everything is timed once: what the GPU's clock does, it does to all."""
     able: list[Occupancy | None] = []
     failed: list[tuple[Occupancy, str]] = []
     for setting in dict.fromkeys([None, *settings]):
@@ -80,13 +69,7 @@ def measure(bench: Bench, settings: Sequence[Occupancy | None], *, rounds: int =
 
 
 class GpuBench:
-    """A product on the first GPU of this process. Those of an MLP are timed without their activation.
-
-    Args:
-        product: its sizes.
-        comm: what the load is like; without blocks, as of copy engines, there is none.
-        load_bytes: of one call, that the load moves beside it.
-    """
+    """A product on the first GPU of this process. Those of an MLP are timed without their activation."""
 
     def __init__(self, product: MatrixProduct, comm: CommFootprint, load_bytes: int) -> None:
         self._comm = comm
@@ -132,12 +115,7 @@ class GpuBench:
 
 
 def program_of(setting: Occupancy | None, comm: CommFootprint | None) -> Callable[..., Any]:
-    """A product and then its two gradients, with a load beside these on another stream.
-
-    Args:
-        setting: of the kernel; None for XLA's own.
-        comm: what the load is like; None for no load.
-    """
+    """A product and then its two gradients, with a load beside these on another stream."""
     multiply = plain_matmul if setting is None else functools.partial(matmul, occupancy=setting, backend="mosaic")
 
     def run(x: jax.Array, w: jax.Array, *loads: jax.Array) -> tuple[jax.Array, ...]:
@@ -159,12 +137,7 @@ _BARRIERS_BYTES = 1024  # of the most that a block can have
 
 
 def load_shape(comm: CommFootprint, num_bytes: int) -> tuple[int, int, int, int]:
-    """The array that the load copies, of at least so many bytes: by block, warpgroup and step, float32.
-
-    Args:
-        comm: what it is like.
-        num_bytes: to be read and written.
-    """
+    """The array that the load copies, of at least so many bytes: by block, warpgroup and step, float32."""
     groups = -(-comm.threads // _WARPGROUP)
     on_the_way = _WARPGROUP * max(8, comm.registers - _OTHER_REGISTERS)
     steps = max(1, -(-num_bytes // (4 * comm.ctas * groups * on_the_way)))
@@ -172,14 +145,7 @@ def load_shape(comm: CommFootprint, num_bytes: int) -> tuple[int, int, int, int]
 
 
 def load(x: jax.Array, after: jax.Array, comm: CommFootprint, *, interpret: bool = False) -> jax.Array:
-    """Copies an array in blocks like a collective's.
-
-    Args:
-        x: of `load_shape`.
-        after: a small array; the load begins when it is there.
-        comm: what it is like; its threads are rounded up to warpgroups.
-        interpret: whether to run step by step on a CPU.
-    """
+    """Copies an array in blocks like a collective's."""
     import jax.experimental.pallas.mosaic_gpu as plgpu  # slow to import, and only where a load runs
 
     ctas, groups, steps, _ = x.shape

@@ -23,25 +23,15 @@ SIXTEEN_BITS = ("bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, order=True, kw_only=True)
 class MatrixProduct:
-    """A matrix product of forward; backward has two of the same size for it.
+    """A matrix product of forward; backward has two of the same size for it."""
 
-    Attributes:
-        kernel: that computes it: "mlp" in a layer of `js.kernels.mlp`, else "matmul", or what could be one.
-        m: rows of the output: tokens of one device.
-        n: columns of the output.
-        k: the dim that is summed.
-        dtype: of what is multiplied.
-        unit: that it belongs to.
-        count: how often it is computed in forward.
-    """
-
-    kernel: str
-    m: int
-    n: int
-    k: int
-    dtype: str
-    unit: str = ""
-    count: int = 1
+    kernel: str  # that computes it: "mlp" in a layer of `js.kernels.mlp`, else "matmul", or what could be one
+    m: int  # rows of the output: tokens of one device
+    n: int  # columns of the output
+    k: int  # the dim that is summed
+    dtype: str  # of what is multiplied
+    unit: str = ""  # that it belongs to
+    count: int = 1  # how often it is computed in forward
 
     @property
     def flops(self) -> float:
@@ -56,11 +46,6 @@ class MatrixProduct:
 
 def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
     """The products of forward with one matrix on each side; those of attention have a dim for heads, and are left out.
-
-    Args:
-        model: the annotated model; its arrays and its mesh may be abstract.
-        loss: called with the model and the batch, as in training.
-        batch: the global batch, abstract or real; a tuple stands for several arguments.
 
     Raises:
         AnnotationError: the root of the model is not annotated.

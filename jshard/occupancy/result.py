@@ -13,7 +13,7 @@ from rich.text import Text
 from jshard._text import duration, human_bytes, joined_name, name_pattern
 from jshard.cluster.replay import Assumptions
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.kernels.backend import Backend
 from jshard.kernels.knobs import Occupancy
 from jshard.occupancy import CommFootprint
@@ -30,23 +30,16 @@ _LEGEND = (
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """One thing that was decided.
+    """One thing that was decided."""
 
-    Attributes:
-        what: a kernel, an option, or a variable of the environment.
-        chosen: what was decided, in words.
-        origin: what the decision rests on.
-        why: the numbers.
-    """
-
-    what: str
-    chosen: str
-    origin: Origin
-    why: str
+    what: str  # a kernel, an option, or a variable of the environment
+    chosen: str  # what was decided, in words
+    origin: Origin  # what the decision rests on
+    why: str  # the numbers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Overlap:
+class Overlap(Printed):
     """What `js.overlap` chose. `print` it; in a notebook it shows itself; `to_json` for programs.
 
     Attributes:
@@ -75,11 +68,6 @@ class Overlap:
     def exports(self) -> tuple[str, ...]:
         """Lines for the shell that starts the run."""
         return tuple(f"export {name}={value}" for name, value in self.environment.items())
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def __rich__(self) -> Group:
         kernels = [reason for reason in self.reasons if reason.what in self.occupancy]
@@ -154,39 +142,24 @@ _FORWARD = "parameters for forward"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UnitTimes:
-    """Equal units of a plan, all of them together, on one device.
+    """Equal units of a plan, all of them together, on one device."""
 
-    Attributes:
-        unit: their name.
-        count: how many layers they are.
-        gathered_bytes: of the whole arrays, in forward.
-        reduced_bytes: of the whole gradients.
-        wire_bytes: what a device sends, forward and backward.
-        communication_s: of forward and of backward, all blocks of the collectives running; an estimate.
-        compute_s: of forward and of backward, on all multiprocessors; an estimate, None where it is not known.
-        is_root: its collectives have no other unit to hide behind.
-    """
-
-    unit: str
-    count: int = 1
-    gathered_bytes: int = 0
-    reduced_bytes: int = 0
-    wire_bytes: float = 0.0
+    unit: str  # their name
+    count: int = 1  # how many layers they are
+    gathered_bytes: int = 0  # of the whole arrays, in forward
+    reduced_bytes: int = 0  # of the whole gradients
+    wire_bytes: float = 0.0  # what a device sends, forward and backward
+    # of forward and of backward, all blocks of the collectives running; an estimate
     communication_s: tuple[float, float] = (0.0, 0.0)
+    # of forward and of backward, on all multiprocessors; an estimate, None where it is not known
     compute_s: tuple[float, float] | None = None
-    is_root: bool = False
+    is_root: bool = False  # its collectives have no other unit to hide behind
 
 
 def unit_times(
     plan: ShardPlan, assumptions: Assumptions | None, products: Sequence[MatrixProduct] | None
 ) -> tuple[UnitTimes, ...]:
-    """What the units of a plan send, and how long that and their products take; equal ones of a list are added up.
-
-    Args:
-        plan: the plan.
-        assumptions: of the devices and links; without them times are zero.
-        products: those of forward; None where they are not known.
-    """
+    """What the units of a plan send, and how long that and their products take; equal ones of a list are added up."""
     groups: dict[Any, list[tuple[int | None, UnitTimes]]] = {}
     for unit in plan.units:
         times = times_of_unit(plan, unit, assumptions, products)
@@ -214,13 +187,7 @@ def step_s(units: Sequence[UnitTimes], *, reserved: int, needed: int, sms: int) 
 
 
 def best_reserve(units: Sequence[UnitTimes], *, needed: int, sms: int) -> tuple[int, Mapping[int, float]]:
-    """The number of multiprocessors to leave with the least time, the fewer of equals; and the time of each number.
-
-    Args:
-        units: of the plan.
-        needed: what the blocks of a collective fill.
-        sms: multiprocessors of the device.
-    """
+    """The number of multiprocessors to leave with the least time, the fewer of equals; and the time of each number."""
     times = {r: step_s(units, reserved=r, needed=needed, sms=sms) for r in range(needed + 1)}
     return min(times, key=lambda r: (times[r], r)), times
 

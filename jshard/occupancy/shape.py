@@ -64,12 +64,6 @@ def shaped_kernels(
 ) -> dict[str, Shaped]:
     """What each kernel leaves, by the model.
 
-    Args:
-        device: it runs on.
-        comm: what runs beside it; None where that is not known.
-        units: what they send and compute.
-        products: of the model; None where they are not known.
-
     Raises:
         OccupancyError: the collective would take every multiprocessor.
     """
@@ -95,11 +89,6 @@ def room_for(device: Device, comm: CommFootprint | None, kernels: Mapping[str, S
     """Blocks of a collective that find room where multiprocessors are left to them; None where none are left.
 
     Where kernels were measured, that was beside all the blocks.
-
-    Args:
-        device: it runs on.
-        comm: what runs beside the kernels.
-        kernels: as they were shaped.
     """
     beside = None if comm is None else comm.block
     leaving = [shaped for shaped in kernels.values() if shaped.knobs.reserved_sms]
@@ -162,15 +151,7 @@ def measured_kernels(
     comm: CommFootprint,
     products: Sequence[MatrixProduct],
 ) -> dict[str, Shaped]:
-    """The same with what was measured in the place of what was computed.
-
-    Args:
-        found: by the model.
-        entries: of the tuner.
-        device: it runs on; of one that is only named, measurements of any GPU of that name count.
-        comm: what runs beside the kernels.
-        products: of the model.
-    """
+    """The same with what was measured in the place of what was computed."""
     fitting = {
         (key.kernel, key.shape, key.dtype): entry.timings
         for key, entry in entries.items()

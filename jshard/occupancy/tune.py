@@ -19,7 +19,7 @@ from jshard import _compat
 from jshard._text import duration, folded_names, human_bytes
 from jshard.cluster.replay import Assumptions
 from jshard.errors import ShardingError
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.occupancy import CommFootprint
 from jshard.occupancy import cache as stored
 from jshard.occupancy.cache import TuningEntry, of_first
@@ -46,25 +46,15 @@ _MEASURED = (
 
 @dataclasses.dataclass(frozen=True)
 class TuneRow:
-    """One size of product.
+    """One size of product."""
 
-    Attributes:
-        product: the sizes.
-        same: the products of that size, by unit.
-        left_to_xla: why no kernel takes it; empty if one does.
-        load_bytes: of the collectives beside one call.
-        load_ns: that they are estimated to take.
-        ranked: the settings, the best by the model first.
-        measured: what was measured; None where nothing was.
-    """
-
-    product: MatrixProduct
-    same: tuple[MatrixProduct, ...]
-    left_to_xla: str = ""
-    load_bytes: int = 0
-    load_ns: float = 0.0
-    ranked: tuple[Candidate, ...] = ()
-    measured: TuningEntry | None = None
+    product: MatrixProduct  # the sizes
+    same: tuple[MatrixProduct, ...]  # the products of that size, by unit
+    left_to_xla: str = ""  # why no kernel takes it; empty if one does
+    load_bytes: int = 0  # of the collectives beside one call
+    load_ns: float = 0.0  # that they are estimated to take
+    ranked: tuple[Candidate, ...] = ()  # the settings, the best by the model first
+    measured: TuningEntry | None = None  # what was measured; None where nothing was
 
     @property
     def count(self) -> int:
@@ -77,29 +67,19 @@ class TuneRow:
         return ", ".join(folded_names(each.unit for each in self.same if each.unit)) or "-"
 
 
-@dataclasses.dataclass(frozen=True)
-class TuneReport:
-    """The products of a model; printed it is tables.
+@dataclasses.dataclass(frozen=True, repr=False)
+class TuneReport(Printed):
+    """The products of a model; printed it is tables."""
 
-    Attributes:
-        device: in words.
-        comm: what runs beside them.
-        rows: the products, the most work first.
-        headline: what is to be known before anything else; empty where all was measured.
-    """
-
-    device: str
-    comm: CommFootprint
-    rows: tuple[TuneRow, ...]
-    headline: str = ""
+    device: str  # in words
+    comm: CommFootprint  # what runs beside them
+    rows: tuple[TuneRow, ...]  # the products, the most work first
+    headline: str = ""  # what is to be known before anything else; empty where all was measured
 
     def with_measured(self, entries: Sequence[TuningEntry | None]) -> TuneReport:
         """The same with what was measured of each row."""
         rows = [dataclasses.replace(row, measured=entry) for row, entry in zip(self.rows, entries, strict=True)]
         return dataclasses.replace(self, rows=tuple(rows))
-
-    def __str__(self) -> str:
-        return printed(self)
 
     def __rich__(self) -> Group:
         head = [self.headline] if self.headline else []
@@ -177,15 +157,7 @@ class TuneError(ShardingError):
 
 
 def rank(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, device: Device, comm: CommFootprint) -> TuneReport:
-    """Every distinct setting for each product of a model, ranked by the model of occupancy. Nothing is measured.
-
-    Args:
-        model: the annotated model, concrete or abstract.
-        loss: function of the model and the batch.
-        batch: the global batch, abstract or real.
-        device: a GPU that the model of occupancy knows.
-        comm: what runs beside the kernels.
-    """
+    """Every distinct setting for each product of a model, ranked by the model of occupancy. Nothing is measured."""
     plan, products = plan_of(model), products_of(model, loss, batch)
     loads = _loads(plan, products, device)
     assert device.gpu is not None
@@ -215,17 +187,6 @@ def tune(
     """Measures the products of a model, and keeps what came of it in a file.
 
     In several processes the first one measures, and its choices are those of all.
-
-    Args:
-        model: as of `rank`.
-        loss: as of `rank`.
-        batch: as of `rank`.
-        device: the GPU that is here.
-        comm: as of `rank`.
-        path: the file; what is in it for the same key is not measured again.
-        again: measure it again all the same.
-        say: receives a line on what is being measured.
-        bench: runs a product.
 
     Raises:
         TuneError: inside of a trace.

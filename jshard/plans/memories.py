@@ -11,36 +11,22 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.errors import AnnotationError, MeshError
+from jshard.errors import MeshError
 from jshard.plans.mesh import AnyMesh
 
-OPTIMIZER, PARAMS = "optimizer", "params"
 HOST_KIND = "pinned_host"
 """JAX's name of the host's memory that a device reads and writes directly."""
 
 
 def check_offload(offload: str | None, mesh: AnyMesh, *, activations: bool = False) -> None:
-    """Raises for an offload that does not exist, or that the devices of the mesh have no memory for.
+    """Raises for an offload, of arrays or of activations, that the devices of the mesh have no memory for.
 
-    Args:
-        offload: as in `js.fully_shard`.
-        mesh: the mesh; an abstract one has no devices to ask.
-        activations: whether a remat policy of ours offloads.
+    Those of an abstract mesh cannot be asked, and those of a cluster that is not there do not say: their compiler has
+    the last word.
     """
-    if offload not in (None, OPTIMIZER, PARAMS):
-        raise AnnotationError(
-            "The offload is not known.",
-            where=f"placement=js.ShardPlacement(offload={offload!r})",
-            why='it is "optimizer" (optimizer state is in host memory), "params" (parameters and their gradients do,'
-            " too) or None.",
-            do='js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement(offload="optimizer"))',
-        )
-    if (offload or activations) and isinstance(mesh, Mesh):
-        _check_devices(mesh, f"offload={offload!r}" if offload else 'remat="offload"')
-
-
-def _check_devices(mesh: Mesh, asked: str) -> None:
-    """Asks the devices. Those of a cluster that is not there do not say; their compiler has the last word."""
+    if not (offload or activations) or not isinstance(mesh, Mesh):
+        return
+    asked = f"offload={offload!r}" if offload else 'remat="offload"'
     kinds = {device: _compat.memory_kinds(device) for device in mesh.devices.flat}
     lacking = {device: found for device, found in kinds.items() if found and HOST_KIND not in found}
     if lacking:

@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar
 
 from jshard.errors import AnnotationError
-from jshard.plans.memories import OPTIMIZER
-from jshard.plans.mesh import AnyMesh
-from jshard.plans.placement import ShardDim, ShardPlacement
-from jshard.plans.policies import Strategy, settings_of
+from jshard.plans.mesh import FSDP, REPLICA, AnyMesh, degree
+from jshard.plans.placement import OPTIMIZER, ShardDim, ShardPlacement
+from jshard.plans.policies import Strategy, strategies
 
 T = TypeVar("T")
 
@@ -79,22 +78,66 @@ def placement_of(placement: ShardPlacement | None, moved: Mapping[str, Any]) -> 
     return found
 
 
-def layers_of(strategy: str | Strategy, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
+def layers_of(strategy: Any, mesh: AnyMesh) -> tuple[dict[str, Any], str] | None:
     """The settings that a strategy gives the layers, and its name; with a warning that has them as arguments.
 
     Args:
-        strategy: as `fully_shard` was given it.
+        strategy: as `fully_shard` was given it; None gives None.
         mesh: of the root.
+
+    Raises:
+        AnnotationError: there is no such strategy, or it is for another mesh.
     """
-    settings, name = settings_of(strategy, mesh)
-    given = "".join(f", {key}={value!r}" for key, value in settings.items())
+    if strategy is None:
+        return None
+    found = _strategy(strategy)
+    if (found.fsdp == 1 and degree(mesh, FSDP) > 1) or (found.replica > 1 and degree(mesh, REPLICA) == 1):
+        given = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in found.mesh)
+        raise AnnotationError(
+            "The strategy is for another mesh.",
+            where=f"fully_shard(strategy={found.name!r}), mesh {given}",
+            why=f"{found.summary}: the mesh says where the parameters are, and a strategy does not change it.",
+            do=f"mesh=js.mesh({', '.join(f'{axis}={size}' for axis, size in found.mesh.items())})",
+        )
+    reshard = True if found.reshard_after_forward is None else found.reshard_after_forward
     warnings.warn(
         "strategy: this setting of fully_shard goes with the next release. The new line, for each layer:\n"
-        f"  js.fully_shard(layer, mesh=mesh{given})",
+        f"  js.fully_shard(layer, mesh=mesh, reshard_after_forward={reshard!r})",
         FutureWarning,
         stacklevel=3,
     )
-    return settings, name
+    return {"reshard_after_forward": reshard}, found.name
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """Raises if a strategy was named for a Linen model, whose layers are only known when it is called."""
+    if strategy is not None:
+        raise AnnotationError(
+            "A strategy is for nnx models only.",
+            where=f"fully_shard(strategy={strategy!r})",
+            why="the layers of a Linen model are not known before it is called.",
+            do="js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)  # zero2",
+        )
+
+
+def _strategy(strategy: Any) -> Strategy:
+    if isinstance(strategy, Strategy) or strategy in strategies:
+        return strategies[strategy] if isinstance(strategy, str) else strategy
+    if strategy == "auto":
+        raise AnnotationError(
+            "fully_shard does not choose a strategy.",
+            where='fully_shard(strategy="auto")',
+            why="it chose by a file in the home folder and by the memory of the devices: the same script could shard"
+            " differently on two machines.",
+            do="jshard train MODEL --auto  # measures here; or jshard plan MODEL --topology h100:64x8 --auto\n"
+            "js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)  # as either prints",
+        )
+    raise AnnotationError(
+        "The strategy is not known.",
+        where=f"fully_shard(strategy={strategy!r})",
+        why=f"it is one of {', '.join(strategies)}, or a value of jshard.plans.policies.strategies.",
+        do="js.fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # zero2, for each layer",
+    )
 
 
 def units_of(units: Any, common: ShardPlacement) -> Any:

@@ -12,7 +12,7 @@ from jshard import _compat
 from jshard.plans.memories import fetched, placed_like
 from jshard.plans.mesh import REPLICA
 from jshard.plans.padding import Padding
-from jshard.plans.placement import Placement, PlacementRule, place
+from jshard.plans.placement import Placement, ShardPlacement, place
 from jshard.plans.plan import ShardPlan
 from jshard.plans.policies import MixedPrecision
 
@@ -30,8 +30,7 @@ class StatePlaces:
 
     def __init__(self, plan: ShardPlan, *, over_replica: bool = False) -> None:
         self._parameters = {tuple(map(str, leaf.keys[0])): leaf.placement for leaf in plan.leaves}
-        self._over_replica, self._replicas = over_replica, dict(plan.mesh).get(REPLICA, 1)
-        self._rule = PlacementRule(plan.mesh, MixedPrecision(), pads=False)
+        self._over_replica, self._degrees = over_replica, dict(plan.mesh)
 
     def tail(self, path: Keys) -> Keys | None:
         """The path of the parameter that a path in the state ends in; None if it ends in none."""
@@ -47,7 +46,8 @@ class StatePlaces:
         if parameter is None:
             return PartitionSpec()
         if shape not in (parameter.shape, parameter.stored_shape):
-            return place("", shape, "float32", (), self._rule).partition_spec
+            other = place("", shape, "float32", (), self._degrees, ShardPlacement(), MixedPrecision(), pads=False)
+            return other.partition_spec
         if parameter.dim is None and self._over_replica:
             return self._over_replicas(parameter)
         return parameter.partition_spec
@@ -76,7 +76,7 @@ class StatePlaces:
         return Padding.of(parameter)
 
     def _over_replicas(self, parameter: Placement) -> PartitionSpec:
-        size = self._replicas
+        size = self._degrees.get(REPLICA, 1)
         fits = [d for d, n in enumerate(parameter.shape) if n and n % size == 0 and parameter.spec[d] is None]
         if size == 1 or not fits:
             return parameter.partition_spec

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,10 +10,11 @@ from jax.sharding import PartitionSpec
 
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import AXES, EXPERT, FSDP, TENSOR
-from jshard.plans.policies import MixedPrecision
+from jshard.plans.policies import MixedPrecision, check_setting
 
 Entry = str | tuple[str, ...] | None
 ShardDim = int | Callable[[str, tuple[int, ...]], int | None] | None
+OPTIMIZER, PARAMS = "optimizer", "params"  # what `offload` may say
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Placement:
     @property
     def on_host(self) -> bool:
         """Whether the stored parameter is in host memory."""
-        return self.offload == "params"
+        return self.offload == PARAMS
 
     @property
     def partition_spec(self) -> PartitionSpec:
@@ -143,36 +144,25 @@ class ShardPlacement:
     offload: str | None = None
     gathered: bool = True
 
+    def __post_init__(self) -> None:
+        named = self.allow_replicated
+        object.__setattr__(self, "allow_replicated", (named,) if isinstance(named, str) else tuple(named))
+        dim = self.shard_dim is None or callable(self.shard_dim) or type(self.shard_dim) is int
+        _check_field(dim, "shard_dim", self.shard_dim, "a number or a function of (path, shape)", 0)
+        _check_field(_is_size(self.stacked), "stacked", self.stacked, "a number of leading dims, 0 or more", 1)
+        _check_field(_is_size(self.min_size), "min_size", self.min_size, "a number of elements", 1024)
+        known = '"optimizer" (its state is in host memory), "params" (parameters and their gradients, too) or None'
+        _check_field(self.offload in (None, OPTIMIZER, PARAMS), "offload", self.offload, known, OPTIMIZER)
+        _check_field(self.gathered in (True, False), "gathered", self.gathered, "True or False", False)
 
-@dataclasses.dataclass(frozen=True)
-class PlacementRule:
-    """What decides a parameter's placement, besides its shape.
 
-    Args:
-        degrees: size of every mesh axis.
-        mixed_precision: dtypes of the unit.
-        shard_dim: the dim asked for: a number, for parameters that have that dim, or a function of (path, shape);
-            None chooses.
-        stacked: leading dims that index layers (a scan or vmap over layers): never sharded.
-        min_size: parameters with fewer elements stay replicated, and on the device.
-        pads: a dim that does not divide may be stored padded; else the parameter is replicated.
-        offload: what of larger ones is in host memory.
-        gathered: whether the unit gathers its parameters.
-    """
+def _is_size(value: Any) -> bool:
+    return type(value) is int and value >= 0
 
-    degrees: tuple[tuple[str, int], ...]
-    mixed_precision: MixedPrecision
-    shard_dim: ShardDim = None
-    stacked: int = 0
-    min_size: int = 1024
-    pads: bool = True
-    offload: str | None = None
-    gathered: bool = True
 
-    @property
-    def degree(self) -> int:
-        """Size of the `fsdp` axis."""
-        return dict(self.degrees)[FSDP]
+def _check_field(good: bool, name: str, value: Any, wanted: str, example: Any) -> None:
+    line = f"js.fully_shard(block, mesh=mesh, placement=js.ShardPlacement({name}={example!r}))"
+    check_setting(good, f"js.ShardPlacement({name}={value!r})", wanted, line)
 
 
 def place(
@@ -180,8 +170,11 @@ def place(
     shape: tuple[int, ...],
     dtype: Any,
     given: tuple[Entry, ...],
-    rule: PlacementRule,
+    degrees: Mapping[str, int],
+    asked: ShardPlacement,
+    precision: MixedPrecision,
     *,
+    pads: bool = True,
     ignored: bool = False,
 ) -> Placement:
     """Places one parameter.
@@ -191,19 +184,20 @@ def place(
         shape: logical shape.
         dtype: stored dtype.
         given: mesh axes that the model itself asked for (a tensor axis), one entry a dim.
-        rule: the rest of what decides.
+        degrees: size of every mesh axis.
+        asked: the placement of its unit.
+        precision: the dtypes of its unit.
+        pads: a dim that does not divide may be stored padded; else the parameter is replicated.
         ignored: the annotation leaves this parameter out.
     """
-    degrees = dict(rule.degrees)
     named, given = given, tuple(_kept(entry, degrees) for entry in given)
     _check_given(path, shape, named, given, degrees)
-    free = [d for d in range(rule.stacked, len(shape)) if d >= len(given) or given[d] is None]
-    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, rule)
+    free = [d for d in range(asked.stacked, len(shape)) if d >= len(given) or given[d] is None]
+    dim, because = (None, IGNORED) if ignored else _choose(path, shape, dtype, free, degrees[FSDP], asked, pads)
     entries: list[Entry] = [*given, *[None] * (len(shape) - len(given))]
     if dim is not None:
         entries[dim] = FSDP
     shards = math.prod(degrees[n] for entry in entries for n in axes_of(entry))
-    precision = rule.mixed_precision
     stored = jnp.dtype(dtype).name
     gathered = stored if precision.keeps(path) else precision.param or stored
     return Placement(
@@ -211,19 +205,19 @@ def place(
         dtype=stored,
         spec=tuple(entries),
         dim=dim,
-        degree=1 if dim is None else rule.degree,
+        degree=1 if dim is None else degrees[FSDP],
         shards=shards,
         gathered_dtype=gathered,
         reduce_dtype=precision.reduce or gathered,
         because=because,
-        layers=math.prod(shape[: rule.stacked]),
-        padding=0 if dim is None else -shape[dim] % rule.degree,
-        offload=rule.offload if math.prod(shape[rule.stacked :]) >= rule.min_size else None,
-        gathered=rule.gathered,
+        layers=math.prod(shape[: asked.stacked]),
+        padding=0 if dim is None else -shape[dim] % degrees[FSDP],
+        offload=asked.offload if math.prod(shape[asked.stacked :]) >= asked.min_size else None,
+        gathered=asked.gathered,
     )
 
 
-def _kept(entry: Entry, degrees: dict[str, int]) -> Entry:
+def _kept(entry: Entry, degrees: Mapping[str, int]) -> Entry:
     """What a model's own annotation says for a dim, without what splits nothing here, so that `fsdp` may have the dim.
 
     That is an axis of degree 1, or one that the mesh has not; and `fsdp` itself, which public models name: which dim it
@@ -234,7 +228,7 @@ def _kept(entry: Entry, degrees: dict[str, int]) -> Entry:
 
 
 def _check_given(
-    path: str, shape: tuple[int, ...], named: tuple[Entry, ...], given: tuple[Entry, ...], degrees: dict[str, int]
+    path: str, shape: tuple[int, ...], named: tuple[Entry, ...], given: tuple[Entry, ...], degrees: Mapping[str, int]
 ) -> None:
     """Raises for a model's own annotation whose split would be lost, or does not divide."""
     unknown = [n for entry in named for n in axes_of(entry) if n not in degrees and n not in AXES]
@@ -267,22 +261,21 @@ PADDED_FROM_BYTES = 64 * 2**10  # smaller ones are not worth a gather of their o
 
 
 def _choose(
-    path: str, shape: tuple[int, ...], dtype: Any, free: list[int], rule: PlacementRule
+    path: str, shape: tuple[int, ...], dtype: Any, free: list[int], degree: int, asked: ShardPlacement, pads: bool
 ) -> tuple[int | None, str]:
     """The dim to shard, of those that are free; or None, and why."""
-    degree = rule.degree
-    asked = rule.shard_dim(path, shape) if callable(rule.shard_dim) else rule.shard_dim
-    if asked is not None and (callable(rule.shard_dim) or -len(shape) <= asked < len(shape)):
-        return _asked_dim(path, shape, asked, free, rule), ""
+    chosen = asked.shard_dim(path, shape) if callable(asked.shard_dim) else asked.shard_dim
+    if chosen is not None and (callable(asked.shard_dim) or -len(shape) <= chosen < len(shape)):
+        return _asked_dim(path, shape, chosen, free, degree, pads), ""
     if degree == 1:
         return None, DEGREE_ONE
-    size = math.prod(shape[rule.stacked :])
-    if size < rule.min_size:
-        return None, f"{SMALL} ({size} < {rule.min_size} elements)"
+    size = math.prod(shape[asked.stacked :])
+    if size < asked.min_size:
+        return None, f"{SMALL} ({size} < {asked.min_size} elements)"
     fits = [d for d in free if shape[d] % degree == 0 and shape[d]]
     if fits:
         return max(fits, key=lambda d: (shape[d], -d)), ""
-    padded = _padded_dim(shape, free, degree) if rule.pads else None
+    padded = _padded_dim(shape, free, degree) if pads else None
     if padded is None or math.prod(shape) * jnp.dtype(dtype).itemsize < PADDED_FROM_BYTES:
         return None, f"{INDIVISIBLE} {degree} (shape {tuple(shape)})"
     return padded, ""
@@ -294,7 +287,7 @@ def _padded_dim(shape: tuple[int, ...], free: list[int], degree: int) -> int | N
     return None if found is None or shape[found] < degree else found
 
 
-def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], rule: PlacementRule) -> int:
+def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], degree: int, pads: bool) -> int:
     if not isinstance(asked, int) or isinstance(asked, bool):
         raise AnnotationError(
             "shard_dim gave something that is not a dim.",
@@ -303,14 +296,14 @@ def _asked_dim(path: str, shape: tuple[int, ...], asked: int, free: list[int], r
             do="js.fully_shard(m, mesh=mesh, placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
         )
     dim = asked + len(shape) if asked < 0 else asked
-    possible = [d for d in free if shape[d] % rule.degree == 0 or rule.pads]
+    possible = [d for d in free if shape[d] % degree == 0 or pads]
     if dim in possible:
         return dim
-    even = f", and divide by the degree of the fsdp axis, {rule.degree}: it is in allow_replicated, and not padded."
+    even = f", and divide by the degree of the fsdp axis, {degree}: it is in allow_replicated, and not padded."
     raise AnnotationError(
         f"A parameter cannot be sharded along dim {asked}.",
         where=f"{path}  shape {tuple(shape)}, possible dims {possible}",
-        why="a dim must be free of other axes and of layers" + ("." if rule.pads else even),
+        why="a dim must be free of other axes and of layers" + ("." if pads else even),
         do="leave shard_dim out, or return None for this path: js.fully_shard(m, mesh=mesh,"
         " placement=js.ShardPlacement(shard_dim=lambda path, shape: None))",
     )

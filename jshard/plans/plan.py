@@ -198,10 +198,7 @@ class ShardPlan:
         for leaf in self.leaves:
             keys, owner = _inside(path, leaf.keys), inside(path, leaf.owner)
             if keys and (owner or ()) in names:  # else its unit was taken out of the model
-                text, *aliases = map(dotted, keys)
-                unit = names[owner or ()]
-                its = LeafPlan(text, unit, leaf.placement, tuple(aliases), leaf.trained, leaf.stack, keys, owner)
-                leaves.append(its)
+                leaves.append(_leaf_plan(keys, owner, names[owner or ()], leaf.placement, leaf.stack, leaf.trained))
         return ShardPlan(self.mesh, _rows(within), tuple(leaves))
 
     def to_json(self) -> str:
@@ -215,7 +212,9 @@ class ShardPlan:
         return cls(
             mesh=tuple((name, size) for name, size in data["mesh"]),
             units=tuple(UnitPlan(**unit) for unit in data["units"]),
-            leaves=tuple(_leaf(**leaf) for leaf in _tuples(data["leaves"])),
+            leaves=tuple(
+                LeafPlan(**leaf | {"placement": Placement(**leaf["placement"])}) for leaf in _tuples(data["leaves"])
+            ),
         )
 
 
@@ -239,11 +238,10 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
         except AnnotationError as error:
             errors.append(error)
             continue
-        text, *aliases = map(dotted, keys)
-        stack = dotted(leaf.stack) if leaf.stack and not units[owner].rule.stacked else ""
-        found.append(LeafPlan(text, names[owner], placement, tuple(aliases), True, stack, keys, owner))
-        never = {unit for chain in leaf.around for unit in chain if not units[unit].policy.gathered}
-        shared += [text] if never - {owner} else []
+        stack = dotted(leaf.stack) if leaf.stack and not units[owner].placement.stacked else ""
+        found.append(_leaf_plan(keys, owner, names[owner], placement, stack))
+        never = {unit for chain in leaf.around for unit in chain if not units[unit].placement.gathered}
+        shared += [dotted(path)] if never - {owner} else []
     if errors:
         first = errors[0]
         raise AnnotationError(first.what, where=[w for e in errors for w in e.where], why=first.why, do=first.do)
@@ -256,6 +254,13 @@ def make_plan(leaves: Mapping[Path, Leaf], units: Mapping[Path, Unit]) -> ShardP
         )
     mesh = units[()].mesh
     return ShardPlan(tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True)), _rows(units), tuple(found))
+
+
+def _leaf_plan(
+    keys: tuple[Path, ...], owner: Path | None, unit: str, placement: Placement, stack: str, trained: bool = True
+) -> LeafPlan:
+    text, *aliases = map(dotted, keys)
+    return LeafPlan(text, unit, placement, tuple(aliases), trained, stack, keys, owner)
 
 
 def role(owner: Path | None) -> str:
@@ -286,16 +291,23 @@ def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
 
 def _placed(keys: tuple[Path, ...], owner: Path, leaf: Leaf, units: Mapping[Path, Unit]) -> Placement:
     """The placement that a parameter's owner gives it; patterns are held against its path from there and the root."""
-    unit, root, path = units[owner], units[()], keys[0]
-    from_unit = _inside(owner, keys)[0]
-    leave_out = nnx.filterlib.to_predicate(unit.ignored)
+    unit, path, from_unit = units[owner], keys[0], _inside(owner, keys)[0]
+    asked, from_root = unit.placement, units[()].placement.allow_replicated
+    leave_out = nnx.filterlib.to_predicate(asked.ignored)
     variable = nnx.Param(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)) if leaf.variable is None else leaf.variable
-    ignored = any(leave_out(p, variable) for p in (from_unit, path))
-    whole = is_named(dotted(from_unit), unit.allow_replicated) or is_named(dotted(path), root.allow_replicated)
-    rule = dataclasses.replace(unit.rule, pads=False) if whole else unit.rule
-    if leaf.stack and not owner and not rule.stacked and rule.shard_dim is None:  # gathered a layer at a time
-        rule = dataclasses.replace(rule, stacked=leaf.num_stacked)
-    return place(dotted(from_unit), leaf.shape, leaf.dtype, leaf.spec, rule, ignored=ignored)
+    if leaf.stack and not owner and not asked.stacked and asked.shard_dim is None:  # gathered a layer at a time
+        asked = dataclasses.replace(asked, stacked=leaf.num_stacked)
+    return place(
+        dotted(from_unit),
+        leaf.shape,
+        leaf.dtype,
+        leaf.spec,
+        dict(unit.mesh.shape),
+        asked,
+        unit.policy.mixed_precision,
+        pads=not (is_named(dotted(from_unit), asked.allow_replicated) or is_named(dotted(path), from_root)),
+        ignored=any(leave_out(p, variable) for p in (from_unit, path)),
+    )
 
 
 def _names(units: Mapping[Path, Unit]) -> dict[Path, str]:
@@ -323,12 +335,8 @@ def _row(path: Path, name: str, unit: Unit) -> UnitPlan:
         mixed_precision=f"param={precision.param}, reduce={precision.reduce}, output={precision.output}{keep}",
         prefetch="compiler" if policy.prefetch is None else str(policy.prefetch),
         strategy=policy.strategy,
-        gathered=policy.gathered,
+        gathered=unit.placement.gathered,
     )
-
-
-def _leaf(placement: dict[str, Any], **fields: Any) -> LeafPlan:
-    return LeafPlan(placement=Placement(**placement), **fields)
 
 
 def _tuples(data: Any) -> Any:
@@ -381,33 +389,25 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
 
 def root_forgotten(model: Any) -> AnnotationError:
     """The error for a model whose root is not a unit, or that is no nnx model."""
-    if not isinstance(model, nnx.Module):
-        return _not_nnx(model)
-    inner = [dotted(p) for p, _ in nested_units(model)]
-    units = (
-        f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"
-        if inner
-        else "no unit inside"
-    )
-    return AnnotationError(
-        "The root of the model is not annotated.",
-        where=f"{type(model).__name__}: {units}",
-        why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
-        do="js.fully_shard(model, mesh=mesh)  # after its submodules",
-    )
-
-
-def _not_nnx(model: Any) -> AnnotationError:
-    if getattr(type(model), "_jshard_plan", None) is None:
+    if not isinstance(model, nnx.Module) and getattr(type(model), "_jshard_plan", None) is None:
         return AnnotationError(
             "This is not an annotated model.",
             where=type(model).__name__,
             why="fully_shard annotates an nnx module in place; of a Linen module it returns a copy.",
             do="model = js.fully_shard(model, mesh=mesh)",
         )
+    if not isinstance(model, nnx.Module):
+        return AnnotationError(
+            "This is for nnx models only.",
+            where=type(model).__name__,
+            why="the parameters of a Linen model are an argument of its loss, and of what differentiates it.",
+            do="js.value_and_grad(loss_fn, model=model, accumulate=4)(state.params, x)  # loss_fn(params, x)",
+        )
+    inner = [dotted(p) for p, _ in nested_units(model)]
+    listed = f"{len(inner)} units inside ({', '.join(inner[:4])}{' ...' if inner[4:] else ''})"
     return AnnotationError(
-        "This is for nnx models only.",
-        where=type(model).__name__,
-        why="the parameters of a Linen model are an argument of its loss, and of what differentiates it.",
-        do="js.value_and_grad(loss_fn, model=model, accumulate=4)(state.params, x)  # loss_fn(params, x)",
+        "The root of the model is not annotated.",
+        where=f"{type(model).__name__}: {listed if inner else 'no unit inside'}",
+        why="parameters outside the inner units belong to the root, and one call into the root is one sharded region.",
+        do="js.fully_shard(model, mesh=mesh)  # after its submodules",
     )

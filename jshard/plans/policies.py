@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jshard._kernel_names import PRODUCT
 from jshard.errors import AnnotationError
-from jshard.plans.mesh import FSDP, REPLICA, AnyMesh, degree
+from jshard.plans.mesh import FSDP, AnyMesh, degree
 
 Remat = str | Callable[..., Any]
 """`"none"`, `"dots"`, `"offload"`, `"full"`, or a policy from `jax.checkpoint_policies`."""
@@ -122,9 +122,8 @@ _BYTES = {"B": 1} | {
 class UnitPolicy:
     """The settings of one unit.
 
-    `gathered` is False for a unit whose call runs as written, in global view, on shards that stay where they are: of
-    the rest only `group` is set then. `strategy` is of the root: what was chosen for its layers, and why. `group` is
-    shared by modules that were given in one list; None for a module on its own.
+    `strategy` is of the root: what was chosen for its layers, and why. `group` is shared by modules that were given in
+    one list; None for a module on its own.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -133,8 +132,58 @@ class UnitPolicy:
     prefetch: Prefetch | None = Prefetch(units=1)
     strategy: str = ""
     group: int | None = None
-    gathered: bool = True
     fallback: str = "warn"
+
+    def changed(self, mesh: AnyMesh, **settings: Any) -> "UnitPolicy":
+        """The policy with other settings, each as `js.fully_shard` takes it.
+
+        Raises:
+            AnnotationError: a setting has no such value.
+        """
+        if "prefetch" in settings:
+            settings["prefetch"] = Prefetch.parse(settings["prefetch"])
+        if "mixed_precision" in settings:
+            settings["mixed_precision"] = settings["mixed_precision"] or MixedPrecision()
+        made = dataclasses.replace(self, **settings)
+        check_remat(made.remat)
+        _check_reshard(made.reshard_after_forward, degree(mesh, FSDP))
+        check_setting(
+            isinstance(made.mixed_precision, MixedPrecision),
+            f"fully_shard(mixed_precision={made.mixed_precision!r})",
+            "a js.MixedPrecision",
+            'js.fully_shard(block, mesh=mesh, mixed_precision=js.MixedPrecision(param="bfloat16"))',
+        )
+        check_setting(
+            made.fallback in ("warn", "error"),
+            f"fully_shard(fallback={made.fallback!r})",
+            "'warn' or 'error'",
+            'js.fully_shard(model, mesh=mesh, fallback="error")',
+        )
+        return made
+
+
+def check_setting(good: bool, where: str, wanted: str, do: str) -> None:
+    """Raises for a setting of another type, or another value, than the annotation takes.
+
+    Args:
+        good: whether it is one.
+        where: how it was given: `fully_shard(stacked=-1)`.
+        wanted: what it is instead.
+        do: the line that is right.
+    """
+    if not good:
+        raise AnnotationError("The value of a setting is not allowed.", where=where, why=f"it is {wanted}.", do=do)
+
+
+def _check_reshard(value: bool | int | None, size: int) -> None:
+    if value is None or isinstance(value, bool) or (isinstance(value, int) and value >= 1 and size % value == 0):
+        return
+    raise AnnotationError(
+        "The parameters cannot be resharded to such a group after forward.",
+        where=f"fully_shard(reshard_after_forward={value!r}), fsdp={size}",
+        why=f"it is True, False, or a number that divides the degree of the fsdp axis, {size}.",
+        do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)",
+    )
 
 
 def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
@@ -251,48 +300,3 @@ _ALL = (
 
 strategies: Mapping[str, Strategy] = MappingProxyType({strategy.name: strategy for strategy in _ALL})
 """The strategies by name."""
-
-
-def check_strategy(strategy: Any) -> None:
-    """Raises unless it is a strategy, its name or None."""
-    if strategy is None or isinstance(strategy, Strategy) or strategy in strategies:
-        return
-    if strategy == "auto":
-        raise AnnotationError(
-            "fully_shard does not choose a strategy.",
-            where='fully_shard(strategy="auto")',
-            why="it chose by a file in the home folder and by the memory of the devices: the same script could shard"
-            " differently on two machines.",
-            do="jshard train MODEL --auto  # measures here; or jshard plan MODEL --topology h100:64x8 --auto\n"
-            "js.fully_shard(model, mesh=mesh, units=Block, reshard_after_forward=False)  # as either prints",
-        )
-    raise AnnotationError(
-        "The strategy is not known.",
-        where=f"fully_shard(strategy={strategy!r})",
-        why=f"it is one of {', '.join(strategies)}, or a value of jshard.plans.policies.strategies.",
-        do="js.fully_shard(layer, mesh=mesh, reshard_after_forward=False)  # zero2, for each layer",
-    )
-
-
-def settings_of(strategy: str | Strategy, mesh: AnyMesh) -> tuple[dict[str, Any], str]:
-    """The settings of the layers, as `jshard.api.override.revise` takes them, and the name of the strategy.
-
-    Args:
-        strategy: a strategy or its name.
-        mesh: of the root.
-
-    Raises:
-        AnnotationError: a strategy of replicas on a mesh without, or one without shards on a mesh that shards.
-    """
-    found = strategies[strategy] if isinstance(strategy, str) else strategy
-    if (found.fsdp == 1 and degree(mesh, FSDP) > 1) or (found.replica > 1 and degree(mesh, REPLICA) == 1):
-        wanted = ", ".join(f"{axis}={size}" for axis, size in found.mesh.items())
-        given = ", ".join(f"{axis}={degree(mesh, axis)}" for axis in found.mesh)
-        raise AnnotationError(
-            "The strategy is for another mesh.",
-            where=f"fully_shard(strategy={found.name!r}), mesh {given}",
-            why=f"{found.summary}: the mesh says where the parameters are, and a strategy does not change it.",
-            do=f"mesh=js.mesh({wanted})",
-        )
-    reshard = found.reshard_after_forward
-    return {"reshard_after_forward": True if reshard is None else reshard}, found.name

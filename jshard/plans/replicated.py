@@ -71,7 +71,7 @@ def warn_of_others(root: Unit, name: str, others: tuple[Other, ...]) -> None:
 
     Constants may be that large. They are in `allow_replicated`, or it is a warning only.
     """
-    others = tuple(other for other in others if not is_named(dotted(other.path), root.allow_replicated))
+    others = tuple(other for other in others if not is_named(dotted(other.path), root.placement.allow_replicated))
     held, total = sum(other.bytes for other in others), sum(placement.logical_bytes for _, placement in _placed(root))
     if held > max(PADDED_FROM_BYTES, _LARGE_SHARE * total):
         _warn_of_others(name, others, held, total)
@@ -98,7 +98,9 @@ def check_replicated(root: Unit, name: str) -> None:
         AnnotationError: one of them has 64 KiB or more, is over one percent of the model, and not in
             `allow_replicated`; or a pattern of the root's `MixedPrecision(keep=...)` matches nothing.
     """
-    _check_once(name, _placed(root), root.allow_replicated, root.policy.mixed_precision, degree(root.mesh, FSDP))
+    _check_once(
+        name, _placed(root), root.placement.allow_replicated, root.policy.mixed_precision, degree(root.mesh, FSDP)
+    )
 
 
 _Placed = tuple[tuple[str, Placement], ...]
@@ -163,7 +165,7 @@ def warn_of_unplanned(paths: list[str], where: str) -> None:
         )
 
 
-def is_named(path: str, patterns: tuple[str, ...]) -> bool:
+def is_named(path: str, patterns: Iterable[str]) -> bool:
     """Whether one of the patterns matches a path."""
     return any(fnmatch.fnmatch(path, pattern) for pattern in patterns)
 

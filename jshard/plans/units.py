@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard.plans.mesh import AnyMesh
-from jshard.plans.placement import Placement, PlacementRule
+from jshard.plans.placement import Placement, ShardPlacement
 from jshard.plans.policies import UnitPolicy
 
 if TYPE_CHECKING:
@@ -67,9 +67,7 @@ class Unit:
     Args:
         mesh: the mesh it is sharded over.
         policy: what the annotation said.
-        rule: what decides the placement of its parameters.
-        ignored: filter for parameters that the annotation leaves out.
-        allow_replicated: path patterns that may be large and replicated.
+        placement: what it said of where the parameters are; `ignored` as a filter.
         kind: class of the module.
         plan: where the parameters under the module are; None before they are known.
         members: the same by key paths, as the engine looks them up.
@@ -81,9 +79,7 @@ class Unit:
 
     mesh: AnyMesh
     policy: UnitPolicy
-    rule: PlacementRule
-    ignored: Any = False
-    allow_replicated: tuple[str, ...] = ()
+    placement: ShardPlacement
     kind: str = ""
     plan: "ShardPlan | None" = None
     members: tuple[Member, ...] = ()
@@ -291,15 +287,18 @@ def as_filter(choice: Any) -> Any:
     if choice is None:
         return False
     if isinstance(choice, str):
-        return _PathPattern(choice)
+        return PathPattern(choice)
     if isinstance(choice, (list, tuple, set)):
         return tuple(as_filter(one) for one in choice)
     return choice
 
 
 @dataclasses.dataclass(frozen=True)
-class _PathPattern:
+class PathPattern:
+    """A pattern of the paths of parameters, as a filter."""
+
     pattern: str
 
     def __call__(self, path: Path, value: Any) -> bool:
+        """Whether a parameter is meant."""
         return fnmatch.fnmatch(dotted(path), self.pattern)

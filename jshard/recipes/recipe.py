@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import importlib.metadata
 import math
 import numbers
 import platform
@@ -17,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from jshard import _compat
 from jshard.errors import ShardingError
 from jshard.plans.mesh import AnyMesh, data_axes, data_degree, degree
 
@@ -25,7 +25,7 @@ _PACKAGES = ("jshard", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "gr
 
 def versions() -> dict[str, str | None]:
     """The versions of Python and of the packages that a run stands on; None for one that is not installed."""
-    return {"python": platform.python_version()} | {package: _version(package) for package in _PACKAGES}
+    return {"python": platform.python_version()} | _compat.versions(_PACKAGES)
 
 
 def tree(value: Any) -> Any:
@@ -60,13 +60,6 @@ def _text(value: Any) -> str:
         return f"{value.__module__}.{name}"
     text = repr(value)
     return f"{type(value).__module__}.{type(value).__qualname__}" if " at 0x" in text else text
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 # A recipe: a whole training run as a value.

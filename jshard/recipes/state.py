@@ -13,7 +13,7 @@ from jshard.api.optimizer import abstract_optimizer, shard_optimizer
 from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
-from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.listing import checkpoint_at
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_model, new_model

@@ -24,7 +24,7 @@ from rich.text import Text
 
 from jshard import _compat
 from jshard._live import at_work
-from jshard._processes import gather_texts, is_primary
+from jshard._processes import exchange, is_primary
 from jshard._text import duration
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Machine, machine_here
@@ -236,7 +236,7 @@ def _is_for(known: CachedVariant, recipe: Recipe, sample: str, mesh: Mesh) -> bo
 
 def _agreed(machine: Machine) -> Machine:
     """The devices as the first process sees them, with the least memory: all processes have to try the same ways."""
-    seen = [json.loads(text) for text in gather_texts(json.dumps([machine.near, machine.capacity_bytes]))]
+    seen = exchange("machine", [machine.near, machine.capacity_bytes])
     capacities = [capacity for _, capacity in seen]
     least = None if None in capacities else min(capacities)
     return dataclasses.replace(machine, near=seen[0][0], capacity_bytes=least)
@@ -257,7 +257,7 @@ def _measured_s(
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; what else fails will fail in the run
         changed = override(recipe, variant.settings)
         took_s = min(_steps_s(with_units(model_file, variant.units), changed, split, data, compiler_options))
-    return max(map(float, gather_texts(repr(took_s))))
+    return max(exchange("seconds of a step", took_s))
 
 
 def _steps_s(
@@ -357,7 +357,7 @@ def key_of(model: nnx.Module, devices: Sequence[jax.Device]) -> str:  # pyright:
 
 def recall(key: str) -> CachedVariant | None:
     """The choice of a key; None where nothing was measured. In several processes all call, and the first decides."""
-    found = json.loads(gather_texts(json.dumps(_read().get(key)))[0])
+    found = exchange("remembered choice", _read().get(key))[0]
     if not isinstance(found, dict):
         return None
     with contextlib.suppress(TypeError):  # of another version of this file

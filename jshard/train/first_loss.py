@@ -30,6 +30,8 @@ from jshard.train.loop import unexplained
 
 _FINITE, _GIVEN_INF, _INF, _NAN = range(4)  # a constant -inf, as in a mask, is not the cause of a NaN
 _MOVING = frozenset("reshape broadcast_in_dim transpose squeeze copy copy_p neg sharding_constraint".split())
+# What a program of the user's that this has not met, or the devices, may raise.
+_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _LARGE = 1 << 18  # numbers in an array
 _INLINED = frozenset("jit pjit closed_call checkpoint remat remat2 custom_jvp_call custom_vjp_call".split())
 
@@ -314,7 +316,7 @@ def explained(
     loss_fn, wrt = model_file.loss_fn, model_file.wrt
     try:
         found = origin(loss_fn, model, batch, of_gradients="loss" not in wrong, wrt=wrt)
-    except Exception as error:  # a search that fails must not hide what it was for
+    except _FAILURES as error:  # a search that fails must not hide what it was for
         unknown = unexplained(step, batch, wrong)
         unknown.add_note(f"The search for the cause failed: {type(error).__name__}: {str(error)[:500]}")
         return unknown

@@ -179,79 +179,88 @@ def fit(
     Raises:
         RunError: the loss or the norm of the gradients is not a number.
     """
-    loop = _Loop(step, tracker, meter or Meter(), evaluation, checkpoint, stop or StopSignal(), profile, first_loss)
+    loop = _Loop(
+        step=step,
+        tracker=tracker,
+        meter=meter or Meter(),
+        evaluation=evaluation,
+        checkpoint=checkpoint,
+        stop=stop or StopSignal(),
+        profile=profile,
+        first_loss=first_loss or unexplained,
+        agreement=Agreement(step.mesh),
+    )
     return loop.run(batches, start_step, num_steps)
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Loop:
     """The state of one call of `fit`."""
 
-    def __init__(
-        self,
-        step: TrainStep,
-        tracker: Tracker | None,
-        meter: Meter,
-        evaluation: Every | None,
-        checkpoint: Every | None,
-        stop: StopSignal,
-        profile: StepProfile | None,
-        first_loss: FirstLoss | None,
-    ) -> None:
-        self._step, self._tracker, self._meter = step, tracker, meter
-        self._evaluation, self._checkpoint, self._stop, self._profile = evaluation, checkpoint, stop, profile
-        self._agreement = Agreement(step.mesh)
-        self._first_loss, self._is_updated = first_loss or unexplained, False
-        self._in_flight: collections.deque[tuple[int, Any, tuple[Scalars, Any]]] = collections.deque()
-        self._stopped_by: signal.Signals | None = None
-        self._val_loss: float | None = None
-        self._saved = 0
+    step: TrainStep
+    tracker: Tracker | None
+    meter: Meter
+    evaluation: Every | None
+    checkpoint: Every | None
+    stop: StopSignal
+    profile: StepProfile | None
+    first_loss: FirstLoss
+    agreement: Agreement
+    in_flight: collections.deque[tuple[int, Any, Scalars]] = dataclasses.field(default_factory=collections.deque)
+    stopped_by: signal.Signals | None = None
+    val_loss: float | None = None
+    saved: int = 0
+    is_updated: bool = False
 
     def run(self, batches: Iterable[Any], start_step: int, num_steps: int) -> Fitted:
-        with contextlib.closing(to_devices(batches, self._step.mesh)) as arriving:
+        with contextlib.closing(to_devices(batches, self.step.mesh)) as arriving:
             try:
                 return self._steps(arriving, start_step, num_steps)
             finally:
-                if self._profile is not None:  # the run has stopped among its steps
-                    self._profile.end()
+                if self.profile is not None:  # the run has stopped among its steps
+                    self.profile.end()
 
     def _steps(self, arriving: Iterator[Any], start_step: int, num_steps: int) -> Fitted:
-        done = self._saved = start_step
-        while done < num_steps and self._stopped_by is None:
+        done = self.saved = start_step
+        while done < num_steps and self.stopped_by is None:
             batch = self._next(arriving, done)
             if batch is None:
                 break
             done += 1
             scalars = self._do(batch, done)
-            kept = None if self._is_updated else batch
-            self._in_flight.append((done, kept, (scalars, self._agreement.start(self._stop.received or 0))))
+            self.in_flight.append((done, None if self.is_updated else batch, scalars))
             self._wait(in_flight=1)
-            if self._checkpoint is not None:
-                self._checkpoint.check()
+            if self.checkpoint is not None:
+                self.checkpoint.check()
+            self._ask(done)
             self._between_steps(done, last=num_steps)
         self._wait(in_flight=0)
-        if self._stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
-            asked = int(self._agreement.start(self._stop.received or 0))
-            if asked:
-                self._stopped_by = signal.Signals(asked)
-                self._stop.report()
-        return Fitted(done, self._val_loss, self._stopped_by)
+        if self.stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
+            self._ask(done, is_last=True)
+        return Fitted(done, self.val_loss, self.stopped_by)
+
+    def _ask(self, step: int, *, is_last: bool = False) -> None:
+        """Whether the run is to stop here."""
+        self.stopped_by = self.agreement.asked(self.stop.received, step, is_last=is_last)
+        if self.stopped_by is not None:
+            self.stop.report()
 
     def _do(self, batch: Any, number: int) -> Scalars:
         """Starts a step; in the profile if it is one of its steps."""
-        profile = self._profile
+        profile = self.profile
         if profile is None or number not in profile.steps:
-            return self._step(batch)
+            return self.step(batch)
         if not profile.is_recording:
             self._idle(then=profile.begin)
         with profile.mark(number):
-            return self._step(batch)
+            return self.step(batch)
 
     def _idle(self, *, then: Callable[[], None]) -> None:
         """Does something while the devices have nothing to do."""
         self._wait(in_flight=0)
-        jax.block_until_ready(self._step.model_leaves)  # on every device: a loss is read from one
+        jax.block_until_ready(self.step.model_leaves)  # on every device: a loss is read from one
         then()
-        self._meter.pause()
+        self.meter.pause()
 
     def _next(self, arriving: Iterator[Any], done: int) -> Any:
         """The next batch; None after the last one."""
@@ -259,59 +268,53 @@ class _Loop:
             return next(arriving, None)
         except RunError:
             # The data have failed, and what was learned is sound. Several processes could not agree to save it.
-            if self._agreement.alone and done > self._saved:
+            if self.agreement.alone and done > self.saved:
                 self._wait(in_flight=0)
                 self._save(done)
             raise
 
     def _wait(self, *, in_flight: int) -> None:
         """Reads the scalars of the oldest steps until so many are left at work."""
-        while len(self._in_flight) > in_flight:
-            step, batch, pending = self._in_flight.popleft()
-            on_devices, asked = pending
+        while len(self.in_flight) > in_flight:
+            step, batch, on_devices = self.in_flight.popleft()
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
-            scalars |= self._meter.done(step)
-            if self._tracker is not None:
-                self._tracker.log(step, scalars)
+            scalars |= self.meter.done(step)
+            if self.tracker is not None:
+                self.tracker.log(step, scalars)
             self._check_finite(step, batch, scalars)
-            if asked:
-                self._stopped_by = signal.Signals(int(asked))
-                self._stop.report()
 
     def _between_steps(self, step: int, *, last: int) -> None:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""
-        if self._agreement.alone and self._stop.received is not None:  # nobody else to wait for
-            self._stopped_by = self._stop.received
-        if self._profile is not None and self._profile.is_recording and step == self._profile.steps[-1]:
-            self._idle(then=self._profile.end)
-        evaluates = self._evaluation is not None and self._evaluation.is_due(step, last)
-        saves = self._checkpoint is not None and self._checkpoint.is_due(step, last)
-        if not (evaluates or saves or self._stopped_by):
+        if self.profile is not None and self.profile.is_recording and step == self.profile.steps[-1]:
+            self._idle(then=self.profile.end)
+        evaluates = self.evaluation is not None and self.evaluation.is_due(step, last)
+        saves = self.checkpoint is not None and self.checkpoint.is_due(step, last)
+        if not (evaluates or saves or self.stopped_by):
             return
         self._wait(in_flight=0)
-        if self._stopped_by is not None:  # whoever asked may not wait for an evaluation
+        if self.stopped_by is not None:  # whoever asked may not wait for an evaluation
             self._save(step)
         if evaluates:
-            assert self._evaluation is not None
-            self._val_loss = val_loss = float(self._evaluation.do(step))
-            if self._tracker is not None:
-                self._tracker.log(step, {"val_loss": val_loss})
+            assert self.evaluation is not None
+            self.val_loss = val_loss = float(self.evaluation.do(step))
+            if self.tracker is not None:
+                self.tracker.log(step, {"val_loss": val_loss})
         # After the evaluation: whoever continues from here finds its result in the record.
-        if saves and self._stopped_by is None:
+        if saves and self.stopped_by is None:
             self._save(step)
-        self._meter.pause()
+        self.meter.pause()
 
     def _save(self, step: int) -> None:
-        if self._checkpoint is not None:
-            self._checkpoint.do(step)
-            self._saved = step
+        if self.checkpoint is not None:
+            self.checkpoint.do(step)
+            self.saved = step
 
     def _check_finite(self, step: int, batch: Any, scalars: dict[str, float]) -> None:
         wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}
         if not wrong:
-            self._is_updated = True
+            self.is_updated = True
         elif scalars.get("loss_scale", 0) <= 1:  # above, the step was skipped and the next has a smaller scale
-            raise self._first_loss(step, batch, wrong) if not self._is_updated else _diverged(step, wrong)
+            raise self.first_loss(step, batch, wrong) if not self.is_updated else _diverged(step, wrong)
 
 
 def unexplained(step: int, batch: Any, wrong: Mapping[str, float]) -> RunError:

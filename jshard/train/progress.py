@@ -13,66 +13,18 @@ from jshard._text import duration, human_bytes
 from jshard.recipes.mfu import Mfu
 
 
-class Speed:
-    """Measures steps from one completion to the next.
+class Meter:
+    """Measures steps from one completion to the next: time, rate, MFU and memory, as scalars for the trackers.
 
     The first completion starts the clock: the step before it compiled.
-
-    Args:
-        window: steps that the shown time is averaged over.
-        clock: gives seconds.
-
-    Attributes:
-        last_s: seconds of the last step alone; None before the second one, and where `done` skipped steps.
-
-    Example:
-        >>> speed = Speed()
-        >>> for step, batch in enumerate(batches, start=1):
-        ...     train_step(batch).block_until_ready()
-        ...     speed.done(step)
-        >>> speed.step_s
-        0.131
-    """
-
-    def __init__(self, window: int = 50, *, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
-        self._spans: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
-        self._since: tuple[float, int] | None = None
-        self.last_s: float | None = None
-
-    def done(self, step: int) -> None:
-        """Notes that this step, and all before it, have just come to their end."""
-        now_s = self._clock()
-        if self._since is not None and step > self._since[1]:
-            took_s, steps = now_s - self._since[0], step - self._since[1]
-            self._spans.append((took_s, steps))
-            self.last_s = took_s if steps == 1 else None
-        self._since = now_s, step
-
-    def pause(self) -> None:
-        """Leaves out the time since the last `done`. Call it after what is no step: an evaluation, a checkpoint."""
-        if self._since is not None:
-            self._since = self._clock(), self._since[1]
-
-    @property
-    def step_s(self) -> float | None:
-        """Mean seconds of the last steps; None before the second one."""
-        if not self._spans:
-            return None
-        return sum(took_s for took_s, _ in self._spans) / sum(steps for _, steps in self._spans)
-
-
-# What a step cost: time, rate, MFU and memory, as scalars for the trackers.
-
-
-class Meter:
-    """Measures from step to step; see `Speed`.
 
     Args:
         tokens_per_step: tokens that a step trains on; or
         samples_per_step: samples, where the data are no tokens.
         mfu: how the share of the devices' peak is computed; None leaves it out.
         peak_bytes: bytes per device that were needed at most; None leaves them out.
+        window: steps that the shown time is averaged over.
+        clock: gives seconds.
     """
 
     def __init__(
@@ -82,20 +34,26 @@ class Meter:
         samples_per_step: int | None = None,
         mfu: Mfu | None = None,
         peak_bytes: Callable[[], int] | None = None,
+        window: int = 50,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._per_step = {"tokens_per_s": tokens_per_step, "samples_per_s": samples_per_step}
-        self._mfu, self._peak_bytes = mfu, peak_bytes
-        self._speed = Speed()
+        self._mfu, self._peak_bytes, self._clock = mfu, peak_bytes, clock
+        self._spans: collections.deque[tuple[float, int]] = collections.deque(maxlen=window)
+        self._since: tuple[float, int] | None = None
 
     def done(self, step: int) -> Mapping[str, float]:
-        """Notes that a step is done, and returns what is known: nothing before the second step."""
-        self._speed.done(step)
-        step_s = self._speed.step_s
-        if step_s is None:
+        """Notes that a step, and all before it, are done; returns what is known: nothing before the second one."""
+        now_s, since = self._clock(), self._since
+        self._since = now_s, step
+        if since is not None and step > since[1]:
+            self._spans.append((now_s - since[0], step - since[1]))
+        if not self._spans:
             return {}
+        step_s = sum(took_s for took_s, _ in self._spans) / sum(steps for _, steps in self._spans)
         scalars = {"step_s": step_s}
-        if self._speed.last_s is not None:
-            scalars["last_step_s"] = self._speed.last_s
+        if self._spans[-1][1] == 1:
+            scalars["last_step_s"] = self._spans[-1][0]
         scalars |= {name: number / step_s for name, number in self._per_step.items() if number is not None}
         if self._mfu is not None:
             scalars["mfu"] = self._mfu.of(step_s)
@@ -104,8 +62,9 @@ class Meter:
         return scalars
 
     def pause(self) -> None:
-        """Leaves the time since the last step out: something else than a step was done."""
-        self._speed.pause()
+        """Leaves out the time since the last `done`. Call it after what is no step: an evaluation, a checkpoint."""
+        if self._since is not None:
+            self._since = self._clock(), self._since[1]
 
 
 # The line that says where a run is.

@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
@@ -44,21 +43,15 @@ from jshard.train.trackers import Tracker, Trackers, check_names, open_trackers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Finished:
+class Finished(Fitted):
     """What came of a run.
 
     Attributes:
-        step: the last step that was done.
-        val_loss: the last evaluation's; None if the run was stopped before one.
-        stopped_by: the signal that ended it early.
         out: its folder.
         checkpoint: the last one.
         sample: text that the model wrote in the end.
     """
 
-    step: int
-    val_loss: float | None
-    stopped_by: signal.Signals | None
     out: Path
     checkpoint: Path | None
     sample: str | None
@@ -132,80 +125,95 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
-        job = _Job(model_file, recipe, mesh, data, folder, say, profile, compiler_options, init_from, stop_deadline_s)
-        return job.run(loader, eval_loader, track, sample_tokens)
+        stop = StopSignal()
+        left_s = lambda: stop.left_s(stop_deadline_s)
+        job = _Job(
+            model_file=model_file,
+            recipe=recipe,
+            mesh=mesh,
+            data=data,
+            folder=folder,
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s),
+            say=say,
+            stop=stop,
+            track=track,
+            profile=profile,
+            compiler_options=compiler_options,
+            init_from=init_from,
+            sample_tokens=sample_tokens,
+        )
+        return job.run(loader, eval_loader)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
     """The part of a run that happens with its folder locked and signals caught."""
 
-    def __init__(
-        self,
-        model_file: ModelFile,
-        recipe: Recipe,
-        mesh: Mesh,
-        data: Data,
-        folder: RunFolder,
-        say: Callable[[str], object],
-        profile: range | None,
-        compiler_options: Mapping[str, Any] | None,
-        init_from: Path | None,
-        stop_deadline_s: float | None,
-    ) -> None:
-        self._compiler_options, self._init_from, self._stop = compiler_options, init_from, StopSignal()
-        self._model_file, self._recipe, self._mesh, self._data = model_file, recipe, mesh, data
-        self._folder, self._say, self._to_profile = folder, say, profile
-        left_s = lambda: self._stop.left_s(stop_deadline_s)
-        self._checkpoints = RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s)
+    model_file: ModelFile
+    recipe: Recipe
+    mesh: Mesh
+    data: Data
+    folder: RunFolder
+    checkpoints: RunCheckpoints
+    say: Callable[[str], object]
+    stop: StopSignal
+    track: Sequence[str]
+    profile: range | None
+    compiler_options: Mapping[str, Any] | None
+    init_from: Path | None
+    sample_tokens: int
 
-    def run(self, loader: Loader, eval_loader: Loader, track: Sequence[str], sample_tokens: int) -> Finished:
+    def run(self, loader: Loader, eval_loader: Loader) -> Finished:
         """Trains; an error carries a note on how to go on after it."""
         try:
-            with self._stop:
-                model, optimizer, start_step = self._checkpoints.state(self._init_from)
+            with self.stop:
+                model, optimizer, start_step = self.checkpoints.state(self.init_from)
                 if (scale := loss_scale_of(optimizer)) is not None:
-                    why = "units are in float16" if self._recipe.loss_scale == "auto" else "the recipe says so"
-                    self._say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
-                if start_step < self._recipe.num_steps:
+                    why = "units are in float16" if self.recipe.loss_scale == "auto" else "the recipe says so"
+                    self.say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
+                if start_step < self.recipe.num_steps:
                     step = self._step(model, optimizer, start_step)
                     del model, optimizer  # the step holds them, and gives their memory to its results
-                    fitted = self._fit(step, start_step, loader, eval_loader, track)
+                    fitted = self._fit(step, start_step, loader, eval_loader)
                     model = step.model
                 else:
                     fitted = Fitted(start_step)
-                    self._say(self._nothing_to_do(start_step))
-            return self._finish(model, fitted, sample_tokens)
+                    asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
+                    self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
+            return self._finish(model, fitted)
         except Exception as error:
-            if self._checkpoints.is_begun:
-                error.add_note(self._checkpoints.how_to_go_on())
+            if self.checkpoints.is_begun:
+                error.add_note(self.checkpoints.how_to_go_on())
             raise
 
+    def _at_work(self, what: str) -> contextlib.AbstractContextManager[object]:
+        return at_work(what, say=self.say, stream=sys.stdout if self.folder.is_primary else None)
+
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
-        recipe, loss_fn = self._recipe, self._model_file.loss_fn
-        self._folder.started(step=start_step, mesh=self._mesh)
-        self._checkpoints.is_begun = True
-        like = batch_like(self._data, recipe.batch_size, self._mesh)
-        options, accumulate = self._compiler_options, recipe.accumulate
-        with at_work("compiling the step", say=self._say, stream=self._terminal):
-            return TrainStep(loss_fn, model, optimizer, like, accumulate=accumulate, compiler_options=options)
+        self.folder.started(step=start_step, mesh=self.mesh)
+        self.checkpoints.is_begun = True
+        like = batch_like(self.data, self.recipe.batch_size, self.mesh)
+        how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
+        with self._at_work("compiling the step"):
+            return TrainStep(self.model_file.loss_fn, model, optimizer, like, **how)
 
-    def _nothing_to_do(self, done: int) -> str:
-        asked = f"{self._recipe.num_steps} were asked for"
-        return f"nothing is left to train: {done} steps are done, and {asked}; --steps {2 * done} goes on."
-
-    def _fit(
-        self, step: TrainStep, start_step: int, loader: Loader, eval_loader: Loader, track: Sequence[str]
-    ) -> Fitted:
-        recipe = self._recipe
-        like = batch_like(self._data, eval_loader.batch_size, self._mesh)
-        with at_work("compiling the evaluation", say=self._say, stream=self._terminal):
-            eval_step = EvalStep(self._model_file.loss_fn, step, like)
-        tracker, note = self._tracker(step, start_step, track)
+    def _fit(self, step: TrainStep, start_step: int, loader: Loader, eval_loader: Loader) -> Fitted:
+        recipe, checkpoints = self.recipe, self.checkpoints
+        like = batch_like(self.data, eval_loader.batch_size, self.mesh)
+        with self._at_work("compiling the evaluation"):
+            eval_step = EvalStep(self.model_file.loss_fn, step, like)
+        tracker, note = self._tracker(step, start_step)
         profile = self._profile(step, start_step, note)
-        start_sample = self._folder.samples_before(start_step)
+        start_sample = self.folder.samples_before(start_step)
         batches = loader.train(recipe.num_steps, start_step=start_step, start_sample=start_sample)
+
+        def evaluated(done: int) -> float:
+            val_loss = evaluate(step, eval_step, eval_loader.held_out(recipe.eval_sequences))
+            checkpoints.worth(done, val_loss)
+            return val_loss
+
         try:
-            with self._checkpoints:  # whatever comes, a save at work comes to its end
+            with checkpoints:  # whatever comes, a save at work comes to its end
                 fitted = fit(
                     step,
                     batches,
@@ -213,20 +221,17 @@ class _Job:
                     start_step=start_step,
                     tracker=tracker,
                     meter=self._meter(step),
-                    evaluation=Every(
-                        steps=recipe.eval_every,
-                        do=lambda done: self._evaluate(step, eval_step, eval_loader, done),
-                    ),
+                    evaluation=Every(steps=recipe.eval_every, do=evaluated),
                     checkpoint=Every(
                         steps=recipe.checkpoint_every,
-                        do=lambda done: self._checkpoints.save(step, done),
-                        check=self._checkpoints.check,
+                        do=lambda done: checkpoints.save(step, done),
+                        check=checkpoints.check,
                     ),
-                    stop=self._stop,
+                    stop=self.stop,
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),
                 )
-                self._checkpoints.wait()
+                checkpoints.wait()
             return fitted
         finally:
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
@@ -237,101 +242,71 @@ class _Job:
         self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays make room for them."""
-        self._say(f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf, operation by operation ...")
+        self.say(f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf, operation by operation ...")
         trained.delete()
-        model, source = self._checkpoints.model_before(start_step, self._init_from)
-        return explained(self._model_file, self._recipe, model, batch, step=step, wrong=wrong, source=source)
+        model, source = self.checkpoints.model_before(start_step, self.init_from)
+        return explained(self.model_file, self.recipe, model, batch, step=step, wrong=wrong, source=source)
 
-    def _tracker(
-        self, step: TrainStep, start_step: int, track: Sequence[str]
-    ) -> tuple[Tracker, Callable[[str], object]]:
+    def _tracker(self, step: TrainStep, start_step: int) -> tuple[Tracker, Callable[[str], object]]:
         """What records the run, and what prints a line while it does."""
-        if not self._folder.is_primary:
-            return _Notes(), self._say
-        folder, resume_after = self._folder, start_step if self._folder.is_resumed else None
-        optional = open_trackers(track, out=folder.path, config=folder.config, resume_after=resume_after)
+        if not self.folder.is_primary:
+            return _Notes(), self.say
+        folder, resume_after = self.folder, start_step if self.folder.is_resumed else None
+        optional = open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
         record = Jsonl(folder.metrics, resume_after=resume_after)
-        progress = Progress(self._recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
+        progress = Progress(self.recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
         return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note), progress.note
 
     def _profile(self, step: TrainStep, start_step: int, note: Callable[[str], object]) -> StepProfile | None:
-        if self._to_profile is None:
+        if self.profile is None:
             return None
-        left, said = left_to_profile(self._to_profile, start_step=start_step)
+        left, said = left_to_profile(self.profile, start_step=start_step)
         if said is not None:
             note(said)
-        return StepProfile(self._folder.path, left, program=step.compiled.as_text, say=note) if left else None
+        return StepProfile(self.folder.path, left, program=step.compiled.as_text, say=note) if left else None
 
     def _meter(self, step: TrainStep) -> Meter:
-        tokens, recipe = self._data.tokens_per_sample, self._recipe
-        # One process measures: several on one host would take the cores from each other.
-        mfu, peak = None, device_peak(self._devices) if self._folder.is_primary else None
-        if peak is not None and (self._model_file.flops is not None or tokens is not None):
-            planned = plan(step.model, wrt=self._model_file.wrt)
-            mfu = Mfu(
-                *(
-                    self._model_file.flops(recipe)
-                    if self._model_file.flops is not None
-                    else dense_flops(
-                        num_parameters=planned.num_parameters,
-                        num_frozen=planned.num_frozen,
-                        num_tokens=recipe.batch_size * (tokens or 1),
-                    )
-                ),
-                peak,
-            )
-            self._say(mfu.describe())
+        tokens, batch_size = self.data.tokens_per_sample, self.recipe.batch_size
+        mfu = self._mfu(step, tokens) if self.folder.is_primary else None
         return Meter(
-            tokens_per_step=None if tokens is None else recipe.batch_size * tokens,
-            samples_per_step=recipe.batch_size if tokens is None else None,
+            tokens_per_step=None if tokens is None else batch_size * tokens,
+            samples_per_step=batch_size if tokens is None else None,
             mfu=mfu,
             peak_bytes=lambda: peak_bytes(self._devices, step.peak_bytes)[0],
         )
 
-    @property
-    def _terminal(self) -> TextIO | None:
-        """Where this process says what is at work."""
-        return sys.stdout if self._folder.is_primary else None
+    def _mfu(self, step: TrainStep, tokens: int | None) -> Mfu | None:
+        """How the share of the peak is computed. One process asks: several on a host would take each other's cores."""
+        peak, flops = device_peak(self._devices), self.model_file.flops
+        if peak is None or (flops is None and tokens is None):
+            return None
+        if flops is not None:
+            mfu = Mfu(*flops(self.recipe), peak)
+        else:
+            planned = plan(step.model, wrt=self.model_file.wrt)
+            counts = {"num_parameters": planned.num_parameters, "num_frozen": planned.num_frozen}
+            mfu = Mfu(*dense_flops(**counts, num_tokens=self.recipe.batch_size * (tokens or 1)), peak)
+        self.say(mfu.describe())
+        return mfu
 
     @property
     def _devices(self) -> list[Any]:
-        return list(self._mesh.devices.flat)
+        return list(self.mesh.devices.flat)
 
-    def _evaluate(self, step: TrainStep, eval_step: EvalStep, loader: Loader, done: int) -> float:
-        val_loss = evaluate(step, eval_step, loader.held_out(self._recipe.eval_sequences))
-        self._checkpoints.worth(done, val_loss)
-        return val_loss
-
-    def _finish(self, model: nnx.Module, fitted: Fitted, sample_tokens: int) -> Finished:
-        sample = None
-        if fitted.stopped_by is None and sample_tokens:
-            sample = sample_text(
-                self._model_file,
-                model,
-                self._data,
-                self._mesh,
-                num_tokens=sample_tokens,
-                seed=self._recipe.seed,
-            )
-        if self._folder.is_primary:
-            self._write_end(sample)
-        return Finished(
-            step=fitted.step,
-            val_loss=fitted.val_loss,
-            stopped_by=fitted.stopped_by,
-            out=self._folder.path,
-            checkpoint=self._checkpoints.latest(),
-            sample=sample,
-        )
-
-    def _write_end(self, sample: str | None) -> None:
-        """The sample and the picture; without them the run is still a whole one."""
-        try:
-            if sample is not None:
-                (self._folder.path / "sample.txt").write_text(sample + "\n")
-            plot_loss(self._folder.metrics, self._folder.path / "loss.png")
-        except (OSError, RunError) as error:
-            self._say(f"sample.txt or loss.png could not be written: {error}")
+    def _finish(self, model: nnx.Module, fitted: Fitted) -> Finished:
+        sample, folder = None, self.folder
+        if fitted.stopped_by is None and self.sample_tokens:
+            how = {"num_tokens": self.sample_tokens, "seed": self.recipe.seed}
+            sample = sample_text(self.model_file, model, self.data, self.mesh, **how)
+        if folder.is_primary:
+            try:
+                if sample is not None:
+                    (folder.path / "sample.txt").write_text(sample + "\n")
+                plot_loss(folder.metrics, folder.path / "loss.png")
+            except (OSError, RunError) as error:  # without them the run is still a whole one
+                self.say(f"sample.txt or loss.png could not be written: {error}")
+        latest = self.checkpoints.latest()
+        return Finished(**vars(fitted), out=folder.path, checkpoint=latest, sample=sample)
 
 
 class _Notes:

@@ -19,7 +19,7 @@ import secrets
 import shlex
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,10 @@ from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
 from jshard.train.run_record import RunLock, RunRecord, check_agree
 
-Gather = Callable[[str], list[str]]
-
 _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
 _NEEDED = ("recipe", "data", "options", "versions", "starts")
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_SHOWN_S = 30.0  # network file systems show late what another process wrote
 
 
 class RunFolder:
@@ -57,58 +56,43 @@ class RunFolder:
 
     def __init__(self, path: Path, record: RunRecord, *, is_primary: bool, is_resumed: bool) -> None:
         self.path, self.is_primary, self.is_resumed = path, is_primary, is_resumed
-        self.config, self.notices = record.recipe, list[str]()
-        self._record = record
+        self.config, self._record = record.recipe, record
+        self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
         self._lock: RunLock | None = None
-        self._batch_sizes: list[tuple[int, int]] = []
 
     @classmethod
-    def open(
-        cls,
-        path: str | Path,
-        record: RunRecord,
-        *,
-        resume: bool = False,
-        is_primary: bool | None = None,
-        gather: Gather = _processes.gather_texts,
-        wait_s: float = 30.0,
-    ) -> RunFolder:
+    def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
         """Makes the folder, or with `resume` takes up the run that is in it. All processes call it.
 
         Args:
             path: absent or empty; with `resume` the folder of a run.
             record: what the run is asked to do.
             resume: whether to continue.
-            is_primary: whether this process writes; by default the first one does.
-            gather: gives a text to all processes and returns theirs, by process, the first one's first.
-            wait_s: how long the others look for what the first one wrote: network file systems show it late.
 
         Raises:
             ShardingError: the folder cannot be used for this run; nothing in it was changed.
             RunError: a live run holds it, or the disk failed.
         """
-        primary = _processes.is_primary() if is_primary is None else is_primary
-        folder = cls(Path(path), record, is_primary=primary, is_resumed=resume)
+        folder = cls(Path(path), record, is_primary=_processes.is_primary(), is_resumed=resume)
         token = secrets.token_hex(8)
         with contextlib.ExitStack() as undo:
             undo.callback(folder.close)
             error = None
-            if primary:
+            if folder.is_primary:
                 try:
                     folder._take_up(record, token) if resume else folder._make(record, token)
                 except FourPartError as caught:
                     error = caught
-            reports = [json.loads(report) for report in gather(folder._report(error, token))]
-            if error is not None:
-                raise error
-            said = reports[0]
-            folder._raise_reported(said)
-            if primary and not resume:
+            report = {"token": token, "notices": folder.notices, "batch_sizes": folder._batch_sizes}
+            report |= {"asked": {"resume": resume, **record.said()}, "host": socket.gethostname()}
+            reports = _processes.all_or_none("folder of the run", report, error, failed=_of_first)
+            if folder.is_primary and not resume:
                 undo.callback((folder.path / _RECORD).unlink, missing_ok=True)
-            check_agree([report["asked"] for report in reports], [report["host"] for report in reports])
-            folder.notices = said["notices"]
-            folder._batch_sizes = said["batch_sizes"]
-            _check_shared(gather(folder._view(said["token"], wait_s)), folder.path)
+            hosts = [report["host"] for report in reports]
+            check_agree([report["asked"] for report in reports], hosts)
+            folder.notices, folder._batch_sizes = reports[0]["notices"], reports[0]["batch_sizes"]
+            sees = _processes.exchange("sight of the folder", folder._sees(reports[0]["token"]))
+            _check_shared(sees, hosts, folder.path)
             undo.pop_all()
         return folder
 
@@ -248,25 +232,19 @@ class RunFolder:
         if self._lock is not None and not self._lock.is_held:
             self.notices.append(f"{self.path}: the file system has no locks; see that no other run writes here")
 
-    def _report(self, error: FourPartError | None, token: str) -> str:
-        """What each process sends the others; they go by what the first one says."""
-        parts = error and [isinstance(error, RunError), error.what, error.where, error.why, error.do]
-        asked = {"resume": self.is_resumed, **self._record.said()}
-        message = {"token": token, "notices": self.notices, "error": parts, "asked": asked}
-        message["batch_sizes"] = self._batch_sizes
-        return json.dumps(message | {"host": socket.gethostname()})
-
-    def _raise_reported(self, said: Mapping[str, Any]) -> None:
-        if said["error"] is not None:
-            failed, what, where, why, do = said["error"]
-            raise (RunError if failed else ShardingError)(what, where=where, why=why, do=do)
-
-    def _view(self, token: str, wait_s: float) -> str:
-        """Whether this process sees what the first one wrote, and on which host."""
-        until = time.monotonic() + wait_s
+    def _sees(self, token: str) -> bool:
+        """Whether this process sees what the first one wrote."""
+        until = time.monotonic() + _SHOWN_S
         while not (sees := RunLock.token(self.path / _LOCK) == token) and time.monotonic() < until:
             time.sleep(0.1)
-        return json.dumps({"sees": sees, "host": socket.gethostname()})
+        return sees
+
+
+def _of_first(failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
+    """What stops the first process stops all, with the same words."""
+    parts = failures[min(failures)]
+    kind = ShardingError if parts["is_request"] else RunError
+    return kind(parts["what"], where=parts["where"], why=parts["why"], do=parts["do"])
 
 
 def _check_empty(path: Path) -> None:
@@ -290,14 +268,13 @@ def _check_empty(path: Path) -> None:
         )
 
 
-def _check_shared(views: list[str], path: Path) -> None:
-    found = [json.loads(view) for view in views]
-    blind = [f"process {number} on {view['host']}" for number, view in enumerate(found) if not view["sees"]]
+def _check_shared(sees: list[bool], hosts: list[str], path: Path) -> None:
+    blind = [f"process {number} on {hosts[number]}" for number, seen in enumerate(sees) if not seen]
     if blind:
         raise ShardingError(
             "The folder of the run is not shared between the hosts.",
             where=[f"--out {path}", *blind],
-            why=f"they do not see what process 0 on {found[0]['host']} wrote there.",
+            why=f"they do not see what process 0 on {hosts[0]} wrote there.",
             do="name a folder on a file system that every host mounts under the same path: --out FOLDER",
         )
 

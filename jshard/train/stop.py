@@ -1,31 +1,25 @@
-"""Stopping between two steps: SIGTERM, Ctrl-C and SIGHUP end a run after it has saved.
-
-A signal reaches the processes of a run at different times, or only one of them. They must leave after the same step,
-as the save is the work of all. So each adds, to every step it starts, whether it was asked to stop; one small
-collective makes it known to all, and is read with that step's loss.
-"""
+"""Stopping between two steps: SIGTERM, Ctrl-C and SIGHUP end a run after it has saved."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
-import threading
 import time
 from types import FrameType
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
+from jshard._processes import exchange
+from jshard.launch.signals import Signals
 from jshard.launch.worker import is_worker
+from jshard.plans.mesh import num_processes
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # the last one: the terminal is gone
-_REPEAT_S = 1.0  # a launcher and a terminal may each send the same one
+_EVERY_S, _SHARE = 0.1, 0.05
 
 
-class StopSignal:
+class StopSignal(Signals):
     """Catches SIGTERM, SIGINT and SIGHUP while the context is open.
 
     A second one, a second later or more, ends the program. A worker of several processes only notes them, however
@@ -38,27 +32,11 @@ class StopSignal:
         ...         step()
     """
 
-    def __init__(self) -> None:
-        self.received: signal.Signals | None = None
-        self._since_s = 0.0
-        self._asked_s: float | None = None
-        self._before: dict[signal.Signals, object] = {}
-
-    def __enter__(self) -> StopSignal:
-        if threading.current_thread() is threading.main_thread():
-            # What is ignored stays so, as SIGHUP under nohup.
-            heard = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._catch) for number in heard}
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+    _asked_s: float | None = None
 
     def report(self) -> None:
         """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
-        if self._asked_s is None:
-            self._asked_s = time.monotonic()
+        self._asked_s = self._asked_s or time.monotonic()
 
     def left_s(self, deadline_s: float | None) -> float | None:
         """What is left of a deadline that counts from the signal; None if there is no deadline, or no signal yet."""
@@ -66,25 +44,26 @@ class StopSignal:
             return None
         return max(0.0, self._asked_s + deadline_s - time.monotonic())
 
-    def _catch(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()
-        if self.received is None:
-            self.received, self._since_s = signal.Signals(number), now_s
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.received is None
+        super()._note(number, frame)
+        if is_first:
             self.report()
-            _say(f"\n{self.received.name}: the run saves after this step and stops; a second one ends it unsaved.\n")
-        elif now_s - self._since_s > _REPEAT_S and not is_worker():
+            name = signal.Signals(number).name
+            text = f"\n{name}: the run saves after this step and stops; a second one ends it unsaved.\n"
+            with contextlib.suppress(OSError):  # not print: the signal may have come in the middle of one
+                os.write(2, text.encode())
+        elif self.repeated and not is_worker():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
 
-def _say(text: str) -> None:
-    # Not print: the signal may have come in the middle of one.
-    with contextlib.suppress(OSError):
-        os.write(2, text.encode())
-
-
 class Agreement:
-    """What any process was asked, known to all of them: the larger of the numbers that they give.
+    """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
+
+    A signal reaches the processes at different times, or only one of them. So they ask one another, every 0.1 s or as
+    seldom as keeps it below a twentieth of the time. After how many steps follows from what all of them said the last
+    time, and is the same for all.
 
     Args:
         mesh: the devices of all processes.
@@ -94,17 +73,21 @@ class Agreement:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self.alone = len({device.process_index for device in mesh.devices.flat}) == 1
-        self._sharding = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-        self._num_devices = mesh.size
-        self._flags: dict[int, jax.Array] = {}
-        self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        self.alone = num_processes(mesh) == 1
+        self._last: tuple[int, float] | None = None  # step and time
+        self._took_s = 0.0
+        self._due = 0
 
-    def start(self, number: int) -> jax.Array | int:
-        """Gives this process's number; all processes must call it equally often. Does not wait."""
-        if self.alone:
-            return number
-        if number not in self._flags:
-            flags = np.full(self._num_devices, number, np.int32)
-            self._flags[number] = jax.make_array_from_callback(flags.shape, self._sharding, lambda index: flags[index])
-        return self._largest(self._flags[number])
+    def asked(self, received: signal.Signals | None, step: int, *, is_last: bool = False) -> signal.Signals | None:
+        """The signal that ends the run after a step. All processes call it after each step."""
+        if self.alone or (step < self._due and not is_last):
+            return received if self.alone else None
+        begin_s, step_s = time.monotonic(), math.inf
+        if self._last is not None and step > self._last[0]:
+            step_s = max(1e-6, begin_s - self._last[1]) / (step - self._last[0])
+        numbers, steps_s, took_s = zip(*exchange("stop", [received or 0, step_s, self._took_s]), strict=True)
+        end_s = time.monotonic()
+        self._last, self._took_s = (step, end_s), end_s - begin_s
+        # Who came last to the meeting has waited least: that time is what it costs.
+        self._due = step + max(1, int(max(_EVERY_S, min(took_s) / _SHARE) / max(steps_s)))
+        return signal.Signals(max(numbers)) if any(numbers) else None

@@ -59,14 +59,6 @@ def test_bitwise_the_plain_initialisation(axes):
         assert found[path].tobytes() == wanted[path].tobytes(), path
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-def test_bitwise_the_plain_decoder(scanned):
-    config = Config(scanned=scanned, tied=False)
-    found, wanted = flat(nnx.state(sharded(config, js.mesh()))), flat(nnx.state(builder(config)()))
-    assert found.keys() == wanted.keys()
-    assert all(np.array_equal(found[path], wanted[path]) for path in wanted)
-
-
 class Initialised(nnx.Module):
     """A matrix by each common initializer: XLA must not join two products, as it likes to in `normal(0.02)`."""
 

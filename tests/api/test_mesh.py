@@ -30,21 +30,16 @@ def test_layouts(name):
     assert mesh.axis_sizes == sizes
     assert mesh.axis_types == (AxisType.Auto,) * 3
     assert [d.id for d in mesh.devices.flat] == list(range(8))
+    abstract = js.mesh(**asked, devices=8)
+    assert isinstance(abstract, AbstractMesh)
+    assert (abstract.shape, abstract.axis_types) == (mesh.shape, mesh.axis_types)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 7, 8])
+@pytest.mark.parametrize("count", [1, 2, 7, 8])
 def test_any_number_of_devices(count):
     mesh = js.mesh(devices=jax.devices()[:count])
     assert mesh.axis_sizes == (1, count, 1)
     assert js.mesh(devices=count).axis_sizes == (1, count, 1)
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_an_abstract_mesh_has_the_layout_of_the_concrete_one(name):
-    asked, _ = LAYOUTS[name]
-    concrete, abstract = js.mesh(**asked), js.mesh(**asked, devices=8)
-    assert isinstance(abstract, AbstractMesh)
-    assert (abstract.shape, abstract.axis_types) == (concrete.shape, concrete.axis_types)
 
 
 def test_an_abstract_mesh_may_be_larger_than_the_machine():
@@ -139,11 +134,6 @@ def test_too_few_cpu_devices_can_be_simulated(monkeypatch):
     assert update.startswith('jax.config.update("jax_num_cpu_devices", 4)  # ')
 
 
-def test_axes_are_keywords_only():
-    with pytest.raises(TypeError, match="positional"):
-        js.mesh(8)
-
-
 MESHES = [{}, {"replica": 2}, {"replica": -1, "fsdp": 1}, {"replica": 2, "fsdp": 2, "tensor": 2}]
 
 
@@ -171,12 +161,9 @@ def test_a_batch_is_split_over_replica_and_fsdp_and_repeated_over_tensor(axes):
     assert first_rows == {device: 64 / shards * i for device, i in place.items()}
 
 
-def test_a_batch_on_one_device():
+def test_a_batch_on_one_device_and_one_of_nothing():
     mesh = js.mesh(devices=jax.devices()[:1])
     np.testing.assert_array_equal(js.shard_batch(np.arange(3), mesh), np.arange(3))
-
-
-def test_a_batch_of_nothing():
     assert js.shard_batch({}, js.mesh()) == {}
     assert js.shard_batch({"x": np.zeros((0, 3))}, js.mesh())["x"].shape == (0, 3)
 
@@ -189,16 +176,11 @@ def test_a_batch_that_lies_on_the_mesh_already_stays():
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 7, 9, 12])
-def test_a_batch_that_does_not_divide_is_an_error_with_the_numbers(rows):
-    with pytest.raises(CallError, match=rf"batch\['x'\]  shape \({rows}, 2\)(.|\n)*multiple of 8"):
-        js.shard_batch({"x": np.zeros((rows, 2)), "y": np.zeros((16, 2))}, js.mesh())
-
-
 def test_every_bad_leaf_of_a_batch_is_named():
     with pytest.raises(CallError) as caught:
         js.shard_batch([np.zeros(9), np.zeros(8), np.zeros(()), np.zeros((15, 2))], js.mesh())
     assert caught.value.where == ("batch[0]  shape (9,)", "batch[2]  shape ()", "batch[3]  shape (15, 2)")
+    assert caught.value.do == "use a global batch that is a multiple of 8."
 
 
 def test_a_batch_needs_a_mesh_of_ours():

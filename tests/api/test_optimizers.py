@@ -145,12 +145,6 @@ def test_an_abstract_model_has_an_abstract_optimizer(mesh):
         assert x.sharding.is_equivalent_to(wanted[path].sharding, x.ndim), path
 
 
-def test_leaves_of_state_are_found_by_their_parameters(mesh):
-    model = sharded(mesh)
-    found = [parameter_of(path, model) is not None for path in arrays(js.shard_optimizer(model, optax.adamw(1e-3)))]
-    assert sum(found) == 2 * len(arrays(model, nnx.Param)) == len(found) - 2
-
-
 def test_a_plain_optimizer_trains_the_same_with_at_most_two_traces(mesh):
     model = sharded(mesh)
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3), wrt=nnx.Param)
@@ -173,36 +167,6 @@ def test_state_is_that_of_a_plain_optimizer(mesh):
 
 def flat_state(optimizer: nnx.Optimizer) -> dict[str, np.ndarray]:
     return {path: np.asarray(x) for path, x in arrays(optimizer).items()}
-
-
-def test_a_clip_by_the_global_norm_sees_the_whole_gradient(mesh):
-    """The norm of all shards together, not that of one device's."""
-    found = []
-    for model in (sharded(mesh), plain()):
-        grads = nnx.jit(lambda model, x: nnx.grad(loss_fn)(model, x))(model, ROWS)
-        found.append(float(jax.jit(optax.tree.norm)(grads)))
-    np.testing.assert_allclose(found[0], found[1], rtol=1e-6)
-
-
-def test_averaged_parameters_stay_sharded(mesh):
-    """An EMA of the parameters kept by the user, in plain Optax."""
-    results = []
-    for make in (plain, lambda: sharded(mesh)):
-        model = make()
-        average = jax.tree.map(jnp.copy, nnx.state(model, nnx.Param))
-        optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
-
-        @nnx.jit
-        def step(model, optimizer, average, x):
-            optimizer.update(model, nnx.grad(loss_fn)(model, x))
-            return optax.incremental_update(nnx.state(model, nnx.Param), average, 0.1)
-
-        for _ in range(STEPS):
-            average = step(model, optimizer, average, ROWS)
-        results.append(average)
-    assert distance(*(flat(x) for x in results)) <= 2e-6
-    kernel = results[1]["up"]["kernel"].get_raw_value()
-    assert {s.data.nbytes for s in kernel.addressable_shards} == {kernel.nbytes // 4}
 
 
 # ZeRO-1: the optimizer's state of replicated parameters, sharded over the replicas.

@@ -1,52 +1,139 @@
-"""The plan says where every parameter lies, from shapes alone, and the arrays do lie there."""
+"""The plan: one pure function makes it from shapes, for nnx and Linen alike, and everyone reads it."""
 
 import dataclasses
 import json
 
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import optax
 import pytest
 from flax import nnx
 
 import jshard as js
+from jshard.api.override import revise
 from jshard.errors import AnnotationError
-from tests.helpers import Block, Config, abstract, annotator, builder, sharded, with_placement
+from jshard.plans import optimizer_state
+from jshard.plans import placement as _placement
+from jshard.plans import plan as _shard_plan
+from jshard.plans.plan import Leaf, make_plan
+from jshard.plans.policies import UnitPolicy
+from jshard.plans.units import NESTED, OUTER, OWN, Unit, nested_units, unit_of
+from tests.helpers import Config, abstract, sharded, with_placement
 
-WIDTH = 64
-
-
-class Pair(nnx.Module):
-    """Two layers that share a kernel."""
-
-    def __init__(self, rngs: nnx.Rngs):
-        self.first = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.second = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.second.kernel = self.first.kernel
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return self.second(self.first(x))
+WIDTH = 128
 
 
-def plan_of(module_type, *, mesh=None, **settings) -> js.ShardPlan:
-    mesh = mesh or js.mesh()
-    build = lambda: module_type(nnx.Rngs(0))
-    return js.plan(js.abstract_init(build, lambda m: js.fully_shard(m, mesh=mesh, **with_placement(**settings))))
+def record(mesh) -> Unit:
+    return Unit(mesh, UnitPolicy(), js.ShardPlacement(ignored=False), kind="Layer")
 
 
-@pytest.mark.parametrize("scanned", [False, True])
-def test_arrays_lie_where_the_plan_says(scanned: bool):
-    config = Config(scanned=scanned, tied=False)
-    model = sharded(config, js.mesh(replica=2))
+def test_a_plan_is_made_without_a_model():
+    unit = record(js.mesh(fsdp=8, devices=8))
+    root, a, b = (), ("blocks", 0), ("blocks", 1)
+    leaves = {
+        (*a, "kernel"): Leaf((64, 128), "float32", around=((root, a),)),
+        (*b, "kernel"): Leaf((64, 128), "bfloat16", (None, "tensor"), around=((root, b),)),
+        (*a, "table"): Leaf((512, 8), "float32", aliases=((*b, "table"),), around=((root, a), (root, b))),
+        ("scale",): Leaf((8,), "float32", around=((root,),)),
+    }
+    plan = make_plan(leaves, {root: unit, a: unit, b: unit})
+    assert [(leaf.path, leaf.unit, leaf.placement.spec) for leaf in plan.leaves] == [
+        ("blocks/0/kernel", "blocks/0", (None, "fsdp")),
+        ("blocks/1/kernel", "blocks/1", (None, "fsdp")),
+        ("blocks/0/table", "(root)", ("fsdp", None)),
+        ("scale", "(root)", (None,)),
+    ]
+    assert plan.leaf("blocks/1/table") is plan.leaf("blocks/0/table")
+    assert [unit.name for unit in plan.units] == ["(root)", "blocks/0", "blocks/1"]
+    assert js.ShardPlan.from_json(plan.to_json()) == plan
+    seen = plan.seen_from(b, {root: unit, a: unit, b: unit})
+    assert [(leaf.path, leaf.keys, leaf.owner) for leaf in seen.leaves] == [
+        ("kernel", (("kernel",),), ()),
+        ("table", (("table",),), None),  # a unit around it gathers that
+    ]
+
+
+def test_all_parameters_that_cannot_be_placed_are_in_one_error():
+    unit = record(js.mesh(fsdp=4, tensor=2, devices=8))
+    leaves = {(name,): Leaf((63, 64), "float32", ("tensor",), around=(((),),)) for name in "ab"}
+    with pytest.raises(AnnotationError, match=r"a  shape \(63, 64\)(.|\n)*b  shape \(63, 64\)"):
+        make_plan(leaves, {(): unit})
+
+
+def test_nnx_and_linen_have_one_plan():
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
+            self.down = nnx.Linear(2 * WIDTH, 1009, rngs=rngs)
+
+        def __call__(self, x):
+            return self.down(self.up(x))
+
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            self.layer, self.head = Layer(rngs), nnx.Linear(1009, 33, rngs=rngs)
+
+        def __call__(self, x):
+            return self.head(self.layer(x))
+
+    class LinenLayer(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(1009, name="down")(nn.Dense(2 * WIDTH, name="up")(x))
+
+    class LinenModel(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            return nn.Dense(33, name="head")(LinenLayer(name="layer")(x))
+
+    mesh = js.mesh()
+    settings = {"mesh": mesh, "ignored": "layer/up/bias", "mixed_precision": js.MixedPrecision(param="bfloat16")}
+    one = js.plan(
+        js.abstract_init(
+            lambda: Model(nnx.Rngs(0)), lambda m: js.fully_shard(m, units=Layer, **with_placement(**settings))
+        )
+    )
+    linen = js.fully_shard(LinenModel(), units=LinenLayer, **with_placement(**settings))
+    jax.eval_shape(linen.init, jax.random.key(0), jnp.ones((8, WIDTH)))
+    other = js.plan(linen)
+    assert {leaf.path: leaf for leaf in one.leaves} == {leaf.path: leaf for leaf in other.leaves}
+    assert one.leaf("head/kernel").placement.stored_shape == (1016, 33)
+    assert one.leaf("layer/up/bias").placement.because == "ignored by the annotation"
+    unnamed = lambda plan: [dataclasses.replace(unit, kind="") for unit in plan.units]
+    assert unnamed(one) == unnamed(other) and one.mesh == other.mesh
+
+
+def test_a_unit_sees_its_part_of_the_plan():
+    model = abstract(Config(layers=3, tied=True), js.mesh())
     plan = js.plan(model)
-    flat = nnx.to_flat_state(nnx.state(model, nnx.Param))
-    arrays = {"/".join(map(str, path)): variable.get_raw_value() for path, variable in flat}
-    assert set(arrays) == {leaf.path for leaf in plan.leaves}
-    for leaf in plan.leaves:
-        array, placement = arrays[leaf.path], leaf.placement
-        assert (array.shape, array.dtype.name) == (placement.shape, placement.dtype)
-        assert array.sharding.spec == placement.partition_spec
-        assert {s.data.nbytes for s in array.addressable_shards} == {placement.bytes_per_device}
-    assert plan.num_parameters == sum(x.size for x in arrays.values())
-    assert plan.logical_bytes == sum(x.nbytes for x in arrays.values())
+    for path, module in nested_units(model):
+        for member in unit_of(module).members:
+            leaf = plan.leaf("/".join(map(str, (*path, *member.path))))
+            here = leaf.unit == ("/".join(map(str, path)) or "(root)")
+            assert member.placement == leaf.placement
+            assert (member.owner == OWN) == here and member.owner in (OWN, NESTED, OUTER)
+            assert unit_of(module).by_path[member.path] == member
+    assert type(model.blocks[0]) is type(model.blocks[2])  # equal layers have equal records
+    assert js.plan(model.blocks[1]).leaves == js.plan(model.blocks[2]).leaves
+
+
+def test_nobody_else_places_a_parameter(monkeypatch):
+    model = sharded(Config(), js.mesh())
+
+    def placed(*args, **kwargs):
+        raise AssertionError(f"{args[0]} is placed again")
+
+    for module in (_placement, _shard_plan, optimizer_state):
+        monkeypatch.setattr(module, "place", placed)
+    optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
+    plan = js.plan(model)
+    for state in (nnx.state(model, nnx.Param), nnx.state(optimizer)["opt_state"][0]["mu"]):
+        for path, variable in nnx.to_flat_state(state):
+            placement = plan.leaf("/".join(map(str, path))).placement
+            assert variable.get_raw_value().sharding.spec == placement.partition_spec
+    assert str(js.explain(model, optimizer=optimizer))
+    revise(model, {"remat": "full"})
 
 
 def test_units_come_root_first_and_own_each_parameter_once():
@@ -94,100 +181,9 @@ def test_a_plan_of_175_billion_parameters_makes_no_array():
     assert plan.bytes_per_device == (plan.logical_bytes - small) / 128 + small
 
 
-def test_the_largest_dim_that_divides_is_sharded_and_never_the_layers():
-    plan = js.plan(abstract(Config(layers=8, scanned=True), js.mesh()))
-    dims = {leaf.path: leaf.placement.dim for leaf in plan.leaves}
-    assert dims["blocks/up/kernel"] == 2  # (8, 64, 256)
-    assert dims["blocks/down/kernel"] == 1  # (8, 256, 64)
-    assert dims["blocks/attention/out/kernel"] == 1  # (8, 64, 64): the first of equal ones
-    assert dims["embed/embedding"] == 0
-
-
-def test_a_parameter_is_replicated_with_the_reason():
-    plan = js.plan(abstract(Config(), js.mesh()))
-    small = plan.leaf("norm/scale").placement
-    assert (small.dim, small.shards, small.bytes_per_device) == (None, 1, small.logical_bytes)
-    assert small.because == "smaller than min_size (64 < 1024 elements)"
-    assert all(leaf.placement.because for leaf in plan.replicated)
-    assert not any(leaf.placement.because for leaf in plan.leaves if leaf not in plan.replicated)
-
-    alone = plan_of(Pair, mesh=js.mesh(replica=8, fsdp=1))
-    assert {leaf.placement.because for leaf in alone.leaves} == {"the fsdp axis has degree 1"}
-    ignored = plan_of(Pair, ignored="first/*", allow_replicated=["*"])
-    assert ignored.leaf("first/kernel").placement.because == "ignored by the annotation"
-
-    class Odd(nnx.Module):
-        def __init__(self, rngs: nnx.Rngs):
-            self.even = nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-            self.odd = nnx.Linear(31, 41, rngs=rngs)
-
-    indivisible = plan_of(Odd, allow_replicated=["odd/*"])  # named, so without a warning
-    assert indivisible.leaf("odd/kernel").placement.because == "no dim divides by 8 (shape (31, 41))"
-
-
-def test_the_dim_asked_for_is_sharded():
-    plan = plan_of(Pair, shard_dim=lambda path, shape: 1 if path == "first/kernel" else None)
-    assert plan.leaf("first/kernel").placement.spec == (None, "fsdp")
-
-
-def test_tied_parameters_appear_once_with_their_other_names():
-    mesh = js.mesh()
-    model = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
-    js.fully_shard(model.first, mesh=mesh)
-    js.fully_shard(model.second, mesh=mesh)
-    js.fully_shard(model, mesh=mesh)
-    plan = js.plan(model)
-    tied = plan.leaf("first/kernel")
-    assert (tied.aliases, tied.unit) == (("second/kernel",), "(root)")
-    assert plan.leaf("second/kernel") is tied
-    assert plan.num_parameters == WIDTH * WIDTH + 2 * WIDTH
-
-
 def test_dtypes_stored_gathered_and_reduced():
-    precision = js.MixedPrecision(param="bfloat16", reduce="float32")
-    placement = plan_of(Pair, mixed_precision=precision).leaf("first/kernel").placement
+    placed = lambda **dtypes: js.plan(abstract(Config(), js.mesh(), mixed_precision=js.MixedPrecision(**dtypes)))
+    placement = placed(param="bfloat16", reduce="float32").leaf("blocks/0/up/kernel").placement
     assert (placement.dtype, placement.gathered_dtype, placement.reduce_dtype) == ("float32", "bfloat16", "float32")
-    assert (placement.logical_bytes, placement.gathered_bytes) == (4 * WIDTH**2, 2 * WIDTH**2)
-    follows = plan_of(Pair, mixed_precision=js.MixedPrecision(param="bfloat16")).leaf("first/kernel").placement
-    assert follows.reduce_dtype == "bfloat16"
-
-
-def test_modules_given_in_one_list_are_one_unit():
-    mesh = js.mesh()
-
-    def annotate(model):
-        js.fully_shard([model.norm, model.head], mesh=mesh)
-        js.fully_shard(model, mesh=mesh)
-
-    plan = js.plan(js.abstract_init(builder(Config(tied=False)), annotate))
-    assert "head+norm" in [unit.name for unit in plan.units]
-    assert {leaf.path for leaf in plan.unit_leaves("head+norm")} == {"head/kernel", "norm/scale"}
-
-
-def test_the_one_call_form_gives_the_same_plan():
-    mesh = js.mesh()
-    by_hand = js.plan(abstract(Config(), mesh))
-    for units in (Block, "blocks/*", lambda path, module: isinstance(module, Block)):
-        made = js.abstract_init(builder(Config()), lambda m, units=units: js.fully_shard(m, units=units, mesh=mesh))
-        assert js.plan(made) == by_hand
-
-
-def test_a_forgotten_root_is_an_error():
-    model = nnx.eval_shape(lambda: Pair(nnx.Rngs(0)))
-    js.fully_shard(model.second, mesh=js.mesh())
-    with pytest.raises(AnnotationError) as caught:
-        js.plan(model)
-    assert str(caught.value) == (
-        "The root of the model is not annotated.\n"
-        "  where: Pair: 1 units inside (second)\n"
-        "  why:   parameters outside the inner units belong to the root, and one call into the root is one sharded"
-        " region.\n"
-        "  do:    js.fully_shard(model, mesh=mesh)  # after its submodules"
-    )
-
-
-def test_annotating_changes_no_name_and_no_tree():
-    plain = nnx.eval_shape(builder(Config()))
-    names = [path for path, _ in nnx.to_flat_state(nnx.state(plain))]
-    annotator(js.mesh())(plain)
-    assert [path for path, _ in nnx.to_flat_state(nnx.state(plain))] == names
+    assert placement.logical_bytes == 2 * placement.gathered_bytes == 4 * 64 * 256
+    assert placed(param="bfloat16").leaf("blocks/0/up/kernel").placement.reduce_dtype == "bfloat16"

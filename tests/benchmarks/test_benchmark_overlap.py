@@ -12,8 +12,8 @@ from benchmarks.overlap import (
 )
 from benchmarks.overlap.grid import DOT, SIZES, Setting, groups
 from benchmarks.overlap.records import Placement
-from jshard.occupancy import COPY_ENGINE, Block, OccupancyError, footprint, gpu
-from tests.benchmarks.made_up_overlap import H200, RING, kernel, record, row, small
+from jshard.occupancy import COPY_ENGINE, OccupancyError, footprint, gpu
+from tests.benchmarks.made_up_overlap import H200, RING, row, small
 
 # The grid.
 
@@ -79,12 +79,6 @@ def test_tasks_and_what_only_chooses():
 # The rules of the conclusion.
 
 
-def test_ratios():
-    one = row(2.4)
-    assert one.ratio == pytest.approx(0.8) and one.perfect == pytest.approx(2 / 3)
-    assert row(3.0, comm_ms=4.0).perfect == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize(
     ("began", "verdict"),
     [
@@ -101,36 +95,6 @@ def test_placement(began, verdict):
     assert sentence.startswith(f"Placement: {verdict}")
     missing = conclusion.placement_verdict(Placement(began=each, long_sms=131, long_ms=20), H200)
     assert missing.startswith("Placement: void. The long blocks ran on 131 of 132 multiprocessors")
-
-
-def test_the_long_block_fits_on_every_nvidia_gpu():
-    for name in ("a40", "a100", "h100", "h200", "b200"):
-        facts = gpu(name)
-        assert set(conclusion.expected(facts)["even"].values()) == {True, False}, name
-    assert conclusion.long_block(H200) == Block(544, 96, 104_832)
-    assert conclusion.long_block(gpu("a40")).smem_bytes == 51_200
-
-
-@pytest.mark.parametrize(
-    ("both_ms", "sentence"),
-    [
-        (2.9, "beside XLA's dot the load starves (ratio 0.967, from 0.9 on)."),
-        (2.1, "XLA's dot hides the load as it is (ratio 0.700, up to 0.78)."),
-        (2.5, "XLA's dot hides a part of the load (ratio 0.833)."),
-    ],
-)
-def test_starving(both_ms, sentence):
-    assert conclusion.starving([row(both_ms), row(both_ms, mode="sequential")]) == sentence
-    assert conclusion.starving([small(2.0, "baseline")]) == ""
-
-
-@pytest.mark.parametrize(
-    ("high_ms", "words"), [(2.0, "helps: +33.3%"), (2.99, "changes nothing: +0.3%"), (3.3, "costs time: -10.0%")]
-)
-def test_priority(high_ms, words):
-    rows = [row(3.0), row(high_ms, mode="baseline + priority")]
-    assert conclusion.priority(rows).startswith(f"a higher priority alone {words}")
-    assert conclusion.priority(rows[:1]) == ""
 
 
 def test_kill_rule():
@@ -166,46 +130,11 @@ def test_best():
     assert len(whole) == 1 and "Goal" not in whole[0]
 
 
-def test_xla_gives_collectives_priority_anyway():
-    rows = [row(3.0), row(2.4, mode="baseline + priority"), small(2.1, "shaped + priority", blocks=2)]
-    assert "by default: +12.5%." in conclusion.best([*rows, small(3.1, "baseline")])
-
-
-def test_shaping_is_judged_beside_priority_alone():
-    rows = [small(3.1, "baseline"), small(2.4, "baseline + priority")]
-    rows.append(small(2.1, "shaped + priority", blocks=2, comp_ms=2.2))
-    assert conclusion.shaping(rows) == (
-        "shaping beside priority alone: tiled 64x64x64/2, pad 35,840: 1.10 times as long alone, +12.5% beside the load."
-    )
-    assert conclusion.shaping(rows[::2]) == ""
-
-
 def test_groups_are_compared_each_with_its_own_dot():
     """The clocks may have been others: 2.5 of 5 is better than 2.2 of 3."""
     rows = [row(3.0), small(2.2, "shaped", blocks=2)]
     rows += [row(5.0, group="cube/b"), small(2.5, "shaped", blocks=1, group="cube/b")]
     assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 74,752")
-
-
-def test_kernels_alone():
-    assert conclusion.kernel_sentences([]) == ["Kernels alone: not measured."]
-    found = conclusion.kernel_sentences([kernel(1.04), kernel(1.3, "1 x 2", kernel="mlp", direction="both")])
-    assert found == [
-        "Kernels alone: 1 of 2 within 1.05 times XLA's time.",
-        "matmul 8192 x 8192 x 8192, forward: 1.040 of XLA's dot; goal 1.05: reached.",
-        "Over 1.15, where no overlap repays it: mlp 1 x 2, both: 1.30.",
-    ]
-    assert "goal 1.05: missed" in conclusion.kernel_sentences([kernel(1.1)])[1]
-
-
-def test_nothing_measured_is_said():
-    assert conclusion.sentences(record(), H200) == [
-        "Placement: not measured.",
-        "Overlap: not measured.",
-        "Kernels alone: not measured.",
-    ]
-    failed = conclusion.sentences(record(failed={"placement": "CuPy is not installed."}), H200)
-    assert failed[-1] == "Not run, or with a wrong result, 1: placement."
 
 
 # The predictions.

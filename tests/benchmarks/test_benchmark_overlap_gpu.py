@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-import sys
 from types import SimpleNamespace
 
 import jax
@@ -15,9 +14,7 @@ from benchmarks.overlap import (
     cupy_load,
     programs,
 )
-from benchmarks.overlap.bench import Load
-from benchmarks.overlap.gpu_bench import CupyBench, ProgramBench
-from benchmarks.overlap.grid import DOT, Setting, Size, groups
+from benchmarks.overlap.grid import groups
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.errors import RunError
 from jshard.inspect.audit import audit
@@ -137,31 +134,6 @@ def test_placement_is_read_from_what_began_when(fake_cupy, waits, verdict):
     assert found.long_ms == 20
     long = [launch for launch in cupy.launches if launch[1] == (132,) and launch[0] == "comm_like"]
     assert {(block, smem_bytes, priority) for _, _, block, smem_bytes, priority, _ in long} == {((544,), 104_832, 0)}
-
-
-def test_product_and_load_run_side_by_side(fake_cupy):
-    fake_cupy()
-    here = CupyBench(cupy_load.CupyLoad(RING.block, 16, 3e11, 2**20))
-    dot = Setting(form=DOT)
-    assert here.prepare(Size(name="cube", m=64, n=64, k=64), dot) == 0
-    copies = Load("copies", "full", 2**20)
-    found = here.both(dot, copies, "high")
-    assert found.both_ms > 0.1 and found.comm_sms == 16 and found.span_ms == 0 and found.waited_ms is not None
-    assert here.load_ms(copies) > 0 and here.sequential_ms(dot, copies) > 0
-
-
-def test_an_old_cupy_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__version__="12.3.0"))
-    with pytest.raises(RunError, match="CuPy is too old"):
-        cupy_load.imported()
-
-
-def test_the_ways_to_have_a_load():
-    several = ProgramBench(None)
-    assert several.kinds == ("all-reduce", "all-gather") and several.priorities == ("default", "high")
-    alone = ProgramBench(RING)
-    assert alone.kinds == ("copies",) and alone.priorities == ("default",)
-    assert len(alone._mesh.devices) == 1 and len(several._mesh.devices) == jax.device_count()
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")

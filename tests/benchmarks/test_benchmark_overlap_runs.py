@@ -4,13 +4,11 @@ import csv
 import itertools
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import jax
 import pytest
 
 from benchmarks.overlap import (
@@ -18,14 +16,12 @@ from benchmarks.overlap import (
     command,
     conclusion,
     kernel_times,
-    machine,
     report,
     session,
 )
 from benchmarks.overlap.grid import DOT, Size, groups
 from benchmarks.overlap.records import BenchmarkError, Placement, Record, continued, load, newest, save
 from jshard.errors import RunError
-from jshard.occupancy import gpu
 from tests.benchmarks.made_up_overlap import CONDITIONS, H200, RING, MadeUp, kernel, record
 
 ROOT = Path(__file__).parents[2]
@@ -54,15 +50,6 @@ def test_a_group_is_measured_in_turn():
     # Each round asks for every setting once, after three for the size of the load.
     able = [DOT, group.form, f"{group.form}, 16 SMs reserved"]
     assert machine.asked == [DOT] * 3 + able * 4
-
-
-def test_xla_own_dot_must_run():
-    class Broken(MadeUp):
-        def prepare(self, size, setting):
-            raise RunError("It broke.", where="here", why="so it is.", do="nothing.")
-
-    with pytest.raises(RunError, match="It broke"):
-        bench.measure(Broken(), groups(H200, RING)[0], rounds=1)
 
 
 def run_session(tasks, seconds, times, before=None):
@@ -97,25 +84,6 @@ def test_a_task_that_fails_is_kept_as_such_and_forgotten_when_it_succeeds():
     before = record(failed={group.name: "out of memory", "wide/other": "stays"})
     (found,) = run_session([session.Task(group.name, group)], 1e9, itertools.repeat(0), before)
     assert group.name not in found.failed and "wide/other" in found.failed and found.has(group.name)
-
-
-def test_without_cupy_only_hopper_has_a_load_on_one_gpu(monkeypatch):
-    monkeypatch.setattr(session, "has_cupy", lambda: False)
-    one = jax.devices()[:1]
-    monkeypatch.setattr(jax, "local_devices", lambda: one)
-    a100 = gpu("a100")
-    here = session.Session(a100, RING, bytes_per_s=3e11, rounds=1)
-    assert here.how == ("a Pallas kernel on another stream, at the same priority and not paced: CuPy is not installed")
-    with pytest.raises(RunError) as error:
-        here._bench_here()
-    assert str(error.value) == (
-        "CuPy is not installed.\n"
-        "  where: a load on NVIDIA A100\n"
-        "  why:   without it the load is a kernel for Hopper GPUs.\n"
-        "  do:    pip install cupy-cuda12x, or cupy-cuda13x for a jax with cuda13."
-    )
-    hopper = session.Session(H200, RING, bytes_per_s=3e11, rounds=1)
-    assert hopper._bench_here().priorities == ("default",)
 
 
 def test_a_task_that_hangs_or_breaks_the_gpu_is_not_tried_again(monkeypatch, capsys):
@@ -197,11 +165,6 @@ def test_report_table_and_pictures(measured, tmp_path):
     assert {line.count("|") for line in tables} == {19}
 
 
-def test_a_report_of_nothing(tmp_path):
-    _, text = report.write(record(), H200, tmp_path)
-    assert text.read_text().count("ot measured.") >= 5
-
-
 def test_other_conditions_begin_anew_and_write_over_nothing(measured, tmp_path):
     save(measured, tmp_path)
     other = CONDITIONS | {"devices": 8}
@@ -235,12 +198,6 @@ def test_without_a_gpu_it_says_so_in_one_line():
     )
     assert (run.returncode, run.stdout) == (1, "")
     assert re.fullmatch(r"No GPU is here \(JAX sees \d+ x cpu\): run it where one is, .*\n", run.stderr)
-
-
-def test_the_list_needs_no_gpu(capsys):
-    assert command.main(["--list", "--gpu", "h200", "--nccl", "2.28.9", "--only", "cube"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "cube/tiled 64x64x64/2"
-    assert command.main(["--list"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -318,16 +275,3 @@ def test_the_whole_command_on_devices_that_pass_for_gpus(tmp_path, monkeypatch, 
     assert "placement ..." not in capsys.readouterr().out
     assert command.main([*arguments, "--only", "placement", "--again"]) == 0
     assert "placement ..." in capsys.readouterr().out
-
-
-def test_what_changes_collectives_is_told():
-    assert machine.environment({}) == "default"
-    set_to = {"NCCL_NTHREADS": "256", "HOME": "/a", "XLA_FLAGS": "--xla_gpu_a=1 --xla_gpu_dump=/a --xla_cpu_b=2"}
-    assert machine.environment(set_to) == "NCCL_NTHREADS=256 --xla_gpu_a=1"
-
-
-def test_what_the_driver_says(monkeypatch):
-    assert machine.driver() if shutil.which("nvidia-smi") else machine.driver().startswith("not known")
-    answer = SimpleNamespace(stdout="580.1, 1980 MHz, 700.00 W\n")
-    monkeypatch.setattr(machine.subprocess, "run", lambda *_, **__: answer)
-    assert machine.driver() == "580.1, 1980 MHz, 700.00 W"

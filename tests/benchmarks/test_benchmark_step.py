@@ -9,14 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.step import flops
-from benchmarks.step.candidates import BY_NAME
-from benchmarks.step.inputs import initial_weights, tokens
 from benchmarks.step.merging import merged
 from benchmarks.step.place import place_of
-from benchmarks.step.sizes import SIZES
 from benchmarks.step.summary import difference, losses, overhead, ratios
-from benchmarks.step.workers import CandidateError, interpreter
 from tests.compiling import XLA_FLAGS
 
 ROOT = Path(__file__).parents[2]
@@ -108,14 +103,6 @@ def test_reports_of_all_processes_become_one():
     assert whole["load_per_core_before"] == 0.1
 
 
-def test_a_candidate_that_one_process_left_out_is_left_out():
-    other = session(1)
-    other["left_out"] = {"ours": "no torch"}
-    other["candidates"] = {}
-    whole = merged([session(0), other])
-    assert not whole["candidates"] and whole["left_out"] == {"ours": "no torch"}
-
-
 @pytest.mark.parametrize(
     ("changed", "said"),
     [({"rounds": 3}, "differ in rounds"), ({"measured_processes": [0]}, "process 0 is in two"), (None, "processes 1")],
@@ -131,29 +118,3 @@ def test_a_task_of_slurm_measures_its_own_process():
     assert (place.processes, place.mine, place.first_position, place.host) == (4, (3,), 1, "node1")
     assert place.address(2) == place_of(None, SLURM | {"SLURM_PROCID": "0"}).address(2)
     assert place_of(2, SLURM).mine == (0, 1)
-
-
-def test_without_pytorch_a_row_is_left_out_with_the_reason(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nexit 1\n")
-    python.chmod(0o755)
-    with pytest.raises(CandidateError, match="peers"):
-        interpreter(BY_NAME["FSDP2"], str(python))
-
-
-def test_flops_are_those_of_the_formula():
-    sizes = SIZES["gpt2_xl"]
-    s, L, h, V = sizes.block_size, sizes.n_layer, sizes.d_model, sizes.vocab_size
-    size = sizes.batch * s * L * h**2
-    assert flops.done_flops(sizes) == pytest.approx(96 * size * (1 + s / (6 * h) + V / (16 * L * h)))
-    assert flops.model_flops(sizes) == pytest.approx(72 * size * (1 + s / (6 * h) + V / (12 * L * h)))
-
-
-def test_weights_and_tokens_come_from_a_seed():
-    sizes = SIZES["quick"]
-    first, second = dict(initial_weights(sizes)), dict(initial_weights(sizes))
-    assert all((first[path] == second[path]).all() for path in sizes.parameters())
-    assert sum(value.size for value in first.values()) == sizes.num_parameters
-    assert not (tokens(sizes, step=0, process=0)[0] == tokens(sizes, step=0, process=1)[0]).all()
-    inputs, targets = tokens(sizes, step=1, process=0)
-    assert (inputs[:, 1:] == targets[:, :-1]).all()

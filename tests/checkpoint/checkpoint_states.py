@@ -1,4 +1,7 @@
-"""A small state under every strategy, of known numbers, whole or without arrays: what tests of checkpoints save."""
+"""A small state under every strategy, of known numbers, whole or without arrays: what tests of checkpoints save.
+
+And how they compare what they get.
+"""
 
 import functools
 import math
@@ -13,6 +16,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.api.optimizer import abstract_optimizer
+from jshard.checkpoint.formats.source import stored_array
 from jshard.data.batches import GlobalBatches
 from jshard.plans.policies import strategies
 
@@ -137,3 +141,37 @@ def _filled(leaf: Any, values: np.ndarray, mesh: Any) -> jax.Array:
     sharding = leaf.sharding or jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = jax.make_array_from_callback(values.shape, sharding, lambda box: values[box])
     return jax.random.wrap_key_data(array) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else array
+
+
+def raw(tree: Any) -> dict[str, Any]:
+    """Leaves by path, in the form that says most: type, dtype and bytes."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        kind = type(leaf)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
+        value = leaf if isinstance(leaf, str) else (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes())
+        found[jax.tree_util.keystr(path)] = (kind, value)
+    return found
+
+
+def bits(array: Any) -> np.ndarray:
+    """The bytes of an array."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def everything(array: np.ndarray) -> tuple[slice, ...]:
+    """The box that is all of it."""
+    return (slice(None),) * array.ndim
+
+
+def check_source(source: Any, arrays: dict[str, np.ndarray]) -> None:
+    """Whether a source holds these arrays, as a whole and by any box."""
+    draw = np.random.default_rng(0)
+    for name, array in arrays.items():
+        assert source.leaves[name] == stored_array(array.shape, array.dtype)
+        boxes = [tuple(slice(*sorted(draw.integers(0, n + 1, 2).tolist())) for n in array.shape) for _ in range(20)]
+        for box in (everything(array), *boxes):
+            got = source.read(name, box)
+            assert (got.shape, got.dtype) == (array[box].shape, array.dtype)
+            np.testing.assert_array_equal(bits(got), bits(array[box]))

@@ -177,20 +177,6 @@ def test_other_data_or_another_order_are_refused(dataset):
     assert batches.samples == 0
 
 
-def test_the_message_about_another_order():
-    batches = GlobalBatches(samples(seed=4), batch_size=2, rows=[0, 1])
-    with pytest.raises(CheckpointError) as error:
-        batches.set_state(global_batches(2, [0, 1]).get_state())
-    assert str(error.value) == (
-        "The position in the data does not fit the data.\n"
-        "  where: order  saved range of 23; shuffle of 23, seed 3; repeat without end\n"
-        "                here  range of 23; shuffle of 23, seed 4; repeat without end\n"
-        "  why:   it counts samples: in another order some would repeat and some never come.\n"
-        "  do:    build the batches from the data, the seed and the settings of the saved run;\n"
-        "         or leave the position out, and begin where you say: GlobalBatches(..., start=4096)."
-    )
-
-
 def test_what_is_done_to_each_sample_may_differ_and_a_start_may_be_told():
     other = samples().map(lambda sample: {"id": sample["id"] + 1000})
     batches = GlobalBatches(other, batch_size=2, rows=[0, 1], start=4)

@@ -62,15 +62,6 @@ def test_a_part_is_told_as_a_part(saved):
     assert told.wanted_bytes == 2048 * 4
 
 
-def test_chunks_are_those_that_were_foretold(saved):
-    """Our copy of how Orbax cuts agrees with what it wrote."""
-    manifest = js.checkpoint.verify(saved) and restoring._manifest.read(saved)
-    kernel = manifest.leaves["kernel"]
-    shard = (2048, 2048)
-    budget = storage.chunk_bytes((4096, 2048), shard, 4, 2 << 20)
-    assert np.prod(kernel.chunk) * 4 == storage._cut_bytes((4096, 2048), shard, 4, budget) == 2 << 20
-
-
 @pytest.mark.parametrize(
     ("shape", "shard", "budget"),
     [((50257, 768), (50257, 768), None), ((6283, 4096), (6283, 4096), 2 << 20), ((8192, 8192), (1024, 8192), 2 << 20)],
@@ -81,3 +72,44 @@ def test_pieces_are_neither_tiny_nor_too_large(shape, shard, budget):
     cut = np.prod(shard) * 4 if found is None else storage._cut_bytes(shape, shard, 4, found)
     assert cut >= 1 << 20
     assert budget is None or found is not None
+
+
+# How much is on its way at a time.
+
+
+def told_memory(root, *, available, limit, used, cache, group):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:  {available // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(f"9:cpu:/\n{group}:/job/step\n")
+    folder, names = root / "sys/fs/cgroup/memory/job", ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    if group == "0:":
+        folder, names = root / "sys/fs/cgroup/job", ("max", "current", "inactive_file")
+        (folder / "step").mkdir(parents=True)
+        (folder / "step" / "memory.max").write_text("max\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+    (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+    return root
+
+
+@pytest.mark.parametrize("group", ["0:", "4:memory"])
+def test_free_memory_is_what_the_system_or_the_job_has_left(tmp_path, group):
+    gib = 1 << 30
+    job = told_memory(tmp_path / "a", available=9 * gib, limit=4 * gib, used=3 * gib, cache=gib, group=group)
+    host = told_memory(tmp_path / "b", available=gib, limit=4 * gib, used=gib, cache=0, group=group)
+    assert storage.free_bytes(job) == 2 * gib
+    assert storage.free_bytes(host) == gib
+    assert storage.free_bytes(tmp_path / "nothing") > 100 * gib
+
+
+def test_something_can_be_read_where_no_memory_is_free(monkeypatch):
+    monkeypatch.setattr(storage, "free_bytes", lambda: 0)
+    assert storage.in_flight_bytes({"n": 3}) == 1  # Orbax refuses 0
+
+
+@pytest.mark.parametrize(("free_mib", "shard_mib", "mib"), [(9999, 1, 128), (9999, 50, 200), (400, 1, 50), (9, 16, 16)])
+def test_reads_in_flight_follow_the_free_memory(monkeypatch, free_mib, shard_mib, mib):
+    monkeypatch.setattr(storage, "free_bytes", lambda: free_mib << 20)
+    wanted = {"w": np.broadcast_to(np.uint8(0), shard_mib << 20)}
+    assert storage.in_flight_bytes(wanted) == mib << 20

@@ -19,6 +19,7 @@ from jshard.checkpoint import manifest as manifests
 from jshard.checkpoint import storage
 from jshard.checkpoint.sums import LeafSums, add, box_sums, device_sums
 from jshard.errors import RunError
+from tests.checkpoint.checkpoint_states import raw
 
 FLIPS = 50
 
@@ -36,14 +37,6 @@ def state(zero=False):
         "step": 7,
     }
     return full if not zero else full | {"text": "", "step": 0, "ids": np.zeros(5, int), "key": jax.random.key(0)}
-
-
-def raw(tree):
-    is_key = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return [
-        x if isinstance(x, str) else np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
-        for x in jax.tree.leaves(tree)
-    ]
 
 
 @pytest.fixture(scope="module")

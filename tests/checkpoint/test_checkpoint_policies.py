@@ -21,6 +21,8 @@ import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import CheckpointError, CheckpointWarning
 from jshard.checkpoint import leaves as _leaves
+from jshard.errors import RunError
+from tests.checkpoint.checkpoint_states import raw
 
 
 class Net(nnx.Module):
@@ -33,18 +35,6 @@ class Net(nnx.Module):
         self.drop = nnx.Dropout(0.5, rngs=rngs)
         self.norm = nnx.BatchNorm(4, rngs=rngs)
         self.cache = nnx.Variable({"at": jnp.int32(seed), "seen": (jnp.ones(2) * seed, jnp.zeros(0))})
-
-
-def raw(tree):
-    """Leaves by path, in the form that tells most: type, dtype and bytes."""
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        kind = type(leaf)
-        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            kind, leaf = str(leaf.dtype), jax.random.key_data(leaf)
-        value = leaf if isinstance(leaf, str) else (np.asarray(leaf).dtype, np.shape(leaf), np.asarray(leaf).tobytes())
-        found[jax.tree_util.keystr(path)] = (kind, value)
-    return found
 
 
 def plain(state):
@@ -143,12 +133,6 @@ def test_the_next_random_numbers_are_those_that_would_have_come(tmp_path):
         np.testing.assert_array_equal(draw(restored), draw(model))
 
 
-def test_a_key_of_another_kind_is_refused(tmp_path):
-    checkpoint.save(tmp_path / "c", {"key": jax.random.key(0)})
-    with pytest.raises(CheckpointError, match="key"):
-        checkpoint.restore(tmp_path / "c", like={"key": jax.random.key(0, impl="rbg")})
-
-
 def test_a_key_of_the_old_form_becomes_one_of_the_new_and_back(tmp_path):
     """PRNGKey's numbers are those of a typed key: one by one, stacked, over a mesh, on the host."""
     old, sharding = jax.random.split(jax.random.PRNGKey(3), 2), NamedSharding(js.mesh(), P())
@@ -173,6 +157,31 @@ def test_an_array_stays_on_its_device(tmp_path):
     on = lambda n: {"w": jax.device_put(jnp.ones(3), jax.devices()[n])}
     checkpoint.save(tmp_path / "c", on(3))
     assert checkpoint.restore(tmp_path / "c", like=on(5))["w"].devices() == {jax.devices()[5]}
+
+
+# What cannot be saved.
+
+
+def test_deleted_arrays_are_named_at_once(tmp_path):
+    donated = {"w": jnp.ones(2), "v": {"m": jnp.ones(3)}, "kept": jnp.ones(1)}
+    donated["w"].delete()
+    donated["v"]["m"].delete()
+    with pytest.raises(CheckpointError, match="the values of 2 leaves are gone") as caught:
+        checkpoint.save(tmp_path / "c", donated)
+    assert caught.value.where == ("w", "v/m") and "state = step(state, batch)" in str(caught.value)
+
+
+def test_what_cannot_be_asked_for_its_state_is_an_error_in_four_parts(tmp_path):
+    class Position:
+        def get_state(self):
+            raise OSError("the data are gone")
+
+        def set_state(self, state):
+            pass
+
+    with pytest.raises(RunError, match="the data are gone") as caught:
+        checkpoint.save(tmp_path / "c", {"data": Position(), "step": 1})
+    assert isinstance(caught.value.__cause__, OSError) and not list(tmp_path.iterdir())
 
 
 # Parts.
@@ -371,6 +380,7 @@ def test_floating_dtypes_change_and_are_listed_once(tmp_path):
         (1.5, 0),
         ("a", 0),
         (jnp.ones(2, bool), jnp.ones(2)),
+        (jax.random.key(0), jax.random.key(0, impl="rbg")),
     ],
 )
 def test_no_value_is_lost_by_a_change_of_dtype(tmp_path, stored, wanted):

@@ -92,12 +92,6 @@ def test_model_optimizer_and_keys(saved, scan, sizes):
             assert b.sharding is None or a.sharding.is_equivalent_to(b.sharding, a.ndim)  # an abstract key lies nowhere
 
 
-def test_there_and_back(saved, tmp_path):
-    states, folder = saved
-    checkpoint.save(tmp_path / "c", checkpoint.restore(folder / "True", like=like(scan=False)))
-    assert_equal(checkpoint.restore(tmp_path / "c", like=like(scan=True)), states[True])
-
-
 @pytest.mark.parametrize("scan", [False, True])
 def test_only_the_parameters_of_the_other_form(saved, scan):
     states, folder = saved

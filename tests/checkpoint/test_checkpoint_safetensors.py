@@ -14,16 +14,12 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
-    DcpSource,
     SafetensorsSource,
-    StoredArray,
-    foreign_source,
-    whole_leaves,
     write_safetensors,
 )
-from jshard.checkpoint.formats.safetensors import DTYPES, INDEX
+from jshard.checkpoint.formats.safetensors import INDEX
 from jshard.errors import RunError
-from tests.checkpoint.dcp_fixture import split, write_dcp
+from tests.checkpoint.checkpoint_states import bits, check_source, everything
 
 RNG = np.random.default_rng(0)
 W = RNG.normal(size=(16, 24)).astype(np.float32)
@@ -38,24 +34,8 @@ ARRAYS = {
 }
 
 
-def bits(array):
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def everything(array):
-    return (slice(None),) * array.ndim
-
-
 def leaves(arrays):
     return [(name, array.shape, array.dtype, lambda array=array: array) for name, array in arrays.items()]
-
-
-def same(source, arrays):
-    assert source.leaves == {name: StoredArray(array.shape, array.dtype) for name, array in arrays.items()}
-    for name, array in arrays.items():
-        got = source.read(name, everything(array))
-        assert (got.shape, got.dtype) == (array.shape, array.dtype)
-        np.testing.assert_array_equal(bits(got), bits(array))
 
 
 def write_raw(path, header, data=b""):
@@ -75,10 +55,10 @@ def entry(dtype, shape, begin, end):
 def test_what_is_written_is_read_again(tmp_path, max_shard_bytes):
     files = write_safetensors(tmp_path / "c", leaves(ARRAYS), max_shard_bytes=max_shard_bytes)
     assert sorted(files) == sorted((tmp_path / "c").iterdir())
-    same(SafetensorsSource(tmp_path / "c"), ARRAYS)
+    check_source(SafetensorsSource(tmp_path / "c"), ARRAYS)
     if max_shard_bytes > 1e9:
         assert [file.name for file in files] == ["model.safetensors"]
-        same(SafetensorsSource(files[0]), ARRAYS)
+        check_source(SafetensorsSource(files[0]), ARRAYS)
 
 
 def test_the_index_is_hugging_faces(tmp_path):
@@ -102,17 +82,13 @@ def test_the_package_reads_what_is_written_and_writes_what_is_read(tmp_path):
         np.testing.assert_array_equal(bits(array), bits(arrays[name]))
     theirs = tmp_path / "theirs.safetensors"
     package.save_file(ARRAYS, theirs, metadata={"format": "pt"})
-    same(SafetensorsSource(theirs), ARRAYS)
+    check_source(SafetensorsSource(theirs), ARRAYS)
     package.save_file(arrays, theirs, metadata={"format": "pt"})
     assert theirs.read_bytes() == file.read_bytes()
 
 
-def test_any_box_is_read_and_becomes_a_shard(tmp_path):
+def test_a_box_becomes_a_shard(tmp_path):
     source = SafetensorsSource(write_safetensors(tmp_path, leaves(ARRAYS))[0])
-    for name, array in ARRAYS.items():
-        for _ in range(20):
-            box = tuple(slice(*sorted(RNG.integers(0, size + 1, 2).tolist())) for size in array.shape)
-            np.testing.assert_array_equal(bits(source.read(name, box)), bits(array[box]))
     sharding = NamedSharding(js.mesh(replica=2, fsdp=4), P("replica", "fsdp"))
     array = jax.make_array_from_callback(W.shape, sharding, lambda box: source.read("half", box))
     np.testing.assert_array_equal(bits(array), bits(ARRAYS["half"]))
@@ -139,17 +115,11 @@ def test_one_array_is_in_memory_at_a_time(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_source_is_written_leaf_by_leaf(tmp_path):
-    first = write_safetensors(tmp_path / "a", leaves(ARRAYS))[0]
-    second = write_safetensors(tmp_path / "b", whole_leaves(SafetensorsSource(first)))[0]
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_nothing_is_replaced_and_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     write_safetensors(tmp_path / "c", leaves({"w": W}))
     with pytest.raises(CheckpointError, match="there are such files already"):
         write_safetensors(tmp_path / "c", leaves({"w": W * 2}), max_shard_bytes=1)
-    same(SafetensorsSource(tmp_path / "c"), {"w": W})
+    check_source(SafetensorsSource(tmp_path / "c"), {"w": W})
     monkeypatch.setattr(os, "fsync", lambda number: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(RunError, match=r"No space left on device \(ENOSPC\)"):
         write_safetensors(tmp_path / "d", leaves({"w": W}))
@@ -207,14 +177,9 @@ def test_a_damaged_header_is_told(tmp_path, name):
 
 def test_unknown_dtypes_are_listed(tmp_path):
     path = write_raw(tmp_path / "c.safetensors", {"w": entry("F4", [16], 0, 8), "x": entry("F99", [1], 0, 4)}, EIGHT)
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="The checkpoint holds 2 arrays of a dtype that cannot be read") as caught:
         SafetensorsSource(path)
-    assert str(caught.value) == (
-        "The checkpoint holds 2 arrays of a dtype that cannot be read.\n"
-        f"  where: {path}\n         w  F4\n         x  F99\n"
-        f"  why:   known are {', '.join(DTYPES)}.\n"
-        "  do:    convert them with the library that wrote them."
-    )
+    assert caught.value.where == (str(path), "w  F4", "x  F99")
 
 
 def test_parts_of_arrays_are_refused(tmp_path):
@@ -233,17 +198,8 @@ def test_parts_of_arrays_are_refused(tmp_path):
         write_raw(
             tmp_path / f"shard-0000{rank}-model-00001-of-00001.safetensors", {"w": entry("F32", [2], 0, 8)}, EIGHT
         )
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match=r"w is in shard-00001-model-00001-of-00001.safetensors too"):
         SafetensorsSource(tmp_path)
-    assert str(caught.value) == (
-        "The checkpoint holds parts of arrays, or two of a name.\n"
-        f"  where: {tmp_path}/shard-00002-model-00001-of-00001.safetensors\n"
-        "  why:   w is in shard-00001-model-00001-of-00001.safetensors too.\n"
-        "         PyTorch's HuggingFaceStorageWriter leaves such files with save_distributed=True.\n"
-        "  do:    save with enable_consolidation=True, or join the files with\n"
-        "         torch.distributed.checkpoint._consolidate_hf_safetensors.consolidate_safetensors_files;\n"
-        "         if two checkpoints are in the folder, give the path of one file."
-    )
 
 
 def test_whole_arrays_by_pytorch_are_read(tmp_path):
@@ -251,7 +207,7 @@ def test_whole_arrays_by_pytorch_are_read(tmp_path):
     where = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [0, 0]}}), "DCP_VERSION": "1.0", "format": "pt"}
     header = {"__metadata__": where, "w": entry("F32", [1, 2], 0, 8)}
     path = write_raw(tmp_path / "model-00001-of-00001.safetensors", header, EIGHT)
-    same(SafetensorsSource(path), {"w": np.zeros((1, 2), np.float32)})
+    check_source(SafetensorsSource(path), {"w": np.zeros((1, 2), np.float32)})
     header["__metadata__"] = {"DCP_SHARDING_INFO": "[]"}
     with pytest.raises(RunError, match="its DCP_SHARDING_INFO cannot be read"):
         SafetensorsSource(write_raw(path, header, EIGHT))
@@ -273,16 +229,6 @@ def test_an_index_that_does_not_fit_is_told(tmp_path):
         put(index)
         with pytest.raises(RunError, match=text):
             SafetensorsSource(tmp_path)
-
-
-def test_the_format_at_a_path_is_found(tmp_path):
-    file = write_safetensors(tmp_path / "c", leaves({"w": W}))[0]
-    write_dcp(tmp_path / "d", {"w": split(W, 2)})
-    for path, kind in ((tmp_path / "c", SafetensorsSource), (file, SafetensorsSource), (tmp_path / "d", DcpSource)):
-        source = foreign_source(path)
-        assert isinstance(source, kind)
-        same(source, {"w": W})
-    assert foreign_source(tmp_path) is None and foreign_source(tmp_path / "gone") is None
 
 
 def test_nothing_to_read(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from jshard import cli
 from jshard.checkpoint import timeline as history
 from jshard.checkpoint.timeline import timelines
-from jshard.checkpoint.timeline_report import Ettr
 
 MIB = 1 << 20
 SLOWED = Path(__file__).parents[1] / "processes" / "slowed_save.py"
@@ -105,12 +104,6 @@ def test_what_all_of_them_took(run, capsys):
     assert ettr["value"] == pytest.approx(59.94 / 60 * (1 - (2.5 + 1.501 + 30) / 14400))
     told = verdict(run, "--mtbf", "100", "--interval", "600", capsys=capsys)
     assert told["ettr"]["value"] == 0.0
-
-
-def test_the_ratio_counts_what_a_failure_costs():
-    ettr = Ettr(interval_s=90, stall_s=10, save_s=20, load_s=30, mtbf_s=1000)
-    assert ettr.value == pytest.approx(0.9 * (1 - (30 + 20 + 50) / 1000))
-    assert Ettr(interval_s=90, stall_s=10, save_s=20, load_s=30, mtbf_s=50).value == 0
 
 
 def test_as_text_and_as_pictures(run, capsys):

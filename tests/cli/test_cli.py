@@ -7,28 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 from flax import nnx
 
 import jshard as js
 from jshard import cli, train
 from jshard.cli import _training
+from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh
 from jshard.cli._devices import open_mesh
-from jshard.cli._train_args import TrainArgs, num_devices, parse_mesh
-from jshard.cli._train_request import request_of
+from jshard.cli._request import request_of
 from jshard.train.jsonl import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
 from tests.helpers import programs_kept_in
-from tests.micro_gpt import MODELS
+from tests.micro_gpt import MODELS, USERS_FILE
 
-# As a user's file: the model of tests/micro_gpt.py, which can also write.
-MODEL = f"""\
-import sys
-sys.path.append({str(MODELS.parent)!r})
+# As a user's file that can also write.
+MODEL = f"""{USERS_FILE}
 from jshard.train import load_model_file
-from tests.micro_gpt import RECIPES, annotate, build, loss_fn
 generate = load_model_file({str(MODELS / "gpt.py")!r}).generate
 """
 
@@ -161,7 +157,7 @@ def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys,
     stored["options"]["init_from"] = str(folder / "theirs.safetensors")
     (out / "run.json").write_text(json.dumps(stored))
     assert cli.main(again) == 0
-    kept = request_of(TrainArgs(model=Path("my_model.py"), resume=True), []).options["init_from"]
+    kept = request_of(TrainArgs(model=Path("my_model.py"), resume=True)).options["init_from"]
     assert kept == folder / "theirs.safetensors"
     capsys.readouterr()
     assert cli.main(["train", "my_model.py", "--init-from", "theirs.safetensors", "--dry-run"]) == 2
@@ -225,20 +221,6 @@ def test_dry_run_of_175b_needs_no_devices_and_little_memory(folder):
     assert "512 devices (replica=4, fsdp=128, tensor=1)" in said
     assert not (folder / "runs").exists()
     assert int(peak_kib) < 2 * 1024 * 1024
-
-
-def test_print_config_prints_json_and_nothing_else(folder, capsys):
-    arguments = ["--mesh", "replica=2", "--steps", "7", "--set", "model.n_layer=3", "--data", "text.txt"]
-    assert cli.main(["train", "my_model.py", *arguments, "--out", "new", "--print-config"]) == 0
-    said = capsys.readouterr()
-    config = json.loads(said.out)
-    assert said.err == ""
-    assert (config["model_file"], config["recipe_name"]) == ("my_model.py", "micro")
-    assert (config["recipe"]["num_steps"], config["recipe"]["model"]["n_layer"]) == (7, 3)
-    assert config["mesh"] == {"replica": 2, "fsdp": 4, "tensor": 1}
-    assert (config["data"], config["out"]) == (["text.txt"], "new")
-    assert config["versions"]["jax"] == jax.__version__
-    assert not (folder / "new").exists()
 
 
 def test_missing_extra_says_what_to_install(folder, capsys, monkeypatch):

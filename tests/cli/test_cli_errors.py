@@ -86,11 +86,17 @@ def test_debug_is_for_the_shell_around_the_command_and_its_processes(ends_with):
     assert not os.environ.get("JSHARD_DEBUG")
 
 
-def test_an_error_of_the_users_file_keeps_its_traceback(ends_with):
-    code, _, error = ends_with(lambda: 1 / 0)
-    assert code == 1
-    assert error.startswith("Traceback")
-    assert error.endswith("ZeroDivisionError: division by zero\n")
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (jax.errors.JaxRuntimeError("INTERNAL: no"), "INTERNAL: no"),
+        (BrokenPipeError(32, "Broken pipe"), "BrokenPipeError: [Errno 32] Broken pipe"),  # one that is not stdout
+    ],
+)
+def test_an_error_of_the_users_file_keeps_its_traceback(ends_with, error, text):
+    code, _, printed = ends_with(error)
+    assert code == 1 and printed.startswith("Traceback") and printed.endswith(f"{text}\n")
 
 
 def test_out_of_memory_says_what_to_do(ends_with):
@@ -110,18 +116,6 @@ def test_out_of_memory_in_the_middle_of_a_run_tells_how_to_go_on(ends_with):
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
     error.add_note("last good checkpoint: runs/a/checkpoints/100")
     assert ends_with(error)[2].endswith("last good checkpoint: runs/a/checkpoints/100\n")
-
-
-def test_another_error_of_the_devices_keeps_its_traceback(ends_with):
-    code, _, error = ends_with(jax.errors.JaxRuntimeError("INTERNAL: no"))
-    assert code == 1
-    assert error.startswith("Traceback")
-
-
-def test_a_pipe_that_is_not_stdout_keeps_its_traceback(ends_with):
-    code, _, error = ends_with(BrokenPipeError(32, "Broken pipe"))
-    assert code == 1
-    assert "BrokenPipeError" in error
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"])
@@ -147,11 +141,6 @@ def test_a_reader_that_leaves(lines, unbuffered):
     _, error = started.communicate(timeout=800)
     assert error == b""
     assert started.returncode in (0, 1)
-
-
-def test_help_tells_of_debug(capsys):
-    assert cli.main(["--help"]) == 0
-    assert "--debug" in capsys.readouterr().out
 
 
 def test_the_commands_packages_are_not_imported_for_help():
@@ -204,11 +193,6 @@ def test_config_is_the_resolved_tree(capsys):
     assert read["mesh"] == {"replica": 1, "fsdp": 8, "tensor": 1}
     assert (read["data"], read["tokenizer"], read["out"]) == (["text.txt"], "tok.json", "runs/a")
     assert read["options"] == {"workers": 2, "processes": 1, "init_from": None, "track": ["tensorboard"]}
-
-
-def test_config_without_options(capsys):
-    read = config(capsys, "")
-    assert (read["data"], read["tokenizer"], read["out"]) == ([], None, None)
 
 
 def test_versions(monkeypatch):

@@ -26,14 +26,7 @@ from jshard.recipes.building import batch_like
 from jshard.recipes.state import create
 from jshard.train import TrainStep, load_model_file
 from tests.gpu_compiler import needs_gpu_compiler, without_gpu_compiler
-from tests.micro_gpt import MODELS, micro
-
-# As a user's file: the model of tests/micro_gpt.py.
-MODEL = f"""\
-import sys
-sys.path.append({str(MODELS.parent)!r})
-from tests.micro_gpt import RECIPES, annotate, build, loss_fn
-"""
+from tests.micro_gpt import MODELS, USERS_FILE, micro
 
 
 @pytest.fixture
@@ -42,7 +35,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delenv("JSHARD_DEBUG", raising=False)
-    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_model.py").write_text(USERS_FILE)
     return tmp_path
 
 
@@ -67,115 +60,10 @@ def test_without_a_cluster_as_json_and_nothing_else(folder, capsys):
     assert said.err == ""
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            ["--options", "fast"],
-            "ShardingError: There is no profile 'fast'.\n"
-            "  where: --options fast\n"
-            "  why:   the profiles are fastest, memory, and none.\n"
-            "  do:    --options fastest\n",
-        ),
-        (
-            ["--html", "plan.html"],
-            "ShardingError: There is no timeline without a cluster.\n"
-            "  where: --html plan.html\n"
-            "  why:   it shows a compiled step; nothing is compiled without --topology.\n"
-            "  do:    --topology h100:1x8\n",
-        ),
-        (
-            ["--topology", "h10:1x8"],
-            "TopologyError: There is no device 'h10'.\n"
-            "  where: --topology h10:1x8\n"
-            "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
-            "  do:    --topology h100:1x8\n",
-        ),
-        (
-            ["--topology", "h100:1x8", "--mesh", "fsdp=4"],
-            "MeshError: The mesh does not match the devices.\n"
-            "  where: --mesh fsdp=4\n"
-            "  why:   1 x 4 x 1 = 4 is not 8, the number of devices.\n"
-            "  do:    --mesh fsdp=-1  # the axes are replica, fsdp, expert, tensor; one may be -1 for the rest\n",
-        ),
-        (
-            ["--topology", "h100:4x8"],
-            "RecipeError: The batch does not split over the data axes of the mesh.\n"
-            "  where: batch_size=16, accumulate=1\n"
-            "         mesh fsdp=32\n"
-            "  why:   16 sequences over 32 data shards.\n"
-            "  do:    --set batch_size=32  # or a smaller mesh: --mesh fsdp=16\n",
-        ),
-        (
-            ["--auto", "--assume", "latency_s=1e-5"],
-            "ShardingError: There is nothing to estimate without a cluster.\n"
-            "  where: --auto, --assume\n"
-            "  why:   strategies are compared as they compile for a cluster; nothing is compiled without --topology.\n"
-            "  do:    --topology h100:1x8\n",
-        ),
-        (
-            ["--topology", "h100:1x8", "--compare", "zero3,ddp"],
-            "ShardingError: There is no strategy 'ddp'.\n"
-            "  where: --compare zero3,ddp\n"
-            "  why:   the strategies are replicate, zero1, zero2, zero3, hsdp, hsdp_zero2, hpz, and gspmd: plain Flax"
-            " under jax.jit.\n"
-            "  do:    --compare replicate,zero2,zero3,hsdp,gspmd\n",
-        ),
-        (
-            ["--topology", "h100:1x8", "--assume", "matmul_efficiency=70"],
-            "ShardingError: The assumption about a cluster is not known.\n"
-            "  where: --assume matmul_efficiency=70\n"
-            "  why:   the assumptions are flops_per_s, memory_bytes_per_s, fast_bytes_per_s, fast_group,"
-            " slow_bytes_per_s, latency_s, matmul_efficiency, memory_efficiency, host_bytes_per_s, each a"
-            " positive number and given"
-            " once; an efficiency is at most 1, and fast_group whole.\n"
-            "  do:    --assume slow_bytes_per_s=25e9\n",
-        ),
-        (
-            ["--batch-sizes", "16,32"],
-            "ShardingError: There are no such batches to choose among.\n"
-            "  where: --batch-sizes 16,32\n"
-            "  why:   they are whole numbers of sequences, and --auto chooses among them.\n"
-            "  do:    --auto --batch-sizes 512,1024,2048\n",
-        ),
-        (
-            ["--topology", "h100:1x8", "--auto", "--batch-sizes", "12,32"],
-            "ShardingError: Batches to choose among do not split over the data axes of the mesh.\n"
-            "  where: --batch-sizes 12,32\n"
-            "  why:   12 sequences over 8 data shards.\n"
-            "  do:    --batch-sizes 16,32\n",
-        ),
-        (
-            ["--unit", "remat=full", "--unit", "remat=dots"],
-            "ShardingError: A setting is given twice.\n"
-            "  where: --unit remat=dots\n"
-            "  why:   the settings are reshard_after_forward, remat, prefetch, each as in js.fully_shard, and given"
-            " once.\n"
-            "  do:    --unit remat=full --unit prefetch=2 --unit reshard_after_forward=false\n",
-        ),
-    ],
-    ids=["profile", "html", "device", "mesh", "batch", "cluster", "strategy", "assumption", "batches", "split", "unit"],
-)
-def test_a_wrong_request_ends_with_2_before_anything_is_compiled(folder, capsys, arguments, text):
-    assert plan(*arguments) == 2
-    said = capsys.readouterr()
-    assert (said.out, said.err) == ("", text)
-
-
 @without_gpu_compiler
 def test_a_missing_compiler_is_one_line_to_install(folder, capsys):
     assert plan("--topology", "h100:1x8") == 2
     assert "do:    pip install 'jshard[plan-gpu]'\n" in capsys.readouterr().err
-
-
-def test_help_and_usage(capsys):
-    assert cli.main(["--help"]) == 0
-    assert "  plan    " in capsys.readouterr().out
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", "--help"])
-    assert not stop.value.code
-    said = capsys.readouterr().out
-    assert "usage: jshard plan" in said and "--topology" in said and "DEVICE:SHAPE" in said
 
 
 # ---- the process that compiles ----------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """The table of device facts: every number has a source, and the compiler's description is made from it."""
 
-import dataclasses
 import re
 
 import pytest
@@ -48,23 +47,15 @@ def test_the_devices_of_the_table():
 
 @pytest.mark.parametrize("facts", DEVICES.values(), ids=lambda facts: facts.name)
 def test_every_number_has_a_source_and_assumptions_say_so(facts):
-    numbers = {
-        field.name
-        for field in dataclasses.fields(facts)
-        if field.name not in ("name", "platform", "kind", "title", "sources", "dims", "hosts_share_links")
-        and getattr(facts, field.name) is not None
-    }
-    assert set(facts.sources) == numbers
-    assumed = {name for name, source in facts.sources.items() if source.startswith("assumption: ")}
-    host = {"host_bytes_per_s"} & numbers  # of no TPU is the rate published
-    assert host or facts.platform == "tpu"
-    assert assumed == {"fast_bytes_per_s", "fast_range", "slow_bytes_per_s", "slow_range"} | host
-    for rate, (least, most) in (
-        (facts.fast_bytes_per_s, facts.fast_range),
-        (facts.slow_bytes_per_s, facts.slow_range),
-    ):
-        assert 0 < least < rate < most
-    assert facts.slow_bytes_per_s < facts.fast_bytes_per_s < facts.hbm_bytes_per_s
+    ranged = {f"{link}_{what}" for link in ("fast", "slow") for what in ("bytes_per_s", "range")}
+    host = {"host_bytes_per_s"} if facts.host else set()  # of no TPU is the rate published
+    assert bool(host) == (facts.platform == "gpu")
+    given = {"flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "fast_group"} | ({"target"} if facts.target else set())
+    assert set(facts.sources) == given | ranged | host
+    assert {name for name, source in facts.sources.items() if source.startswith("assumption: ")} == ranged | host
+    for link in (facts.fast, facts.slow):
+        assert 0 < link.range[0] < link.bytes_per_s < link.range[1]
+    assert facts.slow.bytes_per_s < facts.fast.bytes_per_s < facts.hbm_bytes_per_s
 
 
 @pytest.mark.parametrize("facts", DEVICES.values(), ids=lambda facts: facts.name)

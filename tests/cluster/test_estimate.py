@@ -11,7 +11,7 @@ from jshard.cluster.estimate import Estimate, estimate, estimate_range
 from jshard.cluster.replay import Assumptions
 from jshard.cluster.report import timeline
 from jshard.inspect.drawing import chrome_trace, html_page
-from jshard.inspect.hlo.schedule import read_schedule
+from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import body, dot, gather, gathered, half_dot, loop, program, scatter, scattered
 
 # A matrix product of the texts takes 1 ms, a collective of theirs 1 ms within a host; memory traffic nothing.

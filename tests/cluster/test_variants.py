@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from jshard.cli._arguments import parse
-from jshard.cli._train_args import parse_mesh
+from jshard.cli._arguments import parse, parse_mesh
 from jshard.cli.plan import PlanArgs
 from jshard.cluster.estimate import parse_known
 from jshard.cluster.variants import GSPMD, Variant, command_line, compared

@@ -19,7 +19,7 @@ from jshard.errors import CallError
 from jshard.inspect.audit import audit
 from jshard.inspect.differences import differences
 from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.model_traffic import without_mixing
 from tests.helpers import Config, abstract, program
 

@@ -3,8 +3,8 @@
 import pytest
 
 import jshard as js
-from jshard.inspect.hlo.schedule import read_schedule
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
+from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import EIGHT, body, computation, dot, loop, program
 
 GRADIENT = (

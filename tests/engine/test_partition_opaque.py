@@ -13,7 +13,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.engine.per_example import traced_for
+from jshard.engine.context import traced_for
 from jshard.errors import CallError
 from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, check, check_on, mesh_of, on_shards
 

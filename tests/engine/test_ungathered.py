@@ -16,7 +16,7 @@ import jshard as js
 from jshard.api.override import repeated_layers, revise
 from jshard.errors import CallError
 from jshard.inspect.communication import traffic_of
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
 from jshard.inspect.memory import activations, memory_of
 from jshard.inspect.model_traffic import gathered_anyway, split_by_plan
 from tests.helpers import compile_to_read, placed, with_placement

@@ -50,8 +50,7 @@ def test_there_are_sources_to_look_at():
 def test_only_compat_knows_private_names_and_versions(path):
     text = path.read_text()
     assert not private_imports(text)
-    if path.name != "recipe.py":  # writes the versions into the record of a run, and does nothing else with them
-        assert not version_checks(text)
+    assert not version_checks(text)
 
 
 def private_imports(text: str) -> list[str]:

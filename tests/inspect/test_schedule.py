@@ -8,8 +8,8 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect import ProgramError, collectives
-from jshard.inspect.hlo.schedule import Schedule, read_schedule
-from jshard.inspect.hlo.steps import Loop, Wait
+from jshard.inspect.hlo.schedule import Loop, Schedule, Wait
+from jshard.inspect.hlo.walk import read_schedule
 from tests.scheduled_text import (
     DOT_FLOPS,
     EIGHT,
@@ -70,16 +70,6 @@ def test_units_and_phases_are_read_from_the_names_of_the_trace(op_name: str, uni
     assert (window.unit, window.phase) == (unit, phase)
 
 
-def test_loops_multiply_and_are_named():
-    layer = body("layer", gather("ag", 1), dot("a"), gathered("full", "ag"), results="%next, %shard")
-    schedule = read_schedule(program(*loop("layer", 12, "%shard"), computations=layer))
-    (window,) = schedule.windows
-    assert (window.loop, window.executions, window.matmuls) == ("layer_loop", 12, 1)
-    assert schedule.flops == 12 * DOT_FLOPS
-    assert schedule.in_loops == (window,)
-    assert schedule.not_overlapped() == ()
-
-
 def test_the_work_of_a_loop_counts_for_a_window_around_it():
     layer = body("layer", dot("a"), results="%next, %shard")
     text = program(gather("ag", 1), *loop("layer", 12, "%shard"), gathered("full", "ag"), computations=layer)
@@ -124,6 +114,7 @@ def test_windows_across_the_edge_of_a_loop():
     assert outside == "first"
     assert around.turns == (("ag", inside),)
     assert Wait(inside) in around.steps
+    assert inner.executions == 12 and schedule.in_loops == (inner,) and schedule.not_overlapped() == ()
     assert [schedule.steps[-1]] == [Wait(token) for _, token in around.leaves]
 
 

@@ -52,7 +52,7 @@ def some_intervals(rng, count):
     return [(int(b), int(min(60, b + n))) for b, n in zip(begins, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_sets_of_time_are_those_of_a_bitmap(seed):
     rng = np.random.default_rng(seed)
     left, right = (some_intervals(rng, int(rng.integers(0, 12))) for _ in range(2))
@@ -67,7 +67,7 @@ def test_sets_of_time_are_those_of_a_bitmap(seed):
         assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(found))  # sorted, apart, none empty
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(12))
 def test_exposed_time_is_given_out_whole_and_in_equal_parts(seed):
     rng = np.random.default_rng(seed)
     owned = [(interval, int(rng.integers(0, 3))) for interval in some_intervals(rng, int(rng.integers(0, 12)))]
@@ -304,11 +304,6 @@ def test_steps_that_are_cut_off_are_left_out(tmp_path):
     assert chosen.between_s == pytest.approx(50e-6)
 
 
-def test_marks_that_are_not_one_per_run_number_nothing(tmp_path):
-    found = js.trace(write(tmp_path / "a.xplane.pb", *gpu_planes(0, 150), marks(8), program=PROGRAM))
-    assert [s.number for s in found.steps] == [1, 2]
-
-
 # ---- files
 
 
@@ -478,10 +473,3 @@ def test_text_and_json_of_a_real_profile(profiled):
         four = (whole[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s"))
         assert sum(four) == pytest.approx(whole["step_s"], rel=1e-9)
     assert sum(row["exposed_s"] for row in told["by_unit"]) == pytest.approx(told["mean"]["communicating_s"], rel=1e-9)
-
-
-def test_without_the_text_a_real_profile_tells_kinds(profiled):
-    folder, _ = profiled
-    found = js.trace(folder)
-    assert {row.kind for row in found.by_kind} == {"all-gather", "reduce-scatter", "all-reduce"}
-    assert {row.unit for row in found.by_unit} == {None}

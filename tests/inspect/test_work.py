@@ -3,7 +3,7 @@
 import pytest
 
 from jshard.inspect.hlo.module import parse_module
-from jshard.inspect.hlo.work import OpWork, Worker, added
+from jshard.inspect.hlo.work import OpWork, Worker
 from tests.scheduled_text import computation, program
 
 
@@ -118,15 +118,3 @@ def test_a_fusion_reads_the_layer_and_not_the_stack():
 def test_a_fusion_writes_the_layer_and_not_the_stack():
     found = work_of("%y = f32[96000]{0} fusion(%s, %l, %i), kind=kLoop, calls=%updated", computations=UPDATED)
     assert found == OpWork(memory_bytes=3 * 4000 + 4)
-
-
-def test_what_moves_nothing_costs_nothing():
-    assert work_of("%b = f32[8]{0} bitcast(%shard)").is_nothing
-    assert work_of('%b = f32[8]{0} custom-call(%shard), custom_call_target="ConcatBitcast"').is_nothing
-
-
-def test_work_adds_up():
-    one = OpWork((("bf16", 2.0),), 1, 8.0)
-    assert added([one, one.times(3), OpWork((("f32", 1.0),), 1, 0.0, ("k",))]) == OpWork(
-        (("bf16", 8.0), ("f32", 1.0)), 5, 32.0, ("k",)
-    )

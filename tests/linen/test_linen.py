@@ -1,7 +1,6 @@
 """A Linen model under `js.fully_shard`: the gradients of one device, the schedule and the collectives of a unit."""
 
 import re
-from typing import Any
 
 import flax.linen as nn
 import jax
@@ -12,8 +11,7 @@ from flax.training.train_state import TrainState
 
 import jshard as js
 from jshard.errors import AnnotationError
-from tests.engine.test_token_chain import Region, regions
-from tests.helpers import compile_to_read, with_placement
+from tests.helpers import compile_to_read
 from tests.linen_models import (
     VOCAB,
     WIDTH,
@@ -22,14 +20,12 @@ from tests.linen_models import (
     SetupBlock,
     SetupDecoder,
     X,
-    Y,
     assert_equal,
+    assert_same,
     cross_entropy,
     tokens,
 )
 from tests.wide import wide
-
-LAYERS = 5
 
 
 @pytest.mark.parametrize(
@@ -85,6 +81,10 @@ def test_units_may_differ_in_their_settings():
     assert plan.leaf("block_1/LayerNorm_0/scale").placement.because.startswith("smaller than min_size (32 < 4096")
 
 
+def of_rows(kind):
+    return nn.vmap(kind, variable_axes={"params": None}, split_rngs={"params": False})
+
+
 def create(model: nn.Module) -> TrainState:
     params = model.init(jax.random.key(0), X)["params"]
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -107,23 +107,36 @@ def train(state: TrainState) -> tuple[TrainState, int]:
     return state, traces
 
 
-def test_a_train_state_is_born_sharded_and_trains_as_on_one_device():
+@pytest.mark.parametrize("init", [js.shard_init, lambda build, model: build()], ids=["shard_init", "init"])
+def test_a_train_state_is_born_sharded_and_trains_as_on_one_device(init):
     model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block)
-    state, plain = js.shard_init(lambda: create(model), model), create(Decoder(depth=2))
+    state, plain = init(lambda: create(model), model), create(Decoder(depth=2))
     jax.tree.map(np.testing.assert_array_equal, state.params, plain.params)
-    before = jax.tree.map(lambda x: x.sharding, state)
+    before = jax.tree.map(lambda x: x.sharding, state.params)
     kernel = js.plan(model).leaf("block_0/Dense_0/kernel").placement.partition_spec
     held = [state.params, state.opt_state[1][0].mu, state.opt_state[1][0].nu]
     assert [tree["block_0"]["Dense_0"]["kernel"].sharding.spec for tree in held] == [kernel] * 3
     found, traces = train(state)
     wanted, _ = train(plain)
-    assert traces == 1
-    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), found, before)
+    assert traces == 1 + (init is not js.shard_init)  # the counters come to the mesh with the first step
+    same = jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s, x.ndim), found.params, before)
     assert jax.tree.all(same)
     square = lambda tree: sum(float((np.asarray(x, np.float64) ** 2).sum()) for x in jax.tree.leaves(tree))
     apart = jax.tree.map(lambda a, b: np.asarray(a) - np.asarray(b), found.params, wanted.params)
     assert (square(apart) / square(wanted.params)) ** 0.5 <= 2e-6
     assert int(found.step) == 5
+
+
+@pytest.mark.parametrize("transformed", [nn.remat, nn.jit, of_rows])
+def test_init_of_a_root_that_a_transformation_made_shards_its_parameters(transformed):
+    kind = transformed(Decoder)
+    model = js.fully_shard(kind(depth=1), mesh=js.mesh(), units=Block)
+    wanted = kind(depth=1).init(jax.random.key(0), X)["params"]
+    made = [init(jax.random.key(0), X)["params"] for init in (model.init, jax.jit(model.init))]
+    for params in (*made, js.shard_init(lambda: wanted, model)):
+        assert_same(params, wanted, 1e-6)
+        kernel = params["block_0"]["Dense_0"]["kernel"]
+        assert kernel.addressable_shards[0].data.size * 8 == kernel.size
 
 
 def test_shapes_of_a_state_have_the_shardings_of_its_arrays():
@@ -208,17 +221,6 @@ def lowered(model: nn.Module, plain: nn.Module) -> jax.stages.Lowered:
     return jax.jit(jax.value_and_grad(loss)).lower(params)
 
 
-def test_collectives_run_in_the_dtypes_asked_for():
-    dtypes = js.MixedPrecision(param="bfloat16", reduce="float32")
-    model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block, mixed_precision=dtypes)
-    text = lowered(model, Decoder(depth=2)).as_text()
-    found = {
-        kind: set(re.findall(rf'stablehlo\.{kind}".*?-> tensor<[\dx]*(bf16|f32)>', text, re.DOTALL))
-        for kind in ("all_gather", "reduce_scatter")
-    }
-    assert found == {"all_gather": {"bf16"}, "reduce_scatter": {"f32"}}
-
-
 class Layer(nn.Module):
     @nn.compact
     def __call__(self, x, _):
@@ -248,34 +250,3 @@ def test_the_compiled_step_sends_what_the_plan_says():
 
 
 KINDS = "all-gather", "reduce-scatter"
-
-
-def traced(**settings: Any) -> tuple[Region, Region]:
-    """The forward and the backward region of a step."""
-    mesh = js.mesh(replica=2, fsdp=4)
-    model = js.fully_shard(Decoder(depth=LAYERS), mesh=mesh, units=Block, **with_placement(**settings))
-    params = js.abstract_init(lambda: model.init(jax.random.key(0), X), model)["params"]
-    loss = lambda params: cross_entropy(model.apply({"params": params}, X), Y)
-    found = regions(jax.make_jaxpr(jax.grad(loss))(params).jaxpr)
-    assert len(found) == 2
-    return Region(found[0]), Region(found[1])
-
-
-@pytest.mark.parametrize(("ahead", "remat"), [wide(0, "none"), (1, "full"), wide(2, "none")])
-def test_the_token_chain_is_in_the_program(ahead, remat):
-    forward, backward = traced(prefetch=ahead, remat=remat)
-    for i in range(LAYERS):
-        gathers = forward.find("all_gather", f"block_{i}")
-        assert len(gathers) == 2  # the kernels; the rest is too small to shard
-        for gather in gathers:
-            for k in range(i):
-                products = forward.find("dot_general", f"block_{k}")
-                assert products and forward.waits_for(gather, products) == (k < i - ahead), (i, k)
-        for gather in backward.find("all_gather", f"block_{i}", backward=True):
-            for k in range(i + 1, LAYERS):
-                waits = backward.waits_for(gather, backward.find("dot_general", f"block_{k}", backward=True))
-                assert waits == (k > i + ahead), (i, k)
-    for i in range(LAYERS - 1):
-        later = backward.find("reduce_scatter", f"block_{i + 1}", backward=True)
-        reductions = backward.find("reduce_scatter", f"block_{i}", backward=True)
-        assert later and all(backward.waits_for(reduce, later) for reduce in reductions)

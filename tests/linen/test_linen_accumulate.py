@@ -6,7 +6,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -133,26 +132,3 @@ def test_the_linen_model_of_a_run_is_gathered_once_too():
         counts[sync] = sum(eqn.primitive.name == "all_gather" for eqn in program)
     sharded = sum(leaf.placement.dim is not None for leaf in js.plan(model).leaves)
     assert counts == {"each": 2 * sharded - 1, "last": sharded}  # the root's table is gathered once and kept
-
-
-@pytest.mark.parametrize("change", [lambda x: x.astype(jnp.bfloat16), jax.lax.stop_gradient], ids=["cast", "frozen"])
-def test_copies_that_no_call_takes_are_told(change):
-    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block)
-    params = js.abstract_init(lambda: model.init(jax.random.key(0), X)["params"], model)
-    loss_fn = lambda params, ids, labels: loss_of(model, jax.tree.map(change, params), ids, labels)
-    with pytest.raises(js.ShardingError, match="no call of the model was with them"):
-        jax.eval_shape(js.value_and_grad(loss_fn, model=model, accumulate=2, sync="last"), params, X, Y)
-
-
-def test_an_average_of_the_parameters_gathers_for_itself():
-    """A second call of the model with other parameters, as of a teacher."""
-    model = js.fully_shard(Decoder(depth=1), mesh=js.mesh(), units=Block)
-    params = js.shard_init(lambda: model.init(jax.random.key(0), X)["params"], model)
-    teacher = jax.tree.map(lambda x: 0.5 * x, params)
-
-    def loss_fn(params, ids):
-        of = lambda params: model.apply({"params": params}, ids)
-        return ((of(params) - of(teacher)) ** 2).mean()
-
-    of = {s: js.value_and_grad(loss_fn, model=model, accumulate=STEPS, sync=s) for s in ("each", "last")}
-    assert_same(jax.jit(of["last"])(params, X), jax.jit(of["each"])(params, X))

@@ -1,8 +1,12 @@
 """Linen models that keep state, draw random numbers, share modules, or use Flax's lifted transformations."""
 
+import collections
+import functools
 import pickle
+from collections.abc import Callable
 from typing import Any
 
+import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -18,6 +22,7 @@ from tests.linen_models import (
     SetupBlock,
     SetupDecoder,
     X,
+    Y,
     assert_equal,
     cross_entropy,
     differences,
@@ -29,10 +34,52 @@ def equal(found: Any, wanted: Any) -> bool:
     return max(differences(found, wanted).values()) <= 2e-6
 
 
-def test_batch_norm_has_the_statistics_of_the_whole_batch():
-    plain = Decoder(depth=1, norm=True)
-    assert_equal(plain, units=Block)
-    assert_equal(plain, units=[Block, nn.BatchNorm])
+class ResidualBlock(nn.Module):
+    filters: int
+    conv: Any
+    norm: Any
+    strides: tuple[int, int] = (1, 1)
+
+    @nn.compact
+    def __call__(self, x):
+        y = nn.relu(self.norm()(self.conv(self.filters, (3, 3), self.strides)(x)))
+        y = self.norm(scale_init=nn.initializers.constant(0.5))(self.conv(self.filters, (3, 3))(y))
+        if x.shape != y.shape:
+            x = self.norm(name="norm_proj")(self.conv(self.filters, (1, 1), self.strides, name="conv_proj")(x))
+        return nn.relu(x + y)
+
+
+class ResNet(nn.Module):
+    """Settings of its layers are partial functions, as in Flax's ImageNet example."""
+
+    stages: tuple[int, ...] = (1, 1)
+    block: Callable = ResidualBlock
+
+    @nn.compact
+    def __call__(self, x, train=True):
+        conv = functools.partial(nn.Conv, use_bias=False)
+        norm = functools.partial(nn.BatchNorm, use_running_average=not train, momentum=0.9)
+        x = nn.relu(norm(name="bn_init")(conv(16, (3, 3), name="conv_init")(x)))
+        for i, count in enumerate(self.stages):
+            for j in range(count):
+                x = self.block(16 * 2**i, conv, norm, (2, 2) if i > 0 and j == 0 else (1, 1))(x)
+        return nn.Dense(VOCAB)(x.mean((1, 2)))
+
+
+def test_a_residual_network_with_batch_norm():
+    images = np.random.default_rng(0).normal(size=(16, 8, 8, 3)).astype(np.float32)
+    variables = jax.jit(ResNet().init)(jax.random.key(0), images)
+
+    def run(model: nn.Module) -> Any:
+        def loss(params):
+            out, changed = model.apply(variables | {"params": params}, images, mutable=["batch_stats"])
+            return cross_entropy(out, Y[:, 0]), changed
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(variables["params"])
+
+    model = js.fully_shard(ResNet(), mesh=js.mesh(), units=ResidualBlock)
+    assert equal(run(model), run(ResNet()))
+    assert [unit.name for unit in js.plan(model).units] == ["(root)", "ResidualBlock_0", "ResidualBlock_1"]
 
 
 @pytest.mark.parametrize("key", [jax.random.key, wide(jax.random.PRNGKey)])
@@ -85,6 +132,8 @@ class Counts(nn.Module):
         calls = self.variable("counts", "calls", lambda: jnp.zeros((), jnp.int32))
         calls.value = calls.value + 1
         self.variable("counts", "number", lambda: 1).value = 2
+        both = self.variable("counts", "both", lambda: {"mean": jnp.zeros(WIDTH), "count": (jnp.zeros(()), None)})
+        both.value = {"mean": 0.9 * both.value["mean"] + h.mean((0, 1)), "count": both.value["count"]}
         return h
 
 
@@ -103,9 +152,10 @@ class CountsTwice(nn.Module):
         {"mutable": ["intermediates", "losses", "counts"]},
         {"mutable": ["counts"], "capture_intermediates": True},
         {"mutable": True},
+        {"mutable": nn.DenyList(["params"])},
         {"mutable": ["counts"], "capture_intermediates": lambda module, name: isinstance(module, nn.Dense)},
     ],
-    ids=["sown", "captured", "all", "filtered"],
+    ids=["sown", "captured", "all", "deny", "filtered"],
 )
 def test_state_and_what_is_sown_are_those_of_plain_flax(settings):
     variables = CountsTwice().init(jax.random.key(0), X)
@@ -117,19 +167,23 @@ def test_state_and_what_is_sown_are_those_of_plain_flax(settings):
     assert equal(found, wanted)
 
 
-class Attends(nn.Module):
-    decode: bool = False
+def test_a_write_to_what_is_not_mutable_is_the_error_of_flax():
+    model = js.fully_shard(CountsTwice(), mesh=js.mesh(), units=Counts)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    with pytest.raises(flax.errors.ModifyScopeVariableError, match="calls"):
+        jax.eval_shape(lambda v: model.apply(v, X, mutable="losses"), variables)
 
+
+class Decodes(nn.Module):
     @nn.compact
     def __call__(self, ids):
         x = nn.Embed(VOCAB, WIDTH, name="table")(ids)
-        mask = None if self.decode else nn.make_causal_mask(ids)
-        x = x + nn.MultiHeadDotProductAttention(num_heads=4, decode=self.decode, name="attention")(x, mask=mask)
+        x = x + nn.MultiHeadDotProductAttention(num_heads=4, decode=True, name="attention")(x)
         return nn.Dense(VOCAB, name="head")(x)
 
 
 def test_a_decoding_cache_stays_split_along_the_batch():
-    plain = Attends(decode=True)
+    plain = Decodes()
     variables = jax.jit(plain.init)(jax.random.key(0), X)
     caches = {}
     for model in (plain, js.fully_shard(plain, mesh=js.mesh(), units="attention")):
@@ -143,8 +197,7 @@ def test_a_decoding_cache_stays_split_along_the_batch():
     assert caches[False][1]["attention"]["cached_key"].sharding.spec == jax.P("fsdp")
 
 
-def test_attention_and_a_table_read_by_hand():
-    assert_equal(Attends(), units="attention")
+def test_a_table_read_by_hand():
     by_hand = lambda model, variables, mutable: model.apply(variables, X, method="tied", mutable=mutable)
     assert_equal(SetupDecoder(depth=1), by_hand, units=[SetupBlock, "table"])
 
@@ -240,26 +293,41 @@ class Crosses(nn.Module):
         return nn.Dense(WIDTH)(x + self.other)
 
 
+class Masked(nn.Module):
+    """Arrays of numpy are constants of the model: it may look at them."""
+
+    offset: int
+
+    @nn.compact
+    def __call__(self, x, mask, *, causal):
+        assert isinstance(mask, np.ndarray) and mask.any()
+        weights = jnp.where(np.roll(mask, self.offset, 0), 1.0, 0.5) if causal else 1.0
+        return nn.Dense(WIDTH)(jnp.einsum("btd,ts->bsd", x, weights))
+
+
 class Mixture(nn.Module):
-    """An array of the model as a field of a unit, a loop over time, and a choice between units."""
+    """An array of the model as a field of a unit, masks of numpy, a loop over time, and a choice between units."""
 
     def setup(self):
         self.table, self.head = nn.Embed(VOCAB, WIDTH), nn.Dense(VOCAB)
         self.first, self.second, self.cell = Block(), Block(), nn.RNN(nn.SimpleCell(WIDTH))
+        self.masked = [Masked(0), Masked(1)]
 
     @nn.compact
     def __call__(self, ids):
         x = self.table(ids)
         x = Crosses(2 * x, name="crosses")(x)
         x = self.cell(x)
+        for masked in self.masked:
+            x = masked(x, np.tri(x.shape[1], dtype=bool), causal=np.bool_(True))
         branches = [lambda model, x: model.first(x), lambda model, x: model.second(x)]
         if self.is_initializing():
             x = branches[0](self, branches[1](self, x))
         return self.head(nn.switch(jnp.int32(1), branches, self, x))
 
 
-def test_fields_that_are_arrays_loops_over_time_and_branches():
-    assert_equal(Mixture(), units=[Crosses, nn.RNN, Block])
+def test_fields_and_constants_that_are_arrays_loops_over_time_and_branches():
+    assert_equal(Mixture(), units=[Crosses, nn.RNN, Block, Masked])
 
 
 class ScansScans(nn.Module):
@@ -300,6 +368,106 @@ class Mapped(nn.Module):
 )
 def test_units_inside_any_transformation(model, units):
     assert_equal(model, units=units)
+
+
+class Named(nn.Module):
+    """Does something else in one place."""
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(WIDTH)(x) * (2 if self.name == "unit_1" else 1)
+
+
+class HasNamed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return x + Named(name="unit_1" if self.path[0] == "a_1" else "unit_0")(x)
+
+
+class ReadsNames(nn.Module):
+    inner: Any = Named
+
+    @nn.compact
+    def __call__(self, ids):
+        table = nn.Embed(VOCAB, WIDTH)
+        x = table(ids)
+        for i in range(3):
+            x = self.inner(name=f"{'unit' if self.inner is Named else 'a'}_{i}")(x)
+        return table.attend(x)
+
+
+class Twice(nn.Module):
+    """One module by two fields, and one that has another's scope."""
+
+    def setup(self):
+        self.table = nn.Embed(VOCAB, WIDTH)
+        self.lora = Lora(nn.Dense(WIDTH, use_bias=False))
+        block = Block()
+        self.both = [block, block]
+
+    def __call__(self, ids):
+        return self.table.attend(self.both[1](self.lora(self.both[0](self.table(ids)))))
+
+
+class Lora(nn.Module):
+    dense: nn.Module
+
+    def setup(self):
+        nn.share_scope(self, self.dense)
+
+    @nn.compact
+    def __call__(self, x):
+        down = self.param("down", nn.initializers.normal(), (x.shape[-1], 4))
+        up = self.param("up", nn.initializers.normal(), (4, WIDTH))
+        return self.dense(x) + x @ down @ up
+
+
+class Intercepts(nn.Module):
+    """Puts interceptors of its own around its units."""
+
+    @nn.compact
+    def __call__(self, ids):
+        def doubled(call, args, kwargs, context):
+            return call(*args, **kwargs) * (2 if context.method_name == "__call__" else 1)
+
+        table = nn.Embed(VOCAB, WIDTH, name="table")
+        x = table(ids)
+        with nn.intercept_methods(doubled):
+            x = Block(name="first")(x)
+        return table.attend(Block(name="second")(x))
+
+
+@pytest.mark.parametrize(
+    ("model", "units"),
+    [
+        (ReadsNames(), Named),
+        (ReadsNames(HasNamed), HasNamed),
+        (Twice(), [Block, Lora]),
+        wide(Twice(), "lora"),
+        (Intercepts(), Block),
+    ],
+    ids=str,
+)
+def test_names_scopes_and_interceptors_of_the_models_own(model, units):
+    assert_equal(model, units=units)
+
+
+def test_an_interceptor_of_the_users_sees_each_call_once():
+    seen: list[str] = []
+
+    def note(call, args, kwargs, context):
+        seen.append(f"{'/'.join(context.module.path)}.{context.method_name}")
+        return call(*args, **kwargs)
+
+    variables = jax.jit(Decoder(depth=2).init)(jax.random.key(0), X)
+    model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block)
+    jax.eval_shape(model.init, jax.random.key(0), X)
+    with nn.intercept_methods(note):
+        jax.eval_shape(model.apply, variables, X)
+        found = [*seen]
+        seen.clear()
+        jax.eval_shape(Decoder(depth=2).apply, variables, X)
+    assert collections.Counter(found) == collections.Counter(seen)
 
 
 def regions(function: Any, *args: Any) -> int:

@@ -38,6 +38,9 @@ from tests.compiling import environment
 from tests.helpers import programs_kept_in, with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
 from tests.micro_linen import Config
+from tests.models.model_files import MODELS, model_file, module, tiny
+from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE
+from tests.wide import wide
 
 PATH = Path(__file__).parents[1] / "micro_linen.py"
 FILE = load_model_file(PATH)
@@ -82,26 +85,6 @@ def batches(number=STEPS):
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-class Shares(nn.Module):
-    """Each block adds a table that it is given: no unit around all of its uses but the root."""
-
-    @nn.compact
-    def __call__(self, ids):
-        table = nn.Embed(VOCAB, 32, name="table")
-        x = table(ids)
-        for i in range(2):
-            x = Reader(table, name=f"reader_{i}")(x)
-        return table.attend(x)
-
-
-class Reader(nn.Module):
-    table: nn.Module
-
-    @nn.compact
-    def __call__(self, x):
-        return x + nn.Dense(32)(x @ self.table.embedding.T @ self.table.embedding)
-
-
 class Deep(nn.Module):
     """Layers in one stack."""
 
@@ -118,7 +101,7 @@ class Layer(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("module", "units"), [(Decoder(2), Block), (Shares(), [Reader, "table"]), (Deep(), Layer)], ids=lambda x: str(x)[:8]
+    ("module", "units"), [(Decoder(2), [Block, "table"]), (Deep(), Layer)], ids=["unrolled", "scanned"]
 )
 def test_the_plan_is_that_of_the_annotated_module(module, units):
     mesh = js.mesh(devices=16)
@@ -161,11 +144,10 @@ def trained(file, recipe, *, mesh, steps=STEPS):
     return losses, jax.tree.map(np.asarray, step.model.variables)
 
 
-def trained_plain(recipe, *, steps=STEPS):
+def trained_plain(recipe, model=None, *, steps=STEPS):
     """The same in plain Flax on one device."""
-    model = Decoder(recipe.model.depth, recipe.model.rate, recipe.model.norm)
-    first = batches()[0]["inputs"]
-    variables = jax.jit(model.init)(jax.random.key(recipe.seed), first)
+    model = model or Decoder(recipe.model.depth, recipe.model.rate, recipe.model.norm)
+    variables = nn.unbox(jax.jit(model.init)(jax.random.key(recipe.seed), batches()[0]["inputs"]))
     state = TrainState.create(apply_fn=model.apply, params=variables.pop("params"), tx=recipe.optimizer())
 
     @jax.jit
@@ -192,11 +174,74 @@ def test_it_trains_as_on_one_device():
     assert max(differences(found, wanted).values()) < 2e-6
 
 
+GPT = {"block_size": 16, "n_layer": 2, "d_model": 64}
+
+
+@pytest.mark.parametrize("replica", [1, wide(2)])
+def test_the_model_that_comes_with_jshard_does(replica):
+    file = model_file("linen_gpt")
+    small = dataclasses.replace(tiny("linen_gpt"), model=module("linen_gpt").Config(**GPT), sequence_length=16)
+    wanted_losses, wanted = trained_plain(small, file.build(small.model, None))
+    losses, found = trained(file, small, mesh=js.mesh(replica=replica))
+    np.testing.assert_allclose(losses, wanted_losses, rtol=GRADIENT_TOLERANCE)
+    square = lambda tree: sum(float((np.float64(x) ** 2).sum()) for x in jax.tree.leaves(tree))
+    apart = square(jax.tree.map(np.subtract, found["params"], wanted["params"])) / square(wanted["params"])
+    assert apart**0.5 <= PARAMETER_TOLERANCE
+
+
+@pytest.mark.wide
+def test_it_learns_real_text_and_writes_some(tmp_path, capsys):
+    settings = [f"--set=model.{key}={value}" for key, value in GPT.items()]
+    settings += ["--set=sequence_length=16", "--set=batch_size=16", "--set=warmup_steps=2", "--set=eval_sequences=64"]
+    command = ["train", str(MODELS / "linen_gpt.py"), "--out", str(tmp_path / "run"), "--steps", "20", *settings]
+    assert cli.main([*command, "--track", "--sample-tokens", "8", "--set=model.dropout=0.1"]) == 0
+    said = capsys.readouterr().out
+    assert "block_0..1" in said and "a sample; its first words are of held-out text" in said
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+
+
 @pytest.mark.wide
 def test_microbatches_do():
     halves = dataclasses.replace(straight(depth=1), accumulate=2)
     once, twice = trained_plain(straight(depth=1), steps=2)[0], trained(FILE, halves, mesh=js.mesh(), steps=2)[0]
     np.testing.assert_allclose(twice, once, rtol=2e-6)
+
+
+class Odd(nn.Module):
+    """A kernel of 30 x 127, in a box of the user's own if it is to be."""
+
+    boxed: bool = False
+
+    @nn.compact
+    def __call__(self, ids):
+        init = nn.initializers.normal(0.1)
+        x = nn.Embed(VOCAB, 30, name="table")(ids)
+        kernel = nn.with_partitioning(init, (None, None)) if self.boxed else init
+        x = nn.Dense(127, name="odd", kernel_init=kernel)(x)
+        return nn.Dense(VOCAB, name="head")(nn.gelu(x))
+
+
+@pytest.mark.parametrize("boxed", [False, True], ids=["", "nn.Partitioned"])
+@pytest.mark.wide
+def test_a_parameter_that_no_dim_divides_is_padded(boxed):
+    file = file_of(Odd(boxed), nn.Dense, shard_dim=lambda path, shape: 1 if shape == (30, 127) else None)
+    losses, _ = trained(file, RECIPE, mesh=js.mesh())
+    assert js.plan(abstract_model(file, RECIPE, js.mesh())).leaf("odd/kernel").placement.stored_shape == (30, 128)
+    np.testing.assert_allclose(losses, trained_plain(RECIPE, Odd(boxed))[0], rtol=1e-5)
+
+
+def test_state_and_parameters_are_in_host_memory_and_the_losses_are_the_same():
+    wanted, batch = trained_plain(recipe(depth=1))[0], js.shard_batch(batches()[0], js.mesh())
+    memories = lambda held: "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(held))}
+    for offload in ("optimizer", "params"):
+        file = file_of(Decoder(1), Block, offload=offload)
+        step = TrainStep(FILE.loss_fn, *create(file, RECIPE, js.mesh()), batch)
+        losses = [float(step(js.shard_batch(batch, js.mesh()))["loss"]) for batch in batches()]
+        assert memories(step.optimizer) and memories(step.model) == (offload == "params")
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5)
+    with plain_flax():  # what jshard is compared with
+        assert np.isfinite(step.model(batches()[0]["inputs"])).all()
 
 
 def test_the_compiled_program_is_that_of_a_run_and_plain_flax_is_without_units():

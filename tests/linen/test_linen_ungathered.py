@@ -1,7 +1,6 @@
 """A unit of a Linen model that is never gathered: it and what is around it run as written, the rest in regions."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -9,13 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from flax.training.train_state import TrainState
 
 import jshard as js
-from jshard.recipes.building import new_model
-from jshard.train import load_model_file
-from tests.helpers import compile_to_read, equations_run, with_placement
+from tests.helpers import equations_run, with_placement
 from tests.linen_models import WIDTH, Block, assert_same
 from tests.wide import wide
 
@@ -122,43 +118,6 @@ def test_a_train_state_lies_and_trains_as_of_any_unit(degrees):
     assert_same(nn.unbox(state.params), wanted.params, 5e-6)
 
 
-@functools.cache
-def audited(**degrees: int) -> tuple[nn.Module, Any, Any]:
-    """The gradients of a call, compiled for abstract arrays, and what the audit says of it."""
-
-    class Model(nn.Module):
-        @nn.compact
-        def __call__(self, ids):
-            return Tower(name="tower")(nn.Embed(ROWS, WIDTH, name="table")(ids))
-
-    model, variables = made(Model(), js.mesh(**degrees), reshard_after_forward=False)
-    grad = jax.jit(jax.grad(lambda params: (model.apply({"params": params}, IDS) ** 2).mean()))
-    lowered = grad.lower(variables["params"])
-    compiled = compile_to_read(lowered)
-    return model, compiled, js.audit(compiled, model=model)
-
-
-@MESHES
-def test_the_compiled_step_gathers_and_reduces_nothing_of_it_but_over_replicas(degrees):
-    _, compiled, found = audited(**degrees)
-    assert found.ok, found.differences
-    own = [w.full_bytes for w in found.schedule.windows if w.units == ("table",)]
-    assert own and max(own) <= BATCH * WIDTH * 4  # rows of the batch
-    over_replicas = [w for w in found.schedule.windows if w.kind == "all-reduce" and w.axes == ("replica",)]
-    summed = {dims for w in over_replicas for _, dims in w.arrays}
-    assert ((1004 // 4, WIDTH) in summed) == bool(degrees)  # the gradient of the shard
-    (table,) = [x for path, x in jax.tree.leaves_with_path(compiled.output_shardings) if "embedding" in str(path)]
-    assert table.spec[0] == "fsdp"
-
-
-def test_plan_and_explain_say_never():
-    model, _, _ = audited()
-    plan = js.plan(model)
-    assert [unit.name for unit in plan.units if not unit.gathered] == ["table"]
-    assert plan.leaf("table/embedding").placement.dim == 0
-    assert "Never gathered: table" in str(js.explain(model))
-
-
 def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():
     """And a unit that is called beside it is let go after forward, as one in a region's midst."""
     model, variables = made(Clicks(), js.mesh())
@@ -199,32 +158,8 @@ def test_a_whole_model_may_be_one():
     js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     assert [unit.gathered for unit in js.plan(model).units] == [False]
+    assert "Never gathered: (root)" in str(js.explain(model))
     loss = lambda model, v: (model.apply(v, IDS) ** 2).mean()
     found = jax.jit(jax.grad(functools.partial(loss, model)))(variables)
     assert found["params"]["embedding"].value.sharding.spec[0] == "fsdp"
     assert_same(nn.unbox(found), jax.grad(functools.partial(loss, plain))(nn.unbox(jax.device_get(variables))))
-
-
-def test_check_compares_it_with_global_view():
-    model, _ = made(Clicks(), js.mesh())
-    variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
-    js.check(model, variables, IDS)
-
-
-@pytest.mark.wide
-def test_a_run_trains_it():
-    """A model file's model holds its variables, and hands them to the same calls."""
-    file = load_model_file(Path(__file__).parents[1] / "micro_linen.py")
-    loss_fn = lambda model, batch: (model(batch["inputs"][:, 0]) ** 2).mean()
-    annotate = lambda model, mesh: js.fully_shard(model, mesh=mesh, units=UNITS)
-    file = type(file)(**{**vars(file), "build": lambda *_: Clicks(), "annotate": annotate, "loss_fn": loss_fn})
-    model = new_model(file, file.recipe()[1], js.mesh())
-    js.shard_optimizer(model, optax.sgd(0.1))
-    batch = {"inputs": np.broadcast_to(IDS[:, None], (BATCH, 4))}
-    found, grads = nnx.jit(nnx.value_and_grad(loss_fn))(model, batch)
-    plain = nn.unbox(jax.device_get(model.variables))
-    loss = lambda v: (Clicks().apply(v, IDS) ** 2).mean()
-    wanted, wanted_grads = jax.jit(jax.value_and_grad(loss))(plain)
-    np.testing.assert_allclose(found, wanted, rtol=2e-6)
-    table = grads["table"]["embedding"].get_raw_value()[:ROWS]
-    np.testing.assert_allclose(table, wanted_grads["params"]["table"]["embedding"], atol=1e-6)

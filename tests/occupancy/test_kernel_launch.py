@@ -8,10 +8,10 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jshard as js
-from benchmarks.kernels.launches import Launch, launches
+from benchmarks.kernels.launches import launches
 from jshard.kernels import Occupancy
 from jshard.kernels.knobs import product_ns, traffic_ns
-from jshard.kernels.mosaic.product import Product, smem_bytes
+from jshard.kernels.mosaic_product import Product, smem_bytes
 from jshard.plans.policies import checkpoint_policy
 
 KIND = "NVIDIA H200"
@@ -47,68 +47,39 @@ def both_ways(function, *arrays, **how):
     return {launch.name: launch for launch in launches(lowered(run, *arrays, **how))}
 
 
-@functools.cache
-def matmul(occupancy):
-    call = functools.partial(js.kernels.matmul, backend="mosaic", occupancy=occupancy)
+@pytest.mark.parametrize(
+    ("knobs", "blocks"),
+    [
+        ({}, 132),
+        ({"tile_m": 128}, 132),
+        ({"tile_n": 64}, 132),
+        ({"tile_k": 128, "stages": 2}, 132),
+        ({"stages": 3}, 132),
+        ({"reserved_sms": 16}, 116),
+        ({"stages": 3, "smem_pad_bytes": 10_000}, 132),
+        (TILED, 16 * 32),
+        (TILED | {"tile_m": 64}, 32 * 32),
+        (TILED | {"tile_n": 64}, 16 * 64),
+        (TILED | {"tile_k": 128, "stages": 2}, 16 * 32),
+        (TILED | {"stages": 2, "smem_pad_bytes": 25_600}, 16 * 32),
+        (TILED | {"stages": 2, "smem_pad_bytes": 1}, 16 * 32),
+    ],
+    ids=str,
+)
+def test_each_knob_is_in_the_program(knobs, blocks):
+    how = Occupancy(**knobs)
+    call = functools.partial(js.kernels.matmul, backend="mosaic", occupancy=how)
     (found,) = launches(lowered(call, of(M, K), of(K, N)))
-    return found
-
-
-# Knobs: the grid, threads of a block, and its shared memory: stages of both operands, of 2 bytes each; what outputs
-# leave through; the padding. Barriers come on top.
-KNOBS = {
-    "persistent": ({}, 132, 384, 4 * 2 * (256 * 64 + 64 * 128) + 2 * (4 * 64 * 64)),
-    "persistent, tile_m": ({"tile_m": 128}, 132, 384, 4 * 2 * (128 * 64 + 64 * 128) + 2 * (4 * 64 * 64)),
-    "persistent, tile_n": ({"tile_n": 64}, 132, 384, 4 * 2 * (256 * 64 + 64 * 64) + 2 * (4 * 64 * 64)),
-    "persistent, tile_k": ({"tile_k": 128, "stages": 2}, 132, 384, 2 * 2 * (256 + 128) * 128 + 2 * (4 * 64 * 64)),
-    "persistent, stages": ({"stages": 3}, 132, 384, 3 * 2 * (256 * 64 + 64 * 128) + 2 * (4 * 64 * 64)),
-    "reserved_sms": ({"reserved_sms": 16}, 116, 384, 4 * 2 * (256 * 64 + 64 * 128) + 2 * (4 * 64 * 64)),
-    "persistent, smem_pad_bytes": (
-        {"stages": 3, "smem_pad_bytes": 10_000},
-        132,
-        384,
-        3 * 2 * (256 * 64 + 64 * 128) + 2 * (4 * 64 * 64) + 10 * 1024,
-    ),
-    "tiled": (TILED, 16 * 32, 128, 4 * 2 * (128 * 64 + 64 * 128) + 2 * 128 * 128),
-    "tile_m": (TILED | {"tile_m": 64}, 32 * 32, 128, 4 * 2 * (64 * 64 + 64 * 128) + 2 * 64 * 128),
-    "tile_n": (TILED | {"tile_n": 64}, 16 * 64, 128, 4 * 2 * (128 * 64 + 64 * 64) + 2 * 128 * 64),
-    "tile_k": (TILED | {"tile_k": 128, "stages": 2}, 16 * 32, 128, 2 * 2 * (128 + 128) * 128 + 2 * 128 * 128),
-    "stages": (TILED | {"stages": 2}, 16 * 32, 128, 2 * 2 * (128 * 64 + 64 * 128) + 2 * 128 * 128),
-    "smem_pad_bytes": (
-        TILED | {"stages": 2, "smem_pad_bytes": 25_600},
-        16 * 32,
-        128,
-        2 * 2 * (128 * 64 + 64 * 128) + 2 * 128 * 128 + 25_600,
-    ),
-    "smem_pad_bytes, rounded up": (
-        TILED | {"stages": 2, "smem_pad_bytes": 1},
-        16 * 32,
-        128,
-        2 * 2 * (128 * 64 + 64 * 128) + 2 * 128 * 128 + 1024,
-    ),
-}
-
-
-@pytest.mark.parametrize("name", KNOBS)
-def test_each_knob_is_in_the_program(name):
-    knobs, blocks, threads, bytes_ = KNOBS[name]
-    occupancy = Occupancy(**knobs)
-    found = matmul(occupancy)
-    assert (found.grid, found.threads) == ((blocks, 1, 1), threads)
-    assert smem_bytes(PLAIN, occupancy, jnp.bfloat16) == bytes_
+    assert (found.grid, found.threads) == ((blocks, 1, 1), 384 if how.persistent else 128)
+    # Stages of both operands, of 2 bytes each; what outputs leave through; the padding, in whole KiB.
+    leaving = 2 * (4 * 64 * 64) if how.persistent else 2 * how.tile_m * how.tile_n
+    bytes_ = how.stages * 2 * how.tile_k * (how.tile_m + how.tile_n) + leaving + -(-how.smem_pad_bytes // 1024) * 1024
+    assert smem_bytes(PLAIN, how, jnp.bfloat16) == bytes_
     # Of 8 bytes, one for each stage that is full; between warpgroups also one for each that is empty again.
-    barriers = 8 * occupancy.stages * (2 if occupancy.persistent else 1)
+    barriers = 8 * how.stages * (2 if how.persistent else 1)
     assert found.smem_bytes == bytes_ + barriers <= bytes_ + 1024
-    form = "persistent" if occupancy.persistent else "tiled"
-    assert found.name == f"jshard_matmul_nn_{form}"
+    assert found.name == f"jshard_matmul_nn_{'persistent' if how.persistent else 'tiled'}"
     assert found.latency_ns == product_ns(M, N, K, kind=KIND)
-
-
-def test_padding_is_all_that_differs():
-    for knobs, stages in ((TILED, 2), ({}, 3)):
-        plain, padded = (matmul(Occupancy(**knobs | {"stages": stages, "smem_pad_bytes": n})) for n in (0, 9 * 1024))
-        assert padded.smem_bytes - plain.smem_bytes == 9 * 1024
-        assert (padded.grid, padded.threads, padded.latency_ns) == (plain.grid, plain.threads, plain.latency_ns)
 
 
 def test_a_persistent_kernel_starts_no_more_blocks_than_tiles_and_counts_the_devices_multiprocessors():
@@ -231,17 +202,3 @@ def test_kernels_inside_shard_map_are_those_of_a_shard():
     spread = jax.shard_map(call, in_specs=(jax.P("fsdp"), jax.P()), out_specs=jax.P("fsdp"))
     (found,) = launches(lowered(spread, of(8 * 512, 256), of(256, 512), axes=(("fsdp", 8),)))
     assert found.num_blocks == 4 * 4
-
-
-def test_what_is_no_kernel_is_left_out():
-    def attention_and_callback(x):
-        return jax.lax.top_k(x @ x, 2), jnp.linalg.cholesky(x.astype(jnp.float32))
-
-    assert launches(lowered(attention_and_callback, of(64, 64))) == ()
-
-
-def test_text_is_read_like_the_program():
-    program = lowered(functools.partial(js.kernels.matmul, backend="mosaic"), of(256, 128), of(128, 256))
-    (found,) = launches(program.as_text())
-    assert (found,) == launches(program)
-    assert isinstance(found, Launch) and found.num_blocks == 2

@@ -18,7 +18,7 @@ import jshard as js
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
 from jshard.inspect.audit import Audit, audit
-from jshard.inspect.hlo.steps import Window
+from jshard.inspect.hlo.schedule import Window
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.step import lower_step
 from models.gpt import GPT, GPTConfig, annotate, loss_fn
@@ -65,7 +65,7 @@ def test_as_many_gathers_overlap_as_with_a_product_of_xla(backward: bool, monkey
     assert hidden(windows(js.kernels.matmul, backward=backward)) >= hidden(plain)
 
     # Without a word on how long it takes, the kernel counts as free, and there is nothing to hide behind.
-    monkeypatch.setattr("jshard.kernels.mosaic.run.stated", lambda latency_ns: contextlib.nullcontext())
+    monkeypatch.setattr("jshard.kernels.mosaic_run.stated", lambda latency_ns: contextlib.nullcontext())
     assert hidden(windows(js.kernels.matmul, backward=backward)) < hidden(plain)
 
 
@@ -112,5 +112,5 @@ def test_in_a_scan_without_further_options_the_statement_decides(monkeypatch: py
 
     plain, ours = hidden(scanned("plain", None)), hidden(scanned("pallas", None))
     assert ours == plain >= 3
-    monkeypatch.setattr("jshard.kernels.mosaic.run.stated", lambda latency_ns: contextlib.nullcontext())
+    monkeypatch.setattr("jshard.kernels.mosaic_run.stated", lambda latency_ns: contextlib.nullcontext())
     assert hidden(scanned("pallas", None)) < ours

@@ -6,7 +6,8 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect.hlo.module import parse_module
-from jshard.inspect.hlo.schedule import KernelUse, kernels_in
+from jshard.inspect.hlo.schedule import KernelUse
+from jshard.inspect.hlo.walk import kernels_in
 from tests.scheduled_text import program
 
 CALL = '%{} = bf16[8,8]{{1,0}} custom-call(%a, %a), custom_call_target="{}", metadata={{op_name="jit(f)/{}/k"}}'

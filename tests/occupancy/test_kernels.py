@@ -120,10 +120,10 @@ def test_a_tile_that_is_left_out_is_seen(monkeypatch):
 
 
 def test_a_row_that_is_left_out_is_seen(monkeypatch):
-    from jshard.kernels.mosaic import rows
+    from jshard.kernels import mosaic_run
 
-    whole = rows.plgpu.nd_loop
-    monkeypatch.setattr(rows.plgpu, "nd_loop", lambda grid, **how: whole((grid[0] - 1,), **how))
+    whole = mosaic_run.plgpu.nd_loop
+    monkeypatch.setattr(mosaic_run.plgpu, "nd_loop", lambda grid, **how: whole((grid[0] - 1,), **how))
     x, scale = drawn(0, (9, 128), (128,))
     y = np.asarray(js.kernels.rms_norm(x, scale, backend="interpret"), np.float32)
     assert np.isnan(y[8]).all() and not np.isnan(y[:8]).any()

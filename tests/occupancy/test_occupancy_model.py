@@ -164,19 +164,6 @@ def test_the_table_of_nccl_on_h200(kernel, blocks, pooled, even):
     assert tuple(drain(H200, block, ring.block) for ring in RING.values()) == even
 
 
-def test_what_a_block_of_nccl_leaves():
-    """17 warps lie 5, 4, 4, 4: a warpgroup has what the first partition has left, not a quarter of the sum."""
-    ring = RING["2.28.9"].block
-
-    def most(facts):
-        return max(n for n in range(1, 256) if room_beside(facts, Block(128, n), ring))
-
-    assert (most(H200), most(POOLED)) == (32, 104)
-    assert resident(H200, ring) == 1
-    left = 65_536 - 17 * 96 * 32
-    assert left == 13_312 == 4 * 104 * 32
-
-
 def test_footprints_of_nccl():
     found = {
         (kind, name): footprint(kind, gpu=gpu(name), version="2.30.7")
@@ -337,7 +324,6 @@ LINES = {
     "command: a block that cannot run": "occupancy --gpu h200 --block 2048,90,0",
     "command: much at once": "occupancy --plot nowhere/a.png --footprint rings --kernel matmul --block 128,90,0",
     "command: unknown NCCL": "occupancy --gpu h200 --nccl newest",
-    "command: unknown option": "occupancy --gpus h200",
 }
 
 

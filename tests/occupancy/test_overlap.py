@@ -2,9 +2,7 @@
 
 import ast
 import dataclasses
-import itertools
 import json
-import math
 import pathlib
 import warnings
 
@@ -23,7 +21,7 @@ from jshard.occupancy import shape as shaping
 from jshard.occupancy.candidates import Timing, choose
 from jshard.occupancy.device import device_named
 from jshard.occupancy.products import _walk, by_shape, products_of
-from jshard.occupancy.result import UnitTimes, best_reserve, step_s, unit_times
+from jshard.occupancy.result import UnitTimes, best_reserve, unit_times
 from jshard.occupancy.shape import overlap
 from tests.helpers import Config, abstract, loss_fn
 
@@ -154,14 +152,6 @@ def layers(compute_s, communication_s, *, count=10):
 def test_no_more_is_left_than_pays(units, expected):
     reserved, times = best_reserve(units, needed=16, sms=132)
     assert expected(reserved) and times[reserved] == min(times.values())
-
-
-def test_the_model_is_the_one_that_is_stated():
-    for r, count, (c, k), root in itertools.product((0, 1, 5, 16), (1, 7), ((3.0, 1.0), (1.0, 3.0)), (False, True)):
-        unit = dataclasses.replace(layers((c, 0.0), (k, 0.0), count=count), is_root=root)
-        alone = k if root else k / count
-        wanted = c + k if not r else max(c * 132 / (132 - r), (k - alone) * 16 / r) + alone * 16 / r
-        assert math.isclose(step_s([unit], reserved=r, needed=16, sms=132), wanted)
 
 
 def test_units_have_the_bytes_and_times_of_the_plan(plan, products):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -16,48 +15,14 @@ import jshard as js
 from jshard import _compat, launch
 from jshard.launch import worker, worker_process
 from jshard.launch.peers import Ending, cause
+from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
-HERE = Path(__file__).parent
 AGAIN = "jshard train gpt.py --out runs/a --resume"
 QUICK = launch.Deadlines(grace_s=0.5)
 # For workers that all end: there is nothing to wait for, however slow one of them is to start.
 PATIENT = launch.Deadlines(grace_s=0.5, settle_s=20.0)
 
-KILLED = f"""\
-RunError: Process 1 of 2 was lost.
-  where: process 1 (pid N, host H)
-         last step reported: 12
-         last good checkpoint: runs/a/checkpoints/10
-  why:   it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer.
-         The others cannot go on without it and are stopped.
-  do:    {AGAIN}
-"""
-
-
-def fake(*extra, **actions):
-    """The command of a worker that does `actions`, by process: p0="wait"."""
-    table = {name.removeprefix("p"): action for name, action in actions.items()}
-    return [sys.executable, str(HERE / "fake_worker.py"), json.dumps(table), *map(str, extra)]
-
-
-def plain(text):
-    """A report without what differs from run to run."""
-    return re.sub(r"host [^\s)]+", "host H", re.sub(r"pid \d+", "pid N", text))
-
-
-def gone(pid):
-    """Whether a process is over; one that nobody has asked for its exit code yet is."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
-def until(condition, limit_s=800):
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.05)
+KILLED = killed(2)
 
 
 def test_a_killed_worker_is_named_and_takes_the_run_along(capfd, tmp_path):
@@ -205,10 +170,10 @@ def test_real_processes_meet_work_and_leave(capfd):
     try:
         assert orphan.stdout is not None
         assert any("total 3" in line for line in iter(orphan.stdout.readline, ""))
-        children = Path(f"/proc/{orphan.pid}/task/{orphan.pid}/children").read_text().split()
-        assert len(children) == 2
+        workers = children(orphan.pid)
+        assert len(workers) == 2
         orphan.kill()
-        until(lambda: all(gone(pid) for pid in children))
+        until(lambda: all(gone(pid) for pid in workers))
     finally:
         orphan.kill()
         orphan.communicate()
@@ -353,12 +318,3 @@ def test_a_program_without_supervisor_is_no_worker():
     with pytest.raises(SystemExit) as info:
         launch.leave(143)
     assert info.value.code == 143
-
-
-def test_an_error_of_a_collective_blames_a_peer():
-    low = RuntimeError("FAILED_PRECONDITION: Gloo all-reduce failed: Connection closed by peer [::1]:9")
-    high = RuntimeError("step failed")
-    high.__cause__ = low
-    assert worker._blames_peer(low) and worker._blames_peer(high)
-    assert not worker._blames_peer(None) and not worker._blames_peer(RuntimeError("out of memory"))
-    assert not worker._blames_peer(js.ShardingError("Gloo", where="gloo", why="gloo", do="gloo"))

@@ -4,14 +4,12 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +19,8 @@ from jshard.errors import RunError
 from jshard.launch import peers as peers_module
 from jshard.launch import rendezvous
 from jshard.launch.peers import Ending, Link, Peers, from_message
+from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
-HERE = Path(__file__).parent
 HOST = socket.gethostname()
 DEADLINES = launch.Deadlines(init_s=800.0)
 SHORT = launch.Deadlines(init_s=1.0)
@@ -68,12 +66,6 @@ def gather(*places, deadlines=DEADLINES, before=lambda: None):
     for thread in threads:
         thread.join()
     return results
-
-
-def plain(text, ports):
-    for port, name in zip(ports, ("PORT", "ROLL"), strict=True):
-        text = text.replace(str(port), name)
-    return re.sub(r"pid \d+", "pid N", text.replace(HOST, "H"))
 
 
 def close(results):
@@ -224,10 +216,7 @@ def test_a_link_closes_on_what_is_no_message(data):
     with theirs:
         link = Link(ours)
         theirs.sendall(data)
-        deadline = time.monotonic() + 800
-        while not link.closed and time.monotonic() < deadline:
-            assert link.receive() == []
-        assert link.closed
+        until(lambda: link.receive() == [] and link.closed)
         theirs.close()
         peers_module.close_all([link])
 
@@ -251,7 +240,7 @@ def start(ports, process, actions, **options):
     return subprocess.Popen(
         [
             *(sys.executable, str(HERE / "supervise.py"), json.dumps({"grace_s": 0.5, **options})),
-            *(sys.executable, str(HERE / "fake_worker.py"), json.dumps(actions)),
+            *fake(**actions),
         ],
         env={**os.environ, **variables(ports, process)},
         stdout=subprocess.PIPE,
@@ -265,30 +254,13 @@ def read_until(process, text):
         assert line, process.stderr.read()
 
 
-def worker_of(process):
-    (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    return int(child)
-
-
-LOST = """\
-RunError: Process 1 of 3 was lost.
-  where: process 1 (pid N, host H)
-         last step reported: 12
-         last good checkpoint: runs/a/checkpoints/10
-  why:   it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer.
-         The others cannot go on without it and are stopped.
-  do:    jshard train gpt.py --out runs/a --resume
-"""
-
-
 def supervise_all(ports, actions, number):
     """Supervisors of a cluster, each in a thread; their exit codes."""
-    command = [sys.executable, str(HERE / "fake_worker.py"), json.dumps(actions)]
     codes = [None] * number
 
     def run(process):
         deadlines = launch.Deadlines(init_s=800.0, grace_s=0.5)
-        codes[process] = launch.supervise(command, cluster=place(ports, process, number), deadlines=deadlines)
+        codes[process] = launch.supervise(fake(**actions), cluster=place(ports, process, number), deadlines=deadlines)
 
     threads = [threading.Thread(target=run, args=(process,)) for process in range(number)]
     for thread in threads:
@@ -299,12 +271,12 @@ def supervise_all(ports, actions, number):
 
 
 def test_all_supervisors_name_the_lost_process_and_not_its_echo(ports, capfd):
-    assert supervise_all(ports, {"0": "blames a peer", "1": "killed", "2": "wait"}, 3) == [1, 1, 1]
-    assert plain(capfd.readouterr().err, ports) == LOST * 3
+    assert supervise_all(ports, {"p0": "blames a peer", "p1": "killed", "p2": "wait"}, 3) == [1, 1, 1]
+    assert plain(capfd.readouterr().err, ports) == killed(3) * 3
 
 
 def test_a_request_refused_by_all_is_told_by_process_0(ports, capfd):
-    assert supervise_all(ports, {"0": "refuses", "1": "refuses"}, 2) == [2, 2]
+    assert supervise_all(ports, {"p0": "refuses", "p1": "refuses"}, 2) == [2, 2]
     told = capfd.readouterr().err
     assert told.count("ShardingError: There is no recipe.\n  do:    --recipe tiny\n") == 1
     assert told.count("ShardingError: Process 0 of 2 refused the request.\n") == 1
@@ -312,27 +284,24 @@ def test_a_request_refused_by_all_is_told_by_process_0(ports, capfd):
 
 
 def test_a_good_end_needs_no_report(ports, capfd):
-    assert supervise_all(ports, {"0": "done", "1": "done"}, 2) == [0, 0]
+    assert supervise_all(ports, {"p0": "done", "p1": "done"}, 2) == [0, 0]
     assert capfd.readouterr().err == "a warning of process 0\n"
 
 
 @pytest.mark.parametrize(("signum", "why"), [("KILL", "connection to it broke"), ("STOP", "gave no sign of life")])
 def test_a_supervisor_that_is_gone_is_a_lost_process(ports, signum, why):
-    actions = {"0": "wait", "1": "wait"}
+    actions = {"p0": "wait", "p1": "wait"}
     first, second = (start(ports, process, actions, peer_s=6.0) for process in range(2))
     for process, name in ((first, "0"), (second, "1")):
         read_until(process, f"process {name} is up")
-    orphan = worker_of(second)
+    (orphan,) = children(second.pid)
     second.send_signal(getattr(signal, f"SIG{signum}"))
     _, err = first.communicate(timeout=800)
     assert first.returncode == 1
     assert "Process 1 of 2 was lost" in err and why in err and f"host {HOST}" in err
     second.kill()
     second.communicate()
-    deadline = time.monotonic() + 800
-    while Path(f"/proc/{orphan}").exists() and " Z " not in Path(f"/proc/{orphan}/stat").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: gone(orphan))
 
 
 def test_a_stop_of_all_needs_no_report(ports):

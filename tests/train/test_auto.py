@@ -13,8 +13,8 @@ from flax import nnx
 import jshard as js
 from jshard import cli
 from jshard.cli import _training
-from jshard.cli._train_args import TrainArgs
-from jshard.cli._train_request import request_of
+from jshard.cli._arguments import TrainArgs
+from jshard.cli._request import request_of
 from jshard.cluster.costs import Cost
 from jshard.cluster.estimate import machine_here
 from jshard.cluster.search import Search
@@ -26,8 +26,8 @@ from jshard.plans.policies import strategies
 from jshard.train import auto
 from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
 from jshard.train.run import Finished
-from tests.cli.test_cli_plan import MODEL
 from tests.helpers import Block, Config, abstract, builder
+from tests.micro_gpt import USERS_FILE
 
 MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
 MEMORY = memory_of(js.plan(abstract(Config(), js.mesh())))
@@ -167,11 +167,6 @@ def test_a_strategy_works_and_its_warning_has_the_new_line():
         js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="zero4")
 
 
-def test_a_root_alone_has_no_layers_to_set():
-    with pytest.warns(FutureWarning), pytest.raises(AnnotationError, match="no units whose settings could be changed"):
-        js.fully_shard(nnx.Linear(64, 64, rngs=nnx.Rngs(0)), mesh=js.mesh(), strategy="zero2")
-
-
 def test_a_library_call_chooses_nothing_by_itself(monkeypatch):
     monkeypatch.setattr(auto, "_path", lambda: pytest.fail("the file in the home folder is read"))
     with pytest.raises(AnnotationError, match="does not choose a strategy") as error:
@@ -187,7 +182,7 @@ def folder(tmp_path, monkeypatch):
     """A working folder with a model file, and a machine that computes slowly."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", sys.path[:])
-    (tmp_path / "my_model.py").write_text(MODEL)
+    (tmp_path / "my_model.py").write_text(USERS_FILE)
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
     tried = []
 
@@ -238,26 +233,16 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
     assert record["recipe"]["accumulate"] == accumulate
 
 
-def test_the_line_that_goes_on_names_what_was_chosen(folder):
-    asked = TrainArgs(model=Path("my_model.py"), auto=True, mesh="fsdp=8")
-    request = request_of(asked, ["my_model.py", "--auto", "--mesh", "fsdp=8"])
-    variant = Variant(name="x", mesh={"replica": 2, "fsdp": 4}, units={"remat": "full"}, accumulate=2)
-    found = request.with_variant(variant)
-    assert found.again(Path("run")) == (
-        "jshard train my_model.py --mesh replica=2,fsdp=4 --set accumulate=2 --unit remat=full --out run --resume"
-    )
-    assert found.recipe.accumulate == 2 and dict(found.sizes) == {"replica": 2, "fsdp": 4}
-
-
 def test_what_was_chosen_takes_the_place_of_what_was_asked_for(folder):
-    argv = "my_model.py --auto --unit remat=dots --unit=prefetch=2 --set accumulate=4 --set=seed=1".split()
     unit, settings = ("remat=dots", "prefetch=2"), ("accumulate=4", "seed=1")
-    request = request_of(TrainArgs(model=Path("my_model.py"), auto=True, unit=unit, set=settings), argv)
+    asked = TrainArgs(model=Path("my_model.py"), auto=True, mesh="fsdp=4", track=(), unit=unit, set=settings)
+    request = request_of(asked)
     found = request.with_variant(Variant(name="x", mesh={"fsdp": 8}, units={"remat": "full"}, accumulate=2))
-    assert found.again(Path("run")) == (
-        "jshard train my_model.py --unit=prefetch=2 --set=seed=1 --mesh fsdp=8 --set accumulate=2 --unit remat=full"
-        " --out run --resume"
+    assert found.given.again(Path("run")) == (
+        "jshard train my_model.py --set seed=1 --set accumulate=2 --unit prefetch=2 --unit remat=full --mesh fsdp=8"
+        " --out run --track --resume"
     )
+    assert found.recipe.accumulate == 2 and dict(found.sizes) == {"fsdp": 8}
     assert found.options["set"] == ("seed=1", "accumulate=2") and found.options["unit"] == ("prefetch=2", "remat=full")
 
 
@@ -272,10 +257,10 @@ def test_a_choice_is_for_its_batch_and_what_the_mesh_has_beside():
 def test_processes_see_one_machine(monkeypatch):
     mine = machine_here(js.mesh())
     assert auto._agreed(mine) == mine
-    others = [json.dumps([4, 100]), json.dumps([8, 50])]
-    monkeypatch.setattr(auto, "gather_texts", lambda text: others)
+    others: list[list[int | None]] = [[4, 100], [8, 50]]
+    monkeypatch.setattr(auto, "exchange", lambda topic, mine: others)
     assert auto._agreed(mine) == dataclasses.replace(mine, near=4, capacity_bytes=50)
-    others.append(json.dumps([8, None]))
+    others.append([8, None])
     assert auto._agreed(mine).capacity_bytes is None
 
 

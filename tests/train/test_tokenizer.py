@@ -8,7 +8,7 @@ import pytest
 
 from jshard.data import DataError
 from jshard.data.text import load_text
-from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, token_dtype
+from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 
 TEXT = "def answer():\n    return 42\n\n\nclass Größe: pass\n"
 
@@ -40,11 +40,6 @@ def test_bytes_are_tokens():
     assert ids.dtype == np.uint8
     assert tokenizer.decode(ids) == TEXT
     assert tokenizer.decode(np.array([0xC3, 0x41])) == "\ufffdA"  # a generated sample may be cut anywhere
-
-
-@pytest.mark.parametrize(("size", "dtype"), [(256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")])
-def test_smallest_dtype(size, dtype):
-    assert token_dtype(size) == np.dtype(dtype)
 
 
 def test_hugging_face_file(tokenizer_file):
@@ -95,19 +90,3 @@ def test_missing_package(tokenizer_file, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(DataError, match=r"needs the package(.|\n)*pip install 'jshard\[hf\]'"):
         HuggingFaceTokenizer(tokenizer_file)
-
-
-def test_missing_file(tmp_path):
-    with pytest.raises(DataError, match=r"cannot be read\.\n(.|\n)*gone\.json\n(.|\n)*no such file"):
-        HuggingFaceTokenizer(tmp_path / "gone.json")
-    with pytest.raises(DataError, match="is a directory"):
-        HuggingFaceTokenizer(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"{not json", b"{}", b"\xff\0"])
-def test_garbled_file(tmp_path, content):
-    pytest.importorskip("tokenizers")
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(DataError, match=r"no tokenizer\.\n(.|\n)*\d+ bytes that `tokenizers` .* cannot read"):
-        HuggingFaceTokenizer(path)

@@ -3,7 +3,6 @@
 import itertools
 import threading
 
-import jax
 import numpy as np
 import pytest
 
@@ -123,12 +122,6 @@ def test_every_pass_holds_every_window_once_and_in_another_order():
     assert (first != in_order).any()
 
 
-def test_seed_decides_the_order():
-    orders = [next(loader(seed=seed).train(1))["inputs"] for seed in (0, 0, 1)]
-    np.testing.assert_array_equal(orders[0], orders[1])
-    assert (orders[0] != orders[2]).any()
-
-
 def test_held_out_is_the_same_every_time_and_spread_over_the_text():
     batches = list(loader().held_out(24))
     assert len(batches) == 3
@@ -139,23 +132,6 @@ def test_held_out_is_the_same_every_time_and_spread_over_the_text():
         np.testing.assert_array_equal(batch["inputs"], again["inputs"])
     assert len(list(loader().held_out(1))) == 1  # at least a batch
     assert len(list(loader().held_out(10**6))) == 49 // 8  # at most the text
-
-
-@pytest.mark.parametrize("axes", [{}, {"replica": 2}, {"replica": 2, "fsdp": 2, "tensor": 2}])
-def test_one_process_reads_every_row_on_any_mesh(axes):
-    assert local_rows(16, js.mesh(**axes)) == list(range(16))
-
-
-def test_batches_are_the_same_on_every_mesh():
-    meshes = [js.mesh(), js.mesh(replica=4), js.mesh(fsdp=2, devices=jax.devices()[:2])]
-    batches = [next(loader(local_rows(8, mesh)).train(1)) for mesh in meshes]
-    for one, other in itertools.pairwise(batches):
-        np.testing.assert_array_equal(one["inputs"], other["inputs"])
-
-
-def test_batch_that_does_not_split_is_refused():
-    with pytest.raises(DataError, match=r"12 sequences does not split over 8 data shards(.|\n)*12 = 1 x 8 \+ 4"):
-        local_rows(12, js.mesh())
 
 
 def test_samples_of_any_kind_are_stacked_by_key():
@@ -176,11 +152,6 @@ def test_data_without_samples_is_an_error():
 def test_seed_that_grain_cannot_use_is_an_error(seed):
     with pytest.raises(DataError, match=f"seed={seed}(.|\n)*between 0 and 4294967295"):
         loader(seed=seed)
-
-
-def test_negative_number_of_workers_is_an_error():
-    with pytest.raises(DataError, match="workers=-1"):
-        Loader(data=text_data(), batch_size=8, seed=0, rows=range(8), workers=-1)
 
 
 def test_sample_unlike_the_others_is_found_before_training():

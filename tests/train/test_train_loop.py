@@ -16,6 +16,7 @@ import jshard as js
 from jshard.errors import RunError
 from jshard.train import Every, Meter, StopSignal, fit, to_devices
 from jshard.train import loop as loop_module
+from jshard.train import stop as stop_module
 from jshard.train.loop import Fitted
 
 MESH = js.mesh()
@@ -109,21 +110,11 @@ def test_evaluations_and_checkpoints_come_in_order_and_after_the_last_step():
     assert log.index("save 4") < log.index("start 5")
 
 
-def test_only_the_end_is_saved_without_an_interval():
-    _, log, _ = run(3, checkpoint=None)
-    assert [entry for entry in log if entry.startswith("save")] == ["save 3"]
-
-
 def test_a_continued_run_counts_on():
     fitted, log, scalars = run(6, start_step=4, checkpoint=5)
     assert fitted.step == 6
     assert [step for step, _ in scalars] == [5, 6]
     assert [entry for entry in log if entry.startswith("save")] == ["save 5", "save 6"]
-
-
-def test_a_run_that_is_done_does_nothing():
-    fitted, log, _ = run(4, start_step=4, checkpoint=1)
-    assert (fitted, log) == (Fitted(4), [])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
@@ -150,13 +141,6 @@ def test_a_stop_saves_before_it_evaluates():
     assert log[-3:] == ["save 4", "evaluate 4", "log 4 val_loss"]
 
 
-def test_a_signal_is_answered_at_once(capfd):
-    with StopSignal():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)  # the launcher's, at the same time
-        assert capfd.readouterr().err.count("SIGINT: the run saves after this step and stops") == 1
-
-
 def test_a_signal_during_the_last_save_ends_the_run_there():
     """What would come next, a sample, may not fit into the time that is left."""
     with StopSignal() as stop:
@@ -165,17 +149,42 @@ def test_a_signal_during_the_last_save_ends_the_run_there():
     assert fitted == Fitted(4, stopped_by=signal.SIGTERM)
 
 
-def test_a_second_signal_a_second_later_ends_the_program(monkeypatch):
+@pytest.mark.parametrize("is_worker", [False, True])
+def test_a_second_signal_a_second_later_ends_the_program_unless_a_supervisor_decides(monkeypatch, capfd, is_worker):
     raised = []
     monkeypatch.setattr("signal.raise_signal", raised.append)
+    monkeypatch.setenv("JSHARD_WORKER", str(int(is_worker)))
     with StopSignal() as stop:
         for now_s in (10.0, 10.5, 11.5):  # the launcher's, the same from the terminal, and somebody who is impatient
             monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
             assert not raised
             os.kill(os.getpid(), signal.SIGTERM)
             assert stop.received == signal.SIGTERM
-        assert raised == [signal.SIGTERM]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+        assert raised == [] if is_worker else [signal.SIGTERM]
+        assert (signal.getsignal(signal.SIGTERM) == signal.SIG_DFL) is not is_worker
+    assert capfd.readouterr().err.count("SIGTERM: the run saves after this step and stops") == 1
+
+
+def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is_dear(monkeypatch):
+    """The second process computes as long, and is sent the signal after step 70."""
+    agreement, now_s, asked_at = stop_module.Agreement(MESH), [0.0], []
+    agreement.alone = False
+
+    def exchange(topic, mine):
+        asked_at.append(step)
+        now_s[0] += 0.02  # the other one waits as long
+        return [mine, [signal.SIGTERM if step > 70 else 0, *mine[1:]]]
+
+    monkeypatch.setattr(stop_module, "exchange", exchange)
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    for step in range(1, 200):
+        now_s[0] += 0.01
+        if (found := agreement.asked(None, step)) is not None:
+            break
+    assert (found, step) == (signal.SIGTERM, asked_at[-1])
+    assert asked_at == [1, 2, pytest.approx(41, abs=1), pytest.approx(80, abs=2)]  # 0.02 s: a twentieth of 40 steps
+    step += 1
+    assert agreement.asked(None, step) is None and agreement.asked(None, step, is_last=True) == signal.SIGTERM
 
 
 def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypatch):
@@ -185,15 +194,6 @@ def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypa
         monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
         stop.report()
         assert stop.left_s(90) == left_s and stop.left_s(None) is None
-
-
-def test_a_worker_leaves_repeated_signals_to_its_supervisor(monkeypatch):
-    monkeypatch.setenv("JSHARD_WORKER", "1")
-    with StopSignal() as stop:
-        for now_s in (10.0, 20.0):
-            monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
-            os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.received == signal.SIGTERM
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -239,20 +239,6 @@ def test_batches_are_on_the_devices_before_they_are_asked_for():
     assert log == ["batch 1", "batch 2", "batch 3", "batch 4"]  # two are ready, the next one waits for room
     assert len(first["x"].sharding.device_set) == 8
     assert [float(b["x"][0, 0]) for b in [first, *arriving]] == [1, 2, 3, 4, 5]
-
-
-def test_time_is_taken_from_a_clock_that_does_not_jump(monkeypatch):
-    jumps = iter(range(0, -(10**9), -1000))
-    monkeypatch.setattr("time.time", lambda: float(next(jumps)))
-    _, _, scalars = run(6, meter=Meter(tokens_per_step=16))
-    assert all(s["step_s"] > 0 and s["tokens_per_s"] > 0 for _, s in scalars[1:])
-
-
-def test_nothing_is_measured_before_the_second_step():
-    _, _, scalars = run(3, meter=Meter(samples_per_step=16, peak_bytes=lambda: 7))
-    assert "step_s" not in scalars[0][1]
-    assert scalars[1][1]["samples_per_s"] == pytest.approx(16 / scalars[1][1]["step_s"])
-    assert scalars[1][1]["peak_bytes"] == 7
 
 
 def test_the_evaluation_is_the_mean_over_the_batches():
@@ -319,20 +305,4 @@ def test_a_run_that_fails_among_the_profiled_steps_ends_the_profile():
     step.model_leaves = []
     with pytest.raises(RunError):
         fit(step, batches(9), num_steps=9, profile=Profile(log, range(3, 8)))
-    assert log[-1] == "profile ends"
-
-
-def test_a_run_that_stops_among_the_profiled_steps_ends_the_profile():
-    class Stops(Profile):
-        def mark(self, step):
-            if step == 4:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return super().mark(step)
-
-    log = []
-    step = Step(log)
-    step.model_leaves = []
-    with StopSignal() as stop:
-        fitted = fit(step, batches(9), num_steps=9, profile=Stops(log, range(3, 8)), stop=stop)
-    assert (fitted.stopped_by, fitted.step) == (signal.SIGTERM, 4)
     assert log[-1] == "profile ends"

@@ -150,20 +150,6 @@ def test_what_is_written_reads_back(value):
     assert read_value(written(value) or "", kind) == value
 
 
-def test_unknown_key_names_the_nearest_and_all():
-    assert str(refused("learning_rat=1e-3")) == (
-        "A setting cannot be used.\n"
-        "  where: --set learning_rat=1e-3\n"
-        "  why:   the recipe has no key 'learning_rat'.\n"
-        "         its keys: sequence_length, batch_size, num_steps, learning_rate, warmup_steps, weight_decay,"
-        " b1, b2,\n"
-        "         clip_norm, loss_scale, accumulate, eval_every, eval_sequences, checkpoint_every, keep_checkpoints,\n"
-        "         seed, ema, resume_from, model.width, model.heads, model.dropout, model.color, model.window,\n"
-        "         model.note, model.free, model.init, model.head.kind, model.head.sizes\n"
-        "  do:    --set learning_rate=1e-3"
-    )
-
-
 @pytest.mark.parametrize(
     ("setting", "do"),
     [
@@ -178,16 +164,6 @@ def test_unknown_key_names_the_nearest_and_all():
 )
 def test_nearest_key(setting, do):
     assert refused(setting).do.startswith(do)
-
-
-def test_wrong_type():
-    assert str(refused("batch_size=many")) == (
-        "A setting cannot be used.\n"
-        "  where: --set batch_size=many\n"
-        "  why:   batch_size takes int, not 'many'.\n"
-        "  do:    --set batch_size=4"
-    )
-    assert refused("model.dropout=x").do == "--set model.dropout=none"
 
 
 def test_value_that_the_dataclass_refuses():

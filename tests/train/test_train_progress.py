@@ -8,7 +8,7 @@ import textwrap
 
 import pytest
 
-from jshard.train.progress import Progress, Speed
+from jshard.train.progress import Meter, Progress
 
 
 class Clock:
@@ -71,18 +71,6 @@ def test_the_whole_line(columns, clock):
     assert terminal.getvalue() == "\r" + LINE
 
 
-def test_the_line_says_where_the_bytes_are_from(columns, clock):
-    terminal = Terminal()
-    Progress(500, peak_label="compiled", stream=terminal, clock=clock).log(120, SCALARS)
-    assert terminal.getvalue().endswith("peak 11.20 MiB/device (compiled)")
-
-
-def test_the_first_step_has_no_speed_yet(columns, clock):
-    terminal = Terminal()
-    Progress(500, stream=terminal, clock=clock).log(1, {"loss": 5.5})
-    assert terminal.shown == ["step   1/500  loss 5.5000"]
-
-
 @pytest.mark.parametrize(
     ("scalars", "part"),
     [
@@ -95,12 +83,13 @@ def test_the_first_step_has_no_speed_yet(columns, clock):
         ({"step_s": 3600.0}, "3600 s/step  ETA 4d 00:00:00"),
         ({"loss": float("nan")}, "loss nan"),
         ({"mfu": 0.004}, "MFU 0.4%"),
+        ({"peak_bytes": 11_744_051}, "peak 11.20 MiB/device (compiled)"),
     ],
 )
 def test_units(columns, clock, scalars, part):
     terminal = Terminal()
-    Progress(100, stream=terminal, clock=clock).log(4, {"loss": 1.0} | scalars)
-    assert part in terminal.shown[0]
+    Progress(100, peak_label="compiled", stream=terminal, clock=clock).log(4, {"loss": 1.0} | scalars)
+    assert part in terminal.shown[0] and terminal.shown[0].startswith("step   4/100  loss")
 
 
 @pytest.mark.parametrize(
@@ -130,16 +119,6 @@ def test_a_shorter_line_leaves_nothing_of_a_longer_one(columns, clock):
     assert terminal.shown == ["step 121/500  loss 2.0000"]
 
 
-def test_a_terminal_that_was_made_narrower_is_not_overrun(columns, clock):
-    terminal = Terminal()
-    progress = Progress(500, stream=terminal, clock=clock)
-    progress.log(120, SCALARS)
-    columns(40)
-    clock.now_s += 1
-    progress.log(121, {"loss": 2.0})
-    assert len(terminal.getvalue().rsplit("\r", 1)[1]) == 39
-
-
 def test_a_terminal_is_written_at_most_ten_times_a_second(columns, clock):
     terminal = Terminal()
     progress = Progress(2000, stream=terminal, clock=clock)
@@ -167,29 +146,6 @@ def test_an_evaluation_stays_above_the_live_line(columns, clock):
         "after",
         "",
     ]
-
-
-def test_a_note_before_the_first_step_is_just_a_line(columns, clock):
-    terminal = Terminal()
-    Progress(500, stream=terminal, clock=clock).note("step 120 restored")
-    assert terminal.getvalue() == "step 120 restored\n"
-
-
-def test_the_last_step_is_shown_on_a_terminal_though_it_came_quickly(columns, clock):
-    terminal = Terminal()
-    progress = Progress(2, stream=terminal, clock=clock)
-    progress.log(1, {"loss": 2.0})
-    progress.log(2, {"loss": 1.0})
-    assert terminal.shown == ["step 2/2  loss 1.0000"]
-
-
-def test_closing_twice_ends_the_line_once(columns, clock):
-    terminal = Terminal()
-    progress = Progress(2, stream=terminal, clock=clock)
-    progress.log(2, {"loss": 1.0})
-    progress.close()
-    progress.close()
-    assert terminal.shown == ["step 2/2  loss 1.0000", ""]
 
 
 def test_a_log_file_has_a_plain_line_every_ten_seconds_and_the_last(columns, clock):
@@ -269,42 +225,22 @@ def test_a_reader_that_is_gone_does_not_end_the_run():
     assert (process.returncode, errors) == (0, "done\n")
 
 
-def test_speed_leaves_out_the_first_step_and_pauses(clock):
-    speed = Speed(clock=clock)
-    clock.now_s += 30.0  # compiles
-    speed.done(1)
-    assert speed.step_s is None and speed.last_s is None
-    clock.now_s += 2.0
-    speed.done(2)
-    clock.now_s += 500.0  # an evaluation
-    speed.pause()
-    clock.now_s += 4.0
-    speed.done(3)
-    assert speed.step_s == 3.0
-    assert speed.last_s == 4.0
-
-
-def test_speed_is_that_of_the_last_steps(clock):
-    speed = Speed(window=2, clock=clock)
-    for step, took_s in enumerate([9.0, 8.0, 1.0, 3.0], start=1):
+@pytest.mark.parametrize(
+    ("window", "steps", "step_s", "last_s"),
+    [
+        # Seconds before the end of each step, of which some were no step; the first one compiled.
+        (50, {1: (30.0, 0), 2: (2.0, 0), 3: (4.0, 500.0)}, 3.0, 4.0),
+        (2, {1: (9.0, 0), 2: (8.0, 0), 3: (1.0, 0), 4: (3.0, 0)}, 2.0, 3.0),
+        (50, {105: (10.0, 0), 110: (10.0, 0), 115: (10.0, 0)}, 2.0, None),  # of a resumed run, every fifth
+        (50, {1: (1.0, 7.0), 2: (2.0, 0)}, 2.0, 2.0),
+    ],
+)
+def test_times_leave_out_the_first_step_and_pauses(clock, window, steps, step_s, last_s):
+    meter = Meter(tokens_per_step=6, window=window, clock=clock)
+    for number, (step, (took_s, pause_s)) in enumerate(steps.items()):
+        clock.now_s += pause_s
+        meter.pause()
         clock.now_s += took_s
-        speed.done(step)
-    assert speed.step_s == 2.0
-
-
-def test_speed_of_a_resumed_run_with_every_fifth_step_told(clock):
-    speed = Speed(clock=clock)
-    for step in (105, 110, 115):
-        clock.now_s += 10.0
-        speed.done(step)
-    assert speed.step_s == 2.0
-    assert speed.last_s is None
-
-
-def test_a_pause_before_the_first_step_changes_nothing(clock):
-    speed = Speed(clock=clock)
-    speed.pause()
-    speed.done(1)
-    clock.now_s += 2.0
-    speed.done(2)
-    assert speed.step_s == 2.0
+        scalars = meter.done(step)
+        assert number or scalars == {}
+    assert (scalars["step_s"], scalars.get("last_step_s"), scalars["tokens_per_s"]) == (step_s, last_s, 6 / step_s)

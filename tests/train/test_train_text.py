@@ -165,12 +165,6 @@ def locked(tmp_path, monkeypatch):
     return folder
 
 
-def test_unreadable_file_is_told(locked):
-    path = locked / "locked.txt"
-    for given in (path, locked):
-        assert refused([given]).where == (f"{path}: unreadable: permission denied",)
-
-
 def test_unreadable_folder_is_told(tmp_path, monkeypatch):
     def scandir(path):
         raise PermissionError(13, "Permission denied", path)
@@ -198,14 +192,6 @@ def test_what_is_no_text_in_a_folder_is_left_out_with_one_warning(locked):
     assert Path(warning.filename).name == Path(__file__).name
     assert data.description.startswith("1 file ")
     assert set(text_of(data.train)) == {ord("a")}
-
-
-def test_text_shorter_than_a_sequence(book):
-    error = refused([book], sequence_length=50)
-    assert "a sequence of 50 and its last target take 51 tokens; 50 are held out." in error.why
-    assert "--set sequence_length=49" in error.do
-    assert load_text([book], sequence_length=49).tokens_per_sample == 49
-    assert "950 are to train on, 50 are held out" in refused([book], sequence_length=1000).why
 
 
 def test_held_out_files_may_be_too_few(tmp_path):

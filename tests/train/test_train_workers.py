@@ -137,25 +137,6 @@ def test_dead_worker_ends_the_run(act, why):
         next(batches)
 
 
-def test_worker_killed_from_outside_ends_the_run():
-    batches = loader(Deadly(None), workers=2).train(10**6)
-    next(batches)
-    victim = multiprocessing.active_children()[0]
-    victim.kill()
-    with pytest.raises(RunError, match="A data worker died"):
-        for _ in batches:
-            pass
-
-
-def test_workers_leave_signals_to_the_run():
-    batches = loader(Deadly(None)).train(40)
-    next(batches)
-    (worker,) = multiprocessing.active_children()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        os.kill(worker.pid, number)
-    assert len(list(batches)) == 39
-
-
 def test_workers_leave_signals_to_the_run_from_their_first_moment():
     source = Deadly(None)
     reader = Reader(source=source, part="train", spec=first_spec(source, RunError), error=RunError)

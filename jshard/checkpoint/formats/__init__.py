@@ -12,14 +12,13 @@ from pathlib import Path
 
 from jshard.checkpoint.formats.dcp import METADATA as _METADATA
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
-from jshard.checkpoint.formats.names import ForeignSource as ForeignSource
-from jshard.checkpoint.formats.names import NamedSource as NamedSource
-from jshard.checkpoint.formats.names import Stored as Stored
 from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors
 from jshard.checkpoint.formats.source import ArraySource as ArraySource
-from jshard.checkpoint.formats.source import StoredArray as StoredArray
+from jshard.checkpoint.formats.source import ForeignSource as ForeignSource
+from jshard.checkpoint.formats.source import NamedSource as NamedSource
+from jshard.checkpoint.formats.source import Stored as Stored
 from jshard.checkpoint.formats.source import whole_leaves as whole_leaves
 
 

@@ -9,17 +9,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import inert_pickle
-from jshard.checkpoint.formats.inert_pickle import DTYPES, Record, records
-from jshard.checkpoint.formats.source import Box, FileRegion, StoredArray, bounds, damaged, local_path, read_region
-from jshard.checkpoint.formats.torch_archive import Archive
+from jshard.checkpoint.formats import torch_pickle
+from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, local_path, read_region, stored_array
+from jshard.checkpoint.formats.torch_pickle import DTYPES, Archive, Record, records
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import printable
 
 METADATA = ".metadata"
@@ -28,7 +27,7 @@ _MOST_METADATA_BYTES = 1 << 30
 _DCP = "torch.distributed.checkpoint.metadata"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # where torch 2.2 and older had some of them
 _ALLOWED = {
-    **inert_pickle.PLAIN,
+    **torch_pickle.PLAIN,
     **records(_DCP, "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata"),
     **records(_DCP, "ChunkStorageMetadata", "TensorProperties", "StorageMeta"),
     **records("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -36,8 +35,8 @@ _ALLOWED = {
     **records("torch.serialization", "_get_layout"),
     **records("pathlib", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
     **records("pathlib._local", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),  # Python 3.13
-    (_DCP, "_MEM_FORMAT_ENCODING"): inert_pickle.MEMORY_FORMAT,
-    (_SHARDED, "MEM_FORMAT_ENCODING"): inert_pickle.MEMORY_FORMAT,
+    (_DCP, "_MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
+    (_SHARDED, "MEM_FORMAT_ENCODING"): torch_pickle.MEMORY_FORMAT,
 }
 _METADATA_CLASS, _TENSOR_CLASS, _BYTES_CLASS = (
     _ALLOWED[_DCP, name] for name in ("Metadata", "TensorStorageMetadata", "BytesStorageMetadata")
@@ -74,7 +73,7 @@ class DcpSource:
             for name, record in described.items()
             if isinstance(record, _TENSOR_CLASS)
         }
-        self.leaves: Mapping[str, StoredArray] = {name: tensor.leaf for name, tensor in self._tensors.items()}
+        self.leaves: Mapping[str, StoredLeaf] = {name: tensor.leaf for name, tensor in self._tensors.items()}
         others = [name for name, record in described.items() if isinstance(record, _BYTES_CLASS)]
         self.values: Mapping[str, Any] = _Values(
             {name: places[name, None] for name in others if (name, None) in places}
@@ -86,29 +85,20 @@ class DcpSource:
 
     def damaged_names(self) -> list[str]:
         """Tensors and values whose sums, which PyTorch stores beside them, do not fit; reads the whole checkpoint."""
-        return sorted({name for (name, _), place in self._places.items() if not place.archive().is_whole()})
+        return sorted({name for (name, _), place in self._places.items() if not place.is_whole()})
 
 
-@dataclass(frozen=True)
-class _Piece:
-    """Where an item is: a run of bytes in a file."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def archive(self) -> Archive:
-        return Archive(self.path, self.offset, self.length)
+_Places = Mapping[tuple[str, tuple[int, ...] | None], Archive]  # by name and, of a chunk, where it begins
 
 
 class _Values(Mapping[str, Any]):
     """Values by name, each read when it is asked for."""
 
-    def __init__(self, places: Mapping[str, _Piece]) -> None:
+    def __init__(self, places: Mapping[str, Archive]) -> None:
         self._places = places
 
     def __getitem__(self, name: str) -> Any:
-        return self._places[name].archive().value()
+        return self._places[name].value()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)
@@ -120,7 +110,7 @@ class _Values(Mapping[str, Any]):
 class _Tensor:
     """A tensor and its chunks."""
 
-    def __init__(self, path: Path, name: str, leaf: StoredArray, chunks: Mapping[tuple[int, ...], _Piece], sizes: Any):
+    def __init__(self, path: Path, name: str, leaf: StoredLeaf, chunks: Mapping[tuple[int, ...], Archive], sizes: Any):
         self.leaf = leaf
         self._path, self._name = path, name
         self._places = list(chunks.values())
@@ -144,7 +134,7 @@ class _Tensor:
     def _region(self, chunk: int) -> FileRegion:
         if chunk not in self._regions:
             place = self._places[chunk]
-            region = place.archive().tensor()
+            region = place.tensor()
             size = tuple((self._end - self._begin)[chunk].tolist())
             if (region.shape, region.dtype) != (size, self.leaf.dtype):
                 why = (
@@ -167,7 +157,7 @@ class _Tensor:
             raise damaged(self._path / METADATA, why)
 
 
-def _metadata(path: Path) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, ...] | None], _Piece]]:
+def _metadata(path: Path) -> tuple[dict[str, Any], _Places]:
     """What `.metadata` says of every item, and where each item, or chunk of it, is."""
     file = path / METADATA
     if not file.is_file():
@@ -180,7 +170,7 @@ def _metadata(path: Path) -> tuple[dict[str, Any], dict[tuple[str, tuple[int, ..
     if file.stat().st_size > _MOST_METADATA_BYTES:
         raise damaged(file, f"it has {file.stat().st_size} bytes; more than {_MOST_METADATA_BYTES} are not read.")
     with file.open("rb") as stream:
-        metadata = inert_pickle.load(stream, _ALLOWED, file)
+        metadata = torch_pickle.load(stream, _ALLOWED, file)
     described = metadata.get("state_dict_metadata") if isinstance(metadata, _METADATA_CLASS) else None
     stored = metadata.get("storage_data") if described is not None else None
     if (
@@ -199,7 +189,7 @@ def _hint(path: Path) -> str:
     return f"\nit holds {alone[0]}: each process saved for itself, and such files cannot be joined." if alone else ""
 
 
-def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Piece]:
+def _places(path: Path, stored: Mapping[Any, Any]) -> _Places:
     file, sizes = path / METADATA, {}
     places = {}
     for index, info in stored.items():
@@ -219,7 +209,7 @@ def _places(path: Path, stored: Mapping[Any, Any]) -> dict[tuple[str, tuple[int,
             raise damaged(
                 path / relative, f"it ends at byte {sizes[relative]}; {name} has {numbers[1]} bytes from {numbers[0]}."
             )
-        places[name, chunk] = _Piece(path / relative, *numbers)
+        places[name, chunk] = Archive(path / relative, *numbers)
     return places
 
 
@@ -249,9 +239,7 @@ def _extended(path: Path, name: Any, descriptors: Any) -> CheckpointError:
     )
 
 
-def _tensor(
-    path: Path, name: str, record: Record, places: Mapping[tuple[str, tuple[int, ...] | None], _Piece]
-) -> _Tensor:
+def _tensor(path: Path, name: str, record: Record, places: _Places) -> _Tensor:
     properties, shape, chunks = record.get("properties"), record.get("size"), record.get("chunks")
     state = properties.state if isinstance(properties, Record) else None
     dtype = DTYPES.get(state[0]) if isinstance(state, tuple) and state and isinstance(state[0], str) else None
@@ -264,7 +252,7 @@ def _tensor(
         raise damaged(path / METADATA, f"it does not say where the chunks {gone[:3]} of {name} are.")
     if len(set(begins)) < len(begins) or sum(math.prod(size) for _, size in corners) != math.prod(shape):
         raise damaged(path / METADATA, f"{len(begins)} chunks do not make up {name} of shape {shape}.")
-    leaf = StoredArray(shape, dtype)
+    leaf = stored_array(shape, dtype)
     return _Tensor(path, name, leaf, {b: places[name, b] for b in begins}, [size for _, size in corners])
 
 

@@ -13,17 +13,19 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
+from jshard.checkpoint.draft import flush
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats.source import (
     Box,
     FileRegion,
-    StoredArray,
     WholeLeaf,
     damaged,
     local_path,
     read_region,
     row_major,
+    stored_array,
 )
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import RunError, printable
 
 INDEX = "model.safetensors.index.json"
@@ -69,9 +71,10 @@ class SafetensorsSource:
         self._regions = _all_regions(files)
         if self._index is not None:
             _check_index(self.path / INDEX, self._index, self._regions)
-        self.leaves: Mapping[str, StoredArray] = {
-            name: StoredArray(region.shape, region.dtype) for name, region in self._regions.items()
+        self.leaves: Mapping[str, StoredLeaf] = {
+            name: stored_array(region.shape, region.dtype) for name, region in self._regions.items()
         }
+        self.values: Mapping[str, Any] = {}  # the format has arrays alone
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """A box of an array, as a new array; threads may call it at the same time."""
@@ -276,12 +279,19 @@ def write_safetensors(
         if len(shards) > 1:
             files.append(folder / INDEX)
             unfinished[files[-1]] = folder / f".{INDEX}.unfinished"
-            _write_index(unfinished[files[-1]], leaves, index)
+            table = {"metadata": {"total_size": sum(map(_bytes, leaves))}, "weight_map": index}
+            unfinished[files[-1]].write_text(json.dumps(table, indent=2, sort_keys=True) + "\n")
+            flush(unfinished[files[-1]])
         for file in files:
             os.rename(unfinished[file], file)
-        _flush_folder(folder)
+        flush(folder)
     except OSError as error:
-        raise _not_written(folder, error) from error
+        raise RunError(
+            "The safetensors checkpoint could not be written.",
+            where=str(folder),
+            why=reason(error),
+            do="make room, or name a folder on another disk.",
+        ) from error
     finally:
         for file in unfinished.values():
             file.unlink(missing_ok=True)
@@ -359,30 +369,3 @@ def _write_file(
         on_written(array.nbytes)
     stream.flush()
     os.fsync(stream.fileno())
-
-
-def _write_index(path: Path, leaves: list[WholeLeaf], index: Mapping[str, str]) -> None:
-    table = {"metadata": {"total_size": sum(map(_bytes, leaves))}, "weight_map": index}
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(json.dumps(table, indent=2, sort_keys=True) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def _flush_folder(folder: Path) -> None:
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    except OSError:  # some file systems have nothing to flush for a folder
-        pass
-    finally:
-        os.close(number)
-
-
-def _not_written(folder: Path, error: OSError) -> RunError:
-    return RunError(
-        "The safetensors checkpoint could not be written.",
-        where=str(folder),
-        why=reason(error),
-        do="make room, or name a folder on another disk.",
-    )

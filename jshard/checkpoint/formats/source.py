@@ -1,8 +1,13 @@
-"""What every foreign format looks like from here: named leaves, of which any box can be read by itself."""
+"""What every other library's checkpoint looks like from here: named leaves, any box of which can be read by itself.
+
+And leaves under other names: what a model's parameters are called elsewhere, and how they are there.
+"""
 
 from __future__ import annotations
 
+import collections
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,45 +17,24 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import RunError, printable
 
+Limits = Sequence[tuple[int, int]]
 Box = tuple[slice, ...]
 """A part of an array, a slice per dim: what `jax.make_array_from_callback` asks for."""
-
-
-@dataclass(frozen=True)
-class StoredArray:
-    """An array as it is stored.
-
-    Args:
-        shape: of the whole array.
-        dtype: numpy's, with those of ml_dtypes.
-    """
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ArraySource(Protocol):
     """A checkpoint that can be read. Nothing is read before `read` is called, and never more than it asks for."""
 
     @property
-    def leaves(self) -> Mapping[str, StoredArray]:
+    def leaves(self) -> Mapping[str, StoredLeaf]:
         """Every array by its name."""
         ...
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of a leaf, as a new array. Threads may call it at the same time.
-
-        Args:
-            name: of the leaf.
-            box: a slice without step for each dim; `slice(None)` for all of it.
-        """
+        """A box of a leaf, a slice without step for each dim, as a new array. Threads may call it at the same time."""
         ...
 
 
@@ -65,8 +49,17 @@ def whole_leaves(source: ArraySource) -> Iterator[WholeLeaf]:
         >>> write_safetensors("out", whole_leaves(source))
     """
     for name, leaf in source.leaves.items():
-        box = tuple(slice(0, size) for size in leaf.shape)
-        yield name, leaf.shape, leaf.dtype, functools.partial(source.read, name, box)
+        yield name, leaf.shape, np.dtype(leaf.dtype), functools.partial(source.read, name, whole(leaf))
+
+
+def stored_array(shape: Sequence[int], dtype: np.dtype) -> StoredLeaf:
+    """An array of which any box can be read, and nothing more is."""
+    return StoredLeaf(shape=tuple(shape), dtype=dtype.name, chunk=(1,) * len(shape))
+
+
+def whole(leaf: StoredLeaf) -> Box:
+    """The box that is all of a leaf."""
+    return tuple(slice(0, size) for size in leaf.shape)
 
 
 def bounds(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -77,15 +70,7 @@ def bounds(box: Box, shape: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 class FileRegion(NamedTuple):
-    """An array inside a file. A tuple, so that nothing can change it behind a check.
-
-    Args:
-        path: the file.
-        offset: of its first element, in bytes.
-        shape: its dims.
-        dtype: of its elements, little-endian.
-        strides: bytes from one element to the next in each dim; none is negative.
-    """
+    """An array inside a file, little-endian, with no stride below zero. A tuple: nothing changes it behind a check."""
 
     path: Path
     offset: int
@@ -155,3 +140,251 @@ def damaged(path: Path, why: str) -> RunError:
     return RunError(
         "A file of the checkpoint is damaged.", where=str(path), why=printable(why), do="fetch or copy it again."
     )
+
+
+# Leaves under other names.
+
+
+@dataclass(frozen=True)
+class Stored:
+    """How a leaf of ours is stored elsewhere.
+
+    Args:
+        names: of the arrays it is made of; several are joined along `dim`, in this order.
+        transpose: they are stored with the dims reversed, as the kernels of `torch.nn.Linear` are.
+        dim: of our leaf, along which they are joined.
+        sizes: of ours along `dim` that each gets when it is exported; equal parts by default.
+        parts: the last dim of the one array there is so many parts, which ours has in a dim of their own before it.
+
+    Example:
+        >>> Stored("lm_head.weight", transpose=True)
+        >>> Stored("h.0.attn.c_attn.weight", parts=3)  # (768, 2304) there, (768, 3, 768) here
+        >>> Stored("layers.0.wq.weight", "layers.0.wk.weight", "layers.0.wv.weight", transpose=True, sizes=(64, 16, 16))
+    """
+
+    names: tuple[str, ...]
+    transpose: bool
+    dim: int
+    sizes: tuple[int, ...]
+    parts: int
+
+    def __init__(
+        self, *names: str, transpose: bool = False, dim: int = -1, sizes: tuple[int, ...] = (), parts: int = 1
+    ) -> None:
+        if parts > 1 and (transpose or len(names) > 1):
+            raise ValueError(f"parts={parts} are those of one array with its dims in our order")
+        fields = {"names": names, "transpose": transpose, "dim": dim, "sizes": sizes, "parts": parts}
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+
+
+Names = Mapping[str, str | Stored]
+"""Our paths, layer by layer and without the name of the model, and what is stored there: a name alone is `Stored`."""
+
+
+class NamedSource:
+    """A checkpoint of another library, under our paths.
+
+    Where no stored name begins with the word that names begin with, they are looked for without it: Hugging Face's
+    `GPT2LMHeadModel` saves `transformer.wte.weight`, and its `GPT2Model` `wte.weight`.
+
+    Args:
+        source: what is stored.
+        names: what is called how.
+
+    Attributes:
+        leaves: those of ours that are there, with our shapes.
+        absent: the others, each with the stored names that are not there.
+        unused: stored names that `names` does not speak of, without buffers that older files hold.
+
+    Raises:
+        CheckpointError: parts that make up one leaf do not fit one another.
+
+    Example:
+        >>> source = NamedSource(SafetensorsSource("gpt2/"), gpt.hf_names(config))
+        >>> source.leaves["blocks/0/attention/qkv/kernel"].shape
+        (768, 3, 768)
+    """
+
+    def __init__(self, source: ArraySource, names: Names) -> None:
+        self._source = source
+        self._parts: dict[str, tuple[Stored, list[tuple[str, int, int]]]] = {}
+        self.leaves: dict[str, StoredLeaf] = {}
+        self.absent: dict[str, list[str]] = {}
+        table = {path: _stored(value) for path, value in names.items()}
+        dropped, used = _dropped(table, source), set()
+        for path, stored in table.items():
+            found = {name: _find(name, source, dropped) for name in stored.names}
+            there = [name for name in found.values() if name is not None]
+            used.update(there)
+            if len(there) == len(found):
+                self.leaves[path], parts = _joined(path, stored, there, source)
+                self._parts[path] = stored, parts
+            else:
+                self.absent[path] = [name for name, at in found.items() if at is None]
+        self.unused = [name for name in source.leaves if name not in used and not _is_buffer(name, source.leaves[name])]
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A box of one of our leaves: reads what is in it of each stored part."""
+        stored, parts = self._parts[name]
+        limits = bounds(box, self.leaves[name].shape)
+        if stored.parts > 1:
+            return self._in_parts(parts[0][0], limits, self.leaves[name].shape[-1])
+        if len(parts) == 1:
+            return self._turned(parts[0][0], limits, stored)
+        dim = stored.dim % len(limits)
+        first, last = limits[dim]
+        pieces = []
+        for part, begin, end in parts:
+            cut = (max(first, begin) - begin, max(min(last, end), max(first, begin)) - begin)
+            pieces.append(self._turned(part, (*limits[:dim], cut, *limits[dim + 1 :]), stored))
+        return np.concatenate(pieces, axis=dim)
+
+    def _turned(self, name: str, limits: Limits, stored: Stored) -> np.ndarray:
+        box = tuple(slice(*limit) for limit in limits)
+        return _turned(self._source.read(name, box[::-1] if stored.transpose else box), stored)
+
+    def _in_parts(self, name: str, limits: Limits, width: int) -> np.ndarray:
+        """A box of our leaf whose last two dims are one there."""
+        *lead, (first, last), (begin, end) = limits
+        box = (*(slice(*limit) for limit in lead), slice(first * width, last * width))
+        values = self._source.read(name, box)
+        return np.ascontiguousarray(values.reshape(*values.shape[:-1], last - first, width)[..., begin:end])
+
+
+class ForeignSource:
+    """The inverse of `NamedSource`: our leaves under the names that another library gives them, to be exported.
+
+    Args:
+        source: ours, layer by layer and without the name of the model.
+        names: what is called how; each leaf of `source` must be in it.
+
+    Raises:
+        CheckpointError: a leaf has no name there, or cannot be cut as `names` says.
+
+    Example:
+        >>> write_safetensors("out", whole_leaves(ForeignSource(source, gpt.hf_names(config))))
+    """
+
+    def __init__(self, source: ArraySource, names: Names) -> None:
+        self._source = source
+        nameless = [path for path in source.leaves if path not in names]
+        if nameless:
+            raise CheckpointError(
+                f"{len(nameless)} leaves have no name in the other format.",
+                where=nameless,
+                why=f"the table of names speaks of {len(names)} leaves, and not of these.",
+                do="export the parameters alone, or add the names to the table, hf_names(config) of the model file.",
+            )
+        self.leaves: dict[str, StoredLeaf] = {}
+        self._origin: dict[str, tuple[str, Stored, int]] = {}
+        for path, leaf in source.leaves.items():
+            stored = _stored(names[path])
+            for name, begin, end in _cuts(path, stored, leaf):
+                shape = _resized(leaf.shape, stored, end - begin)
+                if stored.parts > 1:
+                    shape = (*leaf.shape[:-2], leaf.shape[-2] * leaf.shape[-1])
+                shape = shape[::-1] if stored.transpose else shape
+                self.leaves[name] = stored_array(shape, np.dtype(leaf.dtype))
+                self._origin[name] = path, stored, begin
+
+    def read(self, name: str, box: Box) -> np.ndarray:
+        """A box of a leaf as the other library has it."""
+        path, stored, begin = self._origin[name]
+        limits = list(bounds(box, self.leaves[name].shape))
+        if stored.parts > 1:
+            *lead, last = limits
+            values = self._source.read(path, (*(slice(*limit) for limit in lead), slice(None), slice(None)))
+            return np.ascontiguousarray(
+                values.reshape(*values.shape[:-2], math.prod(values.shape[-2:]))[..., slice(*last)]
+            )
+        if stored.transpose:
+            limits.reverse()
+        if len(stored.names) > 1:
+            start, stop = limits[stored.dim]
+            limits[stored.dim] = start + begin, stop + begin
+        return _turned(self._source.read(path, tuple(slice(*limit) for limit in limits)), stored)
+
+
+def _stored(value: str | Stored) -> Stored:
+    return Stored(value) if isinstance(value, str) else value
+
+
+def _dropped(table: Mapping[str, Stored], source: ArraySource) -> str | None:
+    """The word that most names begin with, if no stored name does: the file was written without it."""
+    names = [name for stored in table.values() for name in stored.names]
+    words = collections.Counter(name.partition(".")[0] for name in names if "." in name)
+    word, count = words.most_common(1)[0] if words else ("", 0)
+    begins = any(name.partition(".")[0] == word for name in source.leaves)
+    return None if begins or count * 2 <= words.total() else word
+
+
+def _find(name: str, source: ArraySource, dropped: str | None) -> str | None:
+    word, _, rest = name.partition(".")
+    return next((n for n in (name, rest if word == dropped else name) if n in source.leaves), None)
+
+
+def _joined(
+    path: str, stored: Stored, names: list[str], source: ArraySource
+) -> tuple[StoredLeaf, list[tuple[str, int, int]]]:
+    """Our leaf, and where each stored array begins and ends in it along the dim they are joined along."""
+    leaves = [source.leaves[name] for name in names]
+    shapes = [leaf.shape[::-1] if stored.transpose else leaf.shape for leaf in leaves]
+    ours = lambda shape: stored_array(shape, np.dtype(leaves[0].dtype))
+    if len(names) == 1:
+        return ours(_in_parts(path, shapes[0], stored)), [(names[0], 0, 0)]
+    alike = len({(leaf.dtype, len(leaf.shape)) for leaf in leaves}) == 1 and leaves[0].shape != ()
+    if not alike or len({_resized(shape, stored, 0) for shape in shapes}) != 1:
+        raise CheckpointError(
+            f"What is stored of {path} does not fit together.",
+            where=[f"{name}  {leaf.shape} {leaf.dtype}" for name, leaf in zip(names, leaves, strict=True)],
+            why=f"they are joined along dim {stored.dim}; the other dims, and dtypes, must be equal.",
+            do="mend the table of names.",
+        )
+    ends = list(itertools.accumulate(shape[stored.dim] for shape in shapes))
+    return ours(_resized(shapes[0], stored, ends[-1])), list(zip(names, [0, *ends], ends, strict=False))
+
+
+def _in_parts(path: str, shape: tuple[int, ...], stored: Stored) -> tuple[int, ...]:
+    """Our shape for one that is stored, whose last dim may be several parts."""
+    if stored.parts == 1:
+        return shape
+    if not shape or shape[-1] % stored.parts:
+        raise CheckpointError(
+            f"What is stored of {path} is not {stored.parts} parts.",
+            where=f"{stored.names[0]}  {shape}",
+            why=f"its last dim does not divide by {stored.parts}.",
+            do="mend the table of names.",
+        )
+    return (*shape[:-1], stored.parts, shape[-1] // stored.parts)
+
+
+def _cuts(path: str, stored: Stored, leaf: StoredLeaf) -> list[tuple[str, int, int]]:
+    """Where each stored array begins and ends in our leaf."""
+    count, size = len(stored.names), leaf.shape[stored.dim] if leaf.shape else 0
+    sizes = stored.sizes if count > 1 and stored.sizes else (size // count,) * count
+    if len(sizes) != count or sum(sizes) != size:
+        raise CheckpointError(
+            f"{path} cannot be cut into {count} arrays.",
+            where=list(stored.names),
+            why=f"their sizes {sizes} do not add up to the {size} of {leaf.shape}, dim {stored.dim}.",
+            do="mend the table of names.",
+        )
+    ends = list(itertools.accumulate(sizes))
+    return list(zip(stored.names, [0, *ends], ends, strict=False))
+
+
+def _resized(shape: tuple[int, ...], stored: Stored, size: int) -> tuple[int, ...]:
+    """A shape with another size along the dim that is joined along."""
+    dim = stored.dim % len(shape) if shape else 0
+    return (*shape[:dim], size, *shape[dim + 1 :]) if shape else shape
+
+
+def _turned(values: np.ndarray, stored: Stored) -> np.ndarray:
+    return values.T.copy(order="C") if stored.transpose else values
+
+
+def _is_buffer(name: str, leaf: StoredLeaf) -> bool:
+    """The causal mask and its fill value, which older files of GPT-2 hold beside the parameters."""
+    mask = name.endswith("attn.bias") and len(leaf.shape) == 4
+    return mask or (name.endswith("attn.masked_bias") and leaf.shape == ())

@@ -20,9 +20,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 import jshard as js
 from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.formats.source import Names
+from jshard.cli._arguments import num_devices, parse_mesh
 from jshard.cli._devices import simulate_devices
-from jshard.cli._train_args import num_devices, parse_mesh
 from jshard.errors import ShardingError
 from jshard.recipes.building import abstract_model
 from jshard.recipes.model_file import ModelFile, load_model_file

@@ -12,10 +12,9 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import human_bytes
-from jshard.checkpoint.diff import LeafDiff, diff
+from jshard.checkpoint.comparing import Finding, LeafDiff, Verdict, diff, verify
 from jshard.checkpoint.listing import ListedCheckpoint, checkpoint_at, listing
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.verifying import Finding, Verdict, verify
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, progress, shape_text
 from jshard.inspect.tables import FittedTable, add_row, made_table, show, whole_line
@@ -42,7 +41,7 @@ class VerifyArgs:
 
 def run_verify(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt verify`."""
-    args = parse(VerifyArgs, argv, command="jshard ckpt verify", example="runs/gpt-tiny")
+    args = parse(VerifyArgs, argv, command="jshard ckpt verify")
     entries = listing(args.path if args.all else checkpoint_at(args.path, args.step)).entries
     verdicts = []
     with progress("verify", sum(entry.num_bytes for entry in entries)) as note:
@@ -100,7 +99,7 @@ class DiffArgs:
 
 def run_diff(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt diff`."""
-    args = parse(DiffArgs, argv, command="jshard ckpt diff", example="runs/a runs/b")
+    args = parse(DiffArgs, argv, command="jshard ckpt diff")
     paths = [checkpoint_at(path) for path in (args.a, args.b)]
     with progress("compare", sum(listing(path).entries[0].num_bytes for path in paths)) as note:
         found = diff(*paths, values=not args.no_values, on_read=note)
@@ -135,5 +134,4 @@ def _kinds(leaf: LeafDiff) -> str:
 
 
 def _kind(leaf: StoredLeaf) -> str:
-    kind = leaf.dtype if leaf.key is None else f"key<{leaf.key}>"
-    return f"{shape_text(leaf.shape)} {kind}" if leaf.is_array else kind
+    return f"{shape_text(leaf.shape)} {leaf.kind}" if leaf.is_array else leaf.kind

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
 from jshard._text import human_bytes
-from jshard.checkpoint.boxes import CheckpointSource, Part, part_of
+from jshard.checkpoint.comparing import verify
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import (
     ArraySource,
@@ -20,12 +20,11 @@ from jshard.checkpoint.formats import (
     whole_leaves,
     write_safetensors,
 )
-from jshard.checkpoint.formats.names import Names
+from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.listing import checkpoint_at, is_checkpoint, listing
 from jshard.checkpoint.manifest import Manifest
-from jshard.checkpoint.readers import by_path
-from jshard.checkpoint.reshard import import_leaves, reshard
-from jshard.checkpoint.verifying import verify
+from jshard.checkpoint.readers import ForeignCheckpoint, Opened, OrbaxCheckpoint
+from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
 from jshard.errors import RunError, ShardingError
@@ -58,7 +57,7 @@ class ReshardArgs:
 
 def run_reshard(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt reshard`."""
-    args = parse(ReshardArgs, argv, command="jshard ckpt reshard", example="runs/gpt-tiny out --mesh fsdp=16")
+    args = parse(ReshardArgs, argv, command="jshard ckpt reshard")
     model = Model.load(args.model, args.recipe, args.set)
     mesh = cpu_mesh(args.mesh)  # before anything asks for devices
     path = checkpoint_at(args.path)
@@ -117,50 +116,37 @@ class ImportArgs:
 
 def run_import(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt import`."""
-    args = parse(ImportArgs, argv, command="jshard ckpt import", example="gpt2/model.safetensors out")
+    args = parse(ImportArgs, argv, command="jshard ckpt import")
     model = Model.load(args.model, args.recipe, args.set)
     mesh = cpu_mesh(args.mesh)
-    source = _opened(args.path)
-    if model is not None:
-        source = NamedSource(source, model.names())
-        _check_whole(args, source)
-        paths, values = {f"model/{name}": name for name in source.leaves}, {}
-    else:
-        paths, values = _paths_and_values(args.path, source)
-    total = sum(leaf.nbytes for leaf in source.leaves.values())
-    with progress("import", total) as note:
-        manifest = import_leaves(source, args.out.absolute(), mesh, paths=paths, values=values, on_written=note)
+    source = _source(args, model)
+    with progress("import", sum(leaf.nbytes for leaf in source.arrays.values())) as note:
+        manifest = import_leaves(source, args.out.absolute(), mesh, on_written=note)
     print(as_json(written(args.out, manifest)) if args.json else summary(args.out, manifest))
     return 0
 
 
-def _opened(path: Path) -> ArraySource:
-    if is_checkpoint(path):
-        return CheckpointSource(path.absolute())
-    found = foreign_source(path)
-    if found is None:
+def _source(args: ImportArgs, model: Model | None) -> Opened:
+    """What is imported, by the paths that it gets."""
+    found = None if is_checkpoint(args.path) else foreign_source(args.path)
+    if found is None and not is_checkpoint(args.path):
         raise CheckpointError(
             "There is no checkpoint to import.",
-            where=str(path),
-            why="no such file or folder." if not path.exists() else "it is of no format that is known here.",
+            where=str(args.path),
+            why="no such file or folder." if not args.path.exists() else "it is of no format that is known here.",
             do="give a .safetensors file or a folder of them, a folder with .metadata, or one that Orbax wrote.",
         )
-    return found
+    if model is None:
+        path = args.path.absolute()
+        return OrbaxCheckpoint(path) if found is None else ForeignCheckpoint(path, found)
+    named = NamedSource(_arrays(args.path) if found is None else found, model.names())
+    _check_whole(args, named)
+    return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
 
 
-def _paths_and_values(path: Path, source: ArraySource) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """Names of arrays by path, and the numbers and texts beside them; what lists PyTorch keeps has no place here."""
-    held = source.values() if isinstance(source, CheckpointSource) else getattr(source, "values", {})
-    values = {name: value for name, value in held.items() if isinstance(value, int | float | str)}
-    if isinstance(source, CheckpointSource):
-        return {name: name for name in source.leaves}, values
-    do = (
-        "write the file anew with another name for one of them;\n"
-        "or say by hf_names(config) in a model file which is meant: --model MODEL.py"
-    )
-    places = by_path(path, [*source.leaves, *values], do=do)
-    arrays = {place: name for place, name in places.items() if name in source.leaves}
-    return arrays, {place: values[name] for place, name in places.items() if name in values}
+def _arrays(path: Path) -> Part:
+    ours = OrbaxCheckpoint(path.absolute())
+    return Part(ours, {name: (name, None) for name in ours.arrays})
 
 
 def _check_whole(args: ImportArgs, source: NamedSource) -> None:
@@ -214,10 +200,10 @@ class ExportArgs:
 
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
-    args = parse(ExportArgs, argv, command="jshard ckpt export", example="runs/gpt-tiny out")
+    args = parse(ExportArgs, argv, command="jshard ckpt export")
     model = Model.load(args.model, args.recipe, args.set)
     path = checkpoint_at(args.path)
-    ours = CheckpointSource(path)
+    ours = OrbaxCheckpoint(path)
     if not args.no_verify:
         _check_good(ours)
     part = part_of(ours, args.part, names=None if model is None else model.names())
@@ -235,8 +221,8 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_good(ours: CheckpointSource) -> None:
-    with progress("verify", sum(leaf.nbytes for leaf in ours.leaves.values())) as note:
+def _check_good(ours: OrbaxCheckpoint) -> None:
+    with progress("verify", sum(leaf.nbytes for leaf in ours.arrays.values())) as note:
         verdict = verify(ours.path, on_read=note)
     if not verdict.is_good:
         raise RunError(

@@ -38,7 +38,7 @@ class LsArgs:
 
 def run_ls(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt ls`."""
-    args = parse(LsArgs, argv, command="jshard ckpt ls", example="runs/gpt-tiny")
+    args = parse(LsArgs, argv, command="jshard ckpt ls")
     found = listing(args.path)
     if args.json:
         print(as_json(_listing_json(found)))
@@ -104,7 +104,7 @@ class InspectArgs:
 
 def run_inspect(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt inspect`."""
-    args = parse(InspectArgs, argv, command="jshard ckpt inspect", example="runs/gpt-tiny")
+    args = parse(InspectArgs, argv, command="jshard ckpt inspect")
     opened = open_checkpoint(checkpoint_at(args.path, args.step))
     begin = args.below.rstrip("/")
     shown = {p: leaf for p, leaf in opened.leaves.items() if not begin or p == begin or p.startswith(f"{begin}/")}
@@ -128,10 +128,9 @@ def _leaf_table(opened: Opened, shown: Mapping[str, StoredLeaf], depth: int | No
     for name, node, level, count in _rows(_leaves.nested(shown), depth):
         indented = "  " * level + name
         if isinstance(node, StoredLeaf):
-            kind = node.dtype if node.key is None else f"key<{node.key}>"
-            cells = (shape_text(node.shape), kind, human_bytes(count * node.nbytes, 1), node.spec or "")
+            cells = (shape_text(node.shape), node.kind, human_bytes(count * node.nbytes, 1), node.spec or "")
             chunk = "" if node.chunk in (None, node.shape) else shape_text(node.chunk)
-            add_row(table, indented, *(cells if node.is_array else ("", kind, "", "")), chunk)
+            add_row(table, indented, *(cells if node.is_array else ("", node.kind, "", "")), chunk)
         else:
             below = _leaves.flat(node).values()
             add_row(

@@ -46,12 +46,12 @@ class TimelineArgs:
 
 def run_timeline(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt timeline`."""
-    args = parse(TimelineArgs, argv, command="jshard ckpt timeline", example="runs/gpt-tiny")
+    args = parse(TimelineArgs, argv, command="jshard ckpt timeline")
     _check(args)
     series = series_at(args.path)
-    every = timelines(series.folder) if series is not None else []
+    every = timelines(series) if series is not None else []
     report = TimelineReport(
-        folder=series.folder if series is not None else args.path,
+        folder=series or args.path,
         shown=_chosen(args, every),
         every=tuple(every),
         mtbf_s=args.mtbf,

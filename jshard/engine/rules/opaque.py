@@ -1,6 +1,7 @@
 """Calls whose inside is not partitioned: declared per example, kernels, and a `shard_map` of the user's."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jshard import _compat
-from jshard.engine.per_example import Body
 from jshard.engine.rules.calls import opened
 from jshard.engine.rules.table import free_dim, rule, same
 from jshard.engine.values import PARTIAL, Eqn, State, Value, array_bytes
@@ -17,6 +17,7 @@ from jshard.errors import CallError
 
 if TYPE_CHECKING:
     from jshard.engine.partitioner import Partitioner
+    from jshard.engine.per_example import Body
 
 
 # ---- declared
@@ -48,19 +49,15 @@ def per_example(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] 
     return [Value(x, state) for x, state in zip(found, body.outs, strict=True)]
 
 
-def _check_shapes(p: "Partitioner", eqn: Eqn, body: Body, found: Any) -> None:
+def _check_shapes(p: "Partitioner", eqn: Eqn, body: "Body", found: Any) -> None:
     wanted = [
         tuple(n // p.degree if i == state else n for i, n in enumerate(atom.aval.shape))
         for atom, state in zip(eqn.outvars, body.outs, strict=True)
     ]
     wrong = [f"{x.shape} instead of {shape}" for x, shape in zip(found, wanted, strict=False) if x.shape != shape]
     if wrong or len(found) != len(wanted):
-        raise CallError(
-            "A function declared with js.per_example does not have a row of its result for each example.",
-            where=[body.name, _compat.user_place(eqn)],
-            why=f"on the examples of one of {p.degree} data shards: {', '.join(wrong) or f'{len(found)} results'}.",
-            do="y = js.per_example(fn)(x).mean(0)  # fn returns a row for each example; they are combined outside",
-        )
+        why = f"on the examples of one of {p.degree} data shards: {', '.join(wrong) or f'{len(found)} results'}."
+        raise body.without_rows(why, _compat.user_place(eqn))
 
 
 # ---- known
@@ -107,15 +104,6 @@ def custom_partitioning(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list
     return p.run(*opened(eqn.params["call"]), values)
 
 
-@rule("custom_linear_solve", takes_partial=True)
-def custom_linear_solve(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Its solver, in place; the other functions are for derivatives, which were taken before."""
-    lengths, solve = eqn.params["const_lengths"], eqn.params["jaxprs"].solve
-    start = lengths.matvec + lengths.vecmat
-    right_sides = values[sum(lengths) :]
-    return p.run(*opened(solve), [*values[start : start + lengths.solve], *right_sides])
-
-
 # A `shard_map` that the user has written inside the model.
 
 Dims = tuple[tuple[str, ...], ...]
@@ -140,16 +128,12 @@ def shard_map(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     axes, params = _axes(p, eqn), eqn.params
     ins = [_dims(eqn, axes, spec, v.ndim) for spec, v in zip(params["in_specs"], values, strict=True)]
     outs = [_dims(eqn, axes, spec, a.aval.ndim) for spec, a in zip(params["out_specs"], eqn.outvars, strict=True)]
-    body = _body(params)
+    body = _compat.without_varying(params["jaxpr"], ())
     if not any(a in axes.data for a in params["newly_manual_axes"]):
         return _partitioned(p, axes, values, ins, outs, body)
     xs = [_local(p, axes, v, dims) for v, dims in zip(values, ins, strict=True)]
     found = _nested(axes, ins, outs, body)(*xs)
     return [_result(p, eqn, axes, x, dims) for x, dims in zip(found, outs, strict=True)]
-
-
-def _body(params: dict[str, Any]) -> Callable[..., list[Any]]:
-    return _compat.without_varying(params["jaxpr"], ())
 
 
 def _nested(axes: _Axes, ins: Sequence[Dims], outs: Sequence[Dims], body: Callable) -> Callable[..., Sequence[Any]]:
@@ -235,10 +219,7 @@ def _split_dims(own: Dims) -> Iterator[tuple[int, tuple[str, ...]]]:
 
 
 def _degree(axes: _Axes, over: Sequence[str]) -> int:
-    degree = 1
-    for axis in over:
-        degree *= axes.sizes[axis]
-    return degree
+    return math.prod(axes.sizes[axis] for axis in over)
 
 
 # ---- collectives over axes that are not the region's, and over dims, as a vmap that names its axis makes them
@@ -263,15 +244,9 @@ def reduction(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values], axes=names), strict=True)]
 
 
-@rule("ppermute", takes_partial=True)
+@rule("ppermute", "pbroadcast", takes_partial=True)
 def linear_collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
     """Of each element, and linear: all states stay."""
-    return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
-
-
-@rule("pbroadcast")
-def collective(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value]:
-    """Of each element."""
     return [v.with_array(x) for v, x in zip(values, p.bind(eqn, [v.x for v in values]), strict=True)]
 
 

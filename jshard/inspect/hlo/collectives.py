@@ -4,110 +4,23 @@ import collections
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 
 from jshard.inspect.hlo.module import (
-    Computation,
     Instruction,
-    Module,
     ProgramError,
     arrays,
     elements,
     item_bytes,
-    parse_module,
-    tuple_index,
 )
-
-
-def trip_count(module: Module, home: Computation, loop: Instruction) -> int | None:
-    """Rounds of a `while`: as the compiler noted them, or from a counter that runs to a constant; None if unknown.
-
-    Args:
-        module: the program.
-        home: the computation that the loop stands in.
-        loop: the instruction.
-    """
-    noted = re.search(r"known_trip_count\D*(\d+)", loop.attributes)
-    if noted:
-        return int(noted.group(1))
-    condition = module.computations.get(loop.attribute("condition") or "")
-    body = module.computations.get(loop.attribute("body") or "")
-    if condition is None or body is None or condition.root is None or body.root is None:
-        return None
-    test = condition.source(condition.root)
-    if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
-        return None
-    start_values = _start_values(home, loop)
-    counter = condition.source(condition.operand(test, 0))
-    if counter is None or counter.opcode != "get-tuple-element":
-        return None
-    begin = start_values.get(tuple_index(counter))
-    end = _bound(condition, test, body, start_values)
-    step = _step(body, tuple_index(counter))
-    if begin is None or end is None or step is None:
-        return None
-    return max(0, -(-(end - begin) // step))
-
-
-def _start_values(home: Computation, loop: Instruction) -> dict[int, int]:
-    """What the loop's state holds before the first round, as far as it is constant: by place in the tuple."""
-    state = home.source(home.operand(loop, 0))
-    if state is None or state.opcode != "tuple":
-        return {}
-    sources = [home.source(home.by_name.get(name)) for name in state.operands]
-    values = {place: _integer(source) for place, source in enumerate(sources)}
-    return {place: value for place, value in values.items() if value is not None}
-
-
-def _bound(condition: Computation, test: Instruction, body: Computation, start_values: dict[int, int]) -> int | None:
-    """What the counter is compared with: a constant, or a part of the state that stays as it began."""
-    bound = condition.source(condition.operand(test, 1))
-    if bound is None or bound.opcode != "get-tuple-element":
-        return _integer(bound)
-    place = tuple_index(bound)
-    after = _after(body, place)
-    stays = after is not None and after.opcode == "get-tuple-element" and tuple_index(after) == place
-    return start_values.get(place) if stays else None
-
-
-def _after(body: Computation, place: int) -> Instruction | None:
-    """What a part of the state is at the end of a round."""
-    state = body.root
-    if state is None or state.opcode != "tuple" or place >= len(state.operands):
-        return None
-    return body.source(body.by_name.get(state.operands[place]))
-
-
-def _step(body: Computation, place: int) -> int | None:
-    """What a round adds to the counter: an unrolled loop adds 2 or more, perhaps in several additions."""
-    value, total = _after(body, place), 0
-    while value is not None and value.opcode == "add":
-        sides = [body.source(body.operand(value, side)) for side in (0, 1)]
-        known = [_integer(side) for side in sides]
-        if (known[0] is None) == (known[1] is None):
-            return None
-        total += next(k for k in known if k is not None)
-        value = next(side for side, k in zip(sides, known, strict=True) if k is None)
-    counted = value is not None and value.opcode == "get-tuple-element" and tuple_index(value) == place
-    return total if counted and total > 0 else None
-
-
-def _integer(instruction: Instruction | None) -> int | None:
-    if instruction is None or instruction.opcode != "constant":
-        return None
-    return int(instruction.inside) if re.fullmatch(r"-?\d+", instruction.inside.strip()) else None
-
-
-# Which collectives a program holds: read from the compiled HLO, or from StableHLO as it was asked for.
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 # Communication that is not counted: better an error than a total that is too small.
 OTHERS = ("ragged-all-to-all", "collective-broadcast", "send", "recv")
-_CALLING = frozenset("call fusion while conditional async-start custom-call".split())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,20 +75,6 @@ def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
     return rounds * full_bytes * (group_size - 1) / group_size
 
 
-def collectives(program: Any, num_devices: int | None = None) -> tuple[Collective, ...]:
-    """The collectives of a compiled program, those in loops with their trip counts.
-
-    Args:
-        program: a `jax.stages.Compiled`, or its text.
-        num_devices: devices of the program, where its text does not say.
-
-    Raises:
-        ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
-    """
-    module = parse_module(program if isinstance(program, str) else program.as_text())
-    return tuple(_CollectiveReader(module, num_devices or module.num_devices).visit(module.entry))
-
-
 def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
     """The collectives of a lowered program, as the trace wrote them: each once, loops and calls not counted.
 
@@ -222,48 +121,6 @@ def wire_bytes(found: Iterable[Collective]) -> float:
     return sum(c.wire_bytes for c in found)
 
 
-class _CollectiveReader:
-    """Walks the computations from the entry, through loops, branches and calls."""
-
-    def __init__(self, module: Module, num_devices: int) -> None:
-        self._module = module
-        self._num_devices = num_devices
-        self._known: dict[str, list[Collective]] = {}
-
-    def visit(self, name: str) -> list[Collective]:
-        if name not in self._known:
-            home = self._module.computations[name]
-            self._known[name] = [c for i in home.instructions for c in self._read(home, i)]
-        return self._known[name]
-
-    def _read(self, home: Computation, instruction: Instruction) -> Iterator[Collective]:
-        opcode = instruction.opcode
-        kind = opcode.removesuffix("-start")
-        if kind in KINDS:
-            group = group_of(instruction, kind, self._num_devices)
-            for dtype, size in sizes_of(instruction, kind, len(group)).items():
-                yield Collective(instruction.name, kind, dtype, group, 1, size)
-        elif kind in OTHERS:
-            raise cannot(instruction.text, f"{opcode} is not one of {', '.join(KINDS)}.")
-        else:
-            inner = [c for called in self._called(instruction) for c in self.visit(called)]
-            if not inner:
-                return
-            # A TPU shows one asynchronous collective in several fusions: it would be counted several times.
-            if opcode not in _CALLING or opcode == "fusion":
-                raise cannot(instruction.text, f"it runs the collective {inner[0].name} inside {opcode}.")
-            times = rounds(self._module, home, instruction) if opcode == "while" else 1
-            branch = opcode == "conditional"
-            for c in inner:
-                yield dataclasses.replace(c, executions=c.executions * times, conditional=c.conditional or branch)
-
-    def _called(self, instruction: Instruction) -> tuple[str, ...]:
-        """Names of the computations that an instruction runs."""
-        if instruction.opcode.endswith(("-update", "-done")):
-            return ()  # their start counts
-        return self._module.called(instruction)
-
-
 def sizes_of(instruction: Instruction, kind: str, group_size: int) -> dict[str, int]:
     """Bytes of the whole arrays of a collective, by dtype: what `Collective.full_bytes` is."""
     scattered = group_size if kind == "reduce-scatter" else 1
@@ -280,14 +137,6 @@ def results_of(instruction: Instruction, kind: str) -> tuple[tuple[str, tuple[in
     if instruction.opcode.endswith("-start") and (kind != "all-reduce" or shape.startswith("((")):
         shape = elements(shape)[1]
     return arrays(shape)
-
-
-def rounds(module: Module, home: Computation, loop: Instruction) -> int:
-    """How often a loop with collectives runs."""
-    found = trip_count(module, home, loop)
-    if found is None:
-        raise cannot(loop.text, "it is a loop with collectives whose number of rounds the compiler does not know.")
-    return found
 
 
 def group_of(instruction: Instruction, kind: str, num_devices: int) -> tuple[int, ...]:

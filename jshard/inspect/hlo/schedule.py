@@ -1,74 +1,132 @@
-"""The schedule of a compiled program: its collectives, and what is computed while each is under way."""
+"""The schedule of a compiled program as values: the steps of one device, and what runs beside each collective."""
 
-from __future__ import annotations
-
-import collections
 import dataclasses
-import math
-from typing import Any
 
-from jax.sharding import AbstractMesh, Mesh
-
-from jshard._kernel_names import kernels_of
-from jshard.inspect.hlo.module import Module, ProgramError, parse_module
-from jshard.inspect.hlo.steps import Step, Window
-from jshard.inspect.hlo.walk import Walk
-from jshard.inspect.hlo.work import MOSAIC
+from jshard._text import folded_names
+from jshard.engine.moved import Mixing
+from jshard.inspect.hlo.work import OpWork
 
 _FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA"}
 
 
 @dataclasses.dataclass(frozen=True)
+class Window:
+    """One collective of a schedule, and the computation between its start and its end."""
+
+    name: str  # the instruction's name in the text
+    kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`
+    # bytes of the whole arrays by dtype, of one execution; as of `Collective.full_bytes`
+    sizes: tuple[tuple[str, int], ...]
+    group: tuple[int, ...]  # positions, in the mesh's order, of the devices of the first group
+    axes: tuple[str, ...] | None = None  # the mesh axes that it runs over; None if no mesh was given
+    # paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
+    # not say
+    units: tuple[str, ...] = ()
+    # where it does not, and what is sent was computed: the units whose operations read that first
+    read_by: tuple[str, ...] = ()
+    # `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say
+    phase: str | None = None
+    loop: str = ""  # name of the innermost loop around it; empty if there is none
+    executions: int = 1  # how often it runs in one run of the program
+    is_async: bool = False  # the computation goes on while it runs
+    operations: int = 0  # instructions that compute between start and end
+    matmuls: int = 0  # matrix products among these, those in fusions and loops counted
+    flops: float = 0.0  # floating-point operations of these
+    conditional: bool = False  # it is in a branch, and may not run at all
+    arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
+    # the lines of the model that mix examples by it; several if the compiler joined theirs
+    mixing: tuple[Mixing, ...] = ()
+    is_mixing: bool = False  # it is for those alone
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole arrays, of one execution."""
+        return sum(size for _, size in self.sizes)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, or several joined by `+`."""
+        return "+".join(dtype for dtype, _ in self.sizes)
+
+    @property
+    def unit(self) -> str | None:
+        """The unit, or several joined by `+`, those of a list folded: `blocks/0..3`; None if not known."""
+        return "+".join(folded_names(self.units)) or None
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether matrix products run beside it. How much of it they hide is for an estimate to say."""
+        return self.is_async and self.matmuls > 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """An instruction that computes."""
+
+    name: str
+    work: OpWork
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """A collective begins; the computation goes on. `window` is its place in `Schedule.windows`."""
+
+    window: int
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Wait:
+    """The computation waits for a collective that began under this token."""
+
+    token: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocking:
+    """A collective during which the computation stands still."""
+
+    window: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """Steps that run again and again."""
+
+    name: str  # of the `while` in the text
+    rounds: int  # how often
+    steps: tuple["Step", ...]  # of one round
+    enters: tuple[tuple[str, str], ...] = ()  # tokens outside and inside, of collectives under way when the loop begins
+    turns: tuple[tuple[str, str], ...] = ()  # tokens at the end of a round and at the beginning of the next
+    leaves: tuple[tuple[str, str], ...] = ()  # tokens inside and outside, at the end of the last round
+
+
+Step = Compute | Start | Wait | Blocking | Loop
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelUse:
-    """One kernel in one form.
+    """One kernel in one form."""
 
-    Args:
-        kernel: such as `matmul`.
-        form: "mosaic", "interpret" or "xla".
-        calls: instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused.
-    """
-
-    kernel: str
-    form: str
-    calls: int
+    kernel: str  # such as `matmul`
+    form: str  # "mosaic", "interpret" or "xla"
+    calls: int  # instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused
 
     def __str__(self) -> str:
         calls = f" ({self.calls} call{'' if self.calls == 1 else 's'})" if self.calls else ""
         return f"{self.kernel} {_FORMS.get(self.form, self.form)}{calls}"
 
 
-def kernels_in(module: Module) -> tuple[KernelUse, ...]:
-    """The kernels of a program, by name."""
-    calls: collections.Counter[tuple[str, str]] = collections.Counter()
-    for computation in module.computations.values():
-        for instruction in computation.instructions:
-            for found in set(kernels_of(instruction.op_name)):
-                calls[found] += f'custom_call_target="{MOSAIC}' in instruction.attributes
-    return tuple(KernelUse(*found, count) for found, count in sorted(calls.items()))
-
-
-# The schedule of a compiled program: its collectives, and what is computed while each is under way.
-
-
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A scheduled program of one device.
+    """A scheduled program of one device."""
 
-    Args:
-        windows: its collectives, in the order of their starts; groups of one device are left out.
-        steps: what the device does, in order.
-        num_devices: devices that run it together.
-        flops: floating-point operations of one run, loops counted; with those that are computed again for backward.
-        notes: what could not be counted, in words.
-        kernels: those of `jshard.kernels` in it, and which form of each.
-    """
-
-    windows: tuple[Window, ...]
-    steps: tuple[Step, ...]
-    num_devices: int
-    flops: float
-    notes: tuple[str, ...] = ()
-    kernels: tuple[KernelUse, ...] = ()
+    windows: tuple[Window, ...]  # its collectives, in the order of their starts; groups of one device are left out
+    steps: tuple[Step, ...]  # what the device does, in order
+    num_devices: int  # devices that run it together
+    flops: float  # floating-point operations of one run, loops counted; with those that are computed again for backward
+    notes: tuple[str, ...] = ()  # what could not be counted, in words
+    kernels: tuple[KernelUse, ...] = ()  # those of `jshard.kernels` in it, and which form of each
 
     @property
     def in_loops(self) -> tuple[Window, ...]:
@@ -76,59 +134,6 @@ class Schedule:
         return tuple(w for w in self.windows if w.loop)
 
     def not_overlapped(self, *, in_loops: bool = True, at_least_bytes: int = 0) -> tuple[Window, ...]:
-        """The collectives that block, or during which nothing is multiplied.
-
-        Args:
-            in_loops: only those inside loops.
-            at_least_bytes: only those whose whole arrays are as large.
-        """
+        """The collectives that block, or during which nothing is multiplied; as `Audit.not_overlapped`."""
         chosen = self.in_loops if in_loops else self.windows
         return tuple(w for w in chosen if not w.is_overlapped and w.full_bytes >= at_least_bytes)
-
-
-def read_schedule(
-    program: Any, *, mesh: Mesh | AbstractMesh | None = None, expect_collectives: bool = False
-) -> Schedule:
-    """Reads the schedule of a compiled program for GPU, TPU or CPU.
-
-    Args:
-        program: a `jax.stages.Compiled`, or its text.
-        mesh: for the axes of groups.
-        expect_collectives: a program of several devices without any is an error, as communication that was
-            overlooked would look like communication that is hidden.
-
-    Raises:
-        ProgramError: the text has no schedule, or it holds communication that is not understood.
-
-    Example:
-        >>> read_schedule(jax.jit(step).lower(state, batch).compile()).not_overlapped()
-        ()
-    """
-    module = parse_module(program if isinstance(program, str) else program.as_text())
-    if not module.is_scheduled:
-        raise ProgramError(
-            "The program has no schedule.",
-            where=f"computation {module.entry}",
-            why="its text does not say is_scheduled=true, so its order says nothing.",
-            do="give what compile() returned: js.audit(jax.jit(step).lower(...).compile())",
-        )
-    if mesh is not None and math.prod(mesh.axis_sizes) != module.num_devices:
-        sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-        raise ProgramError(
-            "The program was not compiled for this mesh.",
-            where=f"mesh ({sizes})",
-            why=f"the program runs on {module.num_devices} devices, the mesh has {math.prod(mesh.axis_sizes)}.",
-            do="give the mesh or the model that the program was compiled with.",
-        )
-    walk = Walk(module, mesh)
-    steps, flops = walk.run()
-    if expect_collectives and module.num_devices > 1 and not walk.windows:
-        raise ProgramError(
-            "A program of several devices without a single collective.",
-            where=f"computation {module.entry}, {module.num_devices} devices",
-            why="nothing sent would read as everything hidden.",
-            do="see whether the arrays are sharded at all: print(js.explain(model))",
-        )
-    return Schedule(
-        tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes), kernels=kernels_in(module)
-    )

@@ -1,150 +1,63 @@
-"""Walks a scheduled module in the order in which it runs, and writes down the steps of one device."""
+"""Walks a compiled program in the order in which it runs, and writes down its collectives and the steps of a device."""
 
+import collections
 import dataclasses
+import math
+from typing import Any
 
 from jax.sharding import AbstractMesh, Mesh
 
+from jshard._kernel_names import kernels_of
 from jshard.inspect.hlo.collectives import (
     KINDS,
+    Collective,
     axes_of_groups,
     cannot,
     group_of,
     results_of,
-    rounds,
     sizes_of,
+)
+from jshard.inspect.hlo.forms import Forms, Readers, Role, base_opcode, channel, mixing_in, unit_and_phase
+from jshard.inspect.hlo.module import (
+    Computation,
+    Instruction,
+    Module,
+    ProgramError,
+    parse_module,
     trip_count,
+    tuple_index,
 )
-from jshard.inspect.hlo.forms import Forms, Role, base_opcode, channel, mixing_in, unit_and_phase
-from jshard.inspect.hlo.module import Computation, Instruction, Module, tuple_index
-from jshard.inspect.hlo.steps import Blocking, Compute, Loop, Start, Step, Wait, Window
-from jshard.inspect.hlo.work import OpWork, Worker, added
-
-_NOBODY = ""
-_WRAPPING, _OPAQUE = ("fusion", "call"), ("while", "conditional")
-# What these make is as good as what they read: a parameter that was cast or cut is one still.
-_MOVING = frozenset(
-    "parameter constant get-tuple-element tuple convert transpose reshape bitcast copy slice dynamic-slice pad"
-    " broadcast all-gather all-gather-start all-gather-done".split()
-)
-
-
-class Readers:
-    """Says which units read a value first, behind operations that are of no unit.
-
-    Args:
-        module: the program.
-    """
-
-    def __init__(self, module: Module) -> None:
-        self._module = module
-        self._known: dict[str, dict[str, frozenset[str]]] = {}
-
-    def units(self, home: Computation, collective: Instruction) -> tuple[str, ...]:
-        """The units whose operations are the first to read what a collective has sent.
-
-        Empty if some of it is read by no unit, or is not followed: into a loop. And if what is sent is stored, as a
-        parameter is: whoever reads that, it is the plan that says whether it is sent.
-
-        Args:
-            home: the computation that the collective is in.
-            collective: the collective, or its start.
-        """
-        if not all(self._is_computed(home, home.by_name.get(name)) for name in collective.operands):
-            return ()
-        found = self._readers(home)[collective.name]
-        return () if _NOBODY in found else tuple(sorted(found))
-
-    def _is_computed(self, home: Computation, value: Instruction | None) -> bool:
-        """Whether anything was computed on the way from the arguments of a computation to a value."""
-        source = home.source(value)
-        if source is None or source.opcode in _OPAQUE:
-            return False
-        bodies = self._module.callees(source) if source.opcode in _WRAPPING else ()
-        inner = [i for body in bodies for i in body.instructions] or [source]
-        if any(i.opcode not in _MOVING for i in inner):
-            return True
-        return any(self._is_computed(home, home.by_name.get(name)) for name in source.operands)
-
-    def _readers(self, home: Computation) -> dict[str, frozenset[str]]:
-        """By instruction the units that read it first; `_NOBODY` among them where it ends as a result."""
-        if home.name not in self._known:
-            known = self._known[home.name] = {}
-            for value in reversed(home.instructions):
-                found: set[str] = {_NOBODY} if value.is_root else set()
-                for user in home.users.get(value.name, ()):
-                    found |= self._through(user, value, known)
-                known[value.name] = frozenset(found)
-        return self._known[home.name]
-
-    def _through(self, user: Instruction, value: Instruction, known: dict[str, frozenset[str]]) -> frozenset[str]:
-        """The units that read a value in one of its users, or behind it."""
-        inside = self._inside(user, value)
-        if _NOBODY not in inside:
-            return inside
-        units, _ = unit_and_phase(user.op_name)
-        behind = units or ((_NOBODY,) if user.opcode in _OPAQUE else known[user.name])
-        return inside - {_NOBODY} | frozenset(behind)
-
-    def _inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
-        """Likewise of the operations inside a fusion; `_NOBODY` where the value gets through them."""
-        if user.opcode not in _WRAPPING:
-            return frozenset((_NOBODY,))
-        body = next(self._module.callees(user))
-        places = [str(place) for place, name in enumerate(user.operands) if name == value.name]
-        arguments = [i.name for i in body.instructions if i.opcode == "parameter" and i.inside in places]
-        return frozenset[str]().union(*(self._readers(body)[name] for name in arguments))
-
-
-# Walks a scheduled module in the order in which it runs, and writes down the steps of one device.
+from jshard.inspect.hlo.schedule import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
+from jshard.inspect.hlo.work import MOSAIC, OpWork, Worker, added
 
 _ARRIVING = " state"
 
 
-@dataclasses.dataclass
-class _Amount:
-    """Work that was passed on the way."""
-
-    operations: int = 0
-    matmuls: int = 0
-    flops: float = 0.0
-
-    def plus(self, other: "_Amount", sign: int = 1) -> "_Amount":
-        return _Amount(
-            self.operations + sign * other.operations,
-            self.matmuls + sign * other.matmuls,
-            self.flops + sign * other.flops,
-        )
-
+# Work that was passed on the way: operations, matmuls, flops.
+_Passed = collections.Counter[str]
 
 # The place in `Walk.windows` of a collective under way, and what had been passed at its start; None: noted already.
-_UnderWay = tuple[int, _Amount | None]
+_UnderWay = tuple[int, _Passed | None]
 
 
 @dataclasses.dataclass
 class _Body:
-    """One computation while it is walked.
+    """One computation while it is walked."""
 
-    Args:
-        home: the computation.
-        steps: so far.
-        parts: the work of each.
-        passed: the same, counted.
-        under_way: by token, the collectives that began and were not waited for; None if the end is to be ignored.
-        arrivals: what was passed in a loop's body when it waited for a part of the loop's state.
-    """
-
-    home: Computation
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    parts: list[OpWork] = dataclasses.field(default_factory=list)
-    passed: _Amount = dataclasses.field(default_factory=_Amount)
+    home: Computation  # the computation
+    steps: list[Step] = dataclasses.field(default_factory=list)  # so far
+    parts: list[OpWork] = dataclasses.field(default_factory=list)  # the work of each
+    passed: _Passed = dataclasses.field(default_factory=collections.Counter)  # the same, counted
+    # by token, the collectives that began and were not waited for; None if the end is to be ignored
     under_way: dict[str, _UnderWay | None] = dataclasses.field(default_factory=dict)
-    arrivals: dict[str, _Amount] = dataclasses.field(default_factory=dict)
+    # what was passed in a loop's body when it waited for a part of the loop's state
+    arrivals: dict[str, _Passed] = dataclasses.field(default_factory=dict)
 
     def append(self, other: "_Body") -> None:
         """Does what another computation does, in place."""
         self.steps += other.steps
         self.parts += other.parts
-        self.passed = self.passed.plus(other.passed)
+        self.passed = self.passed + other.passed
 
     def state(self, whole: Instruction | None) -> dict[int, str]:
         """Tokens of the collectives under way in the parts of a tuple, by place."""
@@ -171,12 +84,7 @@ class _Body:
 
 
 class Walk:
-    """The walk through a module: `run` once, then read `windows` and `notes`.
-
-    Args:
-        module: the program.
-        mesh: for the axes of groups.
-    """
+    """The walk through a module: `run` once, then read `windows` and `notes`."""
 
     def __init__(self, module: Module, mesh: Mesh | AbstractMesh | None) -> None:
         self._module, self._mesh = module, mesh
@@ -228,7 +136,7 @@ class Walk:
         if not work.is_nothing:
             body.steps.append(Compute(instruction.name, work))
             body.parts.append(work)
-            body.passed = body.passed.plus(_Amount(1, work.matmuls, work.total_flops))
+            body.passed = body.passed + _passed(1, work)
 
     def _collective(self, body: _Body, instruction: Instruction, role: Role) -> None:
         if role.collective is None:
@@ -284,18 +192,14 @@ class Walk:
         elif base_opcode(instruction.opcode) in KINDS or instruction.opcode == "fusion":
             raise cannot(instruction.text, "it ends a collective whose start was not found.")
 
-    def _between(self, under_way: _UnderWay, passed: _Amount) -> None:
+    def _between(self, under_way: _UnderWay, passed: _Passed) -> None:
         """Adds to a window what was passed since it began."""
         place, begin = under_way
         if begin is None:
             return
-        window, more = self.windows[place], passed.plus(begin, -1)
-        self.windows[place] = dataclasses.replace(
-            window,
-            operations=window.operations + more.operations,
-            matmuls=window.matmuls + more.matmuls,
-            flops=window.flops + more.flops,
-        )
+        window, more = self.windows[place], passed - begin
+        sums = {name: getattr(window, name) + count for name, count in more.items()}
+        self.windows[place] = dataclasses.replace(window, **sums)
 
     def _loop_step(self, body: _Body, loop: Instruction) -> None:
         count = trip_count(self._module, body.home, loop)
@@ -306,7 +210,9 @@ class Walk:
         self._loop, self._executions = around
         if count is None:
             if len(self.windows) > num_windows:
-                rounds(self._module, body.home, loop)  # raises
+                raise cannot(
+                    loop.text, "it is a loop with collectives whose number of rounds the compiler does not know."
+                )
             self.notes.append(f"loop {loop.name}: the number of its rounds is not known; counted once")
         self._carry(body, loop, inner, count or 1)
 
@@ -336,20 +242,20 @@ class Walk:
         work = added(inner.parts).times(count)
         body.steps.append(step)
         body.parts.append(work)
-        body.passed = body.passed.plus(_Amount(inner.passed.operations * count, work.matmuls, work.total_flops))
+        body.passed = body.passed + _passed(inner.passed["operations"] * count, work)
 
     def _turn(self, body: _Body, inner: _Body, token: str, arriving: str, leaving: str) -> None:
         """A collective that begins in one round and is waited for in the next, or after the last."""
         found = inner.under_way.pop(token, None)
         if found is not None:
-            self._between(found, inner.passed.plus(inner.arrivals.get(arriving, _Amount())))
+            self._between(found, inner.passed + inner.arrivals.get(arriving, collections.Counter()))
             body.under_way[leaving] = found[0], None
 
     def _enter(self, body: _Body, inner: _Body, token: str, arriving: str, leaving: str) -> None:
         """A collective that begins before the loop and is waited for in its first round, or after the loop."""
         found = body.under_way.pop(token)
         if found is not None and arriving in inner.arrivals:
-            self._between(found, body.passed.plus(inner.arrivals[arriving]))
+            self._between(found, body.passed + inner.arrivals[arriving])
         else:
             body.under_way[leaving] = found
 
@@ -359,7 +265,7 @@ class Walk:
         branches = [self._walk(name) for name in self._module.called(conditional)]
         self._in_branch = outside
         if branches:
-            body.append(max(branches, key=lambda b: (b.passed.flops, added(b.parts).memory_bytes)))
+            body.append(max(branches, key=lambda b: (b.passed["flops"], added(b.parts).memory_bytes)))
 
     def _refuse_unseen(self) -> None:
         """Every collective must have been walked over: an unknown form would look like silence."""
@@ -372,3 +278,83 @@ class Walk:
         ]
         if missed:
             raise cannot(missed[0], f"it is one of {len(missed)} in a form that the walk through the schedule missed.")
+
+
+def _passed(operations: int, work: OpWork) -> _Passed:
+    return collections.Counter(operations=operations, matmuls=work.matmuls, flops=work.total_flops)  # type: ignore[arg-type]
+
+
+def collectives(program: Any) -> tuple[Collective, ...]:
+    """The collectives of a compiled program, those in loops with their trip counts; groups of one device send nothing.
+
+    Args:
+        program: a `jax.stages.Compiled`, or its text.
+
+    Raises:
+        ProgramError: communication that cannot be counted: a loop of unknown length, an unknown kind or dtype.
+    """
+    walk = Walk(parse_module(program if isinstance(program, str) else program.as_text()), None)
+    walk.run()
+    return tuple(
+        Collective(w.name, w.kind, dtype, w.group, w.executions, size, w.conditional)
+        for w in walk.windows
+        for dtype, size in w.sizes
+    )
+
+
+def kernels_in(module: Module) -> tuple[KernelUse, ...]:
+    """The kernels of a program, by name."""
+    calls: collections.Counter[tuple[str, str]] = collections.Counter()
+    for computation in module.computations.values():
+        for instruction in computation.instructions:
+            for found in set(kernels_of(instruction.op_name)):
+                calls[found] += f'custom_call_target="{MOSAIC}' in instruction.attributes
+    return tuple(KernelUse(*found, count) for found, count in sorted(calls.items()))
+
+
+def read_schedule(
+    program: Any, *, mesh: Mesh | AbstractMesh | None = None, expect_collectives: bool = False
+) -> Schedule:
+    """Reads the schedule of a compiled program for GPU, TPU or CPU.
+
+    Args:
+        program: a `jax.stages.Compiled`, or its text.
+        mesh: for the axes of groups.
+        expect_collectives: a program of several devices without any is an error, as communication that was
+            overlooked would look like communication that is hidden.
+
+    Raises:
+        ProgramError: the text has no schedule, or it holds communication that is not understood.
+
+    Example:
+        >>> read_schedule(jax.jit(step).lower(state, batch).compile()).not_overlapped()
+        ()
+    """
+    module = parse_module(program if isinstance(program, str) else program.as_text())
+    if not module.is_scheduled:
+        raise ProgramError(
+            "The program has no schedule.",
+            where=f"computation {module.entry}",
+            why="its text does not say is_scheduled=true, so its order says nothing.",
+            do="give what compile() returned: js.audit(jax.jit(step).lower(...).compile())",
+        )
+    if mesh is not None and math.prod(mesh.axis_sizes) != module.num_devices:
+        sizes = ", ".join(f"{a}={n}" for a, n in zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+        raise ProgramError(
+            "The program was not compiled for this mesh.",
+            where=f"mesh ({sizes})",
+            why=f"the program runs on {module.num_devices} devices, the mesh has {math.prod(mesh.axis_sizes)}.",
+            do="give the mesh or the model that the program was compiled with.",
+        )
+    walk = Walk(module, mesh)
+    steps, flops = walk.run()
+    if expect_collectives and module.num_devices > 1 and not walk.windows:
+        raise ProgramError(
+            "A program of several devices without a single collective.",
+            where=f"computation {module.entry}, {module.num_devices} devices",
+            why="nothing sent would read as everything hidden.",
+            do="see whether the arrays are sharded at all: print(js.explain(model))",
+        )
+    return Schedule(
+        tuple(walk.windows), steps, module.num_devices, flops, tuple(walk.notes), kernels=kernels_in(module)
+    )

@@ -27,18 +27,13 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 
 @dataclasses.dataclass(frozen=True)
 class OpWork:
-    """The work of an instruction, of a computation, or of several together.
+    """The work of an instruction, of a computation, or of several together."""
 
-    Args:
-        flops: floating-point operations of matrix products and convolutions, by dtype of what is multiplied.
-        matmuls: how many of those there are.
-        memory_bytes: read from and written to device memory.
-        uncounted: custom calls whose operations are not known: they count as their memory traffic alone.
-    """
-
+    # floating-point operations of matrix products and convolutions, by dtype of what is multiplied
     flops: tuple[tuple[str, float], ...] = ()
-    matmuls: int = 0
-    memory_bytes: float = 0.0
+    matmuls: int = 0  # how many of those there are
+    memory_bytes: float = 0.0  # read from and written to device memory
+    # custom calls whose operations are not known: they count as their memory traffic alone
     uncounted: tuple[str, ...] = ()
 
     @property
@@ -71,11 +66,7 @@ def added(parts: Iterable[OpWork]) -> OpWork:
 
 
 class Worker:
-    """Works out the instructions of a module that compute; loops, calls and collectives are for its caller.
-
-    Args:
-        module: the program.
-    """
+    """Works out the instructions of a module that compute; loops, calls and collectives are for its caller."""
 
     def __init__(self, module: Module) -> None:
         self._module = module

@@ -35,30 +35,18 @@ _NCCL_KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Op:
-    """What an operation does.
+    """What an operation does."""
 
-    Args:
-        name: that of its instruction; start and end of an asynchronous one have one name.
-        kind: of the collective, such as `all-gather`; empty for one that computes.
-        units: paths of the units that it gathers or reduces, if the program says so.
-        phase: `forward`, `backward` or `both`; None if it is not known.
-        contains: it is a loop, a branch or a call: what it does is known from others.
-        place: in the order of the program's outermost instructions, which run once; None for others.
-    """
-
-    name: str
-    kind: str = ""
-    units: tuple[str, ...] = ()
-    phase: str | None = None
-    contains: bool = False
-    place: int | None = None
+    name: str  # that of its instruction; start and end of an asynchronous one have one name
+    kind: str = ""  # of the collective, such as `all-gather`; empty for one that computes
+    units: tuple[str, ...] = ()  # paths of the units that it gathers or reduces, if the program says so
+    phase: str | None = None  # `forward`, `backward` or `both`; None if it is not known
+    contains: bool = False  # it is a loop, a branch or a call: what it does is known from others
+    place: int | None = None  # in the order of the program's outermost instructions, which run once; None for others
 
 
 class Ops:
     """Tells operations apart: by the text of their program if there is one, else by their names.
-
-    Args:
-        text: of the compiled program; None if it is not known.
 
     Raises:
         ProgramError: it is not such a text, or it holds a collective that is not understood.
@@ -114,11 +102,7 @@ class Ops:
 
 
 class _Table:
-    """The operations of a program by the names of their instructions.
-
-    Args:
-        module: the program.
-    """
+    """The operations of a program by the names of their instructions."""
 
     def __init__(self, module: Module) -> None:
         self._module, self._forms = module, Forms(module)
@@ -181,19 +165,12 @@ _EARLY, _LATE = 1 / 3, 2 / 3  # of the operations of a run in their order
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run of a program on one device.
+    """A run of a program on one device."""
 
-    Args:
-        begin_ps: of its first event.
-        end_ps: of its last one.
-        id: how the profile calls it; None if it does not.
-        ops: names of the operations that it did.
-    """
-
-    begin_ps: int
-    end_ps: int
-    id: int | None
-    ops: frozenset[str]
+    begin_ps: int  # of its first event
+    end_ps: int  # of its last one
+    id: int | None  # how the profile calls it; None if it does not
+    ops: frozenset[str]  # names of the operations that it did
 
 
 def busiest_program(devices: Iterable[DeviceEvents]) -> str:
@@ -207,14 +184,7 @@ def busiest_program(devices: Iterable[DeviceEvents]) -> str:
 
 
 def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> list[Run]:
-    """The runs of a program on a device, in order, those included that are cut off.
-
-    Args:
-        device: its events.
-        program: name of the program; empty for all.
-        ops: knows operations by their names.
-        marked: how many steps the host marked.
-    """
+    """The runs of a program on a device, in order, those included that are cut off."""
     if device.runs:
         return [
             Run(r.begin_ps, r.end_ps, r.run, _names(_between(device.events, r.begin_ps, r.end_ps), ops))
@@ -234,13 +204,7 @@ def runs_of(device: DeviceEvents, program: str, ops: Ops, *, marked: int) -> lis
 
 
 def whole(runs: Sequence[Run], expected: frozenset[str], ops: Ops | None) -> list[bool]:
-    """Of each run, whether it is in the profile from its begin to its end.
-
-    Args:
-        runs: of one program on one device.
-        expected: names of the operations that every run does.
-        ops: knows what the program has before and after what was seen; None if it cannot.
-    """
+    """Of each run, whether it is in the profile from its begin to its end."""
     if ops is not None and len(runs) == 1:  # no other run to hold it against, but perhaps the program's text
         return [expected <= runs[0].ops and not ops.missing_at_an_end(runs[0].ops)]
     return [expected <= run.ops for run in runs]

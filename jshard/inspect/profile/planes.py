@@ -31,63 +31,39 @@ _TICKS = 1000  # picoseconds of a nanosecond
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Event:
-    """Something that a device did.
+    """Something that a device did."""
 
-    Args:
-        op: name of the operation in the program's text, or what stands for it: a kernel may come without.
-        label: how the profile calls it, such as the name of a kernel.
-        begin_ps: when it began.
-        end_ps: when it ended.
-        module: name of the program; empty if the profile does not say.
-        run: which run of the program, where the profile says so.
-        computes: it computes if it does not communicate. Not so what has other events inside, and copies beside them.
-    """
-
-    op: str
-    label: str
-    begin_ps: int
-    end_ps: int
-    module: str = ""
-    run: int | None = None
+    op: str  # name of the operation in the program's text, or what stands for it: a kernel may come without
+    label: str  # how the profile calls it, such as the name of a kernel
+    begin_ps: int  # when it began
+    end_ps: int  # when it ended
+    module: str = ""  # name of the program; empty if the profile does not say
+    run: int | None = None  # which run of the program, where the profile says so
+    # it computes if it does not communicate. Not so what has other events inside, and copies beside them.
     computes: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceEvents:
-    """What a profile has of one device.
+    """What a profile has of one device."""
 
-    Args:
-        name: such as `gpu:0`; as counted by the process.
-        platform: `cpu`, `gpu` or `tpu`.
-        events: of all its lines, by their begin.
-        runs: whole runs of programs, where the profile has a line of them.
-    """
-
-    name: str
-    platform: str
-    events: tuple[Event, ...]
-    runs: tuple[Event, ...] = ()
+    name: str  # such as `gpu:0`; as counted by the process
+    platform: str  # `cpu`, `gpu` or `tpu`
+    events: tuple[Event, ...]  # of all its lines, by their begin
+    runs: tuple[Event, ...] = ()  # whole runs of programs, where the profile has a line of them
 
 
 @dataclasses.dataclass(frozen=True)
 class ProcessEvents:
-    """What one file of a profile has.
+    """What one file of a profile has."""
 
-    Args:
-        devices: those that did something.
-        marks: numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order.
-    """
-
-    devices: tuple[DeviceEvents, ...]
+    devices: tuple[DeviceEvents, ...]  # those that did something
+    # numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order
     marks: tuple[int, ...]
 
 
 def process_events(data: Any) -> ProcessEvents:
-    """Reads the events of devices.
-
-    Args:
-        data: a `jax.profiler.ProfileData`.
-    """
+    """Reads the events of devices."""
     planes = list(data.planes)
     devices = [_device(plane, match) for plane in planes if (match := _DEVICE.match(plane.name))]
     host = [plane for plane in planes if plane.name == _HOST]

@@ -1,33 +1,36 @@
-"""What a profile says of its steps, as values."""
+"""What a profile says of its steps: values, tables, JSON, and the timeline of one measured step."""
 
 import dataclasses
+import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from rich.console import Group
+from rich.text import Text
 
-from jshard._text import folded_names, name_pattern
-from jshard.inspect.drawing import chrome_trace, html_page
-from jshard.inspect.profile.report import json_of, tables, timeline
-from jshard.inspect.profile.shares import MeasuredCollective, MeasuredSpan, Shares
-from jshard.inspect.tables import printed
+from jshard._text import duration, folded_names, name_pattern
+from jshard.inspect.drawing import Bar, chrome_trace, html_page
+from jshard.inspect.profile.ops import Op
+from jshard.inspect.profile.shares import MeasuredCollective, MeasuredSpan, Seconds, Shares
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 
 _PICTURE = "The timeline is the middle step of the profile, on the device with the most exposed communication."
+
+_MOST_ROWS = 6  # of collectives in flight at one time; more are drawn over one another
+_SHOWN = 12
+_CPU = (
+    "CPU devices are threads that share this machine's cores: the profile shows that the ruler works, and says nothing"
+    " about overlap on an accelerator."
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceStep:
-    """One step on one device.
+    """One step on one device."""
 
-    Args:
-        device: such as `gpu:3`, or `process 1 gpu:3`.
-        measured: its time.
-        since_last_s: from the end of the step before; None if that is not in the profile.
-    """
-
-    device: str
-    measured: MeasuredSpan
-    since_last_s: float | None = None
+    device: str  # such as `gpu:3`, or `process 1 gpu:3`
+    measured: MeasuredSpan  # its time
+    since_last_s: float | None = None  # from the end of the step before; None if that is not in the profile
 
     @property
     def shares(self) -> Shares:
@@ -42,15 +45,10 @@ class DeviceStep:
 
 @dataclasses.dataclass(frozen=True)
 class TraceStep:
-    """One step on all devices.
+    """One step on all devices."""
 
-    Args:
-        number: as the program marked it, or counted from 1.
-        devices: all of them.
-    """
-
-    number: int
-    devices: tuple[DeviceStep, ...]
+    number: int  # as the program marked it, or counted from 1
+    devices: tuple[DeviceStep, ...]  # all of them
 
     @property
     def shares(self) -> Shares:
@@ -60,29 +58,19 @@ class TraceStep:
 
 @dataclasses.dataclass(frozen=True)
 class TraceRow:
-    """Collectives that are alike; times are those of a step on a device, in the mean.
+    """Collectives that are alike; times are those of a step on a device, in the mean."""
 
-    Args:
-        kind: such as `all-gather`.
-        unit: the unit, or several folded as `blocks/0..11`; None if it is not known.
-        phase: `forward`, `backward` or `both`; None if it is not known.
-        name: of the instruction, if the row is of one.
-        runs: how often they ran.
-        in_flight_s: from begin to end, each by itself.
-        exposed_s: of that, while nothing computed.
-    """
-
-    kind: str
-    unit: str | None
-    phase: str | None
-    name: str | None
-    runs: float
-    in_flight_s: float
-    exposed_s: float
+    kind: str  # such as `all-gather`
+    unit: str | None  # the unit, or several folded as `blocks/0..11`; None if it is not known
+    phase: str | None  # `forward`, `backward` or `both`; None if it is not known
+    name: str | None  # of the instruction, if the row is of one
+    runs: float  # how often they ran
+    in_flight_s: float  # from begin to end, each by itself
+    exposed_s: float  # of that, while nothing computed
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Trace:
+class Trace(Printed):
     """What `js.trace` read. `print` it; in a notebook it shows itself; `to_json` for programs.
 
     Args:
@@ -140,8 +128,25 @@ class Trace:
         return self._rows(lambda time: (time.op,), named=True)
 
     def to_json(self) -> str:
-        """Everything as JSON text."""
-        return json_of(self)
+        """Everything as JSON text; times of rows are those of a step on a device, in the mean."""
+        rows = ("by_kind", "by_unit", "by_instruction")
+        whole = {
+            "source": list(self.source),
+            "program": self.program,
+            "platform": self.platform,
+            "devices": list(self.devices),
+            "has_units": self.has_units,
+            "mean": _shares_dict(self.shares),
+            "between_s": self.between_s,
+            "steps": [
+                {"number": step.number, **_shares_dict(step.shares)}
+                | {"devices": {d.device: _shares_dict(d.shares) for d in step.devices}}
+                for step in self.steps
+            ],
+            **{name: [dataclasses.asdict(row) for row in getattr(self, name)] for name in rows},
+            "notes": list(self.notes),
+        }
+        return json.dumps(whole, indent=1)
 
     def to_html(self) -> str:
         """The report, and a timeline of one step, as one page that needs nothing else.
@@ -156,13 +161,19 @@ class Trace:
         """The timeline of the same step, as JSON for https://ui.perfetto.dev."""
         return chrome_trace(timeline(self._drawn[1].measured))
 
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
-
     def __rich__(self) -> Group:
-        return tables(self)
+        by_step = [(str(step.number), step.shares) for step in self.steps]
+        parts: list[Any] = [Text(_headline(self)), Text(), _parts_table(self.shares)]
+        if len(self.steps) > 1:
+            parts += [Text(), _shares_table("Steps (mean of the devices)", "step", by_step)]
+        if len(self.devices) > 1:
+            by_device = list(self.shares_by_device.items())
+            parts += [Text(), _shares_table("Devices (mean of the steps)", "device", by_device)]
+        if self.by_kind:
+            parts += [Text(), _collectives_table(self)]
+        if self.shares.communicating_s:
+            parts += [Text(), _longest_table(self)]
+        return Group(*parts, Text(), *map(Text, _closing_lines(self)))
 
     @property
     def _drawn(self) -> tuple[TraceStep, DeviceStep]:
@@ -197,3 +208,128 @@ class Trace:
 
 def _folded(times: Iterable[MeasuredCollective]) -> str | None:
     return ", ".join(folded_names(sorted({unit for t in times for unit in t.op.units}))) or None
+
+
+# How it is shown.
+
+
+def timeline(measured: MeasuredSpan) -> list[Bar]:
+    """A measured step as bars to be drawn: what the device did itself, and the collectives in flight."""
+    bars = [
+        Bar("computation", begin_s, end_s, kind, "", f"{kind}: {duration(end_s - begin_s)}")
+        for kind, spans in (("computing", measured.computing), ("exposed", measured.exposed))
+        for begin_s, end_s in spans
+    ]
+    bars.sort(key=lambda bar: bar.begin_s)
+    for number, flights in enumerate(_rows(measured.flights), start=1):
+        lane = "communication" if number == 1 else f"communication {number}"
+        bars += [_flight(lane, span, measured.collectives[place].op) for span, place in flights]
+    return bars
+
+
+def _flight(lane: str, span: Seconds, op: Op) -> Bar:
+    unit = "+".join(folded_names(op.units))
+    tip = f"{op.kind} {unit} {op.phase or ''} ({op.name}): {duration(span[1] - span[0])}"
+    return Bar(lane, *span, op.kind, unit, " ".join(tip.split()))
+
+
+def _rows(flights: Iterable[tuple[Seconds, int]]) -> list[list[tuple[Seconds, int]]]:
+    """Flights in rows, so that those of a row do not overlap."""
+    rows: list[list[tuple[Seconds, int]]] = []
+    for flight in flights:
+        free = next((row for row in rows if row[-1][0][1] <= flight[0][0]), None)
+        if free is not None:
+            free.append(flight)
+        elif len(rows) < _MOST_ROWS:
+            rows.append([flight])
+        else:
+            min(rows, key=lambda row: row[-1][0][1]).append(flight)
+    return rows
+
+
+def _shares_dict(shares: Shares) -> dict[str, Any]:
+    return {"step_s": shares.step_s, **dataclasses.asdict(shares), "hidden": shares.hidden}
+
+
+def _headline(trace: Trace) -> str:
+    numbers = [step.number for step in trace.steps]
+    which = f"step {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} steps ({numbers[0]}..{numbers[-1]})"
+    devices = f"{len(trace.devices)} {trace.platform.upper()} device{'s' * (len(trace.devices) != 1)}"
+    shares = trace.shares
+    hidden = "nothing is communicated" if shares.hidden is None else f"{shares.hidden:.1%} of the communication hidden"
+    return f"Measured: {which} of {trace.program} on {devices}, {_ms(shares.step_s)} ms a step, {hidden}."
+
+
+def _parts_table(shares: Shares) -> FittedTable:
+    table = made_table("A step (measured, mean of steps and devices)", "", "ms>", "share>")
+    rows = {
+        "computing": shares.computing_s,
+        "communicating, nothing computes: exposed": shares.communicating_s,
+        "both: communication that is hidden": shares.both_s,
+        "idle": shares.idle_s,
+    }
+    for name, part_s in rows.items():
+        add_row(table, name, _ms(part_s), _share(part_s, shares))
+    add_row(table, "step", _ms(shares.step_s), "", style="bold")
+    return table
+
+
+def _shares_table(title: str, first: str, rows: list[tuple[str, Shares]]) -> FittedTable:
+    left = len(rows) - _SHOWN
+    if left > 0:  # those that stand out are the interesting ones
+        most = sorted(rows, key=lambda row: -row[1].communicating_s)[:_SHOWN]
+        rows = [row for row in rows if row in most]
+    caption = f"The {_SHOWN} with the most exposed communication; {left} more." if left > 0 else ""
+    table = made_table(title, first, "ms>", "computing>", "exposed>", "both>", "idle>", caption=caption)
+    for name, shares in rows:
+        parts = (shares.computing_s, shares.communicating_s, shares.both_s, shares.idle_s)
+        add_row(table, name, _ms(shares.step_s), *(_share(part_s, shares) for part_s in parts))
+    return table
+
+
+def _collectives_table(trace: Trace) -> FittedTable:
+    caption = "Of a step on a device, in the mean. in flight: begin to end; those of one row may overlap."
+    if not trace.has_units:
+        caption += " By kind only: the program's text, which names the units, is not beside the profile."
+    table = made_table("Collectives", "collective", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>")
+    table.caption = caption
+    rows = trace.by_unit if trace.has_units else trace.by_kind
+    for row in rows[:_SHOWN]:
+        _add_row(table, trace, row, row.kind)
+    if len(rows) > _SHOWN:
+        add_row(table, f"... and {len(rows) - _SHOWN} more", *[""] * 5)
+    for row in trace.by_kind if trace.has_units else ():
+        _add_row(table, trace, row, f"all {row.kind}", style="bold")
+    return table
+
+
+def _longest_table(trace: Trace) -> FittedTable:
+    table = made_table(
+        "Longest exposed", "instruction", "unit", "runs>", "in flight ms>", "exposed ms>", "of the step>"
+    )
+    for row in trace.by_instruction[:_SHOWN]:
+        if row.exposed_s:
+            _add_row(table, trace, row, row.name or row.kind)
+    return table
+
+
+def _add_row(table: FittedTable, trace: Trace, row: TraceRow, name: str, style: str | None = None) -> None:
+    unit = f"{row.unit} {row.phase or ''}".rstrip() if row.unit else "" if style else "-"
+    times = _ms(row.in_flight_s), _ms(row.exposed_s), _share(row.exposed_s, trace.shares)
+    add_row(table, name, unit, f"{row.runs:g}" if row.runs < 1e4 else f"{row.runs:.0f}", *times, style=style)
+
+
+def _closing_lines(trace: Trace) -> list[str]:
+    lines = [*trace.notes]
+    if trace.between_s is not None:
+        lines.append(f"Between two steps: {_ms(trace.between_s)} ms, which is part of neither.")
+    return lines + ([_CPU] if trace.platform == "cpu" else [])
+
+
+def _share(part_s: float, shares: Shares) -> str:
+    return f"{part_s / shares.step_s:.1%}" if shares.step_s else "-"
+
+
+def _ms(seconds: float) -> str:
+    ms = seconds * 1e3
+    return f"{ms:,.1f}" if ms >= 100 else f"{ms:.2f}" if ms >= 1 else f"{ms:.3f}"

@@ -66,10 +66,6 @@ def clipped(intervals: Iterable[Interval], begin: int, end: int) -> Iterator[Int
 def shared_out(owned: Iterable[tuple[Interval, int]], within: Sequence[Interval]) -> dict[int, float]:
     """The time of a union, given to those whose intervals cover it; several at one time take equal parts.
 
-    Args:
-        owned: intervals with the number of their owner; an owner counts once however many of his overlap.
-        within: the union that is given away.
-
     Returns:
         Picoseconds by owner; their sum is the part of `within` that is covered at all.
     """
@@ -114,19 +110,12 @@ _PER_S = 10**12
 
 @dataclasses.dataclass(frozen=True)
 class Shares:
-    """The four parts of a step; they add up to it.
+    """The four parts of a step; they add up to it."""
 
-    Args:
-        computing_s: something computes, and nothing communicates.
-        communicating_s: something communicates, and nothing computes: communication that is exposed.
-        both_s: communication that is hidden behind computation.
-        idle_s: neither.
-    """
-
-    computing_s: float
-    communicating_s: float
-    both_s: float
-    idle_s: float
+    computing_s: float  # something computes, and nothing communicates
+    communicating_s: float  # something communicates, and nothing computes: communication that is exposed
+    both_s: float  # communication that is hidden behind computation
+    idle_s: float  # neither
 
     @property
     def step_s(self) -> float:
@@ -148,49 +137,29 @@ class Shares:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredCollective:
-    """The time of one collective of the program, on one device in one step.
+    """The time of one collective of the program, on one device in one step."""
 
-    Args:
-        op: what it is.
-        runs: how often it ran.
-        in_flight_s: from its begin to its end.
-        exposed_s: the part in which nothing computed; where several are exposed at one time, each has an equal part.
-    """
-
-    op: Op
-    runs: int
-    in_flight_s: float
+    op: Op  # what it is
+    runs: int  # how often it ran
+    in_flight_s: float  # from its begin to its end
+    # the part in which nothing computed; where several are exposed at one time, each has an equal part
     exposed_s: float
 
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredSpan:
-    """A span of time of one device.
+    """A span of time of one device."""
 
-    Args:
-        shares: how it was spent.
-        collectives: those in it, in the order in which they begin.
-        computing: when something computed, in seconds from the begin of the span.
-        flights: when collectives were in flight, in seconds from the same moment, with their places in `collectives`.
-        exposed: when something communicated and nothing computed.
-    """
-
-    shares: Shares
-    collectives: tuple[MeasuredCollective, ...]
-    computing: tuple[Seconds, ...] = ()
+    shares: Shares  # how it was spent
+    collectives: tuple[MeasuredCollective, ...]  # those in it, in the order in which they begin
+    computing: tuple[Seconds, ...] = ()  # when something computed, in seconds from the begin of the span
+    # when collectives were in flight, in seconds from the same moment, with their places in `collectives`
     flights: tuple[tuple[Seconds, int], ...] = ()
-    exposed: tuple[Seconds, ...] = ()
+    exposed: tuple[Seconds, ...] = ()  # when something communicated and nothing computed
 
 
 def measure(events: Iterable[Event], ops: Ops, begin_ps: int, end_ps: int) -> MeasuredSpan:
-    """Measures a span of time of one device.
-
-    Args:
-        events: of the device, by their begin; others than those of the span may be among them.
-        ops: knows operations by their names.
-        begin_ps: of the span.
-        end_ps: of the span.
-    """
+    """Measures a span of time of one device."""
     computing, in_flight = [], collections.defaultdict[Op, list[Interval]](list)
     for event in events:
         for part in clipped([(event.begin_ps, event.end_ps)], begin_ps, end_ps):

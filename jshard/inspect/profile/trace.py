@@ -26,17 +26,11 @@ _RECORD = "jshard train gpt --profile 10:15, or jax.profiler.trace(FOLDER) aroun
 
 @dataclasses.dataclass(frozen=True)
 class ProfileFiles:
-    """The files of one profile.
+    """The files of one profile."""
 
-    Args:
-        files: one of each process, with what to call it; empty if there is one process.
-        program: the text of the compiled step; None if it is not there.
-        others: how many further profiles are in the folder.
-    """
-
-    files: tuple[tuple[Path, str], ...]
-    program: Path | None
-    others: int = 0
+    files: tuple[tuple[Path, str], ...]  # one of each process, with what to call it; empty if there is one process
+    program: Path | None  # the text of the compiled step; None if it is not there
+    others: int = 0  # how many further profiles are in the folder
 
 
 def process_folder(span: str, process: int) -> Path:

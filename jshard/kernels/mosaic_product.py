@@ -24,24 +24,16 @@ _GROUP = 8  # tiles along m that blocks visit before they go on along n, so that
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """`epilogue(A @ B_0, A @ B_1, ..., vectors)`, of which every B shares the tiles of A.
+    """`epilogue(A @ B_0, A @ B_1, ..., vectors)`, of which every B shares the tiles of A."""
 
-    Attributes:
-        name: of the kernel, in profiles and in the compiled program.
-        a_transposed: whether A is stored as (k, m).
-        b_transposed: whether each B is stored as (n, k).
-        num_b: how many products share A.
-        epilogue: takes a float32 tile of each product, then a row of each vector spread over the tile's rows, and
-            gives a tile of each output.
-        num_out: how many outputs there are, of the operands' dtype.
-    """
-
-    name: str
-    a_transposed: bool
-    b_transposed: bool
-    num_b: int
+    name: str  # of the kernel, in profiles and in the compiled program
+    a_transposed: bool  # whether A is stored as (k, m)
+    b_transposed: bool  # whether each B is stored as (n, k)
+    num_b: int  # how many products share A
+    # takes a float32 tile of each product, then a row of each vector spread over the tile's rows, and gives a tile of
+    # each output
     epilogue: Epilogue
-    num_out: int = 1
+    num_out: int = 1  # how many outputs there are, of the operands' dtype
 
     def sizes(self, a: Any, b: Any) -> tuple[int, int, int]:
         """m, n and k of two operands as they are stored."""
@@ -51,19 +43,6 @@ class Product:
     def plain(self) -> Product:
         """The same for operands that are stored untransposed."""
         return dataclasses.replace(self, a_transposed=False, b_transposed=False)
-
-
-def fitted(knobs: Occupancy, m: int, n: int, k: int) -> Occupancy:
-    """Knobs whose tiles are no larger than the arrays, each dim of which is then padded to whole tiles."""
-    rows = 2 * WARPGROUP_ROWS if knobs.persistent else WARPGROUP_ROWS
-    tile_k = _tile(k, knobs.tile_k, LEAST_TILE)
-    return dataclasses.replace(
-        knobs,
-        tile_m=_tile(m, knobs.tile_m, rows),
-        tile_n=_tile(n, knobs.tile_n, LEAST_TILE),
-        tile_k=tile_k,
-        stages=max(2, min(knobs.stages, -(-k // tile_k))),
-    )
 
 
 def padded(x: jax.Array, multiples: Sequence[int]) -> jax.Array:
@@ -248,18 +227,7 @@ def launched(
     form: str,
     **how: Any,
 ) -> list[jax.Array]:
-    """Runs a body, which takes what `Refs.of` sorts.
-
-    Args:
-        product: what is computed.
-        body: of the kernel.
-        a: one operand.
-        bs: the others.
-        vectors: rows of n.
-        knobs: tiles and padding.
-        form: of the kernel, for its name.
-        **how: the grid, the threads, and whether it is interpreted.
-    """
+    """Runs a body, which takes what `Refs.of` sorts."""
     m, n, _ = product.sizes(a, bs[0])
     shape = out_shape(knobs)
     # What outputs leave through; and what is taken and never touched.
@@ -268,11 +236,3 @@ def launched(
     out_type = [jax.ShapeDtypeStruct((m, n), a.dtype)] * product.num_out
     kernel = _compat.mosaic_kernel(body, name=f"{product.name}_{form}", out_type=out_type, scratch=scratch, **how)
     return kernel(a, *bs, *vectors)
-
-
-def _tile(size: int, most: int, least: int) -> int:
-    """The tile that pads a dim least, of those that halving gives; the largest of equals."""
-    tiles = [most]
-    while tiles[-1] % 2 == 0 and (tiles[-1] // 2) % least == 0:
-        tiles.append(tiles[-1] // 2)
-    return min(tiles, key=lambda tile: (-(-size // tile) * tile, -tile))

@@ -1,23 +1,31 @@
-"""What `jshard train` is asked for: the recipe of its options, what a resumed run takes over, `--print-config`."""
+"""What a command is asked for: the recipe of its options, what a resumed run takes over, the plan without devices."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from flax import nnx
+
+import jshard as js
 from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
+from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh, parse_steps
 from jshard.cli._devices import open_mesh
-from jshard.cli._train_args import TrainArgs, again, num_devices, parse_mesh, parse_steps
 from jshard.cluster.options import PROFILES
 from jshard.cluster.variants import Variant, as_text
-from jshard.errors import ShardingError
-from jshard.recipes.model_file import ModelFile, load_model_file
+from jshard.data import Data
+from jshard.errors import FourPartError, ShardingError
+from jshard.inspect.explain import Explanation
+from jshard.plans.mesh import AnyMesh
+from jshard.recipes.building import abstract_model, batch_of
+from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override
-from jshard.recipes.recipe import Recipe, check_recipe, tree, versions
+from jshard.recipes.recipe import Recipe, check_batch, check_recipe, tree, versions
 from jshard.recipes.units import parse_units, with_units
 from jshard.train.profile import check_profile
 from jshard.train.run_folder import RunFolder
@@ -34,7 +42,7 @@ class Request:
     """What is to be trained, as far as it is known without devices."""
 
     args: TrainArgs  # with what a resumed run takes over
-    argv: Sequence[str]  # as given
+    given: TrainArgs
     model_file: ModelFile
     name: str
     recipe: Recipe
@@ -70,24 +78,19 @@ class Request:
     def with_variant(self, variant: Variant) -> Request:
         """The request that asks for a variant by its own options, and not to choose one."""
         texts = tuple(f"{name}={as_text(value)}" for name, value in variant.units.items())
-        changed = {"--unit": {*map(_key, texts)}, "--set": {*map(_key, variant.settings)}}
-        args = dataclasses.replace(
-            self.args,
-            mesh=variant.mesh_text,
-            unit=(*(text for text in self.args.unit if _key(text) not in changed["--unit"]), *texts),
-            set=(*(text for text in self.args.set if _key(text) not in changed["--set"]), *variant.settings),
-            auto=False,
-        )
-        argv = [*_without(self.argv, changed), *shlex.split(variant.command)]
-        model_file = with_units(self.model_file, variant.units)
-        recipe = override(self.recipe, variant.settings)
-        return dataclasses.replace(
-            self, args=args, argv=argv, model_file=model_file, recipe=recipe, sizes=dict(variant.mesh)
-        )
 
-    def again(self, out: Path) -> str:
-        """The command line that goes on with the run in a folder."""
-        return again(self.argv, out)
+        def asks(args: TrainArgs) -> TrainArgs:
+            changed = {"set": _settings(args.set, variant.settings), "unit": _settings(args.unit, texts)}
+            return dataclasses.replace(args, mesh=variant.mesh_text, auto=False, **changed)
+
+        return dataclasses.replace(
+            self,
+            args=asks(self.args),
+            given=asks(self.given),
+            model_file=with_units(self.model_file, variant.units),
+            recipe=override(self.recipe, variant.settings),
+            sizes=dict(variant.mesh),
+        )
 
     def config(self) -> dict[str, Any]:
         """Everything, as JSON."""
@@ -106,8 +109,9 @@ class Request:
         }
 
 
-def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
+def request_of(args: TrainArgs) -> Request:
     """Reads the model file, and of a run that is resumed its record."""
+    given = args
     check_profile_name(args.options)
     _refuse_doubles(args)
     _check_auto(args)
@@ -124,15 +128,14 @@ def request_of(args: TrainArgs, argv: Sequence[str]) -> Request:
     if args.init_from is not None and not _has_checkpoints(out) and not local_path(args.init_from).exists():
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
-    given = {key: getattr(args, option) for option, key in _KEYS.items()}
-    given = {key: value for key, value in given.items() if value is not None}
-    recipe = override(recipe, [*args.set, *(f"{key}={value}" for key, value in given.items())])
-    check_recipe(recipe, options={key: f"--{option}" for option, key in _KEYS.items() if key in given})
+    own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
+    recipe = override(recipe, [*args.set, *(f"{key}={getattr(args, option)}" for option, key in own.items())])
+    check_recipe(recipe, options={key: f"--{option}" for option, key in own.items()})
     profile = parse_steps(args.profile, option="--profile") if args.profile else None
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
     model_file = with_units(model_file, parse_units(args.unit))
-    return Request(args, argv, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
+    return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
 
 
 def check_profile_name(name: str) -> None:
@@ -193,7 +196,7 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     if args.auto and stored:
         args = dataclasses.replace(args, unit=(), set=tuple(s for s in args.set if _key(s) != "accumulate"))
     taken = {key: value for key, value in stored.items() if key in _WHAT and getattr(args, key) in (None, ())}
-    settings = [setting for setting in stored.get("set", ()) if _key(setting) not in map(_key, args.set)]
+    settings = list(_settings(stored.get("set", ()), args.set))
     for option, key in _KEYS.items():  # which of the two gave it before, and which does now
         if getattr(args, option) is not None:
             settings = [setting for setting in settings if _key(setting) != key]
@@ -202,25 +205,65 @@ def _with_stored(args: TrainArgs, stored: Mapping[str, Any]) -> TrainArgs:
     as_given = {"data": lambda paths: tuple(map(Path, paths)), "tokenizer": lambda path: path and Path(path)}
     as_given |= {"unit": tuple, "init_from": as_given["tokenizer"]}
     taken = {key: as_given.get(key, lambda value: value)(value) for key, value in taken.items()}
-    return dataclasses.replace(args, **taken | {"set": (*settings, *args.set)})
-
-
-def _without(argv: Sequence[str], changed: Mapping[str, Collection[str]]) -> list[str]:
-    """A command line without --auto, without --mesh, and of some options without some keys."""
-    found, words = [], iter(argv)
-    for word in words:
-        (option, equals, value), given = word.partition("="), [word]
-        if not equals and (option == "--mesh" or option in changed):
-            value = next(words, "")
-            given.append(value)
-        if option not in ("--auto", "--mesh") and _key(value) not in changed.get(option, ()):
-            found += given
-    return found
+    return dataclasses.replace(args, **taken | {"set": tuple(settings)})
 
 
 def _key(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
+def _settings(before: Sequence[str], later: Sequence[str]) -> tuple[str, ...]:
+    """Settings of which later ones take the place of earlier ones."""
+    return (*(setting for setting in before if _key(setting) not in {*map(_key, later)}), *later)
+
+
 def _stem(model_file: ModelFile, name: str) -> str:
     return f"{model_file.path.stem}-{name}"
+
+
+# The plan of what is asked for.
+
+
+def own_data(request: Request) -> Data | None:
+    """What the model file calls its data; None where it brings none."""
+    if request.model_file.data is None:
+        return None
+    data = request.model_file.data(request.recipe)
+    if not isinstance(data, Data):
+        raise ShardingError(
+            "The model file's `data` gives no data.",
+            where=f"{request.model_file.path}: data(recipe)",
+            why=f"it returns {'None' if data is None else f'a {type(data).__name__}'}.",
+            do="return jshard.data.Data(train=..., held_out=..., description=..., fingerprint=...).",
+        )
+    return data
+
+
+@contextlib.contextmanager
+def abstract(request: Request, mesh: AnyMesh, data: Data | None) -> Iterator[tuple[nnx.Module, Any]]:
+    """The annotated model and a microbatch as shapes; what the model refuses in the block is an error of four parts."""
+    model_file, recipe = request.model_file, request.recipe
+    check_batch(recipe, mesh)
+    if data is not None:
+        model_file = dataclasses.replace(model_file, data=lambda recipe: data)
+    batch = batch_of(model_file, recipe, recipe.batch_size // recipe.accumulate)
+    try:
+        yield abstract_model(model_file, recipe, mesh), batch
+    except FourPartError:
+        raise
+    except ValueError as error:  # as a model raises that is asked for more than it can do
+        raise refuses_batches(model_file.path, error) from error
+
+
+def explained(request: Request, mesh: AnyMesh, data: Data | None = None) -> Explanation:
+    """The plan of a recipe on a mesh, which need not have devices, and its memory.
+
+    Args:
+        request: the recipe.
+        mesh: its mesh.
+        data: that was read already; by default only its shapes are asked for.
+    """
+    model_file = request.model_file
+    with abstract(request, mesh, data or own_data(request)) as (model, batch):
+        optimizer = request.recipe.optimizer()
+        return js.explain(model, optimizer=optimizer, loss=model_file.loss_fn, batch=batch, wrt=model_file.wrt)

@@ -1,4 +1,4 @@
-"""Products of any size, padded to whole tiles: one block per multiprocessor that walks over tiles, or one per tile."""
+"""The kernels on Pallas Mosaic GPU, for Hopper: products of any size, padded to whole tiles, and functions of rows."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jshard import _compat
 from jshard._kernel_names import PRODUCT
-from jshard.kernels.backend import TracedDevice
-from jshard.kernels.knobs import Occupancy, product_ns, stated, vary, varying_over
-from jshard.kernels.mosaic.product import (
+from jshard.kernels.backend import KernelRun
+from jshard.kernels.knobs import Occupancy, fitted, product_ns, stated, traffic_ns, vary, varying_over
+from jshard.kernels.mosaic_product import (
     Operands,
     Product,
     Refs,
     Tile,
     check_fits,
-    fitted,
     launched,
     padded,
     pieces,
@@ -42,20 +42,7 @@ def persistent(
     blocks: int,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Runs a product whose sizes are whole tiles.
-
-    Args:
-        product: what is computed.
-        a: one operand.
-        bs: the others, `product.num_b` of them.
-        vectors: rows of n, for the epilogue.
-        knobs: tiles, stages and padding.
-        blocks: how many multiprocessors it may have.
-        interpret: whether to run it step by step on a CPU.
-
-    Returns:
-        The outputs, (m, n) each.
-    """
+    """Makes the outputs, (m, n) each, of whole tiles: one block on each of so many multiprocessors walks over them."""
     m, n, k = product.sizes(a, bs[0])
     tiles = m // knobs.tile_m, n // knobs.tile_n
     operands = Operands(product, knobs, a.dtype)
@@ -149,9 +136,6 @@ def _store(operands: Operands, refs: Refs, tile: Tile, products: Sequence[jax.Ar
                 count += 1
 
 
-# A product with one block of one warpgroup for each tile: several blocks share a multiprocessor.
-
-
 def tiled(
     product: Product,
     a: jax.Array,
@@ -161,19 +145,7 @@ def tiled(
     *,
     interpret: bool = False,
 ) -> list[jax.Array]:
-    """Runs a product whose sizes are whole tiles.
-
-    Args:
-        product: what is computed.
-        a: one operand.
-        bs: the others, `product.num_b` of them.
-        vectors: rows of n, for the epilogue.
-        knobs: tiles, stages and padding; it is not persistent.
-        interpret: whether to run it step by step on a CPU.
-
-    Returns:
-        The outputs, (m, n) each.
-    """
+    """Makes the outputs of whole tiles by one block of one warpgroup for each: several share a multiprocessor."""
     m, n, k = product.sizes(a, bs[0])
     shape = knobs.tile_m, knobs.tile_n
     tiles = m // shape[0], n // shape[1]
@@ -210,38 +182,17 @@ def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tupl
     return pl.run_scoped(sums, *operands.accumulators(operands.knobs.tile_m))
 
 
-# Runs a product on arrays of any size: pads them to whole tiles, states how long it takes, and cuts the result.
-
-
 def run(
-    product: Product,
-    a: jax.Array,
-    bs: Sequence[jax.Array],
-    vectors: Sequence[jax.Array] = (),
-    *,
-    knobs: Occupancy,
-    here: TracedDevice,
-    interpret: bool = False,
+    call: KernelRun, product: Product, a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """Runs a product.
-
-    Args:
-        product: what is computed.
-        a: (m, k), or (k, m) if the product says so; bfloat16 or float16.
-        bs: (k, n) each, or (n, k).
-        vectors: (n,) each.
-        knobs: tiles are shrunk to the arrays; all else is as asked.
-        here: the device.
-        interpret: whether to run step by step on a CPU.
-
-    Returns:
-        The outputs, (m, n) each.
+    """Makes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles.
 
     Raises:
         KernelError: the device has not what the knobs ask for.
     """
+    here, interpret = call.here, call.interpret
     m, n, k = product.sizes(a, bs[0])
-    knobs = fitted(knobs, m, n, k)
+    knobs = fitted(call.knobs, m, n, k)
     check_fits(product, knobs, a.dtype, smem_limit_bytes=here.smem_limit_bytes, sms=here.sms, title=here.kind)
     if interpret and not _compat.interpreter_transposes():
         a = a.T if product.a_transposed else a
@@ -265,3 +216,77 @@ def run(
     # The kernel's own type does not say over which axes of a mesh its results differ.
     axes = varying_over(a, *bs, *vectors)
     return [checkpoint_name(vary(out[:m, :n], axes), PRODUCT) for out in outs]
+
+
+# Rows of outputs from rows of inputs: one warpgroup holds a row in its registers.
+
+_ROWS_FORWARD, _BLOCKS_BACKWARD = 8, 4  # rows of a block; blocks by multiprocessor where each keeps a sum
+
+RowFunction = Callable[..., tuple[Sequence[jax.Array], Sequence[jax.Array]]]
+
+
+def run_rows(
+    call: KernelRun,
+    name: str,
+    row: RowFunction,
+    xs: Sequence[jax.Array],
+    vectors: Sequence[jax.Array],
+    *,
+    num_out: int,
+    num_sums: int = 0,
+) -> list[jax.Array]:
+    """Runs a function of rows; gives the outputs (R, D) in the dtype of `xs`, then the sums (D,) in float32.
+
+    `row` takes a row of each of `xs`, (R, D) with D a multiple of 128, then the vectors (D,), in float32; it gives
+    rows of the outputs, and what is added to each of the sums over all rows.
+    """
+    here, knobs, interpret = call.here, call.knobs, call.interpret
+    rows, width = xs[0].shape
+    blocks = min(rows, _BLOCKS_BACKWARD * here.sms) if num_sums else -(-rows // _ROWS_FORWARD)
+    load = lambda ref, index: _compat.pallas_load(ref, index, interpret=interpret).astype(jnp.float32)
+    like = jax.ShapeDtypeStruct((rows, width), xs[0].dtype)
+
+    def body(*refs: Any) -> None:
+        x_refs, v_refs, out_refs = refs[: len(xs)], refs[len(xs) :][: len(vectors)], refs[len(xs) + len(vectors) :]
+        _walk(row, load, x_refs, v_refs, out_refs[:num_out], out_refs[num_out:][:num_sums])
+
+    kernel = _compat.mosaic_kernel(
+        body,
+        name=name,
+        out_type=[like] * num_out + [jax.ShapeDtypeStruct((blocks, width), jnp.float32)] * num_sums,
+        scratch=[plgpu.SMEM((knobs.padded_bytes,), jnp.int8)] if knobs.padded_bytes else [],
+        grid=(blocks,),
+        grid_names=("block",),
+        interpret=interpret,
+    )
+    moved_bytes = (len(xs) + num_out) * rows * width * xs[0].dtype.itemsize
+    with stated(knobs.latency_ns or traffic_ns(moved_bytes, kind=here.kind)):
+        results = jax.custom_batching.sequential_vmap(lambda *arrays: kernel(*arrays))(*xs, *vectors)
+    axes = varying_over(*xs, *vectors)
+    results = [vary(result, axes) for result in results]
+    return [*results[:num_out], *(each.sum(0) for each in results[num_out:])]
+
+
+def _walk(
+    row: RowFunction,
+    load: Callable[[Any, Any], jax.Array],
+    x_refs: Sequence[Any],
+    v_refs: Sequence[Any],
+    out_refs: Sequence[Any],
+    sum_refs: Sequence[Any],
+) -> None:
+    """What a block does: each of its rows, one after another; its part of the sums stays in registers until the end."""
+    rows, width = x_refs[0].shape
+    held = [load(ref, slice(None)) for ref in v_refs]
+
+    def step(loop: Any, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        at = loop.index[0]
+        outs, terms = row(*(load(ref, at) for ref in x_refs), *held)
+        for ref, out in zip(out_refs, outs, strict=True):
+            ref[at] = out.astype(ref.dtype)
+        return tuple(total + term for total, term in zip(carry, terms, strict=True))
+
+    start = tuple(jnp.zeros((width,), jnp.float32) for _ in sum_refs)
+    totals = plgpu.nd_loop((rows,), collective_axes="block", init_carry=start)(step)
+    for ref, total in zip(sum_refs, totals, strict=True):
+        ref[lax.axis_index("block")] = total

@@ -1,0 +1,357 @@
+"""What `torch.save` wrote, anywhere inside a file, read without PyTorch and without running anything that it names.
+
+It is a zip of a pickle and the bytes of its tensors. A pickle is a program: it may call whatever can be imported. Here
+a name is looked up in a table and nowhere else, and what the tables hold are records, tuples and texts. Any other name
+ends the reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn
+
+import jax.numpy as jnp
+import numpy as np
+
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.formats.source import FileRegion, damaged, read_region
+from jshard.errors import FourPartError
+
+Allowed = Mapping[tuple[str, str], Any]
+
+DTYPES: dict[str, np.dtype] = {
+    **{name: np.dtype(name) for name in "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64".split()},
+    **{name: np.dtype(name) for name in "float16 float32 float64 complex64 complex128".split()},
+    **{name: jnp.dtype(name) for name in "bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2".split()},
+    **{name: jnp.dtype(name) for name in "float8_e5m2fnuz float8_e8m0fnu".split()},
+}
+"""PyTorch's names of dtypes. A pickle gets the name, not the dtype: numpy's have a state that a pickle could set."""
+
+
+class Sealed(type):
+    """The kind of the classes that a pickle is given: it can make instances, and change nothing for the next pickle."""
+
+    def __setattr__(cls, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a pickle tried to set {cls.__name__}.{name}")
+
+
+class Record(metaclass=Sealed):
+    """Stands in for a class of PyTorch: what the pickle would have called it with, and its state."""
+
+    args: tuple
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        """Keeps what the class would have been called with."""
+        record = super().__new__(cls)
+        record.args, record.state = args, {}
+        return record
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def get(self, field: str) -> Any:
+        """A field of the dataclass that it stands for; None if it has none of that name."""
+        return self.state.get(field) if isinstance(self.state, dict) else None
+
+
+class _NotAllowed(Exception):
+    """A name that is in no table."""
+
+
+def _sealed(call: Callable[..., Any]) -> Any:
+    """A class that a pickle may call in the place of a function: it gives what the function gives."""
+    return Sealed(call.__name__, (), {"__new__": lambda cls, *args: call(*args)})
+
+
+@_sealed
+def _size(dims: Any = ()) -> Any:
+    """`torch.Size`: a tuple."""
+    return tuple(dims)
+
+
+@_sealed
+def _attribute(owner: Any, name: Any) -> Any:
+    """`getattr`, as early versions of Python 3.11 pickle the member of an enum; it gets nothing from anything else."""
+    if owner is not MEMORY_FORMAT:
+        raise _NotAllowed("builtins", "getattr")
+    return str(name)
+
+
+@_sealed
+def _encoded_bytes(text: Any = "", codec: Any = "latin1") -> Any:
+    """`_codecs.encode`, by which the older protocols write bytes; with that codec and no other."""
+    if not isinstance(text, str) or codec != "latin1":
+        raise _NotAllowed("_codecs", "encode")
+    return text.encode("latin1")
+
+
+@_sealed
+def _no_bytes() -> Any:
+    """`bytes`, by which the older protocols write none at all; a number would ask for memory."""
+    return b""
+
+
+@_sealed
+def MEMORY_FORMAT(value: Any) -> Any:
+    """Stands in for the enum of memory formats, which nothing here needs."""
+    return value
+
+
+def records(module: str, *names: str) -> dict[tuple[str, str], Any]:
+    """A table with a record for each of these classes."""
+    return {(module, name): Sealed.__new__(Sealed, name, (Record,), {}) for name in names}
+
+
+PLAIN: dict[tuple[str, str], Any] = {
+    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): _size,
+    **{("torch", name): name for name in DTYPES},
+    ("_codecs", "encode"): _encoded_bytes,
+    ("builtins", "getattr"): _attribute,
+    **{(module, "bytes"): _no_bytes for module in ("builtins", "__builtin__")},
+    **{(module, "set"): set for module in ("builtins", "__builtin__")},
+    **{(module, "complex"): complex for module in ("builtins", "__builtin__")},
+    **records("torch", "device"),
+}
+"""What plain Python values and PyTorch's own small ones are pickled with."""
+
+
+def load(file: IO[bytes], allowed: Allowed, path: Path, *, storage: Callable[..., Any] | None = None) -> Any:
+    """What a pickle holds, if every name in it is allowed.
+
+    Args:
+        file: the pickle.
+        allowed: what each module and name stands for.
+        path: for errors.
+        storage: makes a persistent object of its key; None if there are none.
+
+    Raises:
+        CheckpointError: it names something else. Nothing of it has run.
+        RunError: it is no pickle, or damaged.
+    """
+    try:
+        return _PickleReader(file, allowed, storage).load()
+    except FourPartError:
+        raise
+    except _NotAllowed as error:
+        raise CheckpointError(
+            "The checkpoint was not read: its pickle names something that may run code.",
+            where=str(path),
+            why=f"{'.'.join(map(str, error.args))} is not among the classes of a PyTorch checkpoint that are allowed "
+            "here. Nothing of it has run.",
+            do="do not load it with PyTorch, unless you trust who wrote it;\n"
+            "a program that does can save its tensors alone, with torch.distributed.checkpoint or safetensors.",
+        ) from None
+    except Exception as error:  # a damaged pickle may raise anything
+        raise damaged(path, f"its pickle cannot be read: {type(error).__name__}: {str(error)[:300]}") from error
+
+
+class _PickleReader(pickle.Unpickler):
+    """Looks names up in the table, and nowhere else."""
+
+    def __init__(self, file: IO[bytes], allowed: Allowed, storage: Callable[..., Any] | None) -> None:
+        super().__init__(file)
+        self._allowed, self._storage = allowed, storage
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._allowed:
+            raise _NotAllowed(module, name)
+        return self._allowed[module, name]
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._storage is None or not isinstance(pid, tuple):
+            raise pickle.UnpicklingError("a persistent object where there are none")
+        return self._storage(*pid)
+
+
+# Archives.
+
+_MOST_PICKLE_BYTES = 1 << 30
+_LOCAL_HEADER_BYTES = 30
+_STORAGES = {
+    **{"BoolStorage": "bool", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32"},
+    **{"LongStorage": "int64", "ByteStorage": "uint8", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
+    **{"FloatStorage": "float32", "DoubleStorage": "float64"},
+    **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
+}
+
+
+class _Storage(NamedTuple):
+    """The bytes of a tensor: a run of them in a file."""
+
+    path: Path
+    offset: int
+    nbytes: int
+    dtype: str
+
+
+def _tensor_v2(storage: Any, offset: Any, size: Any, stride: Any, *_: Any) -> FileRegion:
+    """`torch._utils._rebuild_tensor_v2`: a view of a storage, which has the dtype."""
+    return _region(storage, offset, size, stride, storage.dtype)
+
+
+def _tensor_v3(storage: Any, offset: Any, size: Any, stride: Any, _: Any, hooks: Any, dtype: Any, *__: Any) -> Any:
+    """`torch._utils._rebuild_tensor_v3`: the same over plain bytes."""
+    return _region(storage, offset, size, stride, dtype)
+
+
+def _read(region: FileRegion) -> np.ndarray:
+    return read_region(region, tuple(slice(0, n) for n in region.shape))
+
+
+_PICKLED = {
+    **PLAIN,
+    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    ("torch.storage", "UntypedStorage"): "uint8",
+}
+_TENSOR = {
+    **_PICKLED,
+    ("torch._utils", "_rebuild_tensor_v2"): _sealed(_tensor_v2),
+    ("torch._utils", "_rebuild_tensor_v3"): _sealed(_tensor_v3),
+}
+_VALUE = {  # the tensors themselves, among other values
+    **_PICKLED,
+    ("torch._utils", "_rebuild_tensor_v2"): _sealed(lambda *args: _read(_tensor_v2(*args))),
+    ("torch._utils", "_rebuild_tensor_v3"): _sealed(lambda *args: _read(_tensor_v3(*args))),
+}
+
+
+class Archive(NamedTuple):
+    """A `torch.save` archive: a run of bytes in a file."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def tensor(self) -> FileRegion:
+        """The tensor that it is an archive of: where its numbers are; they are not read.
+
+        Raises:
+            CheckpointError: its pickle names something that is not allowed.
+            RunError: it is damaged, or holds no tensor.
+        """
+        region = self._load(_TENSOR)
+        if not isinstance(region, FileRegion):
+            raise damaged(self.path, f"the archive at byte {self.offset} holds no tensor.")
+        return region
+
+    def value(self) -> Any:
+        """The value that it is an archive of: plain Python, with tensors as numpy arrays; raises as `tensor`."""
+        return self._load(_VALUE)
+
+    def is_whole(self) -> bool:
+        """Whether the sums (CRC-32) that the archive holds of its members are theirs; reads all of it, part by part."""
+        try:
+            with self._opened() as (archive, _):
+                return archive.testzip() is None
+        except Exception:  # a damaged zip may raise anything
+            return False
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[tuple[zipfile.ZipFile, _ArchiveWindow]]:
+        with self.path.open("rb", buffering=0) as file:
+            window = _ArchiveWindow(file, self.offset, self.length)
+            with zipfile.ZipFile(window) as archive:
+                yield archive, window
+
+    def _load(self, allowed: Allowed) -> Any:
+        try:
+            with self._opened() as (archive, window):
+                return self._unpickled(archive, window, allowed)
+        except FourPartError:
+            raise
+        except Exception as error:  # a damaged zip may raise anything
+            why = f"the archive at byte {self.offset} cannot be read: {type(error).__name__}: {error}"
+            raise damaged(self.path, why) from error
+
+    def _unpickled(self, archive: zipfile.ZipFile, window: _ArchiveWindow, allowed: Allowed) -> Any:
+        members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+        self._check_members(members)
+        if "byteorder" in members and archive.read(members["byteorder"]).strip() != b"little":
+            raise damaged(self.path, f"the archive at byte {self.offset} is not little-endian.")
+
+        def storage(kind: Any, dtype: Any, key: Any, location: Any, numel: Any, *_: Any) -> _Storage:
+            member = members[f"data/{key}"]
+            if kind != "storage" or dtype not in DTYPES or numel * DTYPES[dtype].itemsize > member.file_size:
+                raise ValueError(f"its storage {key} has {member.file_size} bytes and is said to hold {numel} {dtype}")
+            begin = self.offset + _data_offset(window, member)
+            if begin + member.file_size > self.offset + self.length:
+                raise ValueError(f"its storage {key} reaches past its end")
+            return _Storage(self.path, begin, member.file_size, dtype)
+
+        with archive.open(members["data.pkl"]) as file:
+            return load(io.BytesIO(file.read()), allowed, self.path, storage=storage)
+
+    def _check_members(self, members: dict[str, zipfile.ZipInfo]) -> None:
+        if "data.pkl" not in members or members["data.pkl"].file_size > _MOST_PICKLE_BYTES:
+            raise damaged(self.path, f"the archive at byte {self.offset} holds no pickle, or one that is too large.")
+        packed = [m.filename for m in members.values() if m.compress_type != zipfile.ZIP_STORED or m.flag_bits & 1]
+        if packed:
+            raise CheckpointError(
+                "The checkpoint holds compressed or encrypted tensors.",
+                where=str(self.path),
+                why=f"{packed[0]} of the archive at byte {self.offset}; PyTorch writes them plain.",
+                do="write the checkpoint anew with torch.distributed.checkpoint.save.",
+            )
+
+
+class _ArchiveWindow(io.RawIOBase):
+    """A run of bytes of a file, as a file of its own."""
+
+    def __init__(self, file: io.FileIO, offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
+        if start + offset < 0:
+            raise ValueError("a place before the beginning")
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        count = max(min(len(buffer), self._length - self._at), 0)
+        self._file.seek(self._offset + self._at)
+        count = self._file.readinto(memoryview(buffer)[:count])
+        self._at += count
+        return count
+
+
+def _data_offset(window: _ArchiveWindow, member: zipfile.ZipInfo) -> int:
+    """Where the bytes of a member begin; the header before them has a padding that the zip's table does not have."""
+    window.seek(member.header_offset)
+    header = window.read(_LOCAL_HEADER_BYTES) or b""
+    if len(header) < _LOCAL_HEADER_BYTES or header[:4] != b"PK\x03\x04":
+        raise ValueError(f"{member.filename} has no header")
+    name, extra = (int.from_bytes(header[i : i + 2], "little") for i in (26, 28))
+    return member.header_offset + _LOCAL_HEADER_BYTES + name + extra
+
+
+def _region(storage: Any, offset: Any, size: Any, stride: Any, dtype: Any) -> FileRegion:
+    if not isinstance(storage, _Storage) or not isinstance(dtype, str):
+        raise ValueError("a tensor without a storage")
+    numbers = (offset, *size, *stride)
+    if len(size) != len(stride) or any(type(n) is not int or not 0 <= n < 1 << 62 for n in numbers):
+        raise ValueError(f"a tensor of size {size}, stride {stride} at {offset}")
+    itemsize = DTYPES[dtype].itemsize
+    strides = tuple(n * itemsize for n in stride)
+    region = FileRegion(storage.path, storage.offset + offset * itemsize, tuple(size), DTYPES[dtype], strides)
+    # The second also keeps a stride of 0 from making much of little.
+    if offset * itemsize + max(region.span_bytes, math.prod(region.shape) * itemsize) > storage.nbytes:
+        raise ValueError(f"a tensor of size {size}, stride {stride} at {offset} in {storage.nbytes} bytes")
+    return region
