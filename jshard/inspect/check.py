@@ -13,7 +13,7 @@ from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view, without_update
 from jshard.errors import CallError
 from jshard.linen.annotation import annotation_of
-from jshard.plans.optimizer_state import key_texts
+from jshard.plans.memories import key_texts
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import dotted, plain_class, unit_of
 

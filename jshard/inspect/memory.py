@@ -13,11 +13,10 @@ from flax import nnx
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.api.override import repeated_layers, revise
+from jshard.api.fully_shard import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
-from jshard.plans.memories import HOST_KIND
+from jshard.plans.memories import HOST_KIND, StatePlaces, key_texts
 from jshard.plans.mesh import data_degree
-from jshard.plans.optimizer_state import StatePlaces, key_texts
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, root_forgotten
 from jshard.plans.units import unit_of

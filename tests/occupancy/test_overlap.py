@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
 from jshard import _compat, _processes
-from jshard.cluster.option_table import OPTIONS
+from jshard.cluster.options import OPTIONS
 from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import cache, footprint, gpu
