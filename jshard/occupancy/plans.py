@@ -195,7 +195,7 @@ class OccupancyReport(Printed):
     def __rich__(self) -> Group:
         facts = self.gpu
         head = f"{facts.title}: {facts.num_sms} SMs of {facts.smem_per_sm_bytes // 1024} KiB shared memory"
-        tables = [self._table(i, f"beside {self._told(comm)}") for i, comm in enumerate(self.footprints)]
+        tables = [self._table(i, f"beside {self._taken(comm)}") for i, comm in enumerate(self.footprints)]
         if not tables:
             tables = [self._table(None, f"what a collective takes on {facts.title} is not known")]
         refused = [f"{row.kernel.label}: {why}" for row in self.rows for why in row.refusals]
@@ -230,7 +230,7 @@ class OccupancyReport(Printed):
             add_row(table, *cells)
         return table
 
-    def _told(self, comm: CommFootprint) -> str:
+    def _taken(self, comm: CommFootprint) -> str:
         if not comm.ctas:
             return f"{comm}: no SM"
         block = f"{comm.threads} x {comm.registers}, {comm.smem_bytes:,} B"

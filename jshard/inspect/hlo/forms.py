@@ -206,7 +206,7 @@ class Readers:
         return inside - {_NOBODY} | frozenset(behind)
 
     def _inside(self, user: Instruction, value: Instruction) -> frozenset[str]:
-        """Likewise of the operations inside a fusion; `_NOBODY` where the value gets through them."""
+        """The same of the operations inside a fusion; `_NOBODY` where the value gets through them."""
         if user.opcode not in _WRAPPING:
             return frozenset((_NOBODY,))
         body = next(self._module.callees(user))

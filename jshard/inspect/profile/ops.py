@@ -58,7 +58,7 @@ class Ops:
             self._known = _Table(parse_module(text)).ops
 
     @property
-    def is_told(self) -> bool:
+    def has_text(self) -> bool:
         """Whether there is a text."""
         return bool(self._known)
 
@@ -83,9 +83,9 @@ class Ops:
         op = known or _by_name(event.op)
         return dataclasses.replace(op, contains=True) if not (event.computes or op.kind) else op
 
-    def untold(self, events: Iterable[Event]) -> set[str]:
+    def not_in_text(self, events: Iterable[Event]) -> set[str]:
         """Names of collectives that the program's text should have, and does not."""
-        ours = {e.op for e in events if self.is_told and e.module == self.program and self.of(e).kind}
+        ours = {e.op for e in events if self.has_text and e.module == self.program and self.of(e).kind}
         return {name for name in ours if not _NCCL.match(name) and _one_name(name) not in self._known}
 
     def missing_at_an_end(self, seen: Set[str]) -> tuple[Op, ...]:
@@ -209,7 +209,7 @@ def whole(runs: Sequence[Run], expected: frozenset[str], ops: Ops | None) -> lis
 def expected_ops(runs: Iterable[Run], ops: Ops | None) -> frozenset[str]:
     """The operations that some run did, and which every whole one does: without those in branches, if that is known."""
     seen = frozenset(name for run in runs for name in run.ops)
-    return seen & ops.outermost if ops is not None and ops.is_told else seen
+    return seen & ops.outermost if ops is not None and ops.has_text else seen
 
 
 def _run(events: Sequence[Event], ops: Ops, id: int | None) -> Run:
@@ -245,7 +245,7 @@ def _repeated(events: Sequence[Event], ops: Ops, marked: int) -> list[list[Event
 
 def _ranks(events: Sequence[Event], ops: Ops, marked: int) -> dict[str, float]:
     """Where operations that run once stand in the order of a run, from 0 to 1."""
-    if ops.is_told:
+    if ops.has_text:
         places = {e.op: place for e in events if (place := ops.of(e).place) is not None}
         order = sorted(places, key=lambda name: places[name])
     else:

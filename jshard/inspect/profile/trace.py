@@ -164,14 +164,14 @@ def _traced(
     ops: Ops,
     chosen: Collection[int] | None,
 ) -> Trace:
-    untold = ops.untold(e for t in timelines for e in t.device.events)
+    lacking = ops.not_in_text(e for t in timelines for e in t.device.events)
     numbered, is_marked = _numbered(timelines, marks)
     places: dict[int, dict[str, int]] = collections.defaultdict(dict)  # of a step's run on each device
     for t in timelines:
         for place, run in enumerate(t.runs):
             places[numbered[t.name, run]][t.name] = place
     # A text of another compilation says nothing about what is missing.
-    cut = _cut_off(timelines, numbered, None if untold else ops)
+    cut = _cut_off(timelines, numbered, None if lacking else ops)
     complete = [n for n in sorted(places) if n not in cut and len(places[n]) == len(timelines)]
     if not complete:
         raise _no_step(found, places)
@@ -182,10 +182,12 @@ def _traced(
     notes = [*_notes_of_steps(timelines, ops, is_marked=is_marked, num_cut=len(places) - len(complete))]
     if found.others:
         notes.append(f"The newest of {found.others + 1} profiles; for another one name its folder.")
-    if untold:
-        notes.append(f"The text is of another compilation: it lacks {len(untold)} collectives, such as {min(untold)}.")
+    if lacking:
+        notes.append(
+            f"The text is of another compilation: it lacks {len(lacking)} collectives, such as {min(lacking)}."
+        )
     sources = tuple(str(file) for file, _ in found.files)
-    return Trace(sources, name, timelines[0].device.platform, steps, ops.is_told, tuple(notes))
+    return Trace(sources, name, timelines[0].device.platform, steps, ops.has_text, tuple(notes))
 
 
 def _cut_off(timelines: Sequence[_Timeline], numbered: dict[tuple[str, Run], int], ops: Ops | None) -> set[int]:
@@ -204,7 +206,7 @@ def _notes_of_steps(timelines: Sequence[_Timeline], ops: Ops, *, is_marked: bool
         yield "Steps are counted from 1: the profile does not mark them one by one."
     if num_cut:
         yield f"Left out, as the profile does not have all of them: {num_cut} steps."
-    if not ops.is_told:
+    if not ops.has_text:
         if any(run.id is None and not t.device.runs for t in timelines for run in t.runs):
             yield "Where a step begins is taken from operations that repeat: less sure than with the program's text."
         yield "Units are not known: give program=, the compiled step; `jshard train --profile` writes it down."
