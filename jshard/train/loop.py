@@ -232,16 +232,15 @@ class _Loop:
             self._wait(in_flight=1)
             if self.checkpoint is not None:
                 self.checkpoint.check()
-            self._ask(done)
             self._between_steps(done, last=num_steps)
         self._wait(in_flight=0)
         if self.stopped_by is None:  # asked during the last evaluation or save: there may be no time for more
-            self._ask(done, is_last=True)
+            self._ask(done, is_idle=True)
         return Fitted(done, self.val_loss, self.stopped_by)
 
-    def _ask(self, step: int, *, is_last: bool = False) -> None:
+    def _ask(self, step: int, *, is_idle: bool) -> None:
         """Whether the run is to stop here."""
-        self.stopped_by = self.agreement.asked(self.stop.received, step, is_last=is_last)
+        self.stopped_by = self.agreement.asked(self.stop.received, step, is_idle=is_idle)
         if self.stopped_by is not None:
             self.stop.report()
 
@@ -285,10 +284,11 @@ class _Loop:
 
     def _between_steps(self, step: int, *, last: int) -> None:
         """Evaluates and saves where that is due; the devices are idle meanwhile."""
-        if self.profile is not None and self.profile.is_recording and step == self.profile.steps[-1]:
-            self._idle(then=self.profile.end)
         evaluates = self.evaluation is not None and self.evaluation.is_due(step, last)
         saves = self.checkpoint is not None and self.checkpoint.is_due(step, last)
+        self._ask(step, is_idle=evaluates or saves)
+        if self.profile is not None and self.profile.is_recording and step == self.profile.steps[-1]:
+            self._idle(then=self.profile.end)
         if not (evaluates or saves or self.stopped_by):
             return
         self._wait(in_flight=0)

@@ -16,7 +16,7 @@ from jshard.launch.signals import Signals
 from jshard.launch.worker import is_worker
 from jshard.plans.mesh import num_processes
 
-_EVERY_S, _SHARE = 0.1, 0.05
+_EVERY_S, _SHARE = 0.1, 0.1
 
 
 class StopSignal(Signals):
@@ -62,8 +62,8 @@ class Agreement:
     """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
 
     A signal reaches the processes at different times, or only one of them. So they ask one another, every 0.1 s or as
-    seldom as keeps it below a twentieth of the time. After how many steps follows from what all of them said the last
-    time, and is the same for all.
+    seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
+    from what all of them said the last time, and is the same for all.
 
     Args:
         mesh: the devices of all processes.
@@ -78,9 +78,9 @@ class Agreement:
         self._took_s = 0.0
         self._due = 0
 
-    def asked(self, received: signal.Signals | None, step: int, *, is_last: bool = False) -> signal.Signals | None:
+    def asked(self, received: signal.Signals | None, step: int, *, is_idle: bool = False) -> signal.Signals | None:
         """The signal that ends the run after a step. All processes call it after each step."""
-        if self.alone or (step < self._due and not is_last):
+        if self.alone or (step < self._due and not is_idle):
             return received if self.alone else None
         begin_s, step_s = time.monotonic(), math.inf
         if self._last is not None and step > self._last[0]:
