@@ -17,7 +17,7 @@ from flax.linen.transforms import get_module_scopes, set_module_scopes
 from jax.tree_util import DictKey
 
 from jshard import _compat
-from jshard.engine.call import guard
+from jshard.engine.context import guard
 from jshard.engine.trace import merged, others, picked
 from jshard.errors import AnnotationError, CallError
 from jshard.linen.layout import Layout, Leaf
@@ -173,7 +173,9 @@ class LinenCall:
         """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
         kind, boxes = self.where.split(".")[0], ((i, x) for i, x in enumerate(self._given) if is_padded(x))
         form = lambda x: f"{x.value.dtype}{list(x.shape)}, stored {list(x.value.shape)}"
-        return guard(values, {i: f"{kind}: {self.names[i]}  {form(x)}" for i, x in boxes}, self.optimizer)
+        optimizer = self.optimizer
+        padded = {} if optimizer is None else {i: (f"{kind}: {self.names[i]}  {form(x)}", optimizer) for i, x in boxes}
+        return guard(values, padded)
 
     def store(self) -> None:
         """Pads what is to be: parameters may come as plain arrays, or padded for another mesh."""
