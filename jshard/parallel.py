@@ -121,9 +121,7 @@ def to_experts(x: jax.Array) -> jax.Array:
     Example:
         >>> h_EBCD = self.experts(js.parallel.to_experts(x_EBCD))
     """
-    if (mesh := region_mesh()) is not None:
-        return exchanged(x, 1, 0) if degree(mesh, EXPERT) > 1 else x
-    return lax.all_to_all(x, EXPERT, split_axis=0, concat_axis=1, tiled=True) if _has_experts() else x
+    return _exchanged(x, 1, 0)
 
 
 def from_experts(x: jax.Array) -> jax.Array:
@@ -138,10 +136,12 @@ def from_experts(x: jax.Array) -> jax.Array:
     Example:
         >>> y_EBCD = js.parallel.from_experts(h_EBCD)
     """
+    return _exchanged(x, 0, 1)
+
+
+def _exchanged(x: jax.Array, source: int, target: int) -> jax.Array:
+    """An array that is split along another dim than before, over `expert`."""
     if (mesh := region_mesh()) is not None:
-        return exchanged(x, 0, 1) if degree(mesh, EXPERT) > 1 else x
-    return lax.all_to_all(x, EXPERT, split_axis=1, concat_axis=0, tiled=True) if _has_experts() else x
-
-
-def _has_experts() -> bool:
-    return EXPERT in _compat.manual_axes()
+        return exchanged(x, source, target) if degree(mesh, EXPERT) > 1 else x
+    has_experts = EXPERT in _compat.manual_axes()
+    return lax.all_to_all(x, EXPERT, split_axis=target, concat_axis=source, tiled=True) if has_experts else x

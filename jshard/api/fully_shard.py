@@ -243,14 +243,7 @@ def _choose_units(modules: list[nnx.Module], units: Any) -> list[nnx.Module]:
             if any(chosen(choice, dotted(path), node) for choice in choices):
                 found.append(node)
     if not found:
-        raise AnnotationError(
-            "No submodule is chosen as a unit.",
-            where=f"fully_shard({type(modules[0]).__name__}, units={units!r})",
-            why="none of its submodules matches; there are "
-            + (", ".join(f"{k} ({p})" for k, p in kinds.items()) or "none")
-            + ".",
-            do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="blocks/*".',
-        )
+        raise checks.no_unit_chosen(type(modules[0]).__name__, repr(units), kinds, "blocks/*")
     return found
 
 

@@ -264,14 +264,7 @@ def check_found(annotation: Annotation, seen: Seen, leaves: Mapping[Path, Leaf])
     used = {unit.choice for unit in seen.units.values()}
     unused = [choice for i, (choice, _) in enumerate(annotation.choices) if i not in used]
     if unused:
-        raise AnnotationError(
-            "No submodule is chosen as a unit.",
-            where=f"fully_shard({annotation.base.__name__}, units={', '.join(map(_text, unused))})",
-            why="none of its submodules matches; there are "
-            + (", ".join(f"{k} ({p})" for k, p in seen.kinds.items()) or "none")
-            + ".",
-            do='name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="block_*".',
-        )
+        raise checks.no_unit_chosen(annotation.base.__name__, ", ".join(map(_text, unused)), seen.kinds, "block_*")
     units = [(), *seen.units]
     names = {dotted(p[len(u) :]) for p in leaves for u in units if p[: len(u)] == u}
     checks.check_patterns_used(annotation.root.placement.ignored, names)

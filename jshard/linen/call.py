@@ -1,6 +1,5 @@
 """A call of a bound Linen module as a function of arrays: taken apart, run on a copy, its changes written back."""
 
-import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -138,7 +137,7 @@ class LinenCall:
         self.result: Result | None = None
         self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output of it
         self._outermost = _outermost(self.scopes)
-        self._counts = [copy.deepcopy(scope.rng_counters) for scope in self.scopes]
+        self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
         self._fields = _array_fields(self.module)
         params = [group.get(PARAMS, {}) for group in self.groups[0]]
         found, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
@@ -248,7 +247,7 @@ class LinenCall:
                 do="return self.inner(x)  # its result, in place of self.inner",
             )
         is_array = [isinstance(x, jax.Array) for x in leaves]
-        counts = tuple(copy.deepcopy(scope.rng_counters) for scope in self.scopes)
+        counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)
         self.result = Result(tree, tuple(is_array), tuple(others(is_array, leaves)), tuple(changed), counts)
         arrays, num_outs = picked(is_array, leaves), sum(is_array[: len(jax.tree.leaves(out))])
         return arrays[:num_outs], arrays[num_outs:]
@@ -338,6 +337,11 @@ def _from(path: Path, start: Path) -> Path:
     """A path from another one, where it begins with it."""
     found = inside(start, path)
     return ("..", *path) if found is None else found
+
+
+def _copied(counts: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Counters as they are; their keys are objects that count by themselves, so that they are not copied."""
+    return {k: _copied(v) if isinstance(v, dict) else v for k, v in counts.items()}
 
 
 def _restore(counts: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

@@ -18,10 +18,7 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 from jshard.plans.memories import StatePlaces, key_texts
 from jshard.plans.padding import OF_STORAGE, Padding
 
-_VALUE = jax.tree_util.GetAttrKey("value")
 
-
-@jax.tree_util.register_pytree_with_keys_class
 class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
     """A parameter that is stored padded: read, indexed and computed with as the logical array.
 
@@ -84,20 +81,13 @@ class Padded(NDArrayOperatorsMixin, meta.AxisMetadata[Any]):
         dtype, stored = (getattr(self.value, name, None) for name in ("dtype", "shape"))
         return f"Padded({dtype}{list(self.padding.logical_shape(stored or ()))}, stored {list(stored or ())})"
 
-    def tree_flatten_with_keys(self) -> tuple[tuple, Padding]:
-        """For jax."""
-        return ((_VALUE, self.value),), self.padding
 
-    def tree_flatten(self) -> tuple[tuple, Padding]:
-        """For jax."""
-        return (self.value,), self.padding
-
-    @classmethod
-    def tree_unflatten(cls, padding: Padding, children: tuple) -> "Padded":
-        """For jax."""
-        return cls(children[0], padding)
-
-
+jax.tree_util.register_pytree_with_keys(
+    Padded,
+    lambda box: (((jax.tree_util.GetAttrKey("value"), box.value),), box.padding),
+    lambda padding, children: Padded(next(iter(children)), padding),
+    lambda box: ((box.value,), box.padding),
+)
 serialization.register_serialization_state(
     Padded,
     lambda box: serialization.to_state_dict(box.unbox()),

@@ -22,7 +22,7 @@ from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described,
 from jshard.linen.layout import Layout, Seen, SeenUnit
 from jshard.plans.checks import nothing_to_shard
 from jshard.plans.mesh import is_concrete
-from jshard.plans.plan import ShardPlan
+from jshard.plans.plan import Leaf, ShardPlan
 from jshard.plans.replicated import check_replicated, others_in
 from jshard.plans.units import Path, Unit, dotted
 
@@ -210,10 +210,15 @@ def _open(annotation: Annotation, module: nn.Module, function: Callable, args: t
 
 def _around(annotation: Annotation, module: nn.Module) -> _Inside:
     """Where the outermost call is into a model with units that are never gathered."""
-    leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
+    leaves = _leaves(module)
     layout = annotation.known_layout(leaves)
     check_replicated(layout.root, layout.kind)
     return _Inside(annotation, layout, tuple(module.path), is_around=True)
+
+
+def _leaves(module: nn.Module) -> dict[Path, Leaf]:
+    """The parameters of a bound model, described."""
+    return {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
 
 
 def _beside(
@@ -292,7 +297,7 @@ def _initialise(annotation: Annotation, module: nn.Module, run: Callable[[], Any
     survey = Survey(annotation, tuple(module.path))
     with _set(_survey, survey), _tracing(survey):
         out = run()
-    leaves = {path: described(leaf, path) for path, leaf in flat(module.variables.get(PARAMS, {}))}
+    leaves = _leaves(module)
     if not leaves:
         _check_has_parameters(annotation, module)
     check_found(annotation, survey.seen, leaves)

@@ -133,7 +133,6 @@ def _with_sums(updates: Any, parameters: Mapping[Keys, Any], sums: Mapping[Keys,
     return jax.tree.map_with_path(one, updates)
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class HostUpdate:
     """The update of a parameter in host memory: the sum is there, too.
 
@@ -155,18 +154,12 @@ class HostUpdate:
             return self._made[1]
         return placed_like((fetched(parameter) + self.value).astype(parameter.dtype), parameter)
 
-    def tree_flatten_with_keys(self) -> tuple[tuple, None]:
-        """For jax."""
-        return ((jax.tree_util.GetAttrKey("value"), self.value),), None
 
-    def tree_flatten(self) -> tuple[tuple, None]:
-        """For jax."""
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple) -> "HostUpdate":
-        """For jax."""
-        return cls(children[0])
+jax.tree_util.register_pytree_with_keys(
+    HostUpdate,
+    lambda update: (((jax.tree_util.GetAttrKey("value"), update.value),), None),
+    lambda _, children: HostUpdate(*children),
+)
 
 
 # The loss of a Linen model, as a function of trees of arrays.

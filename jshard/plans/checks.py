@@ -2,6 +2,8 @@
 
 import dataclasses
 import fnmatch
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from flax import nnx
@@ -11,7 +13,7 @@ from jshard.plans.memories import check_offload
 from jshard.plans.placement import PARAMS
 from jshard.plans.policies import OFFLOADED, UnitPolicy
 from jshard.plans.replicated import ARRAY, Other, others_of
-from jshard.plans.units import PathPattern, Unit, dotted, hidden_call, nested_units, occurrences, plain_class, unit_of
+from jshard.plans.units import PathPattern, Unit, dotted, nested_units, occurrences, plain_class, unit_of
 from jshard.plans.units import modules as modules_of
 
 
@@ -98,11 +100,12 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
             why=f"the module around them is on {dict(unit.mesh.shape)}, or on other devices.",
             do="make one mesh = js.mesh(fsdp=-1) and pass it to every js.fully_shard.",
         )
-    if wrapper := hidden_call(module):
+    call = inspect.getattr_static(plain_class(module), "__call__", None)
+    if call is not None and not inspect.isfunction(call):
         raise AnnotationError(
             "The call of a module is wrapped, so that it cannot become a sharded region.",
             where=f"{name}.__call__",
-            why=f"it is a {wrapper}, not a plain method.",
+            why=f"it is a {type(call).__name__}, not a plain method.",
             do="take the decorator off, and put @nnx.jit on the training step.",
         )
     if inner and not unit.placement.gathered:  # no region is opened that they could gather in
@@ -114,6 +117,25 @@ def check_new_unit(module: nnx.Module, unit: Unit) -> None:
             " placement=js.ShardPlacement(gathered=False));"
             "\nthen the root: js.fully_shard(model, mesh=mesh)",
         )
+
+
+def no_unit_chosen(kind: str, units: str, kinds: Mapping[str, str], pattern: str) -> AnnotationError:
+    """The error for a choice of units that no submodule matches.
+
+    Args:
+        kind: class of the model.
+        units: the choice, as text.
+        kinds: the classes of its submodules, each with the path of one.
+        pattern: one that would match.
+    """
+    return AnnotationError(
+        "No submodule is chosen as a unit.",
+        where=f"fully_shard({kind}, units={units})",
+        why="none of its submodules matches; there are "
+        + (", ".join(f"{k} ({p})" for k, p in kinds.items()) or "none")
+        + ".",
+        do=f'name a class, js.fully_shard(model, units=Block, mesh=mesh), or a path, units="{pattern}".',
+    )
 
 
 def check_patterns(ignored: Any, modules: list[nnx.Module]) -> None:

@@ -167,12 +167,6 @@ def _unit_class(base: type[nnx.Module], unit: Unit, route: Callable[..., Any]) -
     return metaclass(base.__name__, (base,), body, pytree=base._pytree__is_pytree)
 
 
-def hidden_call(module: nnx.Module) -> str | None:
-    """What a module's `__call__` is, if it is wrapped in something that calls cannot be routed through."""
-    method = inspect.getattr_static(plain_class(module), "__call__", None)
-    return None if method is None or inspect.isfunction(method) else type(method).__name__
-
-
 def _methods(base: type[nnx.Module]) -> Iterator[tuple[str, Callable[..., Any]]]:
     """The methods that run the model: `__call__` and the public ones that Flax's base classes lack."""
     for name in dir(base):

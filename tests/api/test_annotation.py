@@ -533,7 +533,7 @@ def test_small_parameters_that_no_dim_divides_are_replicated_with_one_warning():
     annotate = lambda model: js.fully_shard(model, mesh=MESH)
     build = lambda: Odd(nnx.Rngs(0))
     with pytest.warns(
-        UserWarning, match=r"2 parameter\(s\) of Odd are replicated(.|\n)* 33500 bytes of them"
+        UserWarning, match=r"1 parameter\(s\) of Odd are replicated(.|\n)* 16348 bytes of them"
     ) as warned:
         model = js.shard_init(build, annotate)
     assert len(warned) == 1

@@ -1,6 +1,5 @@
 """Linen parameters that no dim divides: stored padded in a box, read without it, trained like on one device."""
 
-import contextlib
 import copy
 import functools
 import pickle
@@ -19,7 +18,7 @@ from orbax.checkpoint import v1 as ocp
 import jshard as js
 from jshard import checkpoint
 from jshard.errors import AnnotationError
-from jshard.linen.padded import Padded, is_padded, unboxed
+from jshard.linen.padded import Padded, is_padded
 from tests.helpers import with_placement
 from tests.linen_models import creator
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
@@ -282,27 +281,6 @@ def test_a_padded_parameter_has_no_gradient_for_an_optimizer_that_would_see_the_
     assert refused.value.do == "tx = js.shard_optimizer(model, tx)  # around the whole chain"
     js.shard_optimizer(model, tx)
     by_hand(state, x)
-
-
-def test_calls_checks_and_frozen_padded_parameters_need_no_optimizer():
-    class Adapted(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            return Table(name="table")(x) @ self.param("adapter", nn.initializers.ones, (WIDTH, 8))
-
-    model, x = js.fully_shard(Adapted(), mesh=js.mesh()), table()[1]
-    params = js.shard_init(lambda: model.init(jax.random.key(0), x), model)["params"]
-    apply = jax.jit(lambda params, x: model.apply({"params": params}, x))
-    wanted = Adapted().apply({"params": unboxed(params)}, x)
-    np.testing.assert_allclose(apply(params, x), wanted, rtol=1e-4, atol=1e-4)
-    assert js.check(model, {"params": params}, x).worst < 1e-4
-    loss = lambda params, x: jnp.mean(apply(params, x) ** 2)
-    for wrt in ("adapter", "table/*"):
-        grad = jax.jit(js.value_and_grad(loss, model=model, wrt=wrt))
-        with pytest.raises(AnnotationError) if wrt == "table/*" else contextlib.nullcontext():
-            grad(params, x)
-    tx = js.shard_optimizer(model, ADAMW)  # traces are older
-    assert tx and jax.grad(loss)(params, x)["table"]["kernel"].shape == (VOCAB, WIDTH)
 
 
 def test_state_that_is_made_of_boxes_is_boxed():
