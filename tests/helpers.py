@@ -119,10 +119,16 @@ def with_placement(**settings: Any) -> dict[str, Any]:
 
 def equations_run(jaxpr: Any) -> Iterator[Any]:
     """The equations of a program and of those inside of it: of a function that is called twice, twice."""
+    return (eqn for eqn, _ in equations_and_trips(jaxpr))
+
+
+def equations_and_trips(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """The same, each with how often it runs: as many times as the loops around it have trips."""
     for eqn in jaxpr.eqns:
-        yield eqn
+        yield eqn, times
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for inner in jex.jaxprs_in_params(eqn.params):
-            yield from equations_run(inner)
+            yield from equations_and_trips(inner, times * trips)
 
 
 def annotator(mesh: Any, **settings: Any) -> Callable[[Decoder], None]:

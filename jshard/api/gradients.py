@@ -10,8 +10,9 @@ from flax import nnx
 
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.errors import AnnotationError, CallError
+from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
-from jshard.linen.optimizer import layout_of, linen_loss
+from jshard.linen.train_state import linen_loss
 from jshard.plans.placement import Placement
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import Unit, dotted, plain_class, unit_of
@@ -65,34 +66,43 @@ def value_and_grad(
             why='accumulate is a number of microbatches, sync is "each" or "last".',
             do='js.value_and_grad(loss_fn, accumulate=4, sync="last")',
         )
-    steps, once = accumulate, sync == "last"
+    gradients = _nnx_gradients if model is None else functools.partial(_linen_gradients, model)
+    settings = {"steps": accumulate, "once": sync == "last", "has_aux": has_aux, "wrt": wrt}
 
     @functools.wraps(loss_fn)
-    def of_nnx(model: nnx.Module, *batch: Any) -> Any:
-        unit = unit_of(model)
-        if unit is None:
-            raise root_forgotten(model)
-        if steps == 1:
-            return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(model, *batch)
-        loss = _nnx_loss(loss_fn, model, unit, has_aux, wrt)
-        if once:
-            _check_parameters(loss.params, loss.name)
-        value, aux, grads, state = accumulated(loss, batch, steps, once=once)
-        nnx.update(model, state)
-        return ((value, aux) if has_aux else value), grads
+    def run(trained: Any, *batch: Any) -> Any:
+        return gradients(loss_fn, trained, batch, **settings)
 
-    @functools.wraps(loss_fn)
-    def of_linen(params: Any, *batch: Any) -> Any:
-        layout = layout_of(model)
-        trained, frozen = Trained(layout, wrt).split(params)
-        if steps == 1:
-            of_trained = lambda trained, *batch: loss_fn(joined(trained, frozen), *batch)
-            return jax.value_and_grad(of_trained, has_aux=has_aux)(trained, *batch)
-        loss = linen_loss(loss_fn, trained, frozen, layout, has_aux)
-        value, aux, grads, _ = accumulated(loss, batch, steps, once=once)
-        return ((value, aux) if has_aux else value), grads
+    return run
 
-    return of_nnx if model is None else of_linen
+
+def _nnx_gradients(
+    loss_fn: Callable, model: nnx.Module, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
+) -> Any:
+    unit = unit_of(model)
+    if unit is None:
+        raise root_forgotten(model)
+    if steps == 1:
+        return nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, wrt), has_aux=has_aux)(model, *batch)
+    loss = _nnx_loss(loss_fn, model, unit, has_aux, wrt)
+    if once:
+        _check_parameters(loss.params, loss.name)
+    value, aux, grads, state = accumulated(loss, batch, steps, once=once)
+    nnx.update(model, state)
+    return ((value, aux) if has_aux else value), grads
+
+
+def _linen_gradients(
+    model: nn.Module, loss_fn: Callable, params: Any, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
+) -> Any:
+    layout = annotation_for(model).layout
+    trained, frozen = Trained(layout, wrt).split(params)
+    if steps == 1:
+        of_trained = lambda trained, *batch: loss_fn(joined(trained, frozen), *batch)
+        return jax.value_and_grad(of_trained, has_aux=has_aux)(trained, *batch)
+    loss = linen_loss(loss_fn, trained, frozen, layout, has_aux)
+    value, aux, grads, _ = accumulated(loss, batch, steps, once=once)
+    return ((value, aux) if has_aux else value), grads
 
 
 def _nnx_loss(loss_fn: Callable, model: nnx.Module, unit: Unit, has_aux: bool, wrt: Any) -> Loss:

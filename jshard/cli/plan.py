@@ -255,7 +255,7 @@ def _batch_sizes(args: PlanArgs) -> tuple[int, ...]:
             "There are no such batches to choose among.",
             where=f"--batch-sizes {args.batch_sizes}",
             why="they are whole numbers of sequences, and --auto chooses among them.",
-            do="--auto --batch-sizes 512,1024,2048",
+            do="--topology h100:1x8 --auto --batch-sizes 512,1024,2048",
         )
     return tuple(map(int, sizes))
 

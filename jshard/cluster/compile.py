@@ -57,7 +57,7 @@ class CompileRequest:
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
         overrides: as there.
-        units: other settings of the units than the annotation's, as `jshard.api.override.revise` takes them.
+        units: other settings of the units than the annotation's, as `jshard.api.fully_shard.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
         xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for `latency_flag`,

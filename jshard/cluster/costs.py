@@ -17,7 +17,7 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.api.override import has_inner_units, repeated_layers, revise
+from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
 from jshard.cluster.compile import Variant
 from jshard.cluster.estimate import Machine
 from jshard.cluster.traffic import Collectives, at_rows, exposed_s, host_copies, own_s, own_traffic, planned

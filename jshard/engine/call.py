@@ -1,21 +1,20 @@
 """A method call on a module as a function of arrays: taken apart, put together again, its changes written back."""
 
-import contextlib
+import contextvars
 import dataclasses
-import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from jax.custom_derivatives import SymbolicZero
 
 from jshard import _compat
-from jshard.engine.context import is_without_update
-from jshard.errors import AnnotationError, CallError
-from jshard.plans.padding import logical_shape, padding_of
-from jshard.plans.units import LogicalOptimizer, Path, Unit, dotted, plain_class, unit_of, walk
+from jshard.engine.context import guard
+from jshard.errors import CallError
+from jshard.plans.padding import logical_shape, padding_of, store
+from jshard.plans.replicated import check_replicated, others_in, warn_of_others, warn_of_unplanned
+from jshard.plans.units import NESTED, Path, Unit, detach, dotted, nested_units, numberless, plain_class, unit_of, walk
 
 Kept = list[tuple[Path, Any]]
 """Paths with variables; an array that a module holds as a plain attribute stands for itself."""
@@ -78,36 +77,20 @@ class MethodCall:
     Attributes:
         params: the parameters, with paths that start with 0 in the module, 1 in the arguments.
         state: the other variables, in the same form.
-        arrays: the array arguments, and `names` for each: the name or position of its argument.
+        arrays: the array arguments.
     """
 
     def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
         self.method = method
         self.where = f"{plain_class(module).__name__}.{method.__name__}"
-        flat, self._tree = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_nnx)
-        self._leaves = [leaf for _, leaf in flat]
+        self._leaves, self._tree = jax.tree.flatten((args, kwargs), is_leaf=is_nnx)
         self._objects = [i for i, leaf in enumerate(self._leaves) if is_nnx(leaf)]
         self._arrays = [i for i, leaf in enumerate(self._leaves) if is_array(leaf)]
         self.arrays = [self._leaves[i] for i in self._arrays]
-        self._paths = [flat[i][0] for i in self._arrays]
         self.graph = (module, tuple(self._leaves[i] for i in self._objects))
         self._graphdef, params, state = nnx.split(self.graph, nnx.Param, ...)
         self.params: Kept = list(nnx.to_flat_state(params))
         self.state: Kept = list(nnx.to_flat_state(state))
-
-    def argument_names(self, parameter_names: Sequence[str]) -> list[str]:
-        """The argument that each array belongs to, given the method's parameter names."""
-        names = []
-        for kind, key, *_ in self._paths:
-            if kind.idx == 1:
-                names.append(key.key)
-            else:
-                names.append(parameter_names[key.idx] if key.idx < len(parameter_names) else str(key.idx))
-        return names
-
-    def positions(self) -> list[int | str]:
-        """Position or name of the argument that each array belongs to."""
-        return [key.key if kind.idx == 1 else key.idx for kind, key, *_ in self._paths]
 
     @property
     def has_objects(self) -> bool:
@@ -223,105 +206,119 @@ def _same(a: Any, b: Any) -> bool:
     return len(old) == len(new) and all(x is y for x, y in zip(old, new, strict=True))
 
 
-# Gradients of padded parameters: refused where the optimizer that they are for would see the padding.
+# The adapter: a call of an annotated module as an engine takes it.
 
-Refuse = Callable[[Sequence[bool]], None]
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _guarded(refuse: Refuse, arrays: list[Any]) -> list[Any]:
-    return arrays
+_names: contextvars.ContextVar[Mapping[Any, str]] = contextvars.ContextVar("names")
 
 
-@functools.partial(_guarded.defjvp, symbolic_zeros=True)
-def _differentiated(
-    refuse: Refuse, arrays: tuple[list[Any]], tangents: tuple[list[Any]]
-) -> tuple[list[Any], list[Any]]:
-    refuse([not isinstance(tangent, SymbolicZero) for tangent in tangents[0]])
-    return arrays[0], tangents[0]
+class NnxCall:
+    """A call of a method of an annotated module: `jshard.engine.trace.Call`."""
+
+    def __init__(self, module: nnx.Module, method: Callable, args: tuple, kwargs: dict[str, Any]) -> None:
+        self._parts = parts = MethodCall(module, method, args, kwargs)
+        self.where, self._path = parts.where, _path_of(module)
+        self.name = self._path or plain_class(module).__name__
+        around = [_unit_around(parts, path) for path, _ in parts.params]
+        members: list[Any] = [None if unit is None else unit.by_path.get(path) for unit, path in around]
+        planned = [i for i, member in enumerate(members) if member is not None]
+        self._planned = planned
+        self.params = [raw(parts.params[i][1]) for i in planned]
+        self.placements = [members[i].placement for i in planned]
+        self.owners = [members[i].owner if members[i].placement.gathered else NESTED for i in planned]
+        self.names = [dotted(parts.params[i][0][1:]) for i in planned]
+        params, state, arrays = parts.values()
+        unplanned = [x for i, x in enumerate(params) if members[i] is None]
+        of_state, self._state_tree = jax.tree.flatten((unplanned, state))
+        self.inputs, self.num_state = [*of_state, *arrays], len(of_state)
+        self.key = parts.key(), self._state_tree
+        self.result: Any = None
+        self.written: Sequence[str] = ()
+
+    def guarded(self, values: Sequence[Any]) -> list[Any]:
+        """The parameters on their way in; gradients of padded ones are refused if an optimizer would see padding."""
+        name, padded = self.where.split(".")[0], {}
+        for i, (path, variable) in enumerate(self._parts.params[at] for at in self._planned):
+            unit, relative = _unit_around(self._parts, path)
+            if unit is not None and unit.optimizer is not None and padding_of(variable) is not None:
+                padded[i] = stored_text(name, relative, variable), unit.optimizer
+        return guard(values, padded)
+
+    def warn(self, unit: Unit) -> None:
+        """Names what the annotation could not shard, or never saw."""
+        name = self.where.split(".")[0]
+        if not unit.nested:
+            check_replicated(unit, name)
+            others = (other for path, x in self._parts.state if path[0] == 0 for other in others_in(path[1:], x))
+            warn_of_others(unit, name, tuple(others))
+        planned = set(self._planned)
+        paths = [path for i, (path, _) in enumerate(self._parts.params) if i not in planned and not path[0]]
+        warn_of_unplanned([dotted(path[1:]) for path in paths], self.where)
+
+    def body(self, params: Sequence[Any], inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """The method's results and the changed state, as arrays, from logical parameters and inputs."""
+        unplanned, state = jax.tree.unflatten(self._state_tree, inputs[: self.num_state])
+        planned, rest = dict(zip(self._planned, params, strict=True)), iter(unplanned)
+        values = [planned[i] if i in planned else next(rest) for i in range(len(self._parts.params))]
+        live = self._parts.put_together(values, state, inputs[self.num_state :])
+        detach(live.module)
+        for _, one in live.variables(nnx.Param):
+            if padding_of(one) is not None:
+                store(one, None, one.get_raw_value())  # inside, arrays are logical
+        before = Before.of(live)
+        token = _names.set(_names_inside(live.module, self._path))
+        try:
+            out = self._parts.method(live.module, *live.args, **live.kwargs)
+        finally:
+            _names.reset(token)
+        changed = before.changed(live, self.where)
+        changes = [(path, v) for path, v in changed if not isinstance(v, nnx.Param)]
+        passed = [(path, v) for path, v in changed if isinstance(v, nnx.Param)]
+        leaves, tree = jax.tree.flatten(out)
+        dynamic = [is_array(x) for x in leaves]
+        state, state_tree = jax.tree.flatten([raw(v) for _, v in changes])
+        static = [None if is_dynamic else x for x, is_dynamic in zip(leaves, dynamic, strict=True)]
+        self.result = tree, dynamic, static, changes, state_tree
+        old = jax.tree.leaves([before.values.get(path) for path, _ in passed])
+        new = jax.tree.leaves([raw(v) for _, v in passed])
+        places = [f"{self.where}: {dotted(path[1:])}" for path, v in passed for _ in jax.tree.leaves(raw(v))]
+        if len(old) != len(new):
+            refuse_written(places)
+        self.written = places
+        return [x for x, is_dynamic in zip(leaves, dynamic, strict=True) if is_dynamic], [*state, *old, *new]
+
+    def finish(self, outs: Sequence[Any], result: Any) -> Any:
+        """Writes state back to the caller's objects, and returns the method's result."""
+        tree, dynamic, static, changes, state_tree = result
+        it = iter(outs)
+        leaves = [next(it) if is_dynamic else x for x, is_dynamic in zip(static, dynamic, strict=True)]
+        values = jax.tree.unflatten(state_tree, list(it))
+        self._parts.write_back([(path, v.replace(x)) for (path, v), x in zip(changes, values, strict=True)])
+        return jax.tree.unflatten(tree, leaves)
 
 
-def guarded(call: MethodCall, values: Sequence[Any]) -> list[Any]:
-    """The parameters of a call; to differentiate with respect to a padded one is refused as long as it would be wrong.
-
-    Args:
-        call: the call.
-        values: what its parameters enter as.
-    """
-    guards = {}
-    for i, (path, variable) in enumerate(call.params):
-        optimizer = _optimizer(call, path)
-        if padding_of(variable) is not None and optimizer is not None and _refuses(optimizer):
-            guards[i] = path, variable, optimizer
-    name = call.where.split(".")[0]
-    return _all_guarded(
-        values, {i: (_text(name, path[1:], one), optimizer) for i, (path, one, optimizer) in guards.items()}
-    )
+def _names_inside(module: nnx.Module, name: str) -> dict[Any, str]:
+    """Paths from the root of the units inside, by id of their modules; by class, for the copies that a loop makes."""
+    prefix, found = f"{name}/" if name else "", {}
+    for path, unit in nested_units(module):
+        if path:
+            kind, found[id(unit)] = type(unit), prefix + dotted(path)
+            found[kind] = numberless(found[id(unit)]) if kind in found else found[id(unit)]
+    return found
 
 
-def guard(values: Sequence[Any], padded: Mapping[int, str], optimizer: LogicalOptimizer | None) -> list[Any]:
-    """The same of stored arrays, given the positions of the padded ones, each with its name for messages."""
-    refuses = optimizer is not None and _refuses(optimizer)
-    return _all_guarded(values, {i: (text, optimizer) for i, text in padded.items()} if refuses else {})
+def _path_of(module: nnx.Module) -> str:
+    """Path of a unit from the root; of one of equal layers, with `*` for its number. Empty for the root."""
+    names = _names.get({})
+    return names.get(id(module)) or names.get(type(module), "")
 
 
-def _all_guarded(values: Sequence[Any], guards: Mapping[int, tuple[str, Any]]) -> list[Any]:
-    if not guards:
-        return list(values)
-    refuse = _refusal(list(guards.values()))
-    after = dict(zip(guards, _guarded(refuse, [values[i] for i in guards]), strict=True))
-    return [after.get(i, x) for i, x in enumerate(values)]
+def _unit_around(parts: MethodCall, path: tuple) -> tuple[Unit | None, tuple]:
+    """The module that a parameter is of, the called one or one among the arguments, and the path from there."""
+    module, relative = (parts.graph[0], path[1:]) if path[0] == 0 else (parts.graph[1][path[1]], path[2:])
+    return unit_of(module), relative
 
 
-@contextlib.contextmanager
-def guarded_inside(module: nnx.Module, unit: Unit) -> Iterator[None]:
-    """Inside, the same of the parameters that a unit's module holds, which runs in global view."""
-    name, optimizer = plain_class(module).__name__, unit.optimizer
-    found = [(path, one) for path, one in walk(module) if padding_of(one) is not None and isinstance(one, nnx.Param)]
-    found = [(path, one) for path, one in found if _compat.is_tracer(one.get_raw_value())]
-    if not found or optimizer is None or not _refuses(optimizer):
-        yield
-        return
-    refuse = _refusal([(_text(name, path, one), optimizer) for path, one in found])
-    before = [one.get_raw_value() for _, one in found]
-    after = _guarded(refuse, before)
-    for (_, one), x in zip(found, after, strict=True):
-        one.set_raw_value(x, _unsafe_bypass_check=True)
-    try:
-        yield
-    finally:
-        for (_, one), stored, x in zip(found, before, after, strict=True):
-            if one.get_raw_value() is x:
-                one.set_raw_value(stored, _unsafe_bypass_check=True)
-
-
-def _optimizer(call: MethodCall, path: tuple) -> LogicalOptimizer | None:
-    """That of the model that a parameter of a call belongs to: the called one, or one among the arguments."""
-    unit = unit_of(call.graph[0] if path[0] == 0 else call.graph[1][path[1]])
-    return None if unit is None else unit.optimizer
-
-
-def _refuses(optimizer: LogicalOptimizer) -> bool:
-    return not optimizer.exists and not is_without_update()
-
-
-def _refusal(arrays: Sequence[tuple[str, LogicalOptimizer]]) -> Refuse:
-    """What raises if one of some arrays is differentiated: late, as a trace may be older than the optimizer."""
-
-    def refuse(perturbed: Sequence[bool]) -> None:
-        bad = [one for one, is_bad in zip(arrays, perturbed, strict=True) if is_bad and not one[1].exists]
-        if bad:
-            raise AnnotationError(
-                "A padded parameter was differentiated, and js.shard_optimizer was not called for its model.",
-                where=[text for text, _ in bad],
-                why="the stored array ends in zeros. An optimizer that js.shard_optimizer did not make counts them in"
-                " its means over the parameter, and its updates would be wrong.",
-                do=bad[0][1].do,
-            )
-
-    return refuse
-
-
-def _text(model: str, path: tuple, variable: nnx.Variable) -> str:
+def stored_text(model: str, path: tuple, variable: nnx.Variable) -> str:
+    """A padded parameter, for messages."""
     shape, stored = logical_shape(variable), variable.get_raw_value()
     return f"{model}: {dotted(path)}  {stored.dtype}{list(shape)}, stored {list(stored.shape)}"

@@ -1,13 +1,18 @@
-"""What holds where a model is called: in global view, for shapes only, with copies gathered beforehand."""
+"""What holds where a model is called: in global view, for shapes only, with copies gathered, without an update."""
 
 import contextlib
 import contextvars
-from collections.abc import Iterable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import jax
+from jax.custom_derivatives import SymbolicZero
 from jax.sharding import Mesh
+
+from jshard.errors import AnnotationError
+from jshard.plans.units import LogicalOptimizer
 
 V = TypeVar("V")
 
@@ -101,6 +106,45 @@ def is_without_update() -> bool:
 def without_update() -> AbstractContextManager[None]:
     """Inside, gradients of padded parameters need no optimizer that sees logical arrays: there is no update."""
     return _no_update(True)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _guarded(refuse: Callable[[Sequence[bool]], None], arrays: list[Any]) -> list[Any]:
+    return arrays
+
+
+@functools.partial(_guarded.defjvp, symbolic_zeros=True)
+def _differentiated(
+    refuse: Callable[[Sequence[bool]], None], arrays: tuple[list[Any]], tangents: tuple[list[Any]]
+) -> tuple[list[Any], list[Any]]:
+    refuse([not isinstance(tangent, SymbolicZero) for tangent in tangents[0]])
+    return arrays[0], tangents[0]
+
+
+def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimizer]]) -> list[Any]:
+    """Stored parameters; to differentiate a padded one raises as long as an optimizer would see the padding.
+
+    Args:
+        values: the parameters.
+        padded: the padded ones by position, each with its name for messages and the optimizer of its model.
+    """
+    guards = {i: one for i, one in padded.items() if not one[1].exists and not is_without_update()}
+    if not guards:
+        return list(values)
+
+    def refuse(perturbed: Sequence[bool]) -> None:  # late, as a trace may be older than the optimizer
+        given = zip(guards.values(), perturbed, strict=True)
+        if bad := [one for one, is_bad in given if is_bad and not one[1].exists]:
+            raise AnnotationError(
+                "A padded parameter was differentiated, and js.shard_optimizer was not called for its model.",
+                where=[text for text, _ in bad],
+                why="the stored array ends in zeros. An optimizer that js.shard_optimizer did not make counts them in"
+                " its means over the parameter, and its updates would be wrong.",
+                do=bad[0][1].do,
+            )
+
+    after = dict(zip(guards, _guarded(refuse, [values[i] for i in guards]), strict=True))
+    return [after.get(i, x) for i, x in enumerate(values)]
 
 
 def in_global_view() -> bool:

@@ -281,9 +281,7 @@ class Partitioner:
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation."""
         name = eqn.primitive.name
-        outer, self.eqn = self.eqn, eqn
-        self._around.append(eqn)
-        try:
+        with self._inside(eqn):
             if name not in KEEP_STORED:
                 values = [self.read(value) for value in values]
             if name in TAKE_PARTIAL:
@@ -293,6 +291,14 @@ class Partitioner:
             if any(v.is_partial for v in values) and (found := linear.apply(self, eqn, values)) is not None:
                 return found
             return self._by_rule(eqn, values)
+
+    @contextlib.contextmanager
+    def _inside(self, eqn: Eqn) -> Iterator[None]:
+        """Inside, the equation is the one that is run."""
+        outer, self.eqn = self.eqn, eqn
+        self._around.append(eqn)
+        try:
+            yield
         finally:
             self.eqn = outer
             self._around.pop()

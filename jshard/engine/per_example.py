@@ -19,7 +19,8 @@ from jax.extend import core as jex
 from jax.interpreters import batching, mlir
 
 from jshard import _compat
-from jshard.engine.trace import Static, is_float, merged, others, picked
+from jshard.engine.call import is_float
+from jshard.engine.trace import Static, merged, others, picked
 from jshard.engine.values import PARTIAL, State
 from jshard.errors import CallError
 

@@ -7,7 +7,6 @@ program stays in global view, so penalties, metrics and optimizers see whole par
 """
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
@@ -19,11 +18,12 @@ from jax.sharding import Mesh, PartitionSpec
 from jshard import _compat
 from jshard.engine import experts, moved, stored
 from jshard.engine.ahead import gathered_in, tied
-from jshard.engine.batch import batch_size, warn_of_whole
+from jshard.engine.call import is_float
 from jshard.engine.context import gathered_copies
+from jshard.engine.moved import batch_size, warn_of_whole
 from jshard.engine.schedule import ShardedPartitioner
 from jshard.engine.stacks import note_layers
-from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, is_float, picked, trace
+from jshard.engine.trace import Call, Program, Static, abstract, evaluate_jaxpr, picked, trace
 from jshard.engine.units import BACKWARD, FORWARD, computes_in, region_trace
 from jshard.engine.values import PARTIAL, Shard, State, Value
 from jshard.errors import CallError
@@ -60,14 +60,7 @@ def open_region(call: Call, unit: Unit) -> Any:
     with region_trace(cast(Mesh, unit.mesh)):
         program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
     operands = [*params, *call.inputs, *consts]
-    region = Region(
-        unit,
-        call,
-        program,
-        consts,
-        copied=[copy is not None for copy in copies],
-        reshard=resharded(unit, is_root=not unit.nested),
-    )
+    region = Region(unit, call, program, consts, [copy is not None for copy in copies])
     eager = not any(_compat.is_tracer(x) for x in operands)
     run = differentiable(region)
     outs = (jax.jit(run) if eager else run)(*operands)
@@ -160,7 +153,7 @@ def remat_of(unit: Unit) -> Any:
 
 
 class Region:
-    """One call's region.
+    """One call's region: where its program runs, and how the arrays of the call enter.
 
     Args:
         unit: record of the root.
@@ -168,19 +161,9 @@ class Region:
         program: its program; the operands are parameters, inputs and constants.
         consts: the constants.
         copied: of each parameter, whether it enters as a copy that each device gathered beforehand.
-        reshard: whether what is gathered outside of units is gathered again in backward; a number: kept in pieces.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        call: Call,
-        program: Program,
-        consts: Sequence[Any],
-        *,
-        copied: Sequence[bool],
-        reshard: bool | int,
-    ) -> None:
+    def __init__(self, unit: Unit, call: Call, program: Program, consts: Sequence[Any], copied: Sequence[bool]) -> None:
         self.unit, self.name, self.program = unit, call.where, program
         mesh = self.mesh = cast(Mesh, unit.mesh)
         self.axes, self.degree, self.experts = batch_axes(mesh), data_degree(mesh), degree(mesh, EXPERT)
@@ -195,107 +178,25 @@ class Region:
             for p, name, is_copy, x in zip(call.placements, call.names, copied, call.params, strict=True)
         ]
         self.operands += [self._entering(x) for x in (*call.inputs, *consts)]
-        self.placements = {one.parameter: one.state.placement for one in self.operands if isinstance(one.state, Shard)}
-        self.reshard = reshard
 
-    def _entering(self, x: Any) -> "Crossing":
+    def _entering(self, x: Any) -> Crossing:
         if not (self.batch and x.ndim and x.shape[0] == self.batch):
             return Crossing(None)
         return Crossing(0, expert_dim=0 if self.experts > 1 else None)
 
-    def partitioned(
-        self,
-        jaxpr: Any,
-        operands: Sequence[Crossing],
-        gradients_of: Sequence["Crossing"] = (),
-        *,
-        is_backward: bool = False,
-        kept: Mapping[Any, Crossing] | None = None,
-    ) -> tuple[Callable[..., list[Any]], list[Crossing], dict[Any, Crossing]]:
-        """A program as a function of global arrays; how its results leave, and what it keeps, once it has run.
-
-        Args:
-            jaxpr: the program, closed.
-            operands: how its operands enter.
-            gradients_of: the operands whose gradients its results are, of a backward program.
-            is_backward: nothing is gathered before the other operands are there.
-            kept: parameters that forward gathered outside of units and kept: the last operands.
-        """
-        if self.degree == 1:
-            return functools.partial(_run_alone, jaxpr), [Crossing(None)] * len(jaxpr.out_avals), {}
-        found: list[Crossing] = []
-        keeps: dict[Any, Crossing] = {}
-        out_specs: list[PartitionSpec] = []
-        given, num_operands = kept or {}, len(operands)
-        phase = BACKWARD if is_backward else FORWARD
-        wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in gradients_of]
-
-        def on_shard(*xs: Any) -> list[Any]:
-            values = [one.enter(x) for x, one in zip(xs[:num_operands], operands, strict=True)]
-            whole = {key: one.enter(x) for x, (key, one) in zip(xs[num_operands:], given.items(), strict=True)}
-            name = self.unit.name or "(root)"
-            p = ShardedPartitioner(self.mesh, [self.batch] if self.batch else [], whole, name)
-            if is_backward:
-                gathered = gathered_in(jaxpr.jaxpr, values, {name for name, *_ in given})
-                _hold_back(gathered, [v for v in values if not v.is_stored])
-            gradients = {i: s for i, s in enumerate(wanted) if isinstance(s, Shard)}
-            outs = p.run_root(jaxpr.jaxpr, jaxpr.consts, values, gradients)
-            with jax.named_scope(f"jshard[{name}]/{BACKWARD}"):
-                stored_gradients = _in_states(p, outs[: len(wanted)], wanted)
-            outs = [*stored_gradients, *(p.land(p.settle(v)) for v in outs[len(wanted) :])]
-            moved.note(self.unit, self.name, phase, p.moved)
-            if not is_backward:
-                note_layers(self.unit, p.layers_read)
-                warn_of_whole(self.name, self.arguments, self.batch, self.degree, p.products)
-            found[:] = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, wanted)]
-            more = {} if is_backward else self._kept(p)
-            keeps.update({key: Crossing.of(v) for key, v in more.items()})
-            leaving, outs = [*found, *keeps.values()], [*outs, *more.values()]
-            out_specs[:] = [self._spec(one, v.x.ndim) for one, v in zip(leaving, outs, strict=True)]
-            return [one.leave(v) for one, v in zip(leaving, outs, strict=True)]
-
-        ndims = [*(a.ndim for a in jaxpr.in_avals), *(len(key[-1]) for key in given)]
-        entering = [*operands, *given.values()]
-
-        def with_experts(*xs: Any) -> list[Any]:
-            asked = [
-                PARTIAL if one.is_copy and one.expert_dim is None else one.expert_dim
-                for one in (gradients_of if is_backward else ())
-            ]
-            dims = [one.expert_dim for one in entering]
-            outs, dims, more = experts.over_experts(on_shard, xs, dims, asked, self.experts)
-            moved.note(self.unit, self.name, f"{phase} over {EXPERT}", more)
-            leaving = [*found, *keeps.values()]
-            leaving = [dataclasses.replace(one, expert_dim=dim) for one, dim in zip(leaving, dims, strict=True)]
-            out_specs[:] = [self._spec(one, x.ndim) for one, x in zip(leaving, outs, strict=True)]
-            keeps.update(zip(keeps, leaving[len(found) :], strict=True))
-            found[:] = leaving[: len(found)]
-            return outs
-
-        run = jax.shard_map(
-            on_shard if self.experts == 1 else with_experts,
-            mesh=self.mesh,
-            in_specs=tuple(map(self._spec, entering, ndims)),
-            out_specs=out_specs,  # read after the body is traced, which fills the list
-            axis_names=manual_axes(self.mesh),
-            check_vma=False,
-        )
-        return run, found, keeps
-
-    def _kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
+    def kept(self, p: ShardedPartitioner) -> dict[Any, Value]:
         """What forward keeps of the parameters that it gathered outside of units, whole or in pieces, for backward."""
-        if self.reshard is True:
-            return {}
+        pieces = resharded(self.unit, is_root=not self.unit.nested)
         found = {key: v for key, v in p.kept_whole.items() if isinstance(key, tuple)}
-        if self.reshard is False:
-            return found
-        kept = {}
-        for key, v in found.items():
-            placement = self.placements[key[0]]
-            kept[key] = Value(stored.keep_piece(v.x, placement, self.reshard), Shard(placement, self.reshard))
-        return kept
+        if isinstance(pieces, bool):
+            return {} if pieces else found
+        placements = {one.parameter: one.state.placement for one in self.operands if isinstance(one.state, Shard)}
+        shards = {key: Shard(placements[key[0]], pieces) for key in found}
+        return {
+            key: Value(stored.keep_piece(v.x, shards[key].placement, pieces), shards[key]) for key, v in found.items()
+        }
 
-    def _spec(self, one: Crossing, ndim: int) -> PartitionSpec:
+    def spec(self, one: Crossing, ndim: int) -> PartitionSpec:
         """Where an array that crosses is over the data axes."""
         dim = 0 if one.is_copy and self.experts > 1 else one.expert_dim
         return experts.with_experts(self._over_batch_axes(one.state, ndim), dim)
@@ -310,14 +211,101 @@ class Region:
         return PartitionSpec() if state is None else PartitionSpec(*[None] * cast(int, state), self.axes)
 
 
+class OnShards:
+    """A program of a region as a function of global arrays.
+
+    Args:
+        region: the region.
+        jaxpr: the program, closed.
+        operands: how its operands enter.
+        gradients_of: of a backward program, the operands whose gradients its results are. None: it is forward.
+        kept: parameters that forward gathered outside of units and kept: the last operands.
+
+    Attributes:
+        found: how its results leave, once it has run.
+        keeps: and how what it keeps beside them does: the last results.
+    """
+
+    def __init__(
+        self,
+        region: Region,
+        jaxpr: Any,
+        operands: Sequence[Crossing],
+        gradients_of: Sequence[Crossing] | None = None,
+        kept: Mapping[Any, Crossing] | None = None,
+    ) -> None:
+        self.region, self.jaxpr, self.operands, self.given = region, jaxpr, operands, kept or {}
+        self.phase, self.gradients_of = FORWARD if gradients_of is None else BACKWARD, gradients_of or ()
+        self.wanted = [Own(PARTIAL) if isinstance(one.state, Own) else one.state for one in self.gradients_of]
+        self.found = [Crossing(None)] * len(jaxpr.out_avals)
+        self.keeps: dict[Any, Crossing] = {}
+        self._out_specs: list[PartitionSpec] = []
+
+    def __call__(self, *arrays: Any) -> list[Any]:
+        """Runs it. Where one data shard has the whole batch nothing is gathered or summed: it runs as it is."""
+        region, entering = self.region, [*self.operands, *self.given.values()]
+        if region.degree == 1:
+            return evaluate_jaxpr(self.jaxpr, [fetched(x) for x in arrays])
+        run = jax.shard_map(
+            self._on_shard if region.experts == 1 else self._with_experts,
+            mesh=region.mesh,
+            in_specs=tuple(region.spec(one, x.ndim) for one, x in zip(entering, arrays, strict=True)),
+            out_specs=self._out_specs,  # read after the body is traced, which fills the list
+            axis_names=manual_axes(region.mesh),
+            check_vma=False,
+        )
+        return run(*arrays)
+
+    def _on_shard(self, *xs: Any) -> list[Any]:
+        """The program on one data shard: what it holds of the operands, and of the results."""
+        region, num = self.region, len(self.operands)
+        values = [one.enter(x) for x, one in zip(xs[:num], self.operands, strict=True)]
+        whole = {key: one.enter(x) for x, (key, one) in zip(xs[num:], self.given.items(), strict=True)}
+        p = ShardedPartitioner(region.mesh, [region.batch] if region.batch else [], whole, region.unit.name or "(root)")
+        outs, more = self._run(p, values), {}
+        moved.note(region.unit, region.name, self.phase, p.moved)
+        if self.phase == FORWARD:
+            note_layers(region.unit, p.layers_read)
+            warn_of_whole(region.name, region.arguments, region.batch, region.degree, p.products)
+            more = region.kept(p)
+        leaving = [Crossing.of(v, s) for v, s in itertools.zip_longest(outs, self.wanted)]
+        leaving += [Crossing.of(v) for v in more.values()]
+        self.keeps = dict.fromkeys(more, Crossing(None))
+        values = [*outs, *more.values()]
+        self._leave(leaving, [v.ndim for v in values])
+        return [one.leave(v) for one, v in zip(leaving, values, strict=True)]
+
+    def _run(self, p: ShardedPartitioner, values: list[Value]) -> list[Value]:
+        """Its results, gradients as their parameters are stored."""
+        if self.phase == BACKWARD:
+            gathered = gathered_in(self.jaxpr.jaxpr, values, {name for name, *_ in self.given})
+            _hold_back(gathered, [v for v in values if not v.is_stored])
+        gradients = {i: s for i, s in enumerate(self.wanted) if isinstance(s, Shard)}
+        outs, num = p.run_root(self.jaxpr.jaxpr, self.jaxpr.consts, values, gradients), len(self.wanted)
+        with jax.named_scope(f"jshard[{p.name}]/{BACKWARD}"):
+            stored_gradients = _in_states(p, outs[:num], self.wanted)
+        return [*stored_gradients, *(p.land(p.settle(v)) for v in outs[num:])]
+
+    def _with_experts(self, *xs: Any) -> list[Any]:
+        """The same on one place along `expert` of a data shard."""
+        dims = [one.expert_dim for one in (*self.operands, *self.given.values())]
+        asked = [PARTIAL if one.is_copy and one.expert_dim is None else one.expert_dim for one in self.gradients_of]
+        outs, dims, more = experts.over_experts(self._on_shard, xs, dims, asked, self.region.experts)
+        moved.note(self.region.unit, self.region.name, f"{self.phase} over {EXPERT}", more)
+        leaving = zip((*self.found, *self.keeps.values()), dims, strict=True)
+        self._leave([dataclasses.replace(one, expert_dim=dim) for one, dim in leaving], [x.ndim for x in outs])
+        return outs
+
+    def _leave(self, leaving: list[Crossing], ndims: Sequence[int]) -> None:
+        """Notes how results leave, and what is kept after them."""
+        num = len(leaving) - len(self.keeps)
+        self.found, self.keeps = leaving[:num], dict(zip(self.keeps, leaving[num:], strict=True))
+        self._out_specs[:] = map(self.region.spec, leaving, ndims)
+
+
 def _expert_dim(placement: Placement, ndim: int) -> int | None:
     from_end = experts.expert_dim(placement)
     return None if from_end is None else ndim + from_end
-
-
-def _run_alone(jaxpr: Any, *operands: Any) -> list[Any]:
-    """A program where one data shard has the whole batch: nothing is gathered or summed, so it runs as it is."""
-    return evaluate_jaxpr(jaxpr, [fetched(x) for x in operands])
 
 
 def _hold_back(shards: list[Value], others: list[Value]) -> None:
@@ -350,16 +338,14 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
 
     @jax.custom_vjp
     def run(*operands: Any) -> list[Any]:
-        function, *_ = region.partitioned(program.jaxpr, entering)
-        return function(*operands)[: len(program.jaxpr.out_avals)]
+        return OnShards(region, program.jaxpr, entering)(*operands)[: len(program.jaxpr.out_avals)]
 
     def forward(*operands: Any) -> tuple[list[Any], tuple[Any, ...]]:
         values = [x.value for x in operands]
         gradient = program.gradient(tuple(x.perturbed and is_float(x.value) for x in operands))
-        function, found, keeps = region.partitioned(gradient.forward, entering)
-        outs = function(*values)
-        num_outs = len(gradient.is_float)
-        return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, found, keeps)))
+        on_shards = OnShards(region, gradient.forward, entering)
+        outs, num_outs = on_shards(*values), len(gradient.is_float)
+        return outs[:num_outs], (values[:n], outs[num_outs:], Static((gradient, on_shards.found, on_shards.keeps)))
 
     def backward(saved: tuple[Any, ...], cotangents: Sequence[Any]) -> tuple[Any, ...]:
         params, kept, (gradient, found, keeps) = saved[0], saved[1], saved[2].value
@@ -368,8 +354,8 @@ def differentiable(region: Region) -> Callable[..., list[Any]]:
         of_operands = [*entering[:n], *found[num_outs:], *picked(live, found[:num_outs])]
         wanted = picked(gradient.wrt, entering)
         at = len(kept) - len(keeps)
-        function, *_ = region.partitioned(gradient.backward(live), of_operands, wanted, is_backward=True, kept=keeps)
-        grads = function(*params, *kept[:at], *picked(live, cotangents), *kept[at:])
+        on_shards = OnShards(region, gradient.backward(live), of_operands, wanted, keeps)
+        grads = on_shards(*params, *kept[:at], *picked(live, cotangents), *kept[at:])
         if region.degree == 1:
             like = [*params, *[None] * (len(gradient.wrt) - n)]
             grads = [

@@ -1,7 +1,8 @@
 """Where a call into an annotated module goes: into a region, into the trace of one around it, or to plain Flax."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -10,9 +11,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
-from jshard.engine.call import guarded_inside, is_array, is_nnx
-from jshard.engine.context import in_global_view, in_plain_flax, in_shapes_only
-from jshard.engine.nnx_call import NnxCall
+from jshard.engine.call import NnxCall, is_array, is_nnx, stored_text
+from jshard.engine.context import guard, in_global_view, in_plain_flax, in_shapes_only
 from jshard.engine.region import open_region, remat_of
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import Call
@@ -20,32 +20,43 @@ from jshard.engine.units import UnitSettings, call_unit, called_inside, computes
 from jshard.errors import CallError
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import AnyMesh, data_axes, data_degree
+from jshard.plans.padding import padding_of
 from jshard.plans.plan import resharded
-from jshard.plans.units import NESTED, OWN, Unit, dotted, nested_units, unit_of, walk
+from jshard.plans.units import NESTED, OWN, Unit, dotted, nested_units, plain_class, unit_of, walk
 
 
-@contextlib.contextmanager
-def on_device(module: nnx.Module, unit: Unit) -> Iterator[None]:
+def on_device(module: nnx.Module, unit: Unit) -> AbstractContextManager[None]:
     """Inside, the parameters of a unit's module are on the device: products do not take arrays of both memories."""
-    moves = any(member.placement.on_host for member in unit.members)
-    with all_on_device(module) if moves else contextlib.nullcontext():
-        yield
+    if not any(member.placement.on_host for member in unit.members):
+        return contextlib.nullcontext()
+    params = [v for _, v in walk(module) if isinstance(v, nnx.Param) and _compat.on_host(v.get_raw_value())]
+    return _holding(params, [fetched(v.get_raw_value()) for v in params])
+
+
+def guarded_inside(module: nnx.Module, unit: Unit) -> AbstractContextManager[None]:
+    """Inside, to differentiate a padded parameter raises as long as an optimizer would see the padding."""
+    found = [(path, v) for path, v in walk(module) if isinstance(v, nnx.Param) and padding_of(v) is not None]
+    found = [(path, v) for path, v in found if _compat.is_tracer(v.get_raw_value())]
+    if unit.optimizer is None or not found:
+        return contextlib.nullcontext()
+    name = plain_class(module).__name__
+    padded = {i: (stored_text(name, path, v), unit.optimizer) for i, (path, v) in enumerate(found)}
+    params = [v for _, v in found]
+    return _holding(params, guard([v.get_raw_value() for v in params], padded))
 
 
 @contextlib.contextmanager
-def all_on_device(module: nnx.Module) -> Iterator[None]:
-    """The same of all parameters of a module."""
-    moved = []
-    for _, variable in walk(module):
-        if isinstance(variable, nnx.Param) and _compat.on_host(stored := variable.get_raw_value()):
-            variable.set_raw_value(there := fetched(stored))
-            moved.append((variable, stored, there))
+def _holding(variables: Sequence[nnx.Variable], arrays: Sequence[Any]) -> Iterator[None]:
+    """Inside, variables hold these arrays; those that nobody wrote hold what they held again."""
+    before = [v.get_raw_value() for v in variables]
+    for v, x in zip(variables, arrays, strict=True):
+        v.set_raw_value(x, _unsafe_bypass_check=True)
     try:
         yield
     finally:
-        for variable, stored, there in moved:
-            if variable.get_raw_value() is there:
-                variable.set_raw_value(stored)
+        for v, old, x in zip(variables, before, arrays, strict=True):
+            if v.get_raw_value() is x:
+                v.set_raw_value(old, _unsafe_bypass_check=True)
 
 
 # A unit's call in global view as a Flax user would write it: what jshard is compared with.

@@ -6,9 +6,11 @@ and no earlier. Every output of the barrier is used, so nothing of it is pruned.
 the reduction of unit i waits for that of the unit before.
 """
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -53,7 +55,6 @@ class ShardedPartitioner(Partitioner):
         self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | LocalProduct], Any]] = {}
         self._read: list[Value] = []
         self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
-        self._outermost = False
         self._stored_rows: dict[Any, Shard] = {}  # of the results of loops
         self.handover: Handover | None = None  # for the trip that is run next
 
@@ -96,25 +97,25 @@ class ShardedPartitioner(Partitioner):
     def run_root(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], gradients: Mapping[int, Shard]
     ) -> list[Value]:
-        """Runs the program of a region: what it gathers outside of units is found in `kept_whole` afterwards.
+        """Runs the program of a region, given which of its results are gradients, and how these are stored.
 
-        Args:
-            jaxpr: the program.
-            consts: its constants.
-            args: its arguments.
-            gradients: which of its results are gradients, and how they are stored.
+        What it gathers outside of units is found in `kept_whole` afterwards.
         """
-        self._outermost = True
         self._stored_rows = stored_rows(jaxpr, {jaxpr.outvars[i]: s for i, s in gradients.items()})
-        return self.run_body(jaxpr, consts, args, gradients=gradients)
+        level = Level(list(planned(jaxpr, args, with_loops=True)))
+        level.whole = self.kept_whole
+        return self._scheduled(level, jaxpr, consts, args, gradients)
 
     def run_body(
         self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Value], *, gradients: Collection[int] = ()
     ) -> list[Value]:
         """Runs a program with a schedule of its own."""
-        outer, self.level = self.level, Level(list(planned(jaxpr, args, with_loops=self._outermost)))
-        if self._outermost:
-            self.level.whole, self._outermost = self.kept_whole, False
+        return self._scheduled(Level(list(planned(jaxpr, args))), jaxpr, consts, args, gradients)
+
+    def _scheduled(
+        self, level: Level, jaxpr: Any, consts: Any, args: Sequence[Value], gradients: Collection[int]
+    ) -> list[Value]:
+        outer, self.level = self.level, level
         handover, self.handover = self.handover, None
         try:
             if handover is None:
@@ -166,15 +167,9 @@ class ShardedPartitioner(Partitioner):
     def equation(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """Runs one equation: a unit's, or one that leaves a stored shard a stored shard, or any other."""
         self._finish(values)
-        name = eqn.primitive.name
-        if name == "unit":
-            outer, self.eqn = self.eqn, eqn
-            self._around.append(eqn)
-            try:
+        if eqn.primitive.name == "unit":
+            with self._inside(eqn):
                 return self._unit(eqn, values)
-            finally:
-                self.eqn = outer
-                self._around.pop()
         if any(v.is_stored for v in values) and (found := self._of_stored(eqn, values)) is not None:
             return found
         return super().equation(eqn, values)
@@ -205,57 +200,41 @@ class ShardedPartitioner(Partitioner):
 
     # ---- units
     def _unit(self, eqn: Eqn, values: list[Value]) -> list[Value]:
-        q = eqn.params
-        owners, settings, phase = q["owners"], q["settings"], q["phase"]
-        values = list(values)
-        for i, v in enumerate(values):
-            owner = owners[i] if i < len(owners) else None
-            if not v.is_stored:
-                values[i] = self.land(v)
-            elif owner == OUTER:
-                values[i] = self.read(v)
+        owners, phase = eqn.params["owners"], eqn.params["phase"]
+        outer = {i for i, owner in enumerate(owners) if owner == OUTER}
+        values = [(self.read(v) if i in outer else v) if v.is_stored else self.land(v) for i, v in enumerate(values)]
         own = values[: len(owners)]
-        scope = f"jshard[{settings.name}]" + ("/backward" if phase == BACKWARD else "")
-        with jax.named_scope(scope):
-            args = self._gathered(eqn, values)
-            outs = self._compute(eqn, args)
-            if phase == FORWARD:
-                return self._keep(eqn, own, outs)
-            return self._reduced(eqn, own, outs)
+        with _scope_of(eqn):
+            outs = self._compute(eqn, self._gathered(eqn, values))
+            return self._keep(eqn, own, outs) if phase == FORWARD else self._reduced(eqn, own, outs)
 
     def _gathered(self, eqn: Eqn, values: list[Value]) -> list[Value]:
         """The operands of a unit's program, its parameters gathered at its place in the schedule."""
-        at = gathered_operands(eqn)
-        which = [i for i in at if values[i].is_stored]
-        unread = [i for i, owner in enumerate(eqn.params["owners"]) if i not in at and owner == OWN]
-        dtypes = [v.dtype for v in eqn.params["jaxpr"].in_avals]
-        values = list(values)
-        level = self.level
+        at, avals, values = gathered_operands(eqn), eqn.params["jaxpr"].in_avals, list(values)
+        which, recent = [i for i in at if values[i].is_stored], self.level.recent
         shards = [values[i] for i in which]
-        if eqn.params["phase"] == BACKWARD and level.recent and any(id(v) in level.recent for v in shards):
+        if eqn.params["phase"] == BACKWARD and recent and any(id(v) in recent for v in shards):
             full = [
-                level.recent[id(v)][1] if id(v) in level.recent else stored.gather(v, self.mesh, dtypes[i])
+                recent[id(v)][1] if id(v) in recent else stored.gather(v, self.mesh, avals[i].dtype)
                 for i, v in zip(which, shards, strict=True)
             ]
-            level.recent = None
+            self.level.recent = None
         else:
-            full = self._scheduled(eqn, values, which, dtypes)
+            full = self._gathered_in_time(eqn, values, which, [avals[i].dtype for i in which])
         for i, x in zip(which, full, strict=True):
             values[i] = Value(x)
-        for i in unread:
-            if values[i].is_stored:  # its type alone
-                aval = eqn.params["jaxpr"].in_avals[i]
-                values[i] = Value(jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+        for i, owner in enumerate(eqn.params["owners"]):
+            if i not in at and owner == OWN and values[i].is_stored:  # its type alone
+                values[i] = Value(jax.ShapeDtypeStruct(avals[i].shape, avals[i].dtype))
         return values
 
-    def _scheduled(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
+    def _gathered_in_time(self, eqn: Eqn, values: list[Value], which: list[int], dtypes: list[Any]) -> list[Any]:
         """Gathers a unit's parameters, or takes what was gathered ahead, and gathers what comes next."""
         level, prefetch, is_backward = self.level, eqn.params["settings"].prefetch, eqn.params["phase"] == BACKWARD
         shards = [values[i] for i in which]
         at = level.find(eqn, shards)
         rows = {id(v) for v in level.rows}  # are there when the trip begins
         inputs = [i for i, v in enumerate(values) if not v.is_stored and i not in which and id(v) not in rows]
-        wanted = [dtypes[i] for i in which]
         full = None if at is None else level.gathered.pop(at, None)
         if full is None and shards:
             xs = [v.x for v in shards]
@@ -263,7 +242,7 @@ class ShardedPartitioner(Partitioner):
             if is_bounded or (is_backward and not at):
                 xs, moved = tied(xs, [values[i].x for i in inputs])
                 self._replace(values, inputs, moved)
-            full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, wanted)
+            full = stored.gather_unit([v.with_array(x) for v, x in zip(shards, xs, strict=True)], self.mesh, dtypes)
         full = full or []
         ahead = level.ahead(at) if at is not None and prefetch is not None else []
         if prefetch is not None and prefetch.units != 0 and (full or ahead):  # 0: it begins with what is there first
@@ -295,10 +274,9 @@ class ShardedPartitioner(Partitioner):
             return self._cast(outs, dtypes)
         at = [i for i, v in enumerate(args) if not isinstance(v.x, jax.ShapeDtypeStruct)]  # others are never read
         xs = [args[i].x for i in at]
-        key = id(jaxpr), tuple((v.state, *v.counted.items()) for v in args), tuple(at)
+        key, mark = (id(jaxpr), tuple((v.state, *v.counted.items()) for v in args), tuple(at)), len(self.noted)
         if key not in self._bodies:
             forms: list[Value] = []
-            mark = len(self.noted)
 
             def body(xs: list[Any]) -> list[Any]:
                 inside = dict(zip(at, xs, strict=True))
@@ -308,14 +286,12 @@ class ShardedPartitioner(Partitioner):
                 forms[:] = [v.with_array(None) for v in outs]
                 return [v.x for v in outs]
 
-            body.__name__ = body.__qualname__ = f"{eqn.params['phase']}"
+            body.__name__ = body.__qualname__ = eqn.params["phase"]
             run = jax.jit(body)
             xs = run(xs)
-            noted = [one.times(1 / self.trips) for one in self.noted[mark:]]
-            self._bodies[key] = run, forms, noted, jaxpr
+            self._bodies[key] = run, forms, [one.times(1 / self.trips) for one in self.noted[mark:]], jaxpr
         else:
             run, forms, noted, _ = self._bodies[key]
-            mark = len(self.noted)
             xs = run(xs)
             self.noted[mark:] = [one.times(self.trips) for one in noted]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
@@ -389,14 +365,8 @@ class ShardedPartitioner(Partitioner):
         level.reduced = handover.reduced = self.reduce_left(left, handover.late)
 
     def reduce_left(self, left: Sequence[tuple[Any, Any, Shard]], unit: Eqn | None) -> list[Value]:
-        """Reduces what a trip has left.
-
-        Args:
-            left: arrays, the dtypes to reduce them in, and as what they are stored.
-            unit: that whose gradients they are.
-        """
-        name = "" if unit is None else unit.params["settings"].name
-        with jax.named_scope(f"jshard[{name}]/backward"):
+        """Reduces the gradients of a unit that a trip has left: arrays, their dtypes, and as what they are stored."""
+        with _scope_of(unit):
             values = [Value(x.astype(dtype), PARTIAL) for x, dtype, _ in left]
             return self.store_unit(values, [state for *_, state in left])
 
@@ -409,13 +379,7 @@ class ShardedPartitioner(Partitioner):
     def store_unit(
         self, values: list[Value], states: list[Shard], *, unfinished: dict[Value, Any] | None = None
     ) -> list[Value]:
-        """Values as stored shards.
-
-        Args:
-            values: to be stored.
-            states: of each.
-            unfinished: takes those that are left to be summed over the replicas, with their dtype; none are by default.
-        """
+        """Values as stored shards; `unfinished` takes those left to be summed over the replicas, with their dtypes."""
         at = [i for i, v in enumerate(values) if v.is_partial]
         found, xs, placements = list(values), [values[i].x for i in at], [states[i].placement for i in at]
         summed = stored.reduce_unit(xs, placements, self.mesh, first_step=unfinished is not None) if at else []
@@ -424,3 +388,11 @@ class ShardedPartitioner(Partitioner):
             if unfinished is not None and stored.has_two_steps(before, placement, self.mesh):
                 unfinished[found[i]] = before.dtype
         return [self.store(v, state) for v, state in zip(found, states, strict=True)]
+
+
+def _scope_of(unit: Eqn | None) -> AbstractContextManager[Any]:
+    """Inside, operations are named after a unit and its phase."""
+    if unit is None:
+        return contextlib.nullcontext()
+    backward = "/backward" if unit.params["phase"] == BACKWARD else ""
+    return jax.named_scope(f"jshard[{unit.params['settings'].name}]{backward}")

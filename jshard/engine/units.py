@@ -16,6 +16,7 @@ from jax.interpreters import batching
 from jax.sharding import Mesh, NamedSharding
 
 from jshard import _compat
+from jshard.engine.call import is_float
 from jshard.engine.context import traced_for
 from jshard.engine.stored import without_padding
 from jshard.engine.trace import (
@@ -25,7 +26,6 @@ from jshard.engine.trace import (
     abstract,
     are_equal,
     evaluate_jaxpr,
-    is_float,
     picked,
     trace,
     without_key_data,

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard.api.fully_shard import revise
 from jshard.api.init import abstract_init, shard_init
-from jshard.api.override import revise
 from jshard.data import Data, DataError
 from jshard.data.source import first_sample
 from jshard.linen.annotation import annotation_of

@@ -101,7 +101,7 @@ class ModelFile:
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: what Hugging Face calls each parameter; None where nobody said.
         wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
-        units: settings of the units that a command line changes, by name; see `jshard.api.override.revise`.
+        units: settings of the units that a command line changes, by name; see `jshard.api.fully_shard.revise`.
     """
 
     path: Path

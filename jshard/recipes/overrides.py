@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jshard.api.override import SETTINGS
+from jshard.api.fully_shard import SETTINGS
 from jshard.errors import FourPartError, ShardingError
 from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.recipe import Recipe

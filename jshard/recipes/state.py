@@ -14,7 +14,7 @@ from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.series_folder import checkpoint_at
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_model, new_model
 from jshard.recipes.loss_scale import LossScale

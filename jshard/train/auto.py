@@ -321,7 +321,7 @@ class CachedVariant:
 
     Attributes:
         mesh: degrees of the mesh axes.
-        units: settings of the layers, as `jshard.api.override.revise` takes them.
+        units: settings of the layers, as `jshard.api.fully_shard.revise` takes them.
         batch_size: sequences of a step.
         accumulate: microbatches.
         sample: shapes of the data, as text: other data may suit another variant.

@@ -96,13 +96,6 @@ def lane_by_lane(docs, lanes, length, count):
     return np.stack([cut(q) for q in range(count)])
 
 
-def test_the_batches_are_the_same_for_any_number_of_processes():
-    for count in (1, 2, 3):
-        group = processes(global_batches, 6, count)
-        assert taken(group, 5)["id"].tolist() == unbroken(samples(), 30)
-        closed(group)
-
-
 def test_a_run_goes_on_with_other_processes_and_another_batch_size():
     found, text = [], None
     for count, batch_size, num_batches in ((2, 6, 3), (3, 4, 5), (1, 7, 2)):  # over the end of a pass, too

@@ -1,7 +1,7 @@
 """A function on the shards of a mesh, by the partitioner alone, beside one device: its results and its gradients."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import Moved, Value
+from jshard.engine.values import Moved, State, Value
 
 AXES = ("replica", "fsdp")
 
@@ -34,12 +34,14 @@ class Found:
         grads: gradients of its floating arguments for random cotangents, flat.
         moved: collectives, forward and backward.
         text: StableHLO of both.
+        compiled: the program, if it was compiled.
     """
 
     outs: list[jax.Array]
     grads: list[jax.Array]
     moved: list[Moved]
     text: str
+    compiled: Any = None
 
 
 def batch_dims(args: Sequence[Any], batch: int) -> list[int | None]:
@@ -62,8 +64,9 @@ def on_shards(
         once = lambda *xs: region.run(closed, xs, dims)[0]
         if not run:
             return Found([], [], region.moved, str(jax.make_jaxpr(once)(*args)))
-        compiled = jax.jit(once)
-        return Found(list(compiled(*args)), [], region.moved, compiled.lower(*args).as_text())
+        lowered = jax.jit(once).lower(*args)
+        compiled = lowered.compile()
+        return Found(list(compiled(*args)), [], region.moved, lowered.as_text(), compiled)
     floats, num_outs, tree = [_is_float(x) for x in args], [], []
 
     def forward(*xs: Any) -> list[Any]:
@@ -86,9 +89,43 @@ def on_shards(
 
     if not run:
         return Found([], [], region.moved, str(jax.make_jaxpr(both)(*args)))
-    compiled = jax.jit(both)
-    outs, grads = compiled(*args)
-    return Found(outs, grads, region.moved, compiled.lower(*args).as_text())
+    lowered = jax.jit(both).lower(*args)
+    compiled = lowered.compile()
+    return Found(*compiled(*args), region.moved, lowered.as_text(), compiled)
+
+
+@dataclasses.dataclass
+class Alone:
+    """What one program gave, with its results whole on every device.
+
+    Attributes:
+        outs: of each result the copies of all devices, one after the other.
+        states: in which state each result came.
+        moved: collectives before that.
+        lowered: the program.
+    """
+
+    outs: list[jax.Array]
+    states: list[State]
+    moved: list[Moved]
+    lowered: Any
+
+
+def run_alone(fn: Callable, args: Sequence[Any], mesh: Mesh, *, batch: int, gradients: Collection[int] = ()) -> Alone:
+    """Runs a function that is differentiated already, if at all; `gradients` says which results are gradients."""
+    traced, found = jax.make_jaxpr(fn)(*args), Alone([], [], [], None)
+    dims, degree = batch_dims([jnp.asarray(x) for x in args], batch), mesh.shape["replica"] * mesh.shape["fsdp"]
+
+    def on_shard(*xs: Any) -> list[Any]:
+        p = Partitioner(AXES, degree, batch_sizes={batch})
+        outs = p.run(traced.jaxpr, traced.consts, list(map(Value, xs, dims)), gradients=gradients)
+        found.states, found.moved = [v.state for v in outs], p.moved
+        return [p.whole(v).x[None] for v in outs]
+
+    specs: Any = {"in_specs": tuple(map(_spec, dims)), "out_specs": P(AXES), "check_vma": False}
+    found.lowered = jax.jit(jax.shard_map(on_shard, mesh=mesh, axis_names=set(AXES), **specs)).lower(*args)
+    found.outs = found.lowered.compile()(*args)
+    return found
 
 
 def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> tuple[list[jax.Array], list[jax.Array]]:

@@ -186,7 +186,7 @@ def _linen_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
 
 
 @functools.cache
-def one_device(group: str, names: tuple[str, ...], linen: bool) -> dict[str, Any]:
+def of_bodies(group: str, names: tuple[str, ...], linen: bool) -> dict[str, Any]:
     return body_results(group, names, None, linen)
 
 

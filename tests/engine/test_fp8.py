@@ -13,7 +13,6 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT, Fp8DirectDotGeneralOp
 from flax.training.train_state import TrainState
 
 import jshard as js
-from jshard.errors import AnnotationError
 from tests.helpers import Block, Config, builder, compile_to_read
 from tests.parity import worst
 
@@ -82,13 +81,6 @@ def test_scales_are_agreed_on_together():
     reduced = re.findall(r" = (.*?) all-reduce(?:-start)?\(.*?to_apply=%(\S+?)[, ]", text)
     together = [len(re.findall(r"[fs]32\[\]", kind)) for kind, name in reduced if name in bodies]
     assert sum(together) == 4 and len(together) <= 2
-
-
-@pytest.mark.parametrize("field", ["param", "reduce", "output"])
-def test_a_plain_cast_to_fp8_is_refused(field):
-    with pytest.raises(AnnotationError, match="too few bits for a plain cast") as error:
-        js.MixedPrecision(**{field: "float8_e4m3fn"})
-    assert "ends at 448" in str(error.value)
 
 
 def quantised(module: Any) -> Any:

@@ -94,49 +94,6 @@ def test_c_reads_inside_the_region_are_of_the_whole_parameter(use):
     np.testing.assert_allclose(call(outer(READ[use]), X), plain(X), rtol=2e-5, atol=2e-5)
 
 
-class Writing(nnx.Module):
-    def __init__(self, rngs, how):
-        self.linear = nnx.Linear(64, 64, rngs=rngs)
-        self.count = 0
-        self.total = nnx.Variable(jnp.zeros(()))
-        self.how = how
-
-    def __call__(self, x):
-        self.how(self, x)
-        return self.linear(x)
-
-
-def write_parameter(model, x):
-    model.linear.kernel[...] = model.linear.kernel[...] * 2.0
-
-
-def write_attribute(model, x):
-    model.count = model.count + 1
-
-
-def write_state(model, x):
-    model.total[...] += x.sum()
-
-
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        (write_parameter, r"parameter was written(.|\n)*linear/kernel"),
-        (write_attribute, r"plain attribute was written(.|\n)*count"),
-    ],
-)
-def test_f_writes_that_cannot_leave_the_region_are_refused(how, message):
-    model = js.fully_shard(Writing(nnx.Rngs(0), how), mesh=js.mesh())
-    with pytest.raises(CallError, match=message):
-        call(model, X)
-
-
-def test_f_state_leaves():
-    model = js.fully_shard(Writing(nnx.Rngs(0), write_state), mesh=js.mesh())
-    call(model, X)
-    np.testing.assert_allclose(model.total[...], X.sum(), rtol=1e-4)
-
-
 def test_j_units_in_a_call_of_their_own_are_right_without_a_root():
     config = Config()
     model, plain = builder(config)(), builder(config)()

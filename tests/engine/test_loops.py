@@ -14,8 +14,7 @@ from jax import lax
 from jax.extend import core as jex
 
 import jshard as js
-from jshard.inspect import collectives, full_bytes
-from tests.helpers import compile_to_read, fresh, placed, with_placement
+from tests.helpers import equations_and_trips, equations_run, fresh, placed, with_placement
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 from tests.wide import wide
 
@@ -217,20 +216,13 @@ def subprograms(eqn: Any) -> Iterator[Any]:
     return iter(jex.jaxprs_in_params(eqn.params))
 
 
-def equations(jaxpr: Any) -> Iterator[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in subprograms(eqn):
-            yield from equations(inner)
-
-
 def uses(name: str, eqn: Any) -> bool:
-    return eqn.primitive.name == name or any(uses(name, e) for inner in subprograms(eqn) for e in equations(inner))
+    return eqn.primitive.name == name or any(uses(name, e) for inner in subprograms(eqn) for e in equations_run(inner))
 
 
 def loops_with(name: str, jaxpr: Any) -> list[Any]:
     """Bodies of the innermost loops in which a primitive is found."""
-    loops = [e.params["jaxpr"].jaxpr for e in equations(jaxpr) if e.primitive.name == "scan"]
+    loops = [e.params["jaxpr"].jaxpr for e in equations_run(jaxpr) if e.primitive.name == "scan"]
     has = lambda name, body: any(uses(name, e) for e in body.eqns)
     return [body for body in loops if has(name, body) and not has("scan", body)]
 
@@ -282,14 +274,10 @@ def test_gradients_are_reduced_in_the_trip_after_theirs(name, settings):
     assert any(map(reduces_its_own, reducing_loops(traced(name, prefetch=0)[0].jaxpr.jaxpr)))
 
 
-def elements_sent(jaxpr: Any, kind: str, times: int = 1) -> int:
+def elements_sent(jaxpr: Any, kind: str) -> int:
     """Elements that a kind of collective takes in, over all trips."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
-        total += times * sum(a.aval.size for a in eqn.invars) if eqn.primitive.name == kind else 0
-        total += sum(elements_sent(inner, kind, inside) for inner in subprograms(eqn))
-    return total
+    sent = ((eqn, trips) for eqn, trips in equations_and_trips(jaxpr) if eqn.primitive.name == kind)
+    return sum(trips * sum(a.aval.size for a in eqn.invars) for eqn, trips in sent)
 
 
 SETTINGS = {
@@ -312,14 +300,3 @@ def test_no_schedule_gathers_or_reduces_in_vain(name, settings):
         part = 1.0  # the user's remat runs forward again
     assert 8 * elements_sent(program.jaxpr.jaxpr, "all_gather") / total == pytest.approx(part * FORMS[name].gathers)
     assert elements_sent(program.jaxpr.jaxpr, "reduce_scatter") / total == pytest.approx(FORMS[name].gathers / 2)
-
-
-@pytest.mark.parametrize("name", [name if name == "nnx.scan" else wide(name) for name in FORMS])
-def test_and_the_compiler_finds_no_more(name):
-    program, model = traced(name)
-    found = collectives(compile_to_read(program.lower()))
-    total = js.plan(model).logical_bytes
-    gathered = full_bytes(found, "all-gather", over=1) / total
-    # Fewer where backward needs no biases, and where it begins with what forward gathered last.
-    assert 0.8 * FORMS[name].gathers < gathered < 1.01 * FORMS[name].gathers
-    assert full_bytes(found, "reduce-scatter", over=1) / total == pytest.approx(FORMS[name].gathers / 2, rel=0.01)

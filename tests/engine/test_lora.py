@@ -16,7 +16,6 @@ from tests.parity import PARAMETER_TOLERANCE, flat
 
 WIDTH, HIDDEN, RANK = 64, 128, 8
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
-HALF = js.MixedPrecision(param="bfloat16", reduce="float32")
 
 
 class Block(nnx.Module):
@@ -107,37 +106,14 @@ def test_trains_as_on_one_device(scanned, wanted):
     assert moments and all(is_adapter(path) for path in moments)
 
 
-@pytest.mark.parametrize("scanned", [False, True], ids=["list", "scan"])
-def test_only_adapters_are_reduced(scanned):
+def test_only_adapters_are_reduced():
     """Large ones by a reduce-scatter; small ones, as most are, lie whole on every device."""
     grad = lambda m, x: nnx.value_and_grad(loss_fn, argnums=nnx.DiffState(0, nnx.LoRAParam))(m, x)
     adapters = 2 * (WIDTH * RANK + RANK * HIDDEN) + 2 * WIDTH * RANK
-    found = sent(grad, js.abstract_init(build(scanned=scanned), annotator(min_size=256)), (X,))
+    found = sent(grad, js.abstract_init(build(), annotator(min_size=256)), (X,))
     assert found["reduce_scatter"] == adapters and found["psum"] <= 8
-    small = sent(grad, js.abstract_init(build(scanned=scanned), annotator(min_size=2048)), (X,))
+    small = sent(grad, js.abstract_init(build(), annotator(min_size=2048)), (X,))
     assert small["reduce_scatter"] == 0 and adapters <= small["psum"] <= adapters + 8
-
-
-def test_small_adapters_are_no_error_and_no_warning():
-    """Replicated as they are small: nothing that someone has to do something about."""
-    model = js.abstract_init(build(rank=3), annotator())
-    why = {leaf.path: leaf.placement.because for leaf in js.plan(model).leaves if is_adapter(leaf.path)}
-    assert len(why) == 6 and all("smaller than min_size" in text for text in why.values())
-
-
-def test_adapters_in_float32_over_a_base_in_half_precision():
-    def half_base():
-        model = build()()
-        base = nnx.state(model, nnx.All(nnx.Param, nnx.Not(nnx.LoRAParam)))
-        nnx.update(model, jax.tree.map(lambda x: x.astype(jnp.bfloat16), base))
-        return model
-
-    model = placed(half_base, annotator(mixed_precision=HALF, min_size=256))
-    optimizer = js.shard_optimizer(model, optax.adamw(1e-3), wrt=nnx.LoRAParam)
-    losses = [float(step(model, optimizer, X)) for _ in range(3)]
-    assert losses[-1] < losses[0]
-    kinds = {is_adapter(path): x.dtype.name for path, x in flat(nnx.state(model, nnx.Param)).items()}
-    assert kinds == {True: "float32", False: "bfloat16"}
 
 
 def test_a_base_is_read_into_a_model_with_adapters_and_the_adapters_by_themselves(tmp_path):

@@ -15,7 +15,6 @@ from jax.experimental import pallas as pl
 
 import jshard as js
 from jshard.engine.moved import Mixing
-from jshard.errors import CallError
 from jshard.inspect.audit import audit
 from jshard.inspect.differences import differences
 from jshard.inspect.hlo.forms import mixing_in, unit_and_phase
@@ -153,16 +152,6 @@ def test_a_right_transformer_mixes_nothing():
     made = program(config)
     assert audit(made.compiled, plan=made.plan).mixing == ()
     assert js.explain(model).mixing == () and not json.loads(js.explain(model).to_json())["mixing"]
-
-
-def test_what_is_computed_whole_is_refused_if_asked():
-    with pytest.raises(CallError) as caught:
-        quietly(annotated("Refused", fallback="error"))
-    text = str(caught.value)
-    assert "every device computes for the whole batch" in text
-    assert "return h @ ranked.T" in {source(line) for line in text.splitlines()} and f"{BATCH_BYTES:,} bytes" in text
-    assert "  why:   each needs more of the batch than a data shard has" in text
-    assert "js.per_example(f)" in text and 'js.fully_shard(model, mesh=mesh, fallback="warn")' in text
 
 
 NAME = "jit(step)/(jvp(mixing[sum|square|vae.py|35|VAE.__call__|256])/psum:transpose(jvp(jshard[up]/backward))/psum)"

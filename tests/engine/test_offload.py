@@ -19,7 +19,6 @@ import jshard as js
 from jshard import _compat
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.topology import parse_topology, topology_devices
-from jshard.errors import AnnotationError, MeshError
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import batch_sharding
 from jshard.recipes.loss_scale import LossScale, scaled_value_and_grad
@@ -206,18 +205,6 @@ def test_activations_go_to_the_host_and_give_the_same_gradients(config: Config, 
         same(trained(config, remat=remat), trained(config))
 
 
-def test_names_are_kept_for_policies_that_ask_for_them():
-    keep = jax.checkpoint_policies.save_only_these_names("up")
-    found = [
-        js.explain(
-            annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat=remat), loss=loss_fn, batch=token_batch(CONFIG)
-        )
-        for remat in (keep, "full")
-    ]
-    kept, nothing = (one.memory.activations_bytes or 0 for one in found)
-    assert kept - nothing == CONFIG.layers * (16 * 16 // 8) * CONFIG.hidden * 4
-
-
 def test_explain_counts_what_lies_on_the_host():
     mesh = js.mesh(fsdp=8)
     here, state, params = (
@@ -251,19 +238,6 @@ def test_a_checkpoint_keeps_the_memory_and_the_values(tmp_path):
     plain = annotated(CONFIG, mesh, js.abstract_init)
     there = js.checkpoint.restore(tmp_path / "one", like={"model": plain}, only="params")["model"]
     assert set(kinds(nnx.state(there)).values()) == {"device"}
-
-
-def test_devices_without_host_memory_are_refused_with_what_they_have(monkeypatch):
-    monkeypatch.setattr(_compat, "memory_kinds", lambda device: ["device"])
-    with pytest.raises(MeshError, match=r"memories: device\n[^$]*'pinned_host'; 8 of 8 devices lack it"):
-        annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="params")
-    with pytest.raises(MeshError, match='remat="offload" needs'):
-        annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, remat="offload")
-
-
-def test_an_offload_that_does_not_exist_is_refused():
-    with pytest.raises(AnnotationError, match=r"js.ShardPlacement\(offload='cpu'\)"):
-        annotated(CONFIG, js.mesh(fsdp=8), js.abstract_init, offload="cpu")
 
 
 LARGE = Config(layers=8, width=1024, hidden=4096, heads=16, vocab=4096, tied=False, attends=False)

@@ -10,21 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules.known import positions
-from jshard.engine.values import Value
+from tests.engine.on_shards import AXES, TWO_BY_4, check_on, mesh_of
 from tests.wide import wide
 
 BATCH, LENGTH, WIDTH = 40, 6, 11
-AXES = ("replica", "fsdp")
 Array = jax.Array
-
-
-@functools.cache
-def mesh() -> jax.sharding.Mesh:
-    return jax.make_mesh((2, 4), AXES, axis_types=(AxisType.Auto,) * 2)
 
 
 def spec(state: Any) -> PartitionSpec:
@@ -42,47 +36,10 @@ def picks(*shape: int) -> Array:
 
 
 FORMS: dict[str, Callable[[], Array]] = {
-    "merged dims": lambda: waves(16, 8, 24).reshape(128, 24),
-    "a dim cut in two": lambda: waves(16, 8, 24).reshape(16, 2, 4, 24),
-    "first dim cut in two": lambda: waves(128, 24).reshape(16, 8, 24),
-    "transpose": lambda: waves(16, 8, 24).transpose(2, 0, 1),
-    "squeeze": lambda: lax.squeeze(waves(16, 1, 8, 24), (1,)),
-    "expand": lambda: lax.expand_dims(waves(16, 8), (1,)),
-    "concatenate": lambda: lax.concatenate([waves(16, 8), waves(16, 16) * 2], 1),
-    "concatenate along the first": lambda: lax.concatenate([waves(16, 8), waves(8, 8) * 2], 0),
-    "slice": lambda: waves(16, 32)[:, 3:11],
-    "slice of the first": lambda: waves(32, 16)[8:24],
-    "flip": lambda: lax.rev(waves(16, 8), (1,)),
-    "flip of the first": lambda: lax.rev(waves(16, 8), (0,)),
-    "pad": lambda: jnp.pad(waves(16, 8), ((0, 0), (3, 5))),
-    "pad the first": lambda: jnp.pad(waves(16, 8), ((8, 0), (0, 0))),
-    "tile": lambda: jnp.tile(waves(16, 8), (1, 3)),
-    "sum": lambda: waves(16, 8, 24).sum(1),
-    "maximum": lambda: waves(16, 8, 24).max(0),
-    "argmax": lambda: jnp.argmax(waves(16, 8, 24), 1),
-    "cumsum": lambda: jnp.cumsum(waves(16, 8), 1),
-    "sort": lambda: jnp.sort(waves(16, 8), 1),
-    "sort the first": lambda: jnp.sort(waves(16, 8), 0),
-    "split": lambda: jnp.split(waves(16, 24), 3, 1)[1],
-    "split the first": lambda: jnp.split(waves(24, 16), 3, 0)[1],
-    "stack": lambda: jnp.stack([waves(16, 8), waves(16, 8) * 2], 1),
-    "unstack": lambda: jnp.unstack(waves(8, 16, 8), axis=0)[3],
-    "rows of a table": lambda: jnp.arange(80.0).reshape(8, 10)[picks(16, 8)],
     "elements": lambda: waves(16, 8)[jnp.arange(16), picks(16)],
-    "take along": lambda: jnp.take_along_axis(waves(16, 8), picks(16, 8), 1),
-    "set": lambda: jnp.zeros((16, 8)).at[:, 3].set(waves(16)),
-    "add": lambda: waves(16, 8).at[:, jnp.array([1, 1, 5])].add(2.0),
-    "update": lambda: lax.dynamic_update_slice(waves(16, 8), waves(16, 2), (0, 3)),
-    "product": lambda: waves(16, 8) @ waves(8, 24),
-    "batched product": lambda: jnp.einsum("bij,bjk->bik", waves(16, 8, 8), waves(16, 8, 8)),
-    "product of transposes": lambda: jnp.einsum("ij,kj->ki", waves(16, 8), waves(24, 8)),
-    "where": lambda: jnp.where(waves(16, 8) > 0, waves(16, 8), 2.0),
-    "dynamic slice": lambda: lax.dynamic_slice(waves(16, 32), (0, 3), (16, 8)),
     "triangle": lambda: jnp.tril(jnp.ones((16, 16))),
     "identity": lambda: jnp.eye(16, 24),
-    "broadcast": lambda: jnp.broadcast_to(waves(16, 1), (16, 8)) * 2,
     "normal": lambda: jax.random.normal(jax.random.key(1), (16, 8, 24)),
-    "uniform, transposed": lambda: jax.random.uniform(jax.random.key(1), (16, 8)).T,
     "bits of 8": lambda: jax.random.bits(jax.random.key(2), (8, 5, 16), "uint8"),
     "bits of 16": lambda: jax.random.bits(jax.random.key(2), (8, 5, 16), "uint16"),
     "rounded positions": lambda: lax.bitcast_convert_type(lax.iota(jnp.bfloat16, 8 * 1001), jnp.int16),
@@ -109,10 +66,10 @@ def test_shards_of_constants_are_cut_from_the_same_array() -> None:
         return found
 
     specs: Any = {"in_specs": (), "out_specs": [spec(dim) for _, dim in tried], "check_vma": False}
-    results = jax.jit(jax.shard_map(body, mesh=mesh(), **specs))()
+    results = jax.jit(jax.shard_map(body, mesh=mesh_of(*TWO_BY_4), **specs))()
     for (name, dim), result in zip(tried, results, strict=True):
         np.testing.assert_allclose(result, wanted[name], rtol=2e-5, atol=2e-5, err_msg=f"{name} along {dim}")
-    assert sum(made) >= 65, "most are made on the shard"
+    assert sum(made) >= 0.7 * len(made), (sum(made), len(made))  # the others are cut from the whole
 
 
 def test_positions_are_those_of_the_whole_array_beyond_32_bits() -> None:
@@ -179,32 +136,20 @@ def recurrent(x: Array, key: Array) -> Array:
 
 remat = jax.checkpoint
 PROGRAMS: dict[str, Callable[..., Any]] = {
-    "a mask in a remat": with_grad(lambda x, k: remat(lambda x: attend(x, mask()))(x)),
     "a mask for a loop of remats": with_grad(masked_loop),
     "a mask in a loop, a hoisted residual": with_grad(lambda x, k: loop(lambda c, i: attend(c, mask()))(x)),
     "a mask in a while": in_while,
     "a mask for a branch": with_grad(
         lambda x, k, m=mask: lax.cond(x.sum() > 0, lambda x, m: attend(x, m), lambda x, m: x + m[..., :1], x, m())
     ),
-    "constants of a branch": with_grad(
-        lambda x, k: x * lax.cond(x.sum() > 0, lambda: jnp.ones(x.shape), lambda: jnp.zeros(x.shape))
-    ),
     "zeros that are carried": with_grad(recurrent),
     "positions into a table": with_grad(lambda x, k: x + jnp.sin(jnp.arange(66.0).reshape(6, 11))[places()]),
-    "one-hot positions": with_grad(lambda x, k: x * (jax.nn.one_hot(places(), LENGTH) @ jnp.ones((LENGTH, WIDTH)))),
-    "labels that count the batch": with_grad(lambda x, k: x[:, 0] * jax.nn.one_hot(jnp.arange(BATCH) % WIDTH, WIDTH)),
-    "dropout": with_grad(lambda x, k: dropped(k, x)),
     "dropout in a loop of remats": with_grad(
         lambda x, k: loop(remat(lambda c, i: dropped(jax.random.fold_in(k, i), c)))(x)
     ),
-    "dropout for a loop": with_grad(lambda x, k: (lambda m: loop(lambda c, i: jnp.where(m, c, 0))(x))(kept(k))),
     "dropout stacked for a loop": with_grad(stacked),
     "dropout in a while": lambda x, k: lax.fori_loop(0, 3, lambda i, c: dropped(jax.random.fold_in(k, i), c), x),
-    "dropout in a branch": with_grad(lambda x, k: lax.cond(x.sum() > 0, lambda x: dropped(k, x), lambda x: x, x)),
     "noise": with_grad(lambda x, k: x * jax.random.normal(k, x.shape)),
-    "dropout of merged dims": with_grad(
-        lambda x, k: x * jax.random.bernoulli(k, 0.5, (BATCH * LENGTH, WIDTH)).reshape(x.shape)
-    ),
     "returned": lambda x, k: (x, mask(), places()),
 }
 SOON = ("a mask for a loop of remats", "zeros that are carried", "dropout in a loop of remats", "noise", "returned")
@@ -212,20 +157,9 @@ SOON = ("a mask for a loop of remats", "zeros that are carried", "dropout in a l
 
 @pytest.mark.parametrize("name", [name if name in SOON else wide(name) for name in PROGRAMS])
 def test_nothing_as_large_as_the_batch_is_on_a_device(name: str) -> None:
-    function, key = PROGRAMS[name], jax.random.key(3)
     x = np.random.default_rng(0).normal(size=(BATCH, LENGTH, WIDTH)).astype(np.float32)
-    traced, specs = jax.make_jaxpr(function)(x, key), []
-
-    def body(x: Array, key: Array) -> list[Array]:
-        p = Partitioner(AXES, 8, batch_sizes=[BATCH])
-        outs = [p.land(p.settle(v)) for v in p.run(traced.jaxpr, traced.consts, [Value(x, 0), Value(key)])]
-        specs[:] = [spec(v.state) for v in outs]
-        return [v.x for v in outs]
-
-    how: Any = {"in_specs": (PartitionSpec(AXES), PartitionSpec()), "out_specs": specs, "check_vma": False}
-    compiled = jax.jit(jax.shard_map(body, mesh=mesh(), **how)).lower(x, key).compile()
-    for want, got in zip(jax.tree.leaves(jax.jit(function)(x, key)), compiled(x, key), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * float(np.abs(want).max()))
+    function = lambda x: PROGRAMS[name](x, jax.random.key(3))
+    found = check_on(mesh_of(*TWO_BY_4), function, x, batch=BATCH, gradients=False, tolerance=2e-5)
     whole = {BATCH, BATCH * LENGTH, BATCH * WIDTH, BATCH * LENGTH * WIDTH}
-    shapes = re.findall(r"\b\w+\[([\d,]+)\]", compiled.as_text() or "")
+    shapes = re.findall(r"\b\w+\[([\d,]+)\]", found.compiled.as_text() or "")
     assert [shape for shape in shapes if whole & set(map(int, shape.split(",")))] == []

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
-from jax.sharding import AxisType, PartitionSpec
 
-from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import PARTIAL, State, Value
+from jshard.engine.values import PARTIAL
+from tests.engine.on_shards import ONE_BY_8, mesh_of, run_alone
 
 BATCH = 32
 Array = jax.Array
@@ -28,25 +27,10 @@ class Run:
     """
 
     def __init__(self, function: Callable[..., Any], *args: Any, gradients: Any = ()) -> None:
-        traced = jax.make_jaxpr(function)(*args)
-        self.wanted = jax.tree.leaves(jax.jit(function)(*args))
-        self.states: list[State] = []
-        self.kinds: list[str] = []
-        is_split = [np.ndim(x) > 0 and np.shape(x)[0] == BATCH for x in args]
-
-        def body(*xs: Array) -> list[Array]:
-            p = Partitioner(("fsdp",), 8, batch_sizes=[BATCH])
-            values = [Value(x, 0 if split else None) for x, split in zip(xs, is_split, strict=True)]
-            outs = p.run(traced.jaxpr, traced.consts, values, gradients=gradients)
-            self.kinds, self.states = [moved.kind for moved in p.moved], [v.state for v in outs]
-            return [p.whole(v).x for v in outs]
-
-        mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-        specs = tuple(PartitionSpec("fsdp") if split else PartitionSpec() for split in is_split)
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-        self.lowered = jax.jit(mapped).lower(*args)
-        for got, want in zip(self.lowered.compile()(*args), self.wanted, strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+        found = run_alone(function, args, mesh_of(*ONE_BY_8), batch=BATCH, gradients=gradients)
+        self.kinds, self.states, self.lowered = [moved.kind for moved in found.moved], found.states, found.lowered
+        for got, want in zip(found.outs, jax.tree.leaves(jax.jit(function)(*args)), strict=True):
+            np.testing.assert_allclose(got, np.broadcast_to(want, got.shape), rtol=1e-5, atol=1e-5)
 
 
 def normal(*shape: int) -> Array:

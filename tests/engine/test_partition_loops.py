@@ -11,7 +11,6 @@ from flax import nnx
 from jax import lax
 
 from jshard.engine.rules import RULES
-from jshard.errors import CallError
 from tests.engine.on_shards import ONE_BY_8, check, mesh_of, on_shards
 
 rng = np.random.default_rng(0)
@@ -224,21 +223,3 @@ def test_flax_scans_with_remat():
     apply = lambda x, *leaves: scanned.apply(tree.unflatten(leaves), x, None, rngs={"dropout": jax.random.key(2)})[0]
     for found in check(apply, X, *leaves):
         assert not whole(found)
-
-
-def test_a_fault_of_the_engine_names_the_line(monkeypatch):
-    """Seen to fail without `_guarded`."""
-
-    def broken(p, eqn, values):
-        raise KeyError("a_parameter_that_jax_has_renamed")
-
-    monkeypatch.setitem(RULES, "tanh", broken)
-    with pytest.raises(CallError) as error:
-        on_shards(rnn, (S, W), mesh_of(*ONE_BY_8), gradients=False)
-    text = str(error.value)
-    assert "cannot run tanh" in text and "test_partition_loops.py" in text and "a_parameter_that_jax" in text
-    assert text.count("why:") == 1 and "split along dim 0" in text
-
-    monkeypatch.setitem(RULES, "tanh", lambda p, eqn, values: [values[0].with_array(values[0].x[:1])])
-    with pytest.raises(CallError, match="AssertionError"):
-        on_shards(rnn, (S, W), mesh_of(*ONE_BY_8), gradients=False)

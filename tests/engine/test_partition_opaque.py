@@ -14,7 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.engine.context import traced_for
-from jshard.errors import CallError
 from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, check, check_on, mesh_of, on_shards
 
 rng = np.random.default_rng(0)
@@ -143,31 +142,6 @@ def test_a_policy_knows_what_a_declared_function_names():
         return str(program).count(" = per_example[")
 
     assert (num_calls("another"), num_calls("kept")) == (3, 2)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda x, w: js.per_example(jnp.matmul)(x, w), "in_axes=(0, None)"),
-        (lambda x, w: js.per_example(jnp.matmul, in_axes=(0,))(x, w), "in_axes=(0, 0)"),
-        (lambda x, w: js.per_example(jnp.sum)(x), "combined outside"),
-        (lambda x, w: jax.jit(lambda w: js.per_example(lambda x: x @ w)(x))(w), "closes over a traced array"),
-        (lambda x, w: js.per_example(lambda x, k: x, in_axes=(0, None))(x, jax.random.key(0)), "random.split"),
-    ],
-)
-def test_wrong_declarations_are_refused(call, says):
-    with pytest.raises(CallError, match=r"js\.per_example") as error:
-        call(X, W)
-    assert says in str(error.value)
-
-
-def test_a_function_for_the_whole_batch_is_refused_with_the_line():
-    def fn(x):
-        return x.reshape(16, -1).reshape(32, 16)
-
-    with pytest.raises(CallError, match="cannot run on the 4 examples") as error:
-        on_shards(js.per_example(fn), (X,), MESHES[0], gradients=False)
-    assert "test_partition_opaque.py" in str(error.value)
 
 
 def test_own_kernels_run_on_a_shard():
@@ -350,24 +324,3 @@ def test_over_data_and_other_axes(check_vma):
         check_on(mesh, lambda x, w, fn=fn: fn(jnp.sin(x), w), X, W)
     both = jax.shard_map(lambda x: x * 2, mesh=mesh, in_specs=P((*data, "tensor")), out_specs=P((*data, "tensor")))
     check_on(mesh, lambda x: both(jnp.sin(x)), X)
-
-
-def test_shard_maps_that_cannot_run_are_refused():
-    mesh = WITH_TENSOR
-    inside = jax.shard_map(
-        lambda x: x,
-        mesh=mesh,
-        in_specs=P(("tensor", "fsdp")),
-        out_specs=P(("tensor", "fsdp")),
-        axis_names={"tensor", "fsdp"},
-    )
-    with pytest.raises(CallError, match="data axis inside of another axis") as error:
-        on_shards(lambda x: inside(x), (X,), mesh, gradients=False)
-    assert "test_partition_opaque.py" in str(error.value)
-    other = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    apart = jax.shard_map(lambda x: x, mesh=other, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(CallError, match="another mesh") as error:
-        on_shards(lambda x: apart(x), (X,), mesh, gradients=False)
-    assert "test_partition_opaque.py" in str(error.value)
-    with pytest.raises(NameError, match=r"axis_index under `jax\.shard_map`"):
-        on_shards(lambda x: x + lax.axis_index("fsdp"), (X,), mesh, gradients=False)

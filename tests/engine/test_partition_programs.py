@@ -8,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec
 
-from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import Value
+from tests.engine.on_shards import ONE_BY_8, TWO_BY_4, mesh_of, run_alone
 from tests.wide import wide
 
 BATCH, WIDTH = 32, 16
-MESHES = [{"fsdp": 8}, {"replica": 2, "fsdp": 4}]
 ORDER = np.random.default_rng(0).permutation(BATCH)
 ROWS = np.arange(BATCH)
 
@@ -98,19 +95,9 @@ def program(names: list[str]) -> Callable[..., Any]:
     return jax.value_and_grad(loss, (0, 1), has_aux=True)
 
 
-def on_shards(function: Callable[..., Any], mesh: dict[str, int], x: Any, w: Any) -> list[Any]:
-    """The results of each device, of a program that runs on shards of x."""
-    axes, traced = tuple(mesh), jax.make_jaxpr(function)(x, w)
-
-    def body(x: Array, w: Array) -> list[Array]:
-        p = Partitioner(axes, 8, batch_sizes=[BATCH])
-        outs = p.run(traced.jaxpr, traced.consts, [Value(x, 0), Value(w)], gradients=range(2, len(traced.out_avals)))
-        return [p.whole(v).x[None] for v in outs]
-
-    placed = jax.make_mesh(tuple(mesh.values()), axes, axis_types=(AxisType.Auto,) * len(axes))
-    over = PartitionSpec(axes)
-    specs: Any = {"in_specs": (over, PartitionSpec()), "out_specs": over, "check_vma": False}
-    return jax.jit(jax.shard_map(body, mesh=placed, **specs))(x, w)
+def on_shards(function: Callable[..., Any], shape: tuple[int, int], x: Any, w: Any) -> list[Any]:
+    """The results of each device, of a program that runs on shards of x; the last two are gradients."""
+    return run_alone(function, (x, w), mesh_of(*shape), batch=BATCH, gradients=(2, 3)).outs
 
 
 def difference(wanted: list[Any], found: list[Any]) -> float:
@@ -129,7 +116,7 @@ def disagreement(seed: int) -> str:
     if not all(np.isfinite(a).all() for a in wanted):
         return ""
     rounding = difference(wanted, jax.tree.leaves(compiled(x * np.float32(1 + 1e-7), w)))
-    worst = difference(wanted, on_shards(function, MESHES[seed % 2], x, w))
+    worst = difference(wanted, on_shards(function, (ONE_BY_8, TWO_BY_4)[seed % 2], x, w))
     return f"{seed}: {names}: {worst:.1e} ({rounding:.1e})" if worst > max(1e-4, 30 * rounding) else ""
 
 
@@ -146,6 +133,6 @@ def test_random_programs_equal_one_device(first: int) -> None:
 def test_each_operation_equals_one_device(name: str) -> None:
     random = np.random.default_rng(1)
     x, w = random.normal(size=(BATCH, WIDTH)).astype(np.float32), np.eye(WIDTH, dtype=np.float32) + 0.1
-    wanted, found = jax.tree.leaves(jax.jit(program([name]))(x, w)), on_shards(program([name]), MESHES[0], x, w)
+    wanted, found = jax.tree.leaves(jax.jit(program([name]))(x, w)), on_shards(program([name]), ONE_BY_8, x, w)
     assert difference(wanted[1:], found[1:]) < 1e-4
     np.testing.assert_allclose(found[0], wanted[0], rtol=1e-4, atol=1e-7)  # a sum that may cancel

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import sys
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +16,6 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard import cli
-from jshard.errors import AnnotationError, CallError
 from jshard.train import load_model_file
 from tests.helpers import compile_to_read, placed, with_placement
 from tests.micro_gpt import MODELS, micro
@@ -131,13 +128,6 @@ def test_a_split_sequence_takes_less_memory():
     assert whole - split > 1.5 * MICRO.n_layer * ACTIVATION  # a half of what is kept before and after each norm
 
 
-def test_heads_and_tokens_that_do_not_divide_are_told():
-    with pytest.raises(AnnotationError, match=r"dim 0 over tensor \(2\)(.|\n)*divides it"):
-        compiled(dataclasses.replace(MICRO, vocab_size=257))
-    with pytest.raises(CallError, match=r"float32\[16, 16, 3, 1, 64\](.|\n)*dim 3 does not divide"):
-        compiled(dataclasses.replace(MICRO, n_head=1))
-
-
 # ---- No data axis above 1 ------------------------------------------------------------------------
 
 
@@ -218,16 +208,6 @@ def test_on_a_tensor_axis_alone_attention_trains_as_on_one_device(name):
     assert_parity(build, annotator(js.mesh(fsdp=1, tensor=8)), gpt.loss_fn, (BATCH,), steps=3)
 
 
-def test_on_a_tensor_axis_alone_the_command_trains(tmp_path, capsys):
-    (tmp_path / "text.txt").write_text("abcdefgh" * 2000)
-    small = {"model.n_head": 8, "model.n_layer": 1, "sequence_length": 32, "batch_size": 4}
-    settings = [text for name, value in small.items() for text in ("--set", f"{name}={value}")]
-    mesh = ["--mesh", "replica=1,fsdp=1,tensor=8", "--steps", "2", "--sample-tokens", "0", "--track"]
-    files = ["--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run")]
-    assert cli.main(["train", str(MODELS / "gpt.py"), *mesh, *settings, *files]) == 0
-    assert "step 2/2  loss " in capsys.readouterr().out
-
-
 # ---- The gradient of a table ----------------------------------------------------------------------
 
 
@@ -259,113 +239,6 @@ def test_the_gradient_of_a_table_reaches_the_rows_that_were_looked_up_and_no_oth
         found.append(np.asarray(grads.table.embedding[...]))
     assert worst(found[1], found[0]) <= 2e-6
     assert not found[1][24:].any()
-
-
-# ---- Along the sequence, attention too -----------------------------------------------------------
-
-
-class Along(nnx.Module):
-    """Attention and a feed-forward half, each position on the device that has it; only keys and values travel."""
-
-    def __init__(self, width, *, rngs):
-        self.q, self.k, self.v, self.out, self.up, self.down = (
-            nnx.Linear(d_in, d_out, use_bias=False, rngs=rngs)
-            for d_in, d_out in [(width, width)] * 4 + [(width, 4 * width), (4 * width, width)]
-        )
-
-    def __call__(self, x_BTD):
-        heads = lambda y_BTD: y_BTD.reshape(*y_BTD.shape[:2], 2, -1)
-        k_BTHK, v_BTHK = (js.parallel.hold(heads(layer(x_BTD))) for layer in (self.k, self.v))
-        q_BTHK = js.parallel.hold(heads(self.q(x_BTD)), None, "tensor")
-        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-        x_BTD = js.parallel.hold(x_BTD + self.out(y_BTHK.reshape(x_BTD.shape)), None, "tensor")
-        return js.parallel.hold(x_BTD + self.down(jax.nn.gelu(self.up(x_BTD))), None, "tensor")
-
-
-class AlongModel(nnx.Module):
-    def __init__(self, rngs):
-        self.layers = nnx.List([Along(32, rngs=rngs) for _ in range(2)])
-
-    def __call__(self, x_BTD):
-        x_BTD = js.parallel.hold(x_BTD, None, "tensor")
-        for layer in self.layers:
-            x_BTD = layer(x_BTD)
-        return x_BTD
-
-
-def squares(model, x_BTD):
-    return (model(x_BTD) ** 2).mean()
-
-
-@pytest.mark.wide
-def test_a_whole_model_along_the_sequence():
-    annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(fsdp=2, tensor=4))
-    x_BTD = np.random.default_rng(0).normal(size=(4, 64, 32)).astype(np.float32)
-    # The gradients of keys are what is left of terms that cancel: softmax does not see what all keys have in common.
-    assert_parity(lambda: AlongModel(nnx.Rngs(0)), annotate, squares, (x_BTD,), steps=2, gradient=5e-5)
-
-    def temporaries(**axes):
-        annotate = lambda model: js.fully_shard(model, units=Along, mesh=js.mesh(**axes))
-        model = js.abstract_init(lambda: AlongModel(nnx.Rngs(0)), annotate)
-        lowered = nnx.jit(nnx.value_and_grad(squares)).lower(model, x_BTD).lowered
-        return js.audit(compile_to_read(lowered), model=model).memory.temporaries_bytes
-
-    assert temporaries(fsdp=2, tensor=4) < 0.4 * temporaries(fsdp=2, devices=jax.devices()[:2])
-
-
-# ---- Linen, and the table of axes ------------------------------------------------------------------
-
-
-class Tensor(nn.Module):
-    """Split by columns, then by rows, by Flax's own annotation."""
-
-    norm: bool = False
-
-    @nn.compact
-    def __call__(self, x):
-        along = lambda *names: nn.with_partitioning(nn.initializers.lecun_normal(), names)
-        x = nn.Dense(256, use_bias=False, kernel_init=along(None, "tensor"), name="up")(x)
-        x = nn.gelu(nn.BatchNorm(use_running_average=False)(x) if self.norm else x)
-        return nn.Dense(64, use_bias=False, kernel_init=along("tensor", None), name="down")(x)
-
-
-def test_a_linen_model_communicates_alike():
-    model = js.fully_shard(Tensor(), mesh=js.mesh(**THREE))
-    x = np.zeros((16, 64), np.float32)
-    variables = js.abstract_init(lambda: model.init(jax.random.key(0), x), model)
-    loss = lambda variables, x: (model.apply(variables, x) ** 2).mean()
-    audit = js.audit(compile_to_read(jax.jit(jax.value_and_grad(loss)).lower(variables, x)), model=model)
-    over = lambda axis, kind: sum(r.total_bytes for r in audit.rows if r.over == (axis,) and r.kind == kind)
-    kernels = 2 * 64 * 256 * 4
-    assert over("fsdp", "all-gather") == over("fsdp", "reduce-scatter") == kernels / 2
-    assert over("tensor", "all-reduce") == 4 * 64 * 4  # forward alone: x has no gradient
-    assert {row.kind for row in audit.rows if "tensor" in row.over} == {"all-reduce"}
-
-
-def test_on_a_tensor_axis_alone_a_linen_model_trains_as_on_one_device():
-    def trained(model, make):
-        variables = make(lambda: model.init(jax.random.key(0), X), model)
-        params, state = (nn.unbox(variables[name]) for name in ("params", "batch_stats"))
-
-        @jax.jit
-        def step(params, state):
-            def loss(params):
-                y, new = model.apply({"params": params, "batch_stats": state}, X, mutable="batch_stats")
-                return (y**2).mean(), new["batch_stats"]
-
-            (value, state_), grads = jax.value_and_grad(loss, has_aux=True)(params)
-            return value, jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), state_
-
-        losses = []
-        for _ in range(3):
-            value, params, state = step(params, state)
-            losses.append(float(value))
-        return losses, jax.device_get((params, state))
-
-    wanted = trained(Tensor(norm=True), lambda init, _: init())
-    model = js.fully_shard(Tensor(norm=True), units={"up": {"remat": "full"}}, mesh=js.mesh(fsdp=1, tensor=8))
-    found = trained(model, js.shard_init)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), found, wanted)
 
 
 def test_a_table_speaks_of_the_last_dims_and_of_axes_that_are_there():

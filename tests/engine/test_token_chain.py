@@ -17,7 +17,6 @@ from flax import nnx
 from jax.extend import core as jex
 
 import jshard as js
-from jshard.errors import AnnotationError
 from tests.helpers import Block, Config, Decoder, loss_fn, token_batch
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 from tests.wide import wide
@@ -382,9 +381,3 @@ def test_gradients_of_units_of_all_kinds(prefetch, remat):
     )
     found = flat(nnx.jit(nnx.grad(mixed_loss))(model, x))
     assert max(worst(found[k], expected[k]) for k in expected) <= GRADIENT_TOLERANCE
-
-
-@pytest.mark.parametrize("prefetch", [-1, 1.5, "much", "12 parsecs", True])
-def test_a_prefetch_that_is_none_is_refused(prefetch):
-    with pytest.raises(AnnotationError, match="The prefetch cannot work"):
-        js.fully_shard(nnx.Linear(32, 32, rngs=nnx.Rngs(0)), mesh=js.mesh(fsdp=-1), prefetch=prefetch)

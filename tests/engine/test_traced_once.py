@@ -7,14 +7,11 @@ from typing import Any
 import flax.linen as nn
 import jax
 import numpy as np
-import optax
 import pytest
 from flax import nnx
-from jax.extend import core as jex
 
 import jshard as js
-from tests import linen_models
-from tests.helpers import Config, annotator, builder, fresh, loss_fn, placed, token_batch
+from tests.helpers import placed
 
 WIDTH, LAYERS = 32, 3
 X = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
@@ -138,53 +135,3 @@ def test_a_linen_models_python_runs_once(how: str, jitted: bool, gradients: bool
     wanted = runs(lambda: step(plain)(variables["params"], X))
     found = runs(lambda: step(model)(variables["params"], X))
     assert 1 <= found["model"] <= wanted["model"] and 1 <= found["block"] <= wanted["block"]
-
-
-def equations(jaxpr: Any) -> int:
-    """How many equations a program has, those of inner ones with them."""
-    return sum(1 + sum(map(equations, jex.jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
-
-
-def nnx_step(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> int:
-    graphdef, state = nnx.split((model, optimizer))
-
-    def step(state, *batch):
-        model, optimizer = nnx.merge(graphdef, state)
-        value, grads = nnx.value_and_grad(loss_fn)(model, *batch)
-        optimizer.update(model, grads)
-        return value, nnx.state((model, optimizer))
-
-    return equations(jax.make_jaxpr(step)(state, *batch).jaxpr)
-
-
-def counted(config: Config) -> tuple[int, int]:
-    """Equations of a step, and of the plain one."""
-    batch, tx = token_batch(config), optax.adamw(1e-3)
-    plain, model = fresh(builder(config)), placed(builder(config), annotator(js.mesh()))
-    wanted = nnx_step(plain, nnx.Optimizer(plain, tx, wrt=nnx.Param), batch)
-    return nnx_step(model, js.shard_optimizer(model, tx), batch), wanted
-
-
-def test_the_program_of_a_step_has_at_most_half_as_many_equations_more():
-    found, wanted = counted(Config(layers=4))
-    assert found <= 1.5 * wanted
-
-
-def test_the_program_of_a_loop_does_not_grow_with_the_layers():
-    """Its first and last trip stand outside the loop: a step has them three times, whatever their number."""
-    found, wanted = counted(Config(layers=4, scanned=True))
-    assert found <= 4 * wanted
-    assert counted(Config(layers=8, scanned=True))[0] == found
-
-
-def test_the_program_of_a_linen_step_has_at_most_half_as_many_equations_more():
-    plain = linen_models.Decoder(depth=4)
-    variables = jax.jit(plain.init)(jax.random.key(0), linen_models.X)
-    model = js.fully_shard(plain, mesh=js.mesh(), units=linen_models.Block)
-    jax.eval_shape(model.init, jax.random.key(0), linen_models.X)
-
-    def count(model: nn.Module) -> int:
-        run = jax.value_and_grad(lambda v: linen_models.cross_entropy(model.apply(v, linen_models.X)))
-        return equations(jax.make_jaxpr(run)(variables).jaxpr)
-
-    assert count(model) <= 1.5 * count(plain)
