@@ -36,14 +36,12 @@ class Option:
     Args:
         name: as `jax.jit(compiler_options=...)` takes it.
         kind: `bool`, `int`, `str`, or a tuple of the words that it takes.
-        platform: "gpu" or "tpu".
         meaning: what it does.
         measured: what came of it; "not measured" where nothing did.
     """
 
     name: str
     kind: type | tuple[str, ...]
-    platform: str
     meaning: str
     measured: str = "not measured"
 
@@ -62,11 +60,11 @@ class Option:
 
 
 def _gpu(name: str, kind: Any, meaning: str, measured: str = "not measured") -> Option:
-    return Option(f"xla_gpu_{name}", kind, GPU, meaning, measured)
+    return Option(f"xla_gpu_{name}", kind, meaning, measured)
 
 
 def _tpu(name: str, meaning: str, measured: str, kind: Any = bool) -> Option:
-    return Option(name, kind, TPU, meaning, measured)
+    return Option(name, kind, meaning, measured)
 
 
 _PIPELINING = tuple(f"COLLECTIVE_PIPELINING_MODE_{mode}" for mode in ("DEFAULT", "OFF", "ON", "EXPLICIT"))
