@@ -15,7 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import jshard as js
 from benchmarks.planned import MODEL, SMALL, require
@@ -23,8 +22,8 @@ from benchmarks.tables import markdown_table
 from jshard.cluster.compile import CompileRequest, compile_step
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.memory import Memory
+from jshard.recipes.building import abstract_model
 from jshard.recipes.overrides import override
-from jshard.recipes.units import with_units
 from jshard.train import Recipe, load_model_file
 
 TITLE = "Memory of a train step, estimated and compiled"
@@ -178,12 +177,10 @@ def _row(case: Case) -> dict[str, Any]:
 
 def _estimate(case: Case) -> tuple[Memory, Recipe]:
     """As `jshard plan` without a cluster tells it, and the recipe that it is of."""
-    model_file = with_units(load_model_file(MODEL), case.units)
+    model_file = load_model_file(MODEL).with_units(case.units)
     recipe = override(model_file.recipe(case.recipe)[1], case.settings)
     mesh = js.mesh(**case.mesh, devices=parse_topology(case.topology).num_devices)
-    model = js.abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
-    )
+    model = abstract_model(model_file, recipe, mesh)
     tokens = jax.ShapeDtypeStruct((recipe.batch_size // recipe.accumulate, recipe.sequence_length), jnp.int32)
     batch = {"inputs": tokens, "targets": tokens}
     explained = js.explain(model, optimizer=recipe.optimizer(), loss=model_file.loss_fn, batch=batch)

@@ -11,9 +11,9 @@ from typing import Any
 
 from benchmarks.pictures import new_axes, save
 from benchmarks.planned import EXPLAINED, MODEL, Point, fitting, rows_of, table_of
+from jshard.cluster.compare import COMPARED, compared
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.topology import parse_topology
-from jshard.cluster.variants import COMPARED, compared
 
 TITLE = "Strategies over model sizes"
 MEASURES_TIME = False

@@ -23,7 +23,7 @@ class Case:
         settings: changes of the recipe, as `--set` takes them.
         topology: the cluster.
         mesh: degrees of the mesh; `fsdp` over all devices by default.
-        units: settings of the units, as `jshard.api.override.revise` takes them.
+        units: settings of the units, as `jshard.api.fully_shard.revise` takes them.
         profile: of `js.compiler_options`.
         plain: further settings for the model as plain Flax. One of Linen then has no dtypes but its own, and no remat.
     """

@@ -45,7 +45,6 @@ from jshard.recipes.model_file import load_model_file
 from jshard.recipes.overrides import override
 from jshard.recipes.state import optimizer_of
 from jshard.recipes.step import trace_step
-from jshard.recipes.units import with_units
 
 _LARGE_BYTES = 2**20
 _KINDS = "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute"
@@ -128,7 +127,7 @@ def row_of(name: str, hlo: Path | None = None, *, seconds: bool = True) -> dict[
 
 
 def _traced(case: Case, mesh: Mesh) -> tuple[Any, jax.stages.Traced]:
-    model_file = with_units(load_model_file(case.model), case.units)
+    model_file = load_model_file(case.model).with_units(case.units)
     recipe = override(model_file.recipe(case.recipe)[1], case.settings)
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)

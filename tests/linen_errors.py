@@ -194,7 +194,6 @@ ERRORS: dict[str, Callable[[], Any]] = {
     "linen: no unit": lambda: init(units=["first", "block_*"]),
     "linen: pattern unused": lambda: init(ignored="*/biass"),
     "linen: not known yet": lambda: js.plan(shard()),
-    "linen: plain model": lambda: js.plan(Model()),
     "linen: init without annotation": lambda: js.shard_init(variables, Model()),
     "linen: build returns the module": lambda: js.shard_init(Model, lambda model: None),
     "linen: settings of an optimizer": lambda: js.shard_optimizer(shard(), optax.adam(1e-3), shard_replicated=True),

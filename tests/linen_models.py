@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax.training.train_state import TrainState
 
 import jshard as js
 from tests.helpers import with_placement
@@ -99,6 +100,16 @@ X, Y = tokens()
 
 def cross_entropy(logits: jax.Array, labels: Any = Y) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
+
+
+def creator(model: Any, tx: Any, inputs: Any = X) -> Callable[[], TrainState]:
+    """A function that makes the state of a training."""
+
+    def create() -> TrainState:
+        params = model.init(jax.random.key(0), inputs)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+
+    return create
 
 
 def results(model: nn.Module, variables: Any, call: Callable | None = None) -> Any:

@@ -8,6 +8,7 @@ import pathlib
 import sysconfig
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import flax
@@ -133,14 +134,19 @@ def fast_shape_tracing() -> Iterator[None]:
         tracer._origin_msg = search
 
 
-@contextlib.contextmanager
-def running(eqn: Any) -> Iterator[None]:
+def running(eqn: Any) -> AbstractContextManager[Any]:
     """Inside, what is traced has the lines, names and settings of an equation; the mesh stays that of the trace."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with contextlib.ExitStack() as settings:
-        for setting in _settings(eqn.ctx):
-            settings.enter_context(setting)
-        settings.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=stack))
+    user = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    settings = list(_settings(eqn.ctx))
+    return _within([*settings, user]) if settings else user
+
+
+@contextlib.contextmanager
+def _within(contexts: Sequence[AbstractContextManager[Any]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
 
 

@@ -10,8 +10,9 @@ from flax import nnx
 
 from jshard.engine.accumulate import Loss, accumulated
 from jshard.errors import AnnotationError, CallError
+from jshard.linen.annotation import annotation_for
 from jshard.linen.layout import Trained, joined
-from jshard.linen.optimizer import layout_of, linen_loss
+from jshard.linen.train_state import linen_loss
 from jshard.plans.placement import Placement
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import Unit, dotted, plain_class, unit_of
@@ -94,7 +95,7 @@ def _nnx_gradients(
 def _linen_gradients(
     model: nn.Module, loss_fn: Callable, params: Any, batch: tuple, *, steps: int, once: bool, has_aux: bool, wrt: Any
 ) -> Any:
-    layout = layout_of(model)
+    layout = annotation_for(model).layout
     trained, frozen = Trained(layout, wrt).split(params)
     if steps == 1:
         of_trained = lambda trained, *batch: loss_fn(joined(trained, frozen), *batch)

@@ -11,7 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.errors import AnnotationError, MeshError
-from jshard.linen.init import linen_arrays, linen_mesh, linen_shapes
+from jshard.linen.annotation import annotation_for
+from jshard.linen.train_state import linen_arrays, linen_shapes
 from jshard.plans.mesh import AnyMesh
 from jshard.plans.padding import padding_of, store
 from jshard.plans.plan import root_forgotten
@@ -63,7 +64,8 @@ def shard_init(build: Callable[[], M], annotate: Callable[[M], Any] | nn.Module,
         >>> model = js.shard_init(lambda: MLP(nnx.Rngs(0)), annotate)
     """
     if isinstance(annotate, nn.Module):
-        return linen_arrays(build, annotate, _mesh_of_devices(linen_mesh(annotate), mesh, type(annotate).__name__))
+        used = _mesh_of_devices(annotation_for(annotate).root.mesh, mesh, type(annotate).__name__)
+        return linen_arrays(build, annotate, used)
     graphdef, shapes = _shapes(build)
     abstract: Any = _annotated(nnx.merge(graphdef, shapes), annotate)
     unit = unit_of(abstract)

@@ -6,14 +6,12 @@ import flax.linen as nn
 import jax
 import optax
 from flax import nnx
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from jshard.errors import AnnotationError
-from jshard.linen.optimizer import linen_optimizer
-from jshard.plans.memories import sharding_of, to_device
-from jshard.plans.optimizer_state import StatePlaces, key_texts, parts_of, streamed
-from jshard.plans.padding import Padding, logical, store
+from jshard.linen.train_state import linen_optimizer
+from jshard.plans.memories import StatePlaces, key_texts, parts_of, paths_of, sharding_of, streamed, to_device
+from jshard.plans.padding import logical, store
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import Path, plain_class, unit_of, walk
 
@@ -109,7 +107,7 @@ def abstract_optimizer(
     if unit.optimizer is not None:
         unit.optimizer.exists = True
     places = _places(model, over_replica=shard_replicated)
-    placed = _placed(tx, places, mesh)
+    placed = _placed(tx, places, _places(model, over_replica=False), mesh)
     kind = OffloadedOptimizer if places.offloaded else nnx.Optimizer
     made = nnx.eval_shape(lambda model: kind(model, placed, wrt=wrt), model)
     graphdef, state = nnx.split(_padded(made, places))
@@ -152,11 +150,10 @@ class OffloadedOptimizer(nnx.Optimizer):
             of_updates, shape_of_updates = jax.tree.flatten(updates)
             return [*jax.tree.leaves(nnx.state((model, optimizer))), *of_updates]
 
-        paths, grad_paths = ([key_texts(path) for path, _ in jax.tree.leaves_with_path(x)] for x in (state, grads))
+        paths, grad_paths = paths_of(state), paths_of(grads)
         offloaded = _places(model, over_replica=False).offloaded
         parts = parts_of(offloaded, [*paths, *grad_paths], paths, grad_paths)
-        device = [jax.ShapeDtypeStruct((), "float32")] * len(of_grads)
-        found = streamed(update, [*leaves, *of_grads], parts, like=[*leaves, *device])
+        found = streamed(update, [*leaves, *of_grads], parts, like=[*leaves, *[None] * len(of_grads)])
         nnx.update((model, self), jax.tree.unflatten(tree, found[: len(leaves)]))
         return jax.tree.unflatten(shape_of_updates, found[len(leaves) :])
 
@@ -188,12 +185,13 @@ def _sharded(path: Path, variable: nnx.Variable, places: StatePlaces, mesh: Mesh
     return variable.replace(jax.tree.map(one, variable.get_raw_value()))
 
 
-def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -> optax.GradientTransformationExtraArgs:
+def _placed(
+    tx: optax.GradientTransformation, places: StatePlaces, parameters: StatePlaces, mesh: Mesh
+) -> optax.GradientTransformationExtraArgs:
     """The transformation on logical arrays, its state held to the plan, its updates to the parameters' placements.
 
     Optax sees no padding, so that means over parameters are right. Cutting it off and adding it again stays on each
-    device: inside a program the compiler shards the logical array unevenly, as it is. Without holding the state the
-    compiler picks its shardings anew, and may change them from step to step.
+    device: inside a program the compiler shards the logical array unevenly, as it is.
     """
     tx = optax.with_extra_args_support(tx)
 
@@ -201,26 +199,14 @@ def _placed(tx: optax.GradientTransformation, places: StatePlaces, mesh: Mesh) -
         padding = places.padding(key_texts(path), getattr(leaf, "shape", ()))
         return leaf if padding is None else padding.cut(leaf)
 
-    def hold(path: tuple, leaf: Any) -> Any:
-        padding = places.padding(key_texts(path), leaf.shape)
-        leaf = leaf if padding is None else padding.pad(leaf)
-        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, places.spec(key_texts(path), leaf.shape)))
-
-    def hold_update(path: tuple, leaf: Any) -> Any:
-        parameter = places.parameter(key_texts(path))
-        spec = PartitionSpec() if parameter is None else parameter.partition_spec
-        padding = None if parameter is None else Padding.of(parameter)
-        leaf = leaf if padding is None else padding.pad(leaf)
-        return lax.with_sharding_constraint(leaf, NamedSharding(mesh, spec))
-
     def init(params: Any) -> Any:
         return tx.init(jax.tree.map(logical, params, is_leaf=lambda x: isinstance(x, nnx.Variable)))
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        grads, state = jax.tree.map_with_path(hold, (grads, state))
-        grads, state, params, extra = jax.tree.map_with_path(cut, (grads, state, params, extra))
+        held = places.held((grads, state), mesh)
+        grads, state, params, extra = jax.tree.map_with_path(cut, (*held, params, extra))
         updates, state = tx.update(grads, state, params, **extra)
-        return jax.tree.map_with_path(hold_update, updates), jax.tree.map_with_path(hold, state)
+        return parameters.held(updates, mesh), places.held(state, mesh)
 
     placed = _Placed(init, cast(Any, update))
     placed.mesh = mesh

@@ -63,9 +63,8 @@ def _spans_processes(mesh: Mesh, axis: str) -> bool:
 def balanced(leaves: Mapping[str, Any], *, least_slice_bytes: int) -> dict[str, Any]:
     """The same leaves; of an array with copies in several processes, the first copy is where the least is written.
 
-    Args:
-        leaves: of a state, by path; the same in all processes.
-        least_slice_bytes: shards of which every copy's part has as many bytes are cut among them, and stay.
+    `leaves` are those of a state by path, the same in all processes. Shards of which every copy's part has at least
+    `least_slice_bytes` are cut among the copies by Orbax, and stay.
     """
     found, load = dict(leaves), collections.Counter[int]()
     arrays = {path: leaf for path, leaf in leaves.items() if _is_shiftable(leaf)}

@@ -170,48 +170,33 @@ Kind = Literal["only in a", "only in b", "shape", "dtype", "values", "equal"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Norms:
-    """How far two leaves of a shape are apart; in float64, NaN where one of them holds NaN.
+    """How far two leaves of a shape are apart; in float64, NaN where one of them holds NaN."""
 
-    Attributes:
-        a: the 2-norm of one.
-        b: of the other.
-        relative: of their difference, divided by the first; infinite where only that is zero.
-        most: the largest difference of two elements.
-    """
-
-    a: float
+    a: float  # the 2-norm of one
     b: float
-    relative: float
-    most: float
+    relative: float  # that of their difference, divided by the first; infinite where only that is zero
+    most: float  # the largest difference of two elements
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LeafDiff:
-    """A leaf, and how it differs.
-
-    Attributes:
-        path: of the leaf.
-        kind: the first of: it is in one only, its shapes differ, its dtypes, its values; or it is equal bit for bit.
-        a: as the first holds it.
-        b: as the second does.
-        norms: where values were read and shapes are equal; None for values of Python.
-    """
+    """A leaf, and how it differs: the first of its kinds, or it is equal bit for bit."""
 
     path: str
     kind: Kind
     a: StoredLeaf | None
     b: StoredLeaf | None
-    norms: Norms | None = None
+    norms: Norms | None = None  # where values were read and shapes are equal; None for values of Python
 
 
 def diff(
     a: Path, b: Path, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
 ) -> list[LeafDiff]:
-    """Compares two checkpoints leaf by leaf.
+    """Compares two checkpoints leaf by leaf; meshes, chunks and the programs that wrote them may differ.
 
     Args:
         a: one.
-        b: the other; meshes, chunks and the programs that wrote them may differ.
+        b: the other.
         values: whether values are read. Without it leaves are taken to be equal whose sums are (`sums.py`), and those
             that have none if their shapes are.
         on_read: called with the bytes of each box that was read, of one of the two.
@@ -222,9 +207,6 @@ def diff(
     Raises:
         CheckpointError: there is no checkpoint at one of the paths.
         RunError: one of them is damaged.
-
-    Example:
-        >>> [leaf.path for leaf in diff(Path("run/100"), Path("run/200")) if leaf.kind != "equal"]
     """
     sources = OrbaxCheckpoint(a), OrbaxCheckpoint(b)
     held = [source.leaves for source in sources]

@@ -98,10 +98,9 @@ def unescape(path: str) -> str:
 
 
 def check_paths(paths: Collection[str]) -> None:
-    """Looks whether leaves can be stored beside each other.
+    """Raises a `CheckpointError` if leaves cannot be stored beside each other.
 
-    Raises:
-        CheckpointError: the name of a folder would be too long, or a path is a leaf and the beginning of another.
+    The name of a folder would be too long, or a path is a leaf and the beginning of another.
     """
     held = set(paths)
     long = [path for path in paths if len(path.encode(errors="surrogatepass")) > _LONGEST]
@@ -147,12 +146,8 @@ def flat(tree: Any, path: str = "") -> dict[str, Any]:
 def storable(leaves: Mapping[Path, Any], *, abstract: bool = False) -> dict[str, Any]:
     """Leaves in the kinds that are stored: arrays, ints, floats and texts, of these types and no others.
 
-    Args:
-        leaves: of a state, by path.
-        abstract: whether only the kinds matter: an array may be its shape and dtype, and no position is asked for.
-
-    Raises:
-        CheckpointError: some leaves are of other kinds, or their values are gone.
+    Where only the kinds matter (`abstract`) an array may be its shape and dtype, and no position is asked for. A
+    `CheckpointError` names the leaves that are of other kinds, or whose values are gone.
     """
     if not abstract:
         _refuse_deleted(leaves)

@@ -20,12 +20,9 @@ from jshard.checkpoint.manifest import StoredLeaf
 
 @dataclasses.dataclass(frozen=True)
 class Pick:
-    """Where a wanted leaf comes from.
+    """Where a wanted leaf comes from: the path of the stored leaf, or of each layer to be stacked.
 
-    Attributes:
-        stored: path of the stored leaf, or of each layer to be stacked.
-        form: "same", "layer" for one layer of a stored stack, "stack" for layers that are stored one by one.
-        layer: number of the layer.
+    "layer" is one layer of a stored stack, by its number; "stack" are layers that are stored one by one.
     """
 
     stored: tuple[str, ...]
@@ -35,21 +32,13 @@ class Pick:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Match:
-    """What a comparison of stored with wanted leaves came to; lines are for people.
+    """What a comparison of stored with wanted leaves came to; lines are for people."""
 
-    Attributes:
-        picks: by wanted path.
-        missing: wanted paths with nothing stored for them.
-        extra: stored paths that nobody wants.
-        casts: leaves whose dtype changes, a line each.
-        problems: leaves that cannot be restored, a line each.
-    """
-
-    picks: Mapping[str, Pick]
-    missing: tuple[str, ...]
-    extra: tuple[str, ...]
-    casts: tuple[str, ...]
-    problems: tuple[str, ...]
+    picks: Mapping[str, Pick]  # by wanted path
+    missing: tuple[str, ...]  # wanted paths with nothing stored for them
+    extra: tuple[str, ...]  # stored paths that nobody wants
+    casts: tuple[str, ...]  # leaves whose dtype changes, a line each
+    problems: tuple[str, ...]  # leaves that cannot be restored, a line each
 
 
 def match(
@@ -60,7 +49,7 @@ def match(
     rename: Mapping[str, str],
     part: str | None = None,
 ) -> Match:
-    """Finds the stored counterpart of every wanted leaf.
+    """Finds the stored counterpart of every wanted leaf, and everything that does not fit.
 
     Args:
         stored: what the checkpoint holds, by path.
@@ -69,9 +58,6 @@ def match(
         rename: beginnings of wanted paths, and the beginnings of the stored paths they stand for.
         part: the beginning of all wanted paths, where only a part was asked for: a layer that it names is taken out of
             a stack without the others.
-
-    Returns:
-        The picks, and everything that does not fit.
     """
     picks, missing, casts, problems = {}, [], [], []
     for path, leaf in wanted.items():

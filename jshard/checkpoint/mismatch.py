@@ -35,7 +35,7 @@ def check_fits(
     extra: str,
     items: Collection[str] = (),
 ) -> None:
-    """Raises for everything that does not fit.
+    """Raises a `CheckpointError` that names everything that does not fit, and leaves that do not divide.
 
     Args:
         path: the checkpoint.
@@ -43,13 +43,10 @@ def check_fits(
         stored: its leaves.
         wanted: what is asked for, with shardings where it is on devices.
         abstract: wanted leaves that have no values in `like`.
-        rename: as `restore` was given it.
-        missing: as `restore` was given it.
-        extra: as `restore` was given it.
+        rename: as `restore` was given it, as those below.
+        missing: "error" or "init".
+        extra: "error" or "ignore".
         items: names of the trees of a checkpoint that holds several: `like` has to name one.
-
-    Raises:
-        CheckpointError: some leaves differ, or do not divide; all of them are named.
     """
     if items and not any(renamed(key, rename).split("/")[0] in items for key in wanted):
         raise _names_no_tree(path, found, stored, wanted, items)

@@ -49,11 +49,7 @@ class Opened:
         return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """The leaves, with the kinds of the values of Python that some paths ask for: each of the others may be unread.
-
-        Args:
-            asked: stored paths, in any form of layers.
-        """
+        """The leaves, with the kinds of the values that these stored paths ask for; others of them may be unread."""
         raise NotImplementedError
 
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
@@ -61,34 +57,20 @@ class Opened:
         raise NotImplementedError
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads some leaves whole.
+        """Reads some leaves whole; a `RunError` if something of it is damaged or cannot be read.
 
         Args:
             wanted: by stored path: arrays without values (`jax.ShapeDtypeStruct` with shardings), numpy arrays, or
                 values of Python, in the shapes and dtypes that are stored.
-
-        Returns:
-            The leaves by path.
-
-        Raises:
-            RunError: something of it is damaged or cannot be read.
         """
         raise NotImplementedError
 
     def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array, as a new array; threads may call it at the same time.
-
-        Raises:
-            RunError: it is missing, or cannot be read.
-        """
+        """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
         raise NotImplementedError
 
     def values(self) -> dict[str, Any]:
-        """The leaves that are numbers or texts of Python, by path.
-
-        Raises:
-            RunError: they cannot be read.
-        """
+        """The leaves that are numbers or texts of Python, by path."""
         raise NotImplementedError
 
 
@@ -263,12 +245,7 @@ class ForeignCheckpoint(Opened):
         self.leaves = leaves | dict.fromkeys([*self._values, *unnamed], _UNREAD)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """See `Opened.leaves_for`; of the values that are asked for, those that are no numbers or texts are no leaves.
-
-        Raises:
-            CheckpointError: a value's pickle names something that is not allowed.
-            RunError: it is damaged.
-        """
+        """See `Opened.leaves_for`; of those that are asked for, what is no number and no text is no leaf."""
         wanted = {_without_layers(path) for path in asked}
         found = {name: type(self._value(name)) for name in self._values if _without_layers(name) in wanted}
         leaves = {name: leaf for name, leaf in self.leaves.items() if found.get(name, str) in _KINDS}
@@ -307,12 +284,7 @@ class ForeignCheckpoint(Opened):
 
 
 def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = True) -> Opened:
-    """Opens a checkpoint, whoever wrote it.
-
-    Args:
-        path: its folder, or a file.
-        names: see `ForeignCheckpoint`.
-        verify: see `OrbaxCheckpoint`.
+    """Opens a checkpoint, whoever wrote it; for the arguments see the two classes above.
 
     Raises:
         CheckpointError: there is no checkpoint there.

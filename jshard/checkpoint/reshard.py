@@ -59,9 +59,6 @@ def reshard(
         specs: how leaves are to be sharded, by path; others are as they were saved, as far as the mesh allows.
         on_written: called with the bytes of each part that was written.
 
-    Returns:
-        What the new checkpoint says of itself.
-
     Raises:
         CheckpointError: there is no checkpoint at `path`, or there is something at `out`.
         RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.

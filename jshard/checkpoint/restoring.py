@@ -18,7 +18,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jshard._processes import exchange
+from jshard._processes import all_or_none
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
@@ -197,34 +197,24 @@ class Restoring:
         return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
-        """Reads, and returns new objects of the kinds in `like`.
-
-        Args:
-            verify: whether the sums of what was read are compared with those of the manifest.
-            timeout_s: how long to wait for other processes.
-
-        Raises:
-            RunError: some of it is damaged; the leaves are named.
-        """
+        """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
         self._warn(verify)
-        found, sums, error = {}, {}, None
+        path, found, sums, error = self.opened.path, {}, {}, None
         try:
             found, sums = self._read(verify)
-        except (RunError, CheckpointError) as caught:  # the others wait to hear of it
+        except Exception as caught:  # the others wait to hear of it
             error = caught
-        own = {"error": error and error.why, "sums": sums, "report": self._report()}
-        heard = exchange(f"read {self.opened.path}", own, timeout_s=timeout_s)
-        if error is not None:
-            raise error
-        if failed := [f"process {number}: {other['error']}" for number, other in enumerate(heard) if other["error"]]:
-            raise unreadable(self.opened.path, "\n".join(failed))
+        own = {"sums": sums, "report": self.phases.report(num_bytes=self.forecast.wanted_bytes)}
+        why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
+        failed = lambda failures: unreadable(path, why(failures))
+        heard = all_or_none(f"read {path}", own, error, failed=failed, timeout_s=timeout_s)
         if sums and self.opened.manifest is not None:
-            _check_sums(self.opened.path, self.opened.manifest, [other["sums"] for other in heard])
+            _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
         with self.phases("finish"):
             restored = self._filled(found)
         if self._overflows:
-            what = f"{len(self._overflows)} leaves hold values that are too large for the dtypes of `like`"
-            message = f"{self.opened.path} is restored; {_list(what, tuple(self._overflows))}"
+            what = "leaves hold values that are too large for the dtypes of `like`"
+            message = f"{path} is restored; {_list(what, tuple(self._overflows))}"
             warnings.warn(message, CheckpointWarning, stacklevel=3)
         give_memory_back()
         self.record["processes"] = [other["report"] for other in heard]
@@ -247,9 +237,6 @@ class Restoring:
             total = lambda key: LeafSums(found[key], shape(manifest.leaves[key])).total()
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
-
-    def _report(self) -> dict[str, Any]:
-        return self.phases.report(num_bytes=self.forecast.wanted_bytes)
 
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, made of what was read."""
@@ -287,15 +274,14 @@ class Restoring:
 
     def _warn(self, verify: bool) -> None:
         """One warning with all that was done and may not be expected."""
-        notes = []
-        if self.match.casts:
-            notes.append(_list(f"{len(self.match.casts)} leaves change their dtype", self.match.casts))
-        if self.match.missing:
-            notes.append(_list(f"{len(self.match.missing)} leaves stay as `like` has them", self.match.missing))
-        if abstract := tuple(sorted(key for key, live in self._live.items() if self._stays_abstract(key, live[1]))):
-            notes.append(_list(f"{len(abstract)} leaves stay without values, as `like` has them", abstract))
-        if self.match.extra:
-            notes.append(_list(f"{len(self.match.extra)} stored leaves are left out", self.match.extra))
+        abstract = tuple(sorted(key for key, live in self._live.items() if self._stays_abstract(key, live[1])))
+        done = {
+            "leaves change their dtype": self.match.casts,
+            "leaves stay as `like` has them": self.match.missing,
+            "leaves stay without values, as `like` has them": abstract,
+            "stored leaves are left out": self.match.extra,
+        }
+        notes = [_list(what, lines) for what, lines in done.items() if lines]
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no sums to be checked by: jshard did not write it.")
         in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
@@ -352,7 +338,7 @@ def _check_policies(missing: str, extra: str) -> None:
 
 def _check_files(path: Path, manifest: _manifest.Manifest) -> None:
     if found := _manifest.damage(path, manifest):
-        raise damaged(
+        raise _damaged(
             path, found, f"of {len(manifest.files)} files {len(found)} are not as they were when it was saved."
         )
 
@@ -366,15 +352,15 @@ def _check_sums(path: Path, manifest: _manifest.Manifest, heard: list[dict[str, 
         if total != leaf.sums:
             bad.append(f"{key}  {leaf.shape} {leaf.dtype}")
     if bad:
-        raise damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
+        raise _damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
 
 
-def damaged(path: Path, where: list[str], why: str) -> RunError:
+def _damaged(path: Path, where: list[str], why: str) -> RunError:
     """The error for a checkpoint of which some files or leaves have changed since it was saved."""
     do = "copy it again from where it is whole, or restore another one."
     return RunError(unreadable(path, why).what, where=[str(path), *where], why=why, do=do)
 
 
-def _list(head: str, lines: tuple[str, ...], shown: int = 10) -> str:
+def _list(what: str, lines: tuple[str, ...], shown: int = 10) -> str:
     more = [f"... and {len(lines) - shown} more"] if len(lines) > shown else []
-    return "\n  ".join([f"{head}:", *map(printable, lines[:shown]), *more])
+    return "\n  ".join([f"{len(lines)} {what}:", *map(printable, lines[:shown]), *more])

@@ -71,8 +71,11 @@ class Saving:
         self._owner: Owner | None = None
         try:
             with self.phases("plan"):
-                leaves = self._begin(state, prepare)
-                sums = self._begin_sums(leaves)
+                leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
+                check_equal(copies)
+                # A process that came late, and was given up by the others, must not begin what Orbax counts.
+                sums, counts = self._together("all here", lambda: (self._sums(leaves), orbax_operations()))
+                orbax_operations(max(counts))
             with self.phases("device_to_host"), self._errors_named():
                 self._wait = storage.save_async(self._draft, leaves, on_written=self._note_written, timeout_s=timeout_s)
             self._finish_sums(sums)
@@ -88,14 +91,9 @@ class Saving:
         }
 
     def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
-        """Does the rest in a thread of its own.
+        """Does the rest, which calls `finish`, in a thread of its own; the end of the program waits for it.
 
-        Args:
-            work: it; calls `finish`.
-            timeout_s: how long the end of the program waits for it.
-
-        Raises:
-            RunError: no thread can be started, as where the program is about to end.
+        Raises a `RunError` if no thread can be started, as where the program is about to end.
         """
         try:
             return Pending(str(self.path), work, timeout_s=timeout_s)
@@ -115,67 +113,43 @@ class Saving:
             self._finish()
 
     def _finish(self) -> None:
-        totals: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
-            self._wait()
-            written_s = max(self._wrote_until_s, self.blocked_s)
-            self.phases.add("write", self.blocked_s, written_s)
-            self.phases.add("commit", written_s, self.phases.now_s())
-            with self.phases("sums"):
-                totals = {key: total.result() for key, total in self._totals.items()}
-        except Exception as caught:
-            error = caught
+        _, heard = self._together("written", lambda: (None, self._written()))
         del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
-        own = {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
-        heard = self._agree("written", own, error)
-        if is_primary():
-            try:
-                self._complete(heard)
-            except Exception as caught:
-                error = caught
-        self._agree("complete", None, error)
+        self._together("complete", lambda: (self._complete(heard) if is_primary() else None, None))
         give_memory_back()
         self.record |= {"processes": [other["report"] for other in heard]}
 
-    def _begin(self, state: Any, prepare: Callable[[], None]) -> dict[str, Any]:
-        """Checks everything, in all processes, and returns the leaves that have a value."""
-        full: dict[str, Any] = {}
-        copies: dict[str, Any] = {}
-        error: Exception | None = None
-        try:
-            found = _leaves.flatten(state)
-            leaves = _leaves.storable(found)
-            _leaves.check_paths(leaves)
-            _refuse_nothing(self.path, leaves)
-            self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-            self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
-            by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
-            self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
-            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
-            full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
-            if is_primary():
-                self._prepare(prepare)
-        except Exception as caught:
-            error = caught
-        check_equal(self._agree("begin", copies, error))
-        self.num_bytes = sum(map(storage.local_bytes, full.values()))
-        return full
+    def _written(self) -> dict[str, Any]:
+        """Waits until the data are written, and reports to the other processes."""
+        self._wait()
+        written_s = max(self._wrote_until_s, self.blocked_s)
+        self.phases.add("write", self.blocked_s, written_s)
+        self.phases.add("commit", written_s, self.phases.now_s())
+        with self.phases("sums"):
+            totals = {key: total.result() for key, total in self._totals.items()}
+        return {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
 
-    def _begin_sums(self, leaves: Mapping[str, Any]) -> dict[str, LeafSums]:
+    def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
+        """Checks everything; the leaves that have a value, and what the processes are to compare."""
+        found = _leaves.flatten(state)
+        leaves = _leaves.storable(found)
+        _leaves.check_paths(leaves)
+        _refuse_nothing(self.path, leaves)
+        self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
+        self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
+        by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
+        self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
+        full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
+        full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
+        self.num_bytes = sum(map(storage.local_bytes, full.values()))
+        if is_primary():
+            self._prepare(prepare)
+        return full, copies
+
+    def _sums(self, leaves: Mapping[str, Any]) -> dict[str, LeafSums]:
         """Begun before anything can overwrite the values, on the devices where they are there."""
-        sums: dict[str, LeafSums] = {}
-        error: Exception | None = None
-        try:
-            described = self._described
-            sums = {
-                key: LeafSums(leaf, self._logical.get(key)) for key, leaf in leaves.items() if described[key].is_array
-            }
-        except Exception as caught:
-            error = caught
-        # A process that came late, and was given up by the others, must not begin what Orbax counts.
-        orbax_operations(max(self._agree("all here", orbax_operations(), error)))
-        return sums
+        arrays = {key: leaf for key, leaf in leaves.items() if self._described[key].is_array}
+        return {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
 
     def _finish_sums(self, sums: Mapping[str, LeafSums]) -> None:
         """In threads of their own, once the values are copied: before, they would take the cores from the copy."""
@@ -197,7 +171,7 @@ class Saving:
         self._held.callback(self._owner.release)
         if remove_unnamed(self.path):
             message = f"what an interrupted save left of {self.path} was removed."
-            warnings.warn(message, CheckpointWarning, stacklevel=5)
+            warnings.warn(message, CheckpointWarning, stacklevel=7)
 
     def _complete(self, heard: list[dict[str, Any]]) -> None:
         """What the first process does at the end."""
@@ -214,14 +188,20 @@ class Saving:
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
 
-    def _agree(self, topic: str, value: Any, error: Exception | None) -> list[Any]:
-        """The values of all processes, if all of them can go on."""
+    def _together(self, topic: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
+        """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""
+        kept, given, error = None, None, None
+        try:
+            kept, given = work()
+        except Exception as caught:
+            error = caught
         own = None if error is None else in_four_parts(self.path, error)
         # Whoever waited for the others in vain has had its time, and so had they.
         timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
         if own is not None and own is not error:
             own.__cause__ = error
-        return all_or_none(f"{topic} {self.path}", value, own, failed=self._others_failed, timeout_s=timeout_s)
+        heard = all_or_none(f"{topic} {self.path}", given, own, failed=self._others_failed, timeout_s=timeout_s)
+        return kept, heard
 
     def _others_failed(self, failures: Mapping[int, Mapping[str, Any]]) -> FourPartError:
         for number, parts in failures.items():
@@ -241,13 +221,7 @@ class Saving:
 
 
 def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
-    """Writes the manifest of what is in a draft, and gives it its name once it would survive a power cut.
-
-    Args:
-        path: the name.
-        leaves: what was written, with their sums.
-        facts: what else the manifest is to say.
-    """
+    """Writes the manifest of a draft, and gives it its name once it would survive a power cut."""
     draft = unnamed(path)
     files = _manifest.files_of(draft)
     storage.check_whole(draft, leaves, files)

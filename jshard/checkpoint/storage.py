@@ -27,11 +27,7 @@ _UNKNOWN_BYTES = 1 << 40
 def free_bytes(root: Path = Path("/")) -> int:
     """Memory that could be taken: what the system has, or less where a container or a job has a limit.
 
-    Args:
-        root: of the file system that says it.
-
-    Returns:
-        Bytes; a large number where it is not known.
+    A large number where it is not known; `root` is that of the file system that says it.
     """
     return max(0, min((_available(root), *_left_in_groups(root))))
 
@@ -118,16 +114,13 @@ def save_async(
 
 
 def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
-    """Reads some leaves.
+    """Reads some leaves, by path.
 
     Args:
         path: the folder of a committed checkpoint.
         plain: whether somebody else wrote it, who may have stored lists.
         wanted: what to read, by path: arrays with shardings, numpy arrays, numbers and texts, in the shapes that are
             stored, or larger ones, which are filled up with zeros.
-
-    Returns:
-        The leaves by path.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -206,8 +199,7 @@ def in_flight_bytes(wanted: Mapping[str, Any]) -> int:
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     """What Orbax says that a checkpoint holds, by path, and what was noted with it; no array is read.
 
-    Raises:
-        FileNotFoundError: there is no checkpoint.
+    Raises a `FileNotFoundError` if there is no checkpoint.
     """
     from orbax.checkpoint import v1 as ocp
 
@@ -232,12 +224,7 @@ def is_committed(path: Path) -> bool:
 
 
 def cut_padding(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Gives arrays that were written with padding at their ends their logical shapes; nothing is copied.
-
-    Args:
-        folder: of the checkpoint, when all processes have written.
-        shapes: the logical ones, by path.
-    """
+    """Gives arrays that were written with padding at their ends their logical shapes; nothing is copied."""
     import tensorstore  # slow to import; Orbax brings it
 
     for path, shape in shapes.items():
@@ -247,16 +234,7 @@ def cut_padding(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
 
 
 def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[str, tuple[int, int | None]]) -> None:
-    """Looks whether all that was written is there.
-
-    Args:
-        folder: of the checkpoint.
-        leaves: what was written, by path.
-        files: what is there, with its size.
-
-    Raises:
-        RunError: an array, or a part of it, is missing.
-    """
+    """Raises a `RunError` if some of the arrays, or of the files that they are stored in, are not there."""
     found: collections.Counter[str] = collections.Counter()
     depth = 1 if "" in leaves else 2  # a state that is one array has no folder for it
     for name in files:
@@ -295,16 +273,8 @@ def chunk_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, b
     """The budget to cut a leaf's shards by, so that another mesh need not read far more than it wants.
 
     Orbax cuts by whole divisors, the dims that are sharded first: 18,992 rows of 16 KiB may end in chunks of half a
-    MiB. So the largest budget is taken whose chunks are not too small.
-
-    Args:
-        shape: of the leaf.
-        shard: of what each device holds.
-        itemsize: bytes of an element.
-        budget_bytes: the least budget to try, up to 16 MiB.
-
-    Returns:
-        The budget; None to leave every shard in one chunk.
+    MiB. So of the budgets from `budget_bytes` to 16 MiB the first is taken whose chunks are not too small; None leaves
+    every shard in one chunk.
     """
     if math.prod(shard) * itemsize <= budget_bytes:
         return None

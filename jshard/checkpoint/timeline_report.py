@@ -62,21 +62,13 @@ _CLOCKS = "Seconds; a process begins as the clock of its host says, and its phas
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TimelineReport:
-    """What `jshard ckpt timeline` shows.
+    """What `jshard ckpt timeline` shows: one save or restore process by process, and all of them, oldest first."""
 
-    Attributes:
-        folder: of the series.
-        shown: the save or restore that is shown process by process.
-        every: all of them, oldest first.
-        mtbf_s: assumed time between failures.
-        interval_s: training between two saves, if it was given and not measured.
-    """
-
-    folder: Path
+    folder: Path  # of the series
     shown: Timeline
     every: tuple[Timeline, ...]
-    mtbf_s: float
-    interval_s: float | None = None
+    mtbf_s: float  # assumed time between failures
+    interval_s: float | None = None  # training between two saves, if it was given and not measured
 
     @property
     def stalls_s(self) -> list[float]:

@@ -37,6 +37,7 @@ _USAGE = "usage: jshard COMMAND [ARGUMENTS], or jshard COMMAND --help\n\ncommand
 _USAGE += "\n\n--debug anywhere, or JSHARD_DEBUG=1, shows the traceback of an error. --version prints the version."
 
 _DEBUG = "JSHARD_DEBUG"
+_PACKAGES = "tyro", "grain", "matplotlib"  # of the extra "train"
 _JAX_NOTE = "JAX_TRACEBACK_FILTERING"  # JAX notes on every error that it has shortened the traceback
 
 # XLA:CPU ends the process when simulated devices meet too late, as they do on a busy machine.
@@ -185,7 +186,14 @@ def _command(name: str, rest: Sequence[str]) -> Callable[[Sequence[str]], int]:
             why=f"the commands are {', '.join(COMMANDS)}.",
             do=shlex.join(["jshard", near[0], *rest]) if near else "jshard --help",
         )
-    _require_extra("train", packages=("tyro", "grain", "matplotlib"), wanted_by=f"jshard {name}")
+    missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+    if missing:
+        raise MissingExtraError(
+            f"{', '.join(missing)} is not installed.",
+            where=f"jshard {name}",
+            why="the library does without; this command needs the extra 'train'.",
+            do="pip install 'jshard[train]'",
+        )
     with loading():
         return importlib.import_module(f"jshard.cli.{name}").run
 
@@ -194,17 +202,6 @@ def loading() -> contextlib.AbstractContextManager[object]:
     """Says on a terminal, while a block imports jax and what stands on it, that this is what takes so long."""
     stream = None if "JSHARD_WORKER" in os.environ else sys.stderr
     return at_work("loading jax and Flax", say=lambda line: None, stream=stream)
-
-
-def _require_extra(extra: str, *, packages: Sequence[str], wanted_by: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise MissingExtraError(
-            f"{', '.join(missing)} is not installed.",
-            where=wanted_by,
-            why=f"the library does without; this command needs the extra {extra!r}.",
-            do=f"pip install 'jshard[{extra}]'",
-        )
 
 
 def _set_xla_flags() -> None:

@@ -16,17 +16,16 @@ import jshard as js
 from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
 from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh, parse_steps
 from jshard.cli._devices import open_mesh
+from jshard.cluster.compile import Variant, as_text
 from jshard.cluster.options import PROFILES
-from jshard.cluster.variants import Variant, as_text
 from jshard.data import Data
 from jshard.errors import FourPartError, ShardingError
 from jshard.inspect.explain import Explanation
 from jshard.plans.mesh import AnyMesh
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
-from jshard.recipes.overrides import override
+from jshard.recipes.overrides import override, parse_units
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe, tree, versions
-from jshard.recipes.units import parse_units, with_units
 from jshard.train.profile import check_profile
 from jshard.train.run_folder import RunFolder
 from jshard.train.trackers import available
@@ -87,7 +86,7 @@ class Request:
             self,
             args=asks(self.args),
             given=asks(self.given),
-            model_file=with_units(self.model_file, variant.units),
+            model_file=self.model_file.with_units(variant.units),
             recipe=override(self.recipe, variant.settings),
             sizes=dict(variant.mesh),
         )
@@ -134,7 +133,7 @@ def request_of(args: TrainArgs) -> Request:
     profile = parse_steps(args.profile, option="--profile") if args.profile else None
     if profile is not None:
         check_profile(profile, num_steps=recipe.num_steps)
-    model_file = with_units(model_file, parse_units(args.unit))
+    model_file = model_file.with_units(parse_units(args.unit))
     return Request(args, given, model_file, name, recipe, parse_mesh(args.mesh), out, profile)
 
 

@@ -17,8 +17,7 @@ from jshard.cli._arguments import TrainArgs, num_devices
 from jshard.cli._devices import describe_devices, open_mesh, simulate_devices
 from jshard.cli._request import Request, explained, own_data, request_of
 from jshard.data import Data
-from jshard.data.text import load_text
-from jshard.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from jshard.data.text import ByteTokenizer, HuggingFaceTokenizer, load_text
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show, whole_line
 from jshard.recipes.recipe import check_batch

@@ -28,19 +28,18 @@ from jshard.cli._arguments import (
 )
 from jshard.cli._devices import open_mesh
 from jshard.cli._request import Request, check_profile_name, explained, request_of
-from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare, suggestions
-from jshard.cluster.compile import CompileRequest, compile_step, flags_of, latency_flag, unused_flags
+from jshard.cluster.compare import COMPARED, Compared, Comparison, VariantCompiler, compare, compared
+from jshard.cluster.compile import CompileRequest, Variant, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.search import Chosen, choose
+from jshard.cluster.search import Chosen, choose, suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
-from jshard.cluster.variants import COMPARED, Variant, compared
 from jshard.errors import ShardingError
 from jshard.inspect.tables import broken_line, printed
 from jshard.plans.mesh import AnyMesh, data_degree
+from jshard.recipes.overrides import parse_units
 from jshard.recipes.recipe import check_batch
-from jshard.recipes.units import parse_units
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -256,7 +255,7 @@ def _batch_sizes(args: PlanArgs) -> tuple[int, ...]:
             "There are no such batches to choose among.",
             where=f"--batch-sizes {args.batch_sizes}",
             why="they are whole numbers of sequences, and --auto chooses among them.",
-            do="--auto --batch-sizes 512,1024,2048",
+            do="--topology h100:1x8 --auto --batch-sizes 512,1024,2048",
         )
     return tuple(map(int, sizes))
 

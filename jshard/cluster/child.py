@@ -27,13 +27,11 @@ from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.building import abstract_model, batch_of
-from jshard.recipes.mfu import dense_flops
 from jshard.recipes.model_file import ModelFile, load_model_file, refuses_batches
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe, versions
 from jshard.recipes.state import optimizer_of
 from jshard.recipes.step import lower_step
-from jshard.recipes.units import with_units
 
 # What the TPU compiler says of a program that does not fit: needed and there, in GiB.
 _TOO_LARGE = (r"Used ([\d.]+)G of ([\d.]+)G hbm", r"\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)")
@@ -52,7 +50,7 @@ def _result(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
-    model_file = with_units(load_model_file(request.model), request.units)
+    model_file = load_model_file(request.model).with_units(request.units)
     recipe = override(model_file.recipe(request.recipe)[1], request.settings)
     topology = parse_topology(request.topology)
     mesh = js.mesh(**request.mesh, devices=topology_devices(topology))
@@ -75,11 +73,12 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
     compiled = _compiled(lowered, options, topology)
     done_s = time.perf_counter()
     (folder / PROGRAM).write_text(compiled.as_text() or "")
-    flops, formula = _flops(model_file, recipe, model)
+    plan = js.plan(model, wrt=model_file.wrt)
+    flops, formula = model_file.step_flops(recipe, plan)
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # children: ptxas
     return {
         "memory": dataclasses.asdict(_memory(compiled, topology)),
-        "plan": json.loads(js.plan(model, wrt=model_file.wrt).to_json()),
+        "plan": json.loads(plan.to_json()),
         "options": options,
         "batch_size": recipe.batch_size,
         "accumulate": recipe.accumulate,
@@ -96,14 +95,7 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
 def lowered_step(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, *, shard_replicated: bool = False
 ) -> tuple[nnx.Module, jax.stages.Lowered]:
-    """The step of a recipe on a mesh, lowered, and its model. Both are without arrays.
-
-    Args:
-        model_file: the model, its annotation and its loss.
-        recipe: what to train.
-        mesh: the devices; they need not exist.
-        shard_replicated: as in `js.shard_optimizer`.
-    """
+    """The step of a recipe on a mesh, lowered, and its model. Both are without arrays."""
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(
         model, optimizer_of(recipe, model), wrt=model_file.wrt, shard_replicated=shard_replicated
@@ -148,13 +140,6 @@ def _memory(compiled: jax.stages.Compiled, topology: Topology) -> CompiledMemory
             do="report this with your versions of jax and jaxlib.",
         )
     return memory
-
-
-def _flops(model_file: ModelFile, recipe: Recipe, model: nnx.Module) -> tuple[float, str]:
-    if model_file.flops is not None:
-        return model_file.flops(recipe)
-    plan, num_tokens = js.plan(model, wrt=model_file.wrt), recipe.batch_size * recipe.sequence_length
-    return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=num_tokens)
 
 
 if __name__ == "__main__":

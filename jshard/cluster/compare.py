@@ -1,12 +1,10 @@
-"""Several ways to train a recipe on one cluster, compiled side by side, and what to try when a step does not fit."""
+"""Several ways to train a recipe on one cluster, compiled side by side."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich.console import Group
@@ -14,14 +12,18 @@ from rich.text import Text
 
 from jshard._live import at_work
 from jshard._text import duration, three_digits
-from jshard.cluster.compile import CompiledStep, CompileRequest, compile_step
-from jshard.cluster.costs import Cost, Costs
+from jshard.cluster.compile import CompiledStep, CompileRequest, Variant, command_line, compile_step
 from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.variants import Variant, command_line
-from jshard.errors import AnnotationError, FourPartError
+from jshard.errors import AnnotationError, FourPartError, ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
-from jshard.plans.mesh import FSDP, REPLICA, data_shards
+from jshard.plans.mesh import FSDP, REPLICA
+from jshard.plans.policies import strategies
+
+GSPMD = "gspmd"
+"""The model as plain Flax under `jax.jit`, its parameters sharded as for zero3; the compiler does the rest."""
+
+COMPARED = "replicate", "zero2", "zero3", "hsdp", GSPMD
 
 _COLUMNS = "", "mesh??", "GiB>", "fits", "AG>", "RS>?", "AR>?", "loops>", "est. step>", "hidden>", "MFU>"
 _CAPTION = (
@@ -90,13 +92,7 @@ class Comparison:
 
 
 def compare(asked: CompileRequest, variants: Sequence[Variant], bench: VariantCompiler) -> Comparison:
-    """Compiles ways to train a recipe, one after another.
-
-    Args:
-        asked: what the ways differ from.
-        variants: the ways. One that cannot be compiled says so in its row.
-        bench: where they are compiled.
-    """
+    """Compiles ways to train a recipe, one after another."""
     count = len(variants)
     return Comparison(rows=tuple(bench.compiled(asked, v, f"{i} of {count}") for i, v in enumerate(variants, 1)))
 
@@ -120,13 +116,7 @@ class VariantCompiler:
     rows: list[Compared] = dataclasses.field(default_factory=list)
 
     def compiled(self, asked: CompileRequest, variant: Variant, place: str) -> Compared:
-        """Compiles one way.
-
-        Args:
-            asked: what it differs from.
-            variant: the way.
-            place: which of how many it is: "2 of 5".
-        """
+        """Compiles one way."""
         with at_work(f"[{place}] {variant.name}: {variant.command}", say=self.say, stream=self.stream) as work:
             found = self._compiled(asked, variant)
             work.result = "does not compile" if found.plan is None else found.plan.verdict
@@ -173,8 +163,8 @@ def _add(table: FittedTable, row: Compared, *, is_quickest: bool = False) -> Non
 def _estimates(plan: ClusterPlan) -> tuple[list[str], list[str], str]:
     found = plan.estimates
     return (
-        _span(found.stated.step_s, found.step_s, duration),
-        _span(found.stated.hidden, found.hidden, "{:.1%}".format),
+        _span(found.stated.step_s, found.span("step_s"), duration),
+        _span(found.stated.hidden, found.span("hidden"), "{:.1%}".format),
         f"{plan.mfu(found.stated):.1%}",
     )
 
@@ -185,60 +175,69 @@ def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]
     return [text(stated), f"{number if high.endswith(unit) else low}-{high}"]
 
 
-# What to try when a step does not fit: ways that hold less, each compiled before it is named.
-
-_TRIES = 4  # compiled at most
-_MARGIN = 0.95  # of the memory, by the estimate
-_REMATS = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
+# The strategies to compare, as ways.
 
 
-def suggestions(
-    costs: Costs,
-    asked: CompileRequest,
+def compared(
+    names: Sequence[str],
     mesh: Mapping[str, int],
     *,
-    bench: VariantCompiler,
-    peak_bytes: int,
-) -> tuple[Compared, ...]:
-    """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.
-
-    Compiles until one fits, and returns what it tried. The batch of a step stays as it is.
+    near: int,
+    capacity_bytes: int,
+    held_bytes: Callable[[Mapping[str, int]], int],
+) -> tuple[Variant, ...]:
+    """The strategies to compare, on as many devices as a mesh has.
 
     Args:
-        costs: estimates for the recipe.
-        asked: what does not fit.
-        mesh: its mesh.
-        bench: where they are compiled.
-        peak_bytes: what it needs, as compiled: the estimates are corrected by it.
+        names: of `jshard.plans.policies.strategies`, or `gspmd`.
+        mesh: the mesh asked for; it decides the groups of the strategies with replicas if it has replicas itself.
+        near: else the devices in each group, or a multiple of them that can hold the state, if there are more than
+            those; and the neighbours of hpz.
+        capacity_bytes: memory of a device.
+        held_bytes: what a device of a mesh holds at least.
+
+    Raises:
+        ShardingError: there is no strategy of a name.
     """
-    now = costs.of(Variant(name="asked", mesh=mesh))
-    wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low
-    room = _MARGIN * bench.cluster.topology.device.hbm_bytes / wrong
-    tried: list[Compared] = []
-    for cost in sorted(_less(costs, mesh), key=lambda cost: cost.step_s):
-        if cost.memory.step_bytes <= room:
-            room = cost.memory.step_bytes - 1  # if it does not fit, only what holds less is worth another try
-            tried.append(bench.compiled(asked, cost.variant, f"{len(tried) + 1} of at most {_TRIES}"))
-            if tried[-1].fits or len(tried) == _TRIES:
-                break
-    return tuple(tried)
-
-
-def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
-    """The ways that can hold less: layers computed again, microbatches, parameters spread wider and let go."""
-    devices, recipe = mesh[REPLICA] * mesh[FSDP], costs.recipe
-    rows = recipe.batch_size // recipe.accumulate // data_shards(mesh)
-    microbatches = [n for n in range(1, rows + 1) if rows % n == 0]
-    remats = (None, *_REMATS.get(costs.remat, ("full",)))
-    meshes = [dict(mesh)] + ([dict(mesh) | {REPLICA: 1, FSDP: devices}] if mesh[REPLICA] > 1 else [])
-    for wide, remat, n, again in itertools.product(meshes, remats, microbatches, (False, True)):
-        units: dict[str, Any] = {} if remat is None else {"remat": remat}
-        units |= {"reshard_after_forward": True} if again else {}
-        variant = Variant(
-            name="suggestion",
-            mesh=wide,
-            accumulate=None if n == 1 else recipe.accumulate * n,
-            units=units,
+    unknown = [name for name in names if name not in (*strategies, GSPMD)]
+    if unknown:
+        raise ShardingError(
+            f"There is no strategy {unknown[0]!r}.",
+            where=f"--compare {','.join(names)}",
+            why=f"the strategies are {', '.join(strategies)}, and {GSPMD}: plain Flax under jax.jit.",
+            do=f"--compare {','.join(COMPARED)}",
         )
-        with contextlib.suppress(AnnotationError):  # on the wider mesh a large parameter may not divide
-            yield costs.of(variant)
+    devices = mesh.get(REPLICA, 1) * mesh[FSDP]
+    group = mesh[FSDP]
+    if mesh.get(REPLICA, 1) == 1 and any(n in strategies and strategies[n].replica > 1 for n in names):
+
+        def fits(size: int) -> bool:
+            try:
+                return held_bytes(dict(mesh) | {REPLICA: devices // size, FSDP: size}) <= capacity_bytes / 2
+            except AnnotationError:  # a large parameter does not divide
+                return False
+
+        group = _group(devices, near, fits)
+    return tuple(_compared(name, dict(mesh), devices, group, near) for name in dict.fromkeys(names))
+
+
+def _group(devices: int, near: int, fits: Callable[[int], bool]) -> int:
+    """The smallest groups of whole hosts that can hold the state, or the largest there are; within a host its half."""
+    fewer = [n for n in range(1, devices) if devices % n == 0] or [1]
+    whole = [n for n in fewer if n % near == 0] or fewer[-1:]
+    return next(filter(fits, whole), whole[-1])
+
+
+def _compared(name: str, mesh: dict[str, int], devices: int, group: int, near: int) -> Variant:
+    strategy = strategies["zero3" if name == GSPMD else name]
+    fsdp = devices if strategy.replica == 1 else 1 if strategy.fsdp == 1 else group
+    mesh |= {REPLICA: devices // fsdp, FSDP: fsdp}
+    reshard = {"hpz": near}.get(name, strategy.reshard_after_forward)
+    units = {} if name == GSPMD else {"reshard_after_forward": True if reshard is None else reshard}
+    return Variant(
+        name=name,
+        mesh=mesh,
+        units=units,
+        shard_replicated=strategy.shard_replicated,
+        plain_flax=name == GSPMD,
+    )

@@ -6,15 +6,17 @@ import dataclasses
 import json
 import math
 import os
+import pickle
+import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jshard.cluster.topology import Topology, parse_topology
-from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.errors import FourPartError, RunError
 from jshard.inspect.audit import CompiledMemory
 from jshard.plans.mesh import REPLICA
 from jshard.plans.plan import ShardPlan
@@ -24,13 +26,7 @@ _QUEUE = 0.28  # of the time that a unit takes on the wires: what one of its gat
 
 
 def latency_flag(topology: Topology, mesh: Mapping[str, int], unit_bytes: int) -> str | None:
-    """The flag that describes a cluster to the scheduler; None where there are no adapters to wait for, as on a TPU.
-
-    Args:
-        topology: the cluster.
-        mesh: degrees of the mesh axes.
-        unit_bytes: gathered bytes of the largest unit.
-    """
+    """The flag that describes a cluster to the scheduler; None where there are no adapters to wait for, as on a TPU."""
     if topology.device.platform != "gpu" or topology.num_devices <= topology.fast_group:
         return None
     host_bytes_per_s = topology.device.slow.bytes_per_s * topology.fast_group
@@ -61,7 +57,7 @@ class CompileRequest:
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
         overrides: as there.
-        units: other settings of the units than the annotation's, as `jshard.api.override.revise` takes them.
+        units: other settings of the units than the annotation's, as `jshard.api.fully_shard.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
         xla_flags: flags for the whole process, as a run would have in XLA_FLAGS; "auto" for `latency_flag`,
@@ -81,6 +77,88 @@ class CompileRequest:
     plain_flax: bool = False
     xla_flags: str = ""
     unit_bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train a recipe, beside the way that was asked for.
+
+    Attributes:
+        name: to be shown.
+        mesh: degrees of the mesh axes.
+        batch_size: of the recipe; None for that asked for.
+        accumulate: microbatches; None for those asked for.
+        units: of the units, as `--unit` takes them.
+        shard_replicated: as in `js.shard_optimizer`.
+        plain_flax: see `CompileRequest`.
+        profile: of the compiler's options; None for those asked for.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    batch_size: int | None = None
+    accumulate: int | None = None
+    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    shard_replicated: bool = False
+    plain_flax: bool = False
+    profile: str | None = None
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What it changes of the recipe, as `--set` takes it."""
+        given = {"batch_size": self.batch_size, "accumulate": self.accumulate}
+        return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
+
+    def of(self, asked: CompileRequest) -> CompileRequest:
+        """What to compile, given what was asked for."""
+        changed = set(map(_key, self.settings))
+        return dataclasses.replace(
+            asked,
+            mesh=dict(self.mesh),
+            settings=(*(text for text in asked.settings if _key(text) not in changed), *self.settings),
+            units={**asked.units, **self.units},
+            shard_replicated=self.shard_replicated,
+            plain_flax=self.plain_flax,
+            profile=self.profile or asked.profile,
+        )
+
+    @property
+    def mesh_text(self) -> str:
+        """The mesh as `--mesh` takes it."""
+        return ",".join(f"{axis}={size}" for axis, size in self.mesh.items())
+
+    @property
+    def command(self) -> str:
+        """The options that choose this way, to be added to those asked for."""
+        given = ["--mesh", self.mesh_text]
+        given += [word for setting in self.settings for word in ("--set", setting)]
+        given += [word for name, value in self.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
+        return shlex.join(given)
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0].strip()
+
+
+def command_line(request: CompileRequest, *, known: Mapping[str, float]) -> str:
+    """The command line that asks for what is compiled; "" for what only `--compare` asks for."""
+    if request.plain_flax or request.shard_replicated:
+        return ""
+    words = ["jshard", "plan", request.model]
+    words += [] if request.recipe is None else ["--recipe", request.recipe]
+    words += ["--topology", request.topology]
+    words += ["--mesh", ",".join(f"{axis}={degree}" for axis, degree in request.mesh.items())]
+    words += [word for text in request.settings for word in ("--set", text)]
+    words += [word for name, value in request.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
+    words += [] if request.profile == "fastest" else ["--options", request.profile or "none"]
+    words += [f"--xla-flags={request.xla_flags}"] if request.xla_flags else []
+    words += [word for name, value in known.items() for word in ("--assume", f"{name}={value:g}")]
+    return shlex.join(words)
+
+
+def as_text(value: Any) -> str:
+    """A setting's value as `--unit` takes it."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -179,7 +257,7 @@ def unused_flags(environ: Mapping[str, str]) -> str | None:
 
 # A process that compiles: it is started with a request, and leaves a result or an error in a folder.
 
-_RESULT, _ERROR = "result.json", "error.json"  # what the child leaves
+_RESULT, _ERROR = "result.json", "error.pickle"  # what the child leaves
 _OUTPUT = "output.txt"  # what it says
 _LAST_LINES = 8
 
@@ -242,48 +320,28 @@ def run_child(
                 do=more_time,
             ) from error
     if (folder / _ERROR).exists():
-        raise error_from_json(json.loads((folder / _ERROR).read_text()))
+        raise pickle.loads((folder / _ERROR).read_bytes())
     if done.returncode or not (folder / _RESULT).exists():
         raise _crashed(subject, done.returncode, folder, do)
     return json.loads((folder / _RESULT).read_text())
 
 
 def answer(argv: Sequence[str], work: Callable[[Any, Path], Any]) -> int:
-    """The child's side of `run_child`: its exit code.
-
-    Args:
-        argv: the request and the folder.
-        work: makes the result of both.
-    """
+    """The child's side of `run_child`: its exit code."""
     folder = Path(argv[1])
     try:
         result = work(json.loads(argv[0]), folder)
     except FourPartError as error:
-        (folder / _ERROR).write_text(json.dumps(error_to_json(error)))
+        (folder / _ERROR).write_bytes(pickle.dumps(_portable(error)))
         return 1
     (folder / _RESULT).write_text(json.dumps(result))
     return 0
 
 
-def error_to_json(error: FourPartError) -> dict[str, Any]:
-    """An error as the child hands it over."""
-    kind, is_request = type(error).__name__, isinstance(error, ShardingError)
-    parts = {"what": error.what, "where": list(error.where), "why": error.why, "do": error.do}
-    return {"kind": kind, "is_request": is_request, **parts}
-
-
-def error_from_json(parts: dict[str, Any]) -> FourPartError:
-    """The child's error; of a class that only the child knows, as one of the two kinds that end a command."""
-    kind, is_request = parts.pop("kind"), parts.pop("is_request")
-    base = ShardingError if is_request else RunError
-    classes = (cls for cls in _subclasses(base) if cls.__name__ == kind)
-    return next(classes, base)(parts.pop("what"), **parts)
-
-
-def _subclasses(cls: type[FourPartError]) -> Iterator[type[FourPartError]]:
-    for sub in cls.__subclasses__():
-        yield sub
-        yield from _subclasses(sub)
+def _portable(error: FourPartError) -> FourPartError:
+    """An error of a class that the parent can import, too: not of one that a model file has made."""
+    cls = next(cls for cls in type(error).__mro__ if cls.__module__.startswith("jshard."))
+    return cls(error.what, where=error.where, why=error.why, do=error.do)
 
 
 def _crashed(subject: str, code: int, folder: Path, do: str) -> CompileError:

@@ -17,17 +17,16 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.api.override import has_inner_units, repeated_layers, revise
+from jshard.api.fully_shard import has_inner_units, repeated_layers, revise
+from jshard.cluster.compile import Variant
 from jshard.cluster.estimate import Machine
 from jshard.cluster.traffic import Collectives, at_rows, exposed_s, host_copies, own_s, own_traffic, planned
-from jshard.cluster.variants import Variant
 from jshard.inspect.communication import Amounts
 from jshard.inspect.memory import Activations, Memory, Saved, kept_bytes, memory_of, saved_arrays, summed
 from jshard.plans.mesh import EXPERT, FSDP, REPLICA, TENSOR, data_shards
 from jshard.plans.plan import ShardPlan
 from jshard.plans.units import modules
 from jshard.recipes.building import abstract_model, batch_of
-from jshard.recipes.mfu import dense_flops
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -215,7 +214,7 @@ class Costs:
     def _compute_s(self, plan: ShardPlan, recipe: Recipe, rows: int, variant: Variant) -> float:
         """Forward and backward of all microbatches on one device."""
         a = self.machine.assumptions
-        flops = self._flops(plan, recipe) / self.machine.num_devices
+        flops = self.model_file.step_flops(recipe, plan)[0] / self.machine.num_devices
         remat = _remat_of(plan, self._layer_names)
         products_s = flops * _RECOMPUTED.get(remat, 1.0) / (a.flops_per_s * a.matmul_efficiency)
         tensor = variant.mesh.get(TENSOR, 1)
@@ -232,12 +231,6 @@ class Costs:
         """What of a microbatch's computation is forward, and what backward."""
         forward_s = compute_s * (0.25 if _remat_of(plan, self._layer_names) == "full" else 1 / 3)
         return {"forward": forward_s, "backward": compute_s - forward_s}
-
-    def _flops(self, plan: ShardPlan, recipe: Recipe) -> float:
-        if self.model_file.flops is not None:
-            return self.model_file.flops(recipe)[0]
-        tokens = recipe.batch_size * recipe.sequence_length
-        return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)[0]
 
     def _own_s(self, variant: Variant, rows: int) -> float:
         """What the collectives of a microbatch over the model's own axes take."""

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,25 +16,7 @@ from jshard.cluster.replay import Assumptions, Replay
 from jshard.cluster.topology import Topology
 from jshard.errors import ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts, device_of
-from jshard.inspect.hlo.schedule import Schedule, Window
-
-# Links between hosts from congested to new ones, and what good kernels reach of a device's peak.
-RANGES: Mapping[str, tuple[float, float]] = {"slow_bytes_per_s": (15e9, 50e9), "matmul_efficiency": (0.60, 0.75)}
-
-
-@dataclasses.dataclass(frozen=True)
-class CollectiveEstimate:
-    """A collective of the schedule, in an estimate.
-
-    Args:
-        window: the collective.
-        communication_s: what it takes, over all executions.
-        exposed_s: what of it the computation waits for.
-    """
-
-    window: Window
-    communication_s: float
-    exposed_s: float
+from jshard.inspect.hlo.schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,45 +27,26 @@ class Estimate:
         assumptions: the machine.
         step_s: the step.
         compute_s: what of it computes.
+        communication_s: what the collectives take, one after another.
+        exposed_s: what of it the computation waits for.
+        hidden: part of the communication that runs beside computation, from 0 to 1.
+        hidden_in_loops: the same of the collectives inside loops.
         flops: of one device, with those computed again for backward.
-        collectives: the collectives, in the order of the schedule.
     """
 
     assumptions: Assumptions
     step_s: float
     compute_s: float
+    communication_s: float
+    exposed_s: float
+    hidden: float
+    hidden_in_loops: float
     flops: float
-    collectives: tuple[CollectiveEstimate, ...]
-
-    @property
-    def communication_s(self) -> float:
-        """What the collectives take, one after another."""
-        return sum(c.communication_s for c in self.collectives)
-
-    @property
-    def exposed_s(self) -> float:
-        """What of it the computation waits for."""
-        return sum(c.exposed_s for c in self.collectives)
-
-    @property
-    def hidden(self) -> float:
-        """Part of the communication that runs beside computation, from 0 to 1."""
-        return _hidden(self.collectives)
-
-    @property
-    def hidden_in_loops(self) -> float:
-        """The same of the collectives inside loops."""
-        return _hidden(c for c in self.collectives if c.window.loop)
-
-    @property
-    def flops_per_s(self) -> float:
-        """Operations in a second on one device."""
-        return self.flops / self.step_s if self.step_s else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The totals, for JSON."""
-        names = "step_s", "compute_s", "communication_s", "exposed_s", "hidden", "hidden_in_loops", "flops_per_s"
-        return {name: getattr(self, name) for name in names} | {"assumptions": dataclasses.asdict(self.assumptions)}
+        found = dataclasses.asdict(self)
+        return found | {"flops_per_s": found.pop("flops") / self.step_s if self.step_s else 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,74 +71,38 @@ class EstimateRange:
         """The case with the longest step."""
         return max(self.cases, key=lambda e: e.step_s)
 
-    @property
-    def step_s(self) -> tuple[float, float]:
-        """Shortest and longest step."""
-        return self._range("step_s")
-
-    @property
-    def exposed_s(self) -> tuple[float, float]:
-        """Least and most time that the computation waits for communication."""
-        return self._range("exposed_s")
-
-    @property
-    def hidden(self) -> tuple[float, float]:
-        """Smallest and largest hidden part of the communication."""
-        return self._range("hidden")
-
-    @property
-    def hidden_in_loops(self) -> tuple[float, float]:
-        """The same of the collectives inside loops."""
-        return self._range("hidden_in_loops")
-
-    def _range(self, name: str) -> tuple[float, float]:
+    def span(self, name: str) -> tuple[float, float]:
+        """Smallest and largest value of a number of the cases."""
         values = [getattr(case, name) for case in self.cases]
         return min(values), max(values)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Ranges, the stated case and all cases, for JSON."""
-        names = "step_s", "exposed_s", "hidden", "hidden_in_loops"
-        ranges = {name: list(self._range(name)) for name in names}
-        return ranges | {"stated": self.stated.to_dict(), "cases": [case.to_dict() for case in self.cases]}
-
 
 def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
-    """Plays a schedule under assumptions.
-
-    Args:
-        schedule: what `jshard.inspect.hlo.walk.read_schedule` read.
-        assumptions: the machine.
-
-    Raises:
-        ShardingError: an assumption that is no positive number.
-
-    Example:
-        >>> estimate(read_schedule(compiled), h100).hidden
-        0.98
-    """
-    _refuse_nonsense(assumptions)
+    """Plays a schedule (`jshard.inspect.hlo.walk.read_schedule`) under assumptions."""
     replay = Replay(schedule, assumptions)
-    times = zip(schedule.windows, replay.communication_s, replay.exposed_s, strict=True)
-    collectives = tuple(CollectiveEstimate(*each) for each in times)
-    return Estimate(assumptions, replay.clock_s, replay.compute_s, schedule.flops, collectives)
+    times = list(zip(replay.communication_s, replay.exposed_s, strict=True))
+    in_loops = [time for time, window in zip(times, schedule.windows, strict=True) if window.loop]
+    return Estimate(
+        assumptions,
+        step_s=replay.clock_s,
+        compute_s=replay.compute_s,
+        communication_s=sum(replay.communication_s),
+        exposed_s=sum(replay.exposed_s),
+        hidden=_hidden(times),
+        hidden_in_loops=_hidden(in_loops),
+        flops=schedule.flops,
+    )
 
 
 def estimate_range(
-    schedule: Schedule, assumptions: Assumptions, *, ranges: Mapping[str, tuple[float, float]] = RANGES
+    schedule: Schedule, assumptions: Assumptions, ranges: Mapping[str, tuple[float, float]]
 ) -> EstimateRange:
     """Estimates over ranges of what is least known.
 
     Args:
-        schedule: what `jshard.inspect.hlo.walk.read_schedule` read.
+        schedule: as for `estimate`.
         assumptions: the machine; what is not varied stays as it says.
         ranges: lowest and highest value of some of its numbers; all corners of them are looked at.
-
-    Raises:
-        ShardingError: an assumption that is no positive number.
-
-    Example:
-        >>> estimate_range(schedule, h100, ranges={"slow_bytes_per_s": (15e9, 50e9)}).hidden
-        (0.63, 0.99)
     """
     corners = [
         estimate(schedule, dataclasses.replace(assumptions, **dict(zip(ranges, values, strict=True))))
@@ -185,23 +112,9 @@ def estimate_range(
     return EstimateRange(stated, (stated, *corners))
 
 
-def _hidden(collectives: Iterable[CollectiveEstimate]) -> float:
-    found = list(collectives)
-    total = sum(c.communication_s for c in found)
-    return 1.0 - sum(c.exposed_s for c in found) / total if total else 1.0
-
-
-def _refuse_nonsense(assumptions: Assumptions) -> None:
-    numbers = {k: v for k, v in dataclasses.asdict(assumptions).items() if isinstance(v, int | float)}
-    bad = {k: v for k, v in numbers.items() if not (v >= 0 if k == "latency_s" else v > 0)}
-    bad |= {k: numbers[k] for k in ("matmul_efficiency", "memory_efficiency") if numbers[k] > 1}
-    if bad:
-        raise ShardingError(
-            "An estimate cannot be made from these assumptions.",
-            where=[f"{k} = {v!r}" for k, v in bad.items()],
-            why="rates and sizes are positive, efficiencies between 0 and 1.",
-            do="dataclasses.replace(assumptions, matmul_efficiency=0.6)",
-        )
+def _hidden(times: Sequence[tuple[float, float]]) -> float:
+    total = sum(communication_s for communication_s, _ in times)
+    return 1.0 - sum(exposed_s for _, exposed_s in times) / total if total else 1.0
 
 
 # A cluster as an estimate sees it: the facts about its devices, and ranges of what nobody knows beforehand.
@@ -259,15 +172,7 @@ def _device_bytes(mesh: Mesh) -> int | None:
 
 
 def assumptions_of(topology: Topology) -> Assumptions:
-    """What an estimate takes for granted about a cluster, at the rates that its links are assumed to reach.
-
-    Args:
-        topology: the cluster.
-
-    Example:
-        >>> assumptions_of(parse_topology("h100:64x8")).slow_bytes_per_s
-        42000000000.0
-    """
+    """What an estimate takes for granted about a cluster, at the rates that its links are assumed to reach."""
     return _assumed(topology.device, topology.fast_group)
 
 
@@ -323,7 +228,7 @@ class PlannedCluster:
 
     def estimate(self, schedule: Schedule) -> EstimateRange:
         """Estimates of a compiled step, over the ranges of what is least known."""
-        return estimate_range(schedule, self.assumptions, ranges=self.ranges)
+        return estimate_range(schedule, self.assumptions, self.ranges)
 
 
 def parse_known(texts: Sequence[str]) -> dict[str, float]:

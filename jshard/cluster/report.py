@@ -27,10 +27,6 @@ def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
     A loop is drawn as one steady round with the number of rounds above it, so lengths are true within a part, and
     between parts of the picture, but the picture is shorter than the step.
 
-    Args:
-        schedule: the program.
-        assumptions: the machine.
-
     Example:
         >>> pathlib.Path("step.trace.json").write_text(chrome_trace(timeline(schedule, h100)))
     """
@@ -93,13 +89,7 @@ class ClusterPlan:
 
     @classmethod
     def of(cls, step: CompiledStep, *, cluster: PlannedCluster, name: str) -> ClusterPlan:
-        """Reads a compiled step, and plays it under the assumptions about the cluster.
-
-        Args:
-            step: what `compile_step` gave.
-            cluster: the one that it was compiled for.
-            name: of the model and its recipe.
-        """
+        """Reads a compiled step, and plays it under the assumptions about the cluster."""
         found = audit(step.text, plan=step.plan, memory=step.memory, accumulate=step.accumulate)
         estimates = cluster.estimate(found.schedule)
         return cls(name=name, cluster=cluster, step=step, audit=found, estimates=estimates, notes=step.notes)

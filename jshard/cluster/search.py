@@ -1,8 +1,9 @@
-"""Chooses among many ways to train a recipe: by estimates, and what is left by compiling or by measuring."""
+"""Chooses among many ways to train a recipe, by estimates and then by compiling; and what to try where none fits."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,10 +15,9 @@ from rich.text import Text
 from jshard._live import at_work
 from jshard._text import duration
 from jshard.cluster.compare import Compared, Comparison, VariantCompiler
-from jshard.cluster.compile import CompileRequest
+from jshard.cluster.compile import CompileRequest, Variant, command_line
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan
-from jshard.cluster.variants import Variant, command_line
 from jshard.errors import AnnotationError
 from jshard.inspect.tables import add_row, broken_line, made_table, printed
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
@@ -70,13 +70,7 @@ class Search:
 
 
 def search(costs: Costs, mesh: Mapping[str, int], *, batch_sizes: Sequence[int] = ()) -> Search:
-    """Estimates every way.
-
-    Args:
-        costs: estimates for the recipe on its machine.
-        mesh: the mesh asked for; degrees beside `replica` and `fsdp` stay.
-        batch_sizes: batches to choose among; by default the recipe's alone.
-    """
+    """Estimates every way."""
     default = costs.of(Variant(name="as asked", mesh=mesh))
     sizes = batch_sizes or (default.batch_size,)
     found, refused = [default] if default.batch_size in sizes else [], {}
@@ -250,16 +244,7 @@ def choose(
     bench: VariantCompiler,
     batch_sizes: Sequence[int] = (),
 ) -> Chosen:
-    """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for.
-
-    Args:
-        costs: estimates for the recipe on the cluster.
-        asked: what was asked for.
-        mesh: its mesh.
-        plan: as compiled.
-        bench: where they are compiled.
-        batch_sizes: as in `search`.
-    """
+    """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for."""
     with at_work("estimating every way", say=bench.say, stream=bench.stream) as work:
         found = search(costs, mesh, batch_sizes=batch_sizes)
         work.result = found.counted
@@ -313,3 +298,62 @@ def _way(cost: Cost) -> dict[str, Any]:
         "host_s": cost.host_s,
         "batch_size": cost.batch_size,
     }
+
+
+# What to try when a step does not fit: ways that hold less, each compiled before it is named.
+
+_TRIES = 4  # compiled at most
+_MARGIN = 0.95  # of the memory, by the estimate
+_STRONGER = {"none": ("dots", "full"), "dots": ("full",), "full": ()}
+
+
+def suggestions(
+    costs: Costs,
+    asked: CompileRequest,
+    mesh: Mapping[str, int],
+    *,
+    bench: VariantCompiler,
+    peak_bytes: int,
+) -> tuple[Compared, ...]:
+    """Ways that hold less than what was asked for and does not fit, the quickest by the estimate first.
+
+    Compiles until one fits, and returns what it tried. The batch of a step stays as it is.
+
+    Args:
+        costs: estimates for the recipe.
+        asked: what does not fit.
+        mesh: its mesh.
+        bench: where they are compiled.
+        peak_bytes: what it needs, as compiled: the estimates are corrected by it.
+    """
+    now = costs.of(Variant(name="asked", mesh=mesh))
+    wrong = max(1.0, peak_bytes / now.memory.step_bytes)  # the estimate was at least that much too low
+    room = _MARGIN * bench.cluster.topology.device.hbm_bytes / wrong
+    tried: list[Compared] = []
+    for cost in sorted(_less(costs, mesh), key=lambda cost: cost.step_s):
+        if cost.memory.step_bytes <= room:
+            room = cost.memory.step_bytes - 1  # if it does not fit, only what holds less is worth another try
+            tried.append(bench.compiled(asked, cost.variant, f"{len(tried) + 1} of at most {_TRIES}"))
+            if tried[-1].fits or len(tried) == _TRIES:
+                break
+    return tuple(tried)
+
+
+def _less(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Cost]:
+    """The ways that can hold less: layers computed again, microbatches, parameters spread wider and let go."""
+    devices, recipe = mesh[REPLICA] * mesh[FSDP], costs.recipe
+    rows = recipe.batch_size // recipe.accumulate // data_shards(mesh)
+    microbatches = [n for n in range(1, rows + 1) if rows % n == 0]
+    remats = (None, *_STRONGER.get(costs.remat, ("full",)))
+    meshes = [dict(mesh)] + ([dict(mesh) | {REPLICA: 1, FSDP: devices}] if mesh[REPLICA] > 1 else [])
+    for wide, remat, n, again in itertools.product(meshes, remats, microbatches, (False, True)):
+        units: dict[str, Any] = {} if remat is None else {"remat": remat}
+        units |= {"reshard_after_forward": True} if again else {}
+        variant = Variant(
+            name="suggestion",
+            mesh=wide,
+            accumulate=None if n == 1 else recipe.accumulate * n,
+            units=units,
+        )
+        with contextlib.suppress(AnnotationError):  # on the wider mesh a large parameter may not divide
+            yield costs.of(variant)

@@ -98,9 +98,6 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     Only in a process of its own: JAX_PLATFORMS=cpu and TPU_SKIP_MDS_QUERY=1 must have been set before jax was
     imported, or looking for the devices reaches out for real ones.
 
-    Args:
-        topology: the cluster.
-
     Raises:
         MissingExtraError: its compiler is not installed.
         TopologyError: its compiler refuses the shape.
@@ -112,10 +109,6 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
 
 def require_compiler(platform: str, *, where: str = "jshard plan --topology") -> None:
     """Checks that the compiler of a platform is installed, without loading it.
-
-    Args:
-        platform: "gpu" or "tpu".
-        where: what asks for it, for the error.
 
     Raises:
         MissingExtraError: it is not, or not in the version of jaxlib.

@@ -25,12 +25,6 @@ def own_traffic(model: nnx.Module, loss: Callable[..., Any], batch: Any, *, wrt:
     """The collectives of forward and backward over `tensor` and `expert`; None where they cannot be known.
 
     Those over the data axes alone are a plan's. So are sums over `expert`: of gradients of what all experts share.
-
-    Args:
-        model: the annotated model; its arrays and its mesh may be abstract.
-        loss: called with the model and the batch, as in training.
-        batch: the global batch, abstract or real.
-        wrt: the parameters that are trained, as in `js.plan`.
     """
     root = unit_of(model)
     if root is None:
@@ -56,13 +50,7 @@ def _is_own(one: Sent) -> bool:
 
 
 def at_rows(few: Amounts, more: Amounts, rows: tuple[int, int, int]) -> Amounts:
-    """What so many sequences send: a straight line through two numbers of them.
-
-    Args:
-        few: what some send.
-        more: what more of them send.
-        rows: how many those are, and for how many it is asked.
-    """
+    """What so many sequences send: a straight line through two numbers of them."""
     low, high, asked = rows
     found = {}
     for one, (count, size) in few.items():
@@ -98,10 +86,6 @@ def host_copies(plan: ShardPlan, memory: Memory) -> Mapping[str, HostCopies]:
     and comes back in backward. Once in a step gradients go there, and the update brings what it needs and takes back
     what it changed: parameters and optimizer state. Only of parameters in host memory are gradients there, of each as
     many bytes.
-
-    Args:
-        plan: where the parameters are.
-        memory: of one device, with what is saved.
     """
     again = {unit.name for unit in plan.units if unit.reshard_after_forward is True}
     away = [leaf for leaf in plan.leaves if leaf.placement.on_host]
@@ -157,13 +141,7 @@ def _of_unit(
 
 
 def own_s(amounts: Amounts, mesh: Mapping[str, int], assumptions: Assumptions) -> float:
-    """What the collectives over a model's own axes take, one after another.
-
-    Args:
-        amounts: how many, and how much.
-        mesh: degrees of the mesh axes.
-        assumptions: the machine.
-    """
+    """What the collectives over a model's own axes take, one after another."""
     total = 0.0
     for one, (count, full_bytes) in amounts.items():
         group = group_along(mesh, one.axes)
@@ -172,12 +150,7 @@ def own_s(amounts: Amounts, mesh: Mapping[str, int], assumptions: Assumptions) -
 
 
 def exposed_s(found: Collection[Collectives], there_s: Mapping[str, float]) -> tuple[float, float]:
-    """All of some collectives, and what of them is exposed.
-
-    Args:
-        found: the collectives.
-        there_s: how long forward and backward compute.
-    """
+    """All of some collectives, and what of them is exposed."""
     total, exposed, left_s = 0.0, 0.0, dict(there_s)
     for one in found:
         total += one.count * one.each_s

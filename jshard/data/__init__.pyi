@@ -6,7 +6,7 @@ from jshard.data.source import Data as Data
 from jshard.data.source import DataError as DataError
 from jshard.data.source import Sample as Sample
 from jshard.data.source import Source as Source
+from jshard.data.text import ByteTokenizer as ByteTokenizer
+from jshard.data.text import HuggingFaceTokenizer as HuggingFaceTokenizer
+from jshard.data.text import Tokenizer as Tokenizer
 from jshard.data.text import load_text as load_text
-from jshard.data.tokenizer import ByteTokenizer as ByteTokenizer
-from jshard.data.tokenizer import HuggingFaceTokenizer as HuggingFaceTokenizer
-from jshard.data.tokenizer import Tokenizer as Tokenizer

@@ -11,7 +11,7 @@ import numpy as np
 from jshard.errors import FourPartError, ShardingError
 
 if TYPE_CHECKING:
-    from jshard.data.tokenizer import Tokenizer
+    from jshard.data.text import Tokenizer
 
 
 Sample = dict[str, np.ndarray]

@@ -15,9 +15,8 @@ from jshard.engine.experts import expert_dim
 from jshard.engine.stored import gather, reduce_scatter
 from jshard.engine.values import Shard, Value
 from jshard.errors import CallError
-from jshard.plans.memories import back, placed_like, to_device
+from jshard.plans.memories import back, key_texts, placed_like, to_device
 from jshard.plans.mesh import EXPERT, AnyMesh, data_axes, data_degree, degree, manual_axes
-from jshard.plans.optimizer_state import key_texts
 from jshard.plans.placement import Placement, spec_over
 from jshard.plans.units import Unit
 

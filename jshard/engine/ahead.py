@@ -259,12 +259,12 @@ def cut_rows(values: Sequence[Value], at: Any) -> list[Value]:
 @jax.jit
 def _rows(stacks: list[Any], at: Any) -> list[Any]:
     """It stands in the program once."""
-    cut = lambda x: lax.dynamic_slice(x, row_start(x, at), (1, *x.shape[1:]), allow_negative_indices=False)
+    cut = lambda x: lax.dynamic_slice_p.bind(x, *row_start(x, at), slice_sizes=(1, *x.shape[1:]))
     return [lax.squeeze(cut(x), (0,)) for x in stacks]
 
 
 def row_start(x: Any, at: Any) -> tuple[Any, ...]:
-    """Where a row begins. It is never negative: leaving that open costs six equations; each integer costs one, too."""
+    """Where a row begins. It is never negative: to leave that open, as `lax.dynamic_slice` does, costs equations."""
     return (at, *[_ZERO] * (x.ndim - 1))
 
 

@@ -7,6 +7,7 @@ nothing is gathered or reduced in vain. What is stacked is written in place, row
 """
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -146,7 +147,12 @@ class Rotation:
         """The loop."""
         scan, looped = self.scan, self.scan.length - self.last_trips
         gathered, start = self._first(p)
-        buffers = [_rows_of(a, scan.length) for a in self._avals]
+        full = functools.cache(lax.full)  # the compiler would merge those of one type
+        shapes = [(scan.length, *a.shape) for a in self._avals]
+        buffers = [
+            _compat.host_rows(shape, a.dtype) if _compat.on_host(a) else full(shape, 0, a.dtype)
+            for shape, a in zip(shapes, self._avals, strict=True)
+        ]
         state, begin = (start, gathered, {}, buffers), 0
         if self._late is not None and looped:  # the first trip finds nothing to reduce
             state, begin = self._trip(p, 0, state, self.count), 1
@@ -242,16 +248,8 @@ def _has_units(eqn: Eqn) -> bool:
     return any(map(_has_units, calls.program(eqn)[0].eqns))
 
 
-def _rows_of(aval: Any, length: int) -> jax.Array:
-    """Rows of a type, to be written; in host memory, if that is where the type is."""
-    shape = (length, *aval.shape)
-    return _compat.host_rows(shape, aval.dtype) if _compat.on_host(aval) else lax.full(shape, 0, aval.dtype)
-
-
 @jax.jit
 def _written(buffers: list[Any], rows: list[Any], at: Any) -> list[Any]:
     """Arrays with a row of each written. It stands in the program once."""
-    write = lambda x, row: lax.dynamic_update_slice(
-        x, lax.broadcast(row, (1,)), row_start(x, at), allow_negative_indices=False
-    )
+    write = lambda x, row: lax.dynamic_update_slice_p.bind(x, lax.broadcast(row, (1,)), *row_start(x, at))
     return [write(x, row) for x, row in zip(buffers, rows, strict=True)]

@@ -9,7 +9,7 @@ policy.
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -299,7 +299,7 @@ def without_key_data(closed: Any) -> tuple[Any, list[Any]]:
     for e in jaxpr.eqns:
         if e.primitive.name == "random_fold_in" and isinstance(number := e.invars[1], jex.Literal):
             variables.append(jex.Var(number.aval))
-            numbers.append(np.asarray(number.val, cast(Any, number.aval).dtype)[()])
+            numbers.append(np.asarray(number.val, abstract(number).dtype)[()])
             e = e.replace(invars=[e.invars[0], variables[-1]])
         equations.append(e)
     if not numbers:
@@ -343,9 +343,8 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def _is_same_literal(x: Any, y: Any) -> bool:
-    if not isinstance(y, jex.Literal) or x.aval != y.aval:
-        return False
-    return x.val is y.val or np.asarray(x.val).tobytes() == np.asarray(y.val).tobytes()
+    bits = lambda literal: np.asarray(literal.val).tobytes()
+    return isinstance(y, jex.Literal) and x.aval == y.aval and bits(x) == bits(y)
 
 
 def _is_same_parameter(x: Any, y: Any) -> bool:

@@ -99,10 +99,6 @@ def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int
 def target_config_text(target: GpuTarget, *, without: Collection[str] = ()) -> str:
     """The text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`.
 
-    Args:
-        target: the facts.
-        without: fields of `gpu_device_info` to leave out.
-
     Example:
         >>> "core_count: 132" in target_config_text(DEVICES["h100"].target)
         True
@@ -122,10 +118,6 @@ def accepted_text(target: GpuTarget, *, parses: Callable[[str], bool]) -> tuple[
     """The text in the form that the installed jaxlib reads, and the fields that had to be left out.
 
     The parser says that it fails and not where, so each optional field is tried alone.
-
-    Args:
-        target: the facts.
-        parses: whether the installed jaxlib takes a text.
 
     Raises:
         RunError: not even the fields that every version needs are taken.

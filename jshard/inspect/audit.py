@@ -40,17 +40,12 @@ _ENTRY = re.compile(r"entry_computation_layout=\{\((.*?)\)->")
 _ON_HOST = re.compile(r"(\w+)\[([\d,]*)\]\{[^}]*S\(5\)[^}]*\}")  # XLA's memory space 5 is the host's
 
 
-def host_arguments_bytes(text: str) -> int:
-    """Bytes of a program's arguments that are in host memory, for one device."""
-    layout = _ENTRY.search(text)
-    found = _ON_HOST.findall(layout[1]) if layout else []
-    return sum(math.prod(int(n) for n in dims.split(",") if n) * round(item_bytes(dtype)) for dtype, dims in found)
-
-
-def host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
-    """Whether the parameters that are planned in host memory are there in the program."""
+def _host_differences(text: str, plan: ShardPlan) -> tuple[Difference, ...]:
+    """Whether the parameters that are planned in host memory are among the program's arguments there."""
     planned = sum(leaf.placement.bytes_per_device for leaf in plan.leaves if leaf.placement.on_host)
-    compiled = host_arguments_bytes(text) if planned else 0
+    layout = _ENTRY.search(text)
+    arrays = _ON_HOST.findall(layout[1]) if layout else []
+    compiled = sum(math.prod(int(n) for n in dims.split(",") if n) * round(item_bytes(d)) for d, dims in arrays)
     if compiled >= planned:
         return ()
     words = (
@@ -64,27 +59,16 @@ _SHOWN = 10
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledMemory:
-    """Bytes of one device, as the compiler lays them out.
+    """Bytes of one device, as the compiler lays them out."""
 
-    Args:
-        arguments_bytes: state and batch.
-        results_bytes: results, most of them in the place of an argument.
-        shared_bytes: that part of them.
-        temporaries_bytes: everything between.
-        peak_bytes: the most at one time.
-        host_arguments_bytes: arguments in host memory; the figures above are of the device's own memory.
-        host_results_bytes: results in host memory.
-        host_temporaries_bytes: everything between, in host memory.
-    """
-
-    arguments_bytes: int
-    results_bytes: int
-    shared_bytes: int
-    temporaries_bytes: int
-    peak_bytes: int
-    host_arguments_bytes: int = 0
-    host_results_bytes: int = 0
-    host_temporaries_bytes: int = 0
+    arguments_bytes: int  # state and batch
+    results_bytes: int  # results, most of them in the place of an argument
+    shared_bytes: int  # that part of them
+    temporaries_bytes: int  # everything between
+    peak_bytes: int  # the most at one time
+    host_arguments_bytes: int = 0  # arguments in host memory; the figures above are of the device's own memory
+    host_results_bytes: int = 0  # results in host memory
+    host_temporaries_bytes: int = 0  # everything between, in host memory
 
     @property
     def host_bytes(self) -> int:
@@ -271,7 +255,7 @@ def audit(
     if plan is not None:
         found = differences(schedule.windows, plan, accumulate=accumulate, sync=sync, on_cpu=on_cpu)
     if plan is not None and any(leaf.placement.on_host for leaf in plan.leaves):
-        found += host_differences(program if isinstance(program, str) else program.as_text() or "", plan)
+        found += _host_differences(program if isinstance(program, str) else program.as_text() or "", plan)
     notes = tuple(d for d in found if d.by_cpu)
     return Audit(schedule, plan, memory, tuple(d for d in found if not d.by_cpu), notes)
 

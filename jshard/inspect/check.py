@@ -13,7 +13,7 @@ from jshard.engine.call import is_array, is_float
 from jshard.engine.context import global_view, without_update
 from jshard.errors import CallError
 from jshard.linen.annotation import annotation_of
-from jshard.plans.optimizer_state import key_texts
+from jshard.plans.memories import key_texts
 from jshard.plans.plan import root_forgotten
 from jshard.plans.units import dotted, plain_class, unit_of
 
@@ -42,12 +42,15 @@ class CheckReport:
     @property
     def worst(self) -> float:
         """The largest difference of all."""
-        return max([*self.outputs.values(), *self.gradients.values(), *self.state.values()], default=0.0)
+        return max(self._named("").values(), default=0.0)
+
+    def _named(self, of_gradient: str) -> dict[str, float]:
+        """All differences, by what differs."""
+        heads = {"output ": self.outputs, of_gradient: self.gradients, "state ": self.state}
+        return {f"{head}{name}": size for head, found in heads.items() for name, size in found.items()}
 
     def __str__(self) -> str:
-        every = {f"output {k}": v for k, v in self.outputs.items()}
-        every |= {f"gradient of {k}": v for k, v in self.gradients.items()}
-        every |= {f"state {k}": v for k, v in self.state.items()}
+        every = self._named("gradient of ")
         place = max(every, key=every.__getitem__, default="none")
         counts = f"{len(self.outputs)} outputs, {len(self.gradients)} gradients and {len(self.state)} changed states"
         return (
@@ -101,14 +104,8 @@ def check(
         out = call(live, *args, **arrays, **static)
         return out, nnx.state(live, nnx.Not(nnx.Any(nnx.Param, nnx.RngState)))
 
-    program, inputs = _program(run), (state, args, arrays)
-    with without_update():
-        found, grads, after = program(params, inputs)
-    with global_view(), without_update():
-        wanted, wanted_grads, wanted_after = program(params, inputs)
-    gradients = {dotted(p): (v, w) for (p, v), (_, w) in zip(*map(_flat, (grads, wanted_grads)), strict=True)}
-    changed = _changed(*map(_arrays, (after, wanted_after, nnx.state(model, nnx.Not(nnx.Param)))))
-    return _report(_paired(found, wanted), gradients, changed, tolerance, where)
+    before = nnx.state(model, nnx.Not(nnx.Param))
+    return _compared(run, params, (state, args, arrays), before, tolerance, where)
 
 
 def _check_linen(
@@ -133,17 +130,8 @@ def _check_linen(
         return out if returns_state else (out, {})
 
     returns_state = loss_fn is None and bool(kwargs.get("mutable"))
-    program = _program(run)
     before = {k: v for k, v in variables.items() if k != "params"}
-    inputs = before, rest, arrays
-    with without_update():
-        found, grads, after = program(variables["params"], inputs)
-    with global_view(), without_update():
-        wanted, wanted_grads, wanted_after = program(variables["params"], inputs)
-    pairs = zip(jax.tree.leaves_with_path(grads), jax.tree.leaves(wanted_grads), strict=True)
-    gradients = {"/".join(key_texts(p)): (v, w) for (p, v), w in pairs}
-    changed = _changed(*map(_arrays, (after, wanted_after, before)))
-    return _report(_paired(found, wanted), gradients, changed, tolerance, where)
+    return _compared(run, variables["params"], (before, rest, arrays), before, tolerance, where)
 
 
 def _parted(kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -167,8 +155,23 @@ def _program(run: Callable[[Any, tuple], tuple[Any, Any]]) -> Callable[..., Any]
     return jax.jit(program)
 
 
-def _paired(found: dict[str, Any], wanted: dict[str, Any]) -> Pairs:
-    return {name or "output": (x, wanted[name]) for name, x in found.items()}
+def _compared(
+    run: Callable[[Any, tuple], tuple[Any, Any]], params: Any, inputs: tuple, before: Any, tolerance: float, where: str
+) -> CheckReport:
+    """Runs a program both ways, with the state as it was before; raises if a difference is too large."""
+    program = _program(run)
+    with without_update():
+        found, grads, after = program(params, inputs)
+    with global_view(), without_update():
+        wanted, wanted_grads, wanted_after = program(params, inputs)
+    outputs = {name or "output": (x, wanted[name]) for name, x in found.items()}
+    flat, wanted_flat = _flat(grads), _flat(wanted_grads)
+    gradients = {name: (x, wanted_flat[name]) for name, x in flat.items()}
+    changed = _changed(*map(_arrays, (after, wanted_after, before)))
+    of_state = _differences(changed, floor=1e-6)  # a count and a mean have nothing to do with each other
+    report = CheckReport(_differences(outputs), _differences(gradients), of_state, tolerance)
+    _raise_if_apart(report, where)
+    return report
 
 
 def _arrays(state: Any) -> dict[str, Any]:
@@ -186,15 +189,6 @@ def _changed(found: dict[str, Any], wanted: dict[str, Any], before: dict[str, An
     return {k: pair for k, pair in pairs.items() if not same(k, pair)}
 
 
-def _report(outputs: Pairs, gradients: Pairs, state: Pairs, tolerance: float, where: str) -> CheckReport:
-    """The differences; raises if one is too large."""
-    of_state = _differences(state, floor=1e-6)  # a count and a mean have nothing to do with each other
-    differences = _differences(outputs), _differences(gradients), of_state
-    report = CheckReport(*differences, tolerance)
-    _raise_if_apart(report, where)
-    return report
-
-
 def _weighted_sum(outputs: dict[str, jax.Array]) -> jax.Array:
     """A scalar that depends on every element in its own way; a scalar output is itself."""
     floats = [x for x in outputs.values() if is_float(x)]
@@ -204,8 +198,11 @@ def _weighted_sum(outputs: dict[str, jax.Array]) -> jax.Array:
     return sum((jnp.vdot(w, x.astype(jnp.float32)) for w, x in zip(weights, floats, strict=True)), jnp.zeros(()))
 
 
-def _flat(state: Any) -> list[tuple[tuple, jax.Array]]:
-    return [(path, v.get_raw_value()) for path, v in nnx.to_flat_state(state)]
+def _flat(grads: Any) -> dict[str, jax.Array]:
+    """Gradients by the path of their parameter."""
+    if isinstance(grads, nnx.State):
+        return {dotted(path): v.get_raw_value() for path, v in nnx.to_flat_state(grads)}
+    return {"/".join(key_texts(path)): x for path, x in jax.tree.leaves_with_path(grads)}
 
 
 def _differences(pairs: Pairs, *, floor: float = 1e-2) -> dict[str, float]:
@@ -223,8 +220,7 @@ def _differences(pairs: Pairs, *, floor: float = 1e-2) -> dict[str, float]:
 
 
 def _raise_if_apart(report: CheckReport, where: str) -> None:
-    every = {**{f"output {k}": v for k, v in report.outputs.items()}, **report.gradients}
-    every |= {f"state {k}": v for k, v in report.state.items()}
+    every = report._named("")
     bad = sorted((k for k in every if not every[k] <= report.tolerance), key=lambda k: -every[k])
     if bad:
         raise CallError(

@@ -102,7 +102,7 @@ class _TrafficReader:
         """Bytes of the whole arrays, as of `Collective.full_bytes`: of those, what one device has part in."""
         value = op.operands[0] if kind == "reduce-scatter" else op.results[0]
         sizes, dtype = _TYPE.match(str(value.type)).groups()  # type: ignore[union-attr]
-        size = math.prod(int(n) for n in sizes.split("x") if n) * item_bytes(_hlo(dtype))
+        size = math.prod(int(n) for n in sizes.split("x") if n) * item_bytes(dtype)
         split = [axis for axis in self._degrees if f'"{axis}"' in _sharding(op)]
         whole = kind not in ("all-to-all", "collective-permute")  # of those one device's array counts
         return size / math.prod(self._degrees[a] for a in split if not (whole and a in axes))
@@ -120,11 +120,6 @@ def _sharding(op: Any) -> str:
     text = next((str(op.attributes[name]) for name in ("out_sharding", "sdy.sharding") if name in op.attributes), "")
     found = _DIMS.search(text)
     return found.group(1) if found else ""
-
-
-def _hlo(dtype: str) -> str:
-    """The name that HLO has for an element type of MLIR."""
-    return "pred" if dtype == "i1" else re.sub(r"^i(\d)", r"s\1", dtype.removeprefix("u")).lower()
 
 
 def _rounds(loop: Any) -> int:
@@ -161,23 +156,14 @@ def _added(parts: Iterator[Amounts]) -> Amounts:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """The collectives of one kind in a step.
+    """The collectives of one kind in a step."""
 
-    Args:
-        kind: `all-gather`, `reduce-scatter` or `all-reduce`.
-        axes: the mesh axes that it runs over.
-        group_size: devices of a group.
-        dtype: dtype on the wire.
-        full_bytes: bytes of the whole arrays, before they are split over the group.
-        purpose: what it is for.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group_size: int
-    dtype: str
-    full_bytes: int
-    purpose: str
+    kind: str  # `all-gather`, `reduce-scatter` or `all-reduce`
+    axes: tuple[str, ...]  # the mesh axes that it runs over
+    group_size: int  # devices of a group
+    dtype: str  # dtype on the wire
+    full_bytes: int  # bytes of the whole arrays, before they are split over the group
+    purpose: str  # what it is for
 
     @property
     def wire_bytes(self) -> float:

@@ -3,7 +3,8 @@
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jshard._text import folded_names, human_bytes
 from jshard.inspect.communication import traffic_of
@@ -48,23 +49,14 @@ class CollectiveKind:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Something compiled otherwise than planned.
+    """Something compiled otherwise than planned."""
 
-    Args:
-        words: what differs, in a sentence.
-        planned: the kind of collective that the plan has and the program lacks; None if it only has more.
-        compiled: the kind that the program has instead, or more of; None if it only has less.
-        axes: the mesh axes.
-        units: of what was compiled, as far as the program says.
-        by_cpu: why XLA:CPU alone compiles so; empty if another compiler would, too.
-    """
-
-    words: str
-    planned: str | None
-    compiled: str | None
-    axes: tuple[str, ...]
-    units: tuple[str, ...] = ()
-    by_cpu: str = ""
+    words: str  # what differs, in a sentence
+    planned: str | None  # the kind of collective that the plan has and the program lacks; None if it only has more
+    compiled: str | None  # the kind that the program has instead, or more of; None if it only has less
+    axes: tuple[str, ...]  # the mesh axes
+    units: tuple[str, ...] = ()  # of what was compiled, as far as the program says
+    by_cpu: str = ""  # why XLA:CPU alone compiles so; empty if another compiler would, too
 
     def __str__(self) -> str:
         return f"{self.words} ({self.by_cpu})" if self.by_cpu else self.words
@@ -83,43 +75,103 @@ def differences(
     windows, mixing = without_mixing(windows)
     data = [w for w in windows if w.axes and set(w.axes) <= set(DATA_AXES) and w.kind in KINDS]
     ours, apart = split_by_plan([w for w in data if (w.kind, w.axes) != ("all-to-all", (EXPERT,))], plan)
-    compiled, planned = _compiled(ours), _planned(plan, accumulate, sync)
-    least = TOLERANCE * plan.gathered_part.num_parameters
-    delta = {place: _sum(compiled, place) - _sum(planned, place) for place in sorted({*compiled, *planned})}
-    less = {place: -d for place, d in delta.items() if d < -least}
-    beside = {p: summed_over_copies(plan).get(p.axes, 0) if p.kind == "all-reduce" else 0 for p in delta}
-    own = {p: _OWN_SUMS if p.kind == "all-reduce" else 0 for p in delta}
-    more = {place: d for place, d in delta.items() if d > max(least, own[place]) + beside[place]}
-    kept = [p for p in delta if p in compiled and p in planned and p not in more]
+    found = _Comparison(ours, plan, _planned(plan, accumulate, sync), _compiled(ours), on_cpu)
+    beside, large = summed_over_copies(plan), max(found.least, _OWN_SUMS)
+    delta = {k: found.compiled[k].total() - found.planned[k].total() for k in {*found.compiled, *found.planned}}
+    less: dict[CollectiveKind, float] = {kind: -d for kind, d in sorted(delta.items()) if d < -found.least}
+    limit = lambda k: large + beside.get(k.axes, 0) if k.kind == "all-reduce" else found.least
+    more: dict[CollectiveKind, float] = {kind: d for kind, d in sorted(delta.items()) if d > limit(kind)}
+    kept = [kind for kind in sorted(delta) if found.compiled[kind] and found.planned[kind] and kind not in more]
     joined, strange = {}, []
     if on_cpu and _gathers(plan) not in more:
         joined, strange = _gathered_once(ours, less, plan, accumulate if sync == "each" else 1)
-    found = [*_replaced(less, more, planned, compiled, ours), *_amounts(less, more, planned, compiled, plan, ours)]
-    found += [dataclasses.replace(d, by_cpu=_JOINED) for d in _amounts(joined, {}, planned, compiled, plan, ours)]
-    found += [*_dtypes(kept, compiled, planned, ours, least, on_cpu), *_named_whole(strange, "no parameter", least)]
-    found += _named_whole(gathered_anyway(apart, plan), "what is never gathered", least)
-    return (*found, *_resized(mixing, on_cpu))
+    return (
+        *found.replaced(less, more),
+        *found.amounts({*less, *more}),
+        *found.amounts(joined, by_cpu=_JOINED),
+        *found.dtypes(kept),
+        *_named_whole(strange, "no parameter", found.least),
+        *_named_whole(gathered_anyway(apart, plan), "what is never gathered", found.least),
+        *_resized(mixing, on_cpu),
+    )
 
 
-_Elements = dict[CollectiveKind, dict[str, float]]  # by place and dtype
+_Elements = collections.defaultdict[CollectiveKind, collections.Counter[str]]  # by dtype
 
 
 def _compiled(windows: Iterable[Window]) -> _Elements:
-    sums: _Elements = collections.defaultdict(lambda: collections.defaultdict(float))
+    sums: Any = collections.defaultdict(collections.Counter)
     for w in windows:
         for dtype, size in w.sizes:
-            sums[_place(w)][dtype] += size / item_bytes(dtype) * w.executions
+            sums[_kind(w)][dtype] += size / item_bytes(dtype) * w.executions
     return sums
 
 
 def _planned(plan: ShardPlan, accumulate: int, sync: str) -> _Elements:
-    sums: _Elements = collections.defaultdict(lambda: collections.defaultdict(float))
+    sums: Any = collections.defaultdict(collections.Counter)
     for t in traffic_of(plan):
         if sync == "last" and t.purpose == "parameters for backward":
             continue  # gathered once, for all microbatches
         dtype, times = hlo_dtype(t.dtype), accumulate if sync == "each" else 1
         sums[CollectiveKind(t.kind, t.axes, t.group_size)][dtype] += t.full_bytes / item_bytes(dtype) * times
     return sums
+
+
+@dataclasses.dataclass(frozen=True)
+class _Comparison:
+    """What a program sends for the gathered units of a plan, beside what the plan asks for, in elements."""
+
+    windows: list[Window]
+    plan: ShardPlan
+    planned: _Elements
+    compiled: _Elements
+    on_cpu: bool
+
+    @property
+    def least(self) -> float:
+        """Elements that make a difference."""
+        return TOLERANCE * self.plan.gathered_part.num_parameters
+
+    def replaced(self, less: dict[CollectiveKind, float], more: dict[CollectiveKind, float]) -> Iterator[Difference]:
+        """Pairs what is missing with what is there instead, and takes it off both."""
+        for lost in list(less):
+            others = [kind for kind in more if kind.kind != lost.kind and set(lost.axes) <= set(kind.axes)]
+            if not others:
+                continue
+            instead = max(others, key=lambda k: ((k.axes, k.group_size) == (lost.axes, lost.group_size), more[k]))
+            amount = min(less[lost], more[instead])
+            sent = ring_bytes(instead.kind, amount * _item(self.compiled[instead]), instead.group_size)
+            asked = ring_bytes(lost.kind, amount * _item(self.planned[lost]), lost.group_size)
+            what, units = f"{lost.kind} written, {instead.kind} compiled", _units(self.windows, instead)
+            axes = _axes(lost.axes) if lost.axes == instead.axes else f"{_axes(lost.axes)} and {_axes(instead.axes)}"
+            words = f"{what}: {_named(units)}, {axes}, {sent / asked:.1f}x the bytes"
+            yield Difference(words, lost.kind, instead.kind, instead.axes, units)
+            for rest, kind in ((less, lost), (more, instead)):
+                rest[kind] -= amount
+                if rest[kind] <= 0:
+                    del rest[kind]
+
+    def amounts(self, among: Iterable[CollectiveKind], by_cpu: str = "") -> Iterator[Difference]:
+        """Kinds of which there is less or more than planned."""
+        for kind in sorted(among):
+            planned, compiled = self.planned[kind].total(), self.compiled[kind].total()
+            units, all_elements = _units(self.windows, kind), self.plan.gathered_part.num_parameters
+            word, lacks, has = ("less", kind.kind, None) if compiled < planned else ("more", None, kind.kind)
+            words = f"{word} {kind.kind} than planned: {_named(units)}, {_axes(kind.axes)},"
+            words += f" {planned / all_elements:.2f} x the parameters planned, {compiled / all_elements:.2f} x compiled"
+            yield Difference(words, lacks, has, kind.axes, units, by_cpu)
+
+    def dtypes(self, kinds: Iterable[CollectiveKind]) -> Iterator[Difference]:
+        """Kinds of which a part has a dtype that is not planned."""
+        for kind in kinds:
+            compiled, planned = self.compiled[kind], self.planned[kind]
+            for dtype in [dtype for dtype, n in compiled.items() if dtype not in planned and n > self.least]:
+                units = _units([w for w in self.windows if dtype in dict(w.sizes)], kind)
+                what = f"{kind.kind} of {'+'.join(sorted(planned))} written, of {dtype} compiled"
+                ratio = item_bytes(dtype) / _item(planned)
+                words = f"{what}: {_named(units)}, {_axes(kind.axes)}, {ratio:.1f}x the bytes"
+                by_cpu = _WIDENED if self.on_cpu and dtype == "f32" else ""
+                yield Difference(words, kind.kind, kind.kind, kind.axes, units, by_cpu)
 
 
 def _gathered_once(
@@ -149,7 +201,7 @@ def _gathered_once(
     layer_of = pieces | layer_of
     place = _gathers(plan)
     compiled, strange = collections.Counter(), []
-    for window in (w for w in windows if _place(w) == place):
+    for window in (w for w in windows if _kind(w) == place):
         for _, dims in window.arrays:
             compiled[layer_of.get(comparable(dims), ())] += math.prod(dims) * window.executions
         strange.append((window, [array for array in window.arrays if comparable(array[1]) not in layer_of]))
@@ -160,82 +212,11 @@ def _gathered_once(
     return taken_off, [(window, arrays) for window, arrays in strange if arrays]
 
 
-def _replaced(
-    less: dict[CollectiveKind, float],
-    more: dict[CollectiveKind, float],
-    planned: _Elements,
-    compiled: _Elements,
-    windows: list[Window],
-) -> list[Difference]:
-    """Pairs what is missing with what is there instead, and takes it off both."""
-    found = []
-    for lost in list(less):
-        others = [p for p in more if p.kind != lost.kind and set(lost.axes) <= set(p.axes)]
-        if not others:
-            continue
-        instead = max(others, key=lambda p: ((p.axes, p.group_size) == (lost.axes, lost.group_size), more[p]))
-        amount = min(less[lost], more[instead])
-        sent = ring_bytes(instead.kind, amount * _item(compiled, instead), instead.group_size)
-        asked = ring_bytes(lost.kind, amount * _item(planned, lost), lost.group_size)
-        units = _units(windows, instead)
-        place = _axes(lost.axes) if lost.axes == instead.axes else f"{_axes(lost.axes)} and {_axes(instead.axes)}"
-        words = f"{lost.kind} written, {instead.kind} compiled: {_named(units)}, {place}, {sent / asked:.1f}x the bytes"
-        found.append(Difference(words, lost.kind, instead.kind, instead.axes, units))
-        for rest, place_ in ((less, lost), (more, instead)):
-            rest[place_] -= amount
-            if rest[place_] <= 0:
-                del rest[place_]
-    return found
-
-
-def _amounts(
-    less: dict[CollectiveKind, float],
-    more: dict[CollectiveKind, float],
-    planned: _Elements,
-    compiled: _Elements,
-    plan: ShardPlan,
-    windows: list[Window],
-) -> list[Difference]:
-    found = []
-    for place in sorted({*less, *more}):
-        is_less = place in less
-        amounts = [_sum(sums, place) / plan.gathered_part.num_parameters for sums in (planned, compiled)]
-        units = _units(windows, place)
-        word = "less" if is_less else "more"
-        text = f"{amounts[0]:.2f} x the parameters planned, {amounts[1]:.2f} x compiled"
-        words = f"{word} {place.kind} than planned: {_named(units)}, {_axes(place.axes)}, {text}"
-        kinds = (place.kind, None) if is_less else (None, place.kind)
-        found.append(Difference(words, *kinds, place.axes, units))
-    return found
-
-
-def _dtypes(
-    places: list[CollectiveKind],
-    compiled: _Elements,
-    planned: _Elements,
-    windows: list[Window],
-    least: float,
-    on_cpu: bool,
-) -> list[Difference]:
-    found = []
-    for place in places:
-        strange = {d: n for d, n in compiled[place].items() if d not in planned[place] and n > least}
-        for dtype in strange:
-            asked = "+".join(sorted(planned[place]))
-            ratio = item_bytes(dtype) / _item(planned, place)
-            units = _units([w for w in windows if dtype in dict(w.sizes)], place)
-            words = f"{place.kind} of {asked} written, of {dtype} compiled: {_named(units)}, {_axes(place.axes)}"
-            words += f", {ratio:.1f}x the bytes"
-            by_cpu = _WIDENED if on_cpu and dtype == "f32" else ""
-            found.append(Difference(words, place.kind, place.kind, place.axes, units, by_cpu))
-    return found
-
-
 def _named_whole(among: Iterable[tuple[Window, Sequence[Array]]], what: str, least: float) -> list[Difference]:
     """Collectives of arrays that should not be gathered or reduced, such as parameters that are never gathered."""
     found: dict[CollectiveKind, list[tuple[Window, Sequence[Array]]]] = collections.defaultdict(list)
     for window, arrays in among:
-        found[_place(window)].append((window, arrays))
+        found[_kind(window)].append((window, arrays))
     differences = []
     for place, among in sorted(found.items()):
         units = _units([window for window, _ in among], place)
@@ -250,7 +231,7 @@ def _resized(windows: Iterable[Window], on_cpu: bool) -> list[Difference]:
     """Collectives of lines that mix examples, larger than those lines ask for."""
     found = []
     for window, compiled, asked in resized(windows):
-        place, lines = _place(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
+        place, lines = _kind(window), ", ".join(dict.fromkeys(m.line for m in window.mixing))
         words = f"{place.kind} of {human_bytes(compiled)} compiled for {lines}, which asks for {human_bytes(asked)}"
         by_cpu = _WIDENED if on_cpu and set(dict(window.sizes)) == {"f32"} and compiled <= 2 * asked else ""
         found.append(Difference(words, place.kind, place.kind, place.axes, window.units, by_cpu))
@@ -262,22 +243,17 @@ def _gathers(plan: ShardPlan) -> CollectiveKind:
     return CollectiveKind("all-gather", (FSDP,), dict(plan.mesh)[FSDP])
 
 
-def _place(window: Window) -> CollectiveKind:
+def _kind(window: Window) -> CollectiveKind:
     return CollectiveKind(window.kind, window.axes or (), len(window.group))
 
 
-def _sum(elements: Mapping[CollectiveKind, Mapping[str, float]], place: CollectiveKind) -> float:
-    return sum(elements.get(place, {}).values())
-
-
-def _item(elements: _Elements, place: CollectiveKind) -> float:
+def _item(elements: Mapping[str, float]) -> float:
     """Bytes of an element, on the average."""
-    found = elements[place]
-    return sum(item_bytes(dtype) * n for dtype, n in found.items()) / sum(found.values())
+    return sum(item_bytes(dtype) * n for dtype, n in elements.items()) / sum(elements.values())
 
 
 def _units(windows: Iterable[Window], place: CollectiveKind) -> tuple[str, ...]:
-    names = {unit for w in windows if _place(w) == place for unit in w.units}
+    names = {unit for w in windows if _kind(w) == place for unit in w.units}
     return tuple(folded_names(sorted(names)))
 
 

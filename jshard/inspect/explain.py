@@ -1,9 +1,10 @@
 """`explain`: the plan as a person reads it: what is stored where and why, what it holds and what it sends."""
 
+import collections
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -26,42 +27,42 @@ from jshard.plans.replicated import Other, others_of
 from jshard.plans.units import dotted, numberless
 
 
-def notes_of(plan: ShardPlan) -> list[str]:
+def _notes_of(plan: ShardPlan) -> list[str]:
     """The lines: what is never gathered or not ahead, what is replicated, padded, tied."""
     gathered = [*_ungathered_notes(plan), *_stack_notes(plan)]
     return [*gathered, *_replicated_notes(plan), *_padded_notes(plan), *_tied_notes(plan)]
 
 
-def notes_of_others(others: Sequence[Other]) -> list[str]:
+def _notes_of_others(others: Sequence[Other]) -> list[str]:
     """Lines for the float arrays that are no parameters: they are in no figure of the tables."""
     if not others:
         return []
-    sizes: dict[str, list[int]] = {}
-    for other in others:
-        sizes.setdefault(f"{numberless(dotted(other.path))}  {other.kind} {other.form}", []).append(other.bytes)
+    lines = (f"  {numberless(dotted(other.path))}  {other.kind} {other.form}" for other in others)
     total = sum(other.bytes for other in others)
     count = f"{len(others)} float array{'s'[: len(others) != 1]}"
     head = f"Not parameters: {count}, {human_bytes(total)} on every device, in no figure above"
-    return [head, *(f"  {line}" + (f"  x{len(found)}" if len(found) > 1 else "") for line, found in sizes.items())]
+    return [head, *_counted(lines)]
+
+
+def _counted(lines: Iterable[str]) -> list[str]:
+    """Lines, equal ones as one that says how often."""
+    return [line + (f"  x{count}" if count > 1 else "") for line, count in collections.Counter(lines).items()]
 
 
 def _replicated_notes(plan: ShardPlan) -> list[str]:
     """One line for each reason, with the parameters it holds for."""
     if plan.leaves and plan.replicated == plan.leaves:
         return [f"Replicated: all parameters: {plan.leaves[0].placement.because}"]
-    reasons: dict[str, dict[str, int]] = {}
+    reasons: dict[str, list[str]] = {}
     for leaf in plan.replicated:
-        paths = reasons.setdefault(leaf.placement.because.split(" (")[0], {})
-        shape = list(leaf.placement.shape)
-        pattern = f"{numberless(leaf.path)} {shape}"
-        paths[pattern] = paths.get(pattern, 0) + 1
+        paths = reasons.setdefault(leaf.placement.because.split(" (")[0], [])
+        paths.append(f"    {numberless(leaf.path)} {list(leaf.placement.shape)}")
     if not reasons:
         return []
     total = sum(leaf.placement.bytes_per_device for leaf in plan.replicated)
     lines = [f"Replicated: {len(plan.replicated)} parameters, {human_bytes(total)} on every device"]
     for because, paths in reasons.items():
-        lines.append(f"  {because}:")
-        lines += [f"    {path}" + (f"  x{count}" if count > 1 else "") for path, count in paths.items()]
+        lines += [f"  {because}:", *_counted(paths)]
     return lines
 
 
@@ -87,15 +88,14 @@ def _padded_notes(plan: ShardPlan) -> list[str]:
     if not padded:
         return []
     zeros = sum((p.stored_size / p.size - 1) * p.logical_bytes for p in (leaf.placement for leaf in padded))
-    sizes: dict[str, int] = {}
+    lines = []
     for leaf in padded:
         p = leaf.placement
         dim = p.dim or 0
-        line = f"  {numberless(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}"
-        sizes[line] = sizes.get(line, 0) + 1
+        lines.append(f"  {numberless(leaf.path)} {list(p.shape)}: dim {dim} {p.shape[dim]} -> {p.stored_shape[dim]}")
     count = f"{len(padded)} parameter{'s'[: len(padded) != 1]}"
     head = f"Padded: {count}, {human_bytes(zeros)} of zeros in all, which reads do not show"
-    return [head, *(line + (f"  x{count}" if count > 1 else "") for line, count in sizes.items())]
+    return [head, *_counted(lines)]
 
 
 def _tied_notes(plan: ShardPlan) -> list[str]:
@@ -181,7 +181,7 @@ class Explanation(Printed):
         tables += [_memory_table(self.memory), _traffic_table(self.traffic, self.plan)]
         tables += [traced_table(self.mixing)] if self.mixing else []
         chosen = [f"Strategy: {unit.strategy}" for unit in self.plan.units[:1] if unit.strategy]
-        notes = [*chosen, *notes_of(self.plan), *notes_of_others(self.others)]
+        notes = [*chosen, *_notes_of(self.plan), *_notes_of_others(self.others)]
         spaced = [part for table in tables for part in (Text(), table)]
         return Group(Text(_headline(self.plan)), *spaced, Text(), *map(Text, notes))
 

@@ -13,11 +13,10 @@ from flax import nnx
 from jax.extend import core as jex
 
 from jshard import _compat
-from jshard.api.override import repeated_layers, revise
+from jshard.api.fully_shard import repeated_layers, revise
 from jshard.engine.context import shapes_only, without_update
-from jshard.plans.memories import HOST_KIND
+from jshard.plans.memories import HOST_KIND, StatePlaces, key_texts
 from jshard.plans.mesh import data_degree
-from jshard.plans.optimizer_state import StatePlaces, key_texts
 from jshard.plans.placement import Placement
 from jshard.plans.plan import LeafPlan, ShardPlan, UnitPlan, root_forgotten
 from jshard.plans.units import unit_of
@@ -32,12 +31,12 @@ _ON_HOST = " on the host"
 class Activations:
     """Bytes on one device."""
 
-    # what autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
+    # What autodiff saves between forward and backward, besides the stored parameters. Gathered parameters that are kept
     # for backward are among them.
     saved_bytes: int
     outside_bytes: int  # the part of it that no layer saves: what the head and the loss need
     recomputed_bytes: int  # what backward computes again of one layer, under its remat policy
-    # what is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer
+    # What is saved in host memory; it is not in the others, but `recomputed_bytes` counts what is fetched of a layer.
     offloaded_bytes: int = 0
 
 
@@ -133,46 +132,29 @@ class Memory:
     """Bytes on one device.
 
     The first three follow from the plan alone. The others are estimates: the compiler decides what lives when.
-
-    Args:
-        parameters_bytes: stored parameters.
-        gradients_bytes: gradients as they leave the sharded region, with the parameters' dtype and placement.
-        optimizer_bytes: optimizer state.
-        optimizer: whose state that is.
-        kept_bytes: gathered copies that stay from forward to backward: the root's, and those of units that
-            do not reshard, or of which a part is kept.
-        largest_unit: the unit with the largest gathered copy, of those that come and go.
-        largest_unit_bytes: that copy.
-        prefetched_bytes: the most that is gathered ahead of its use meanwhile; without a bound on it, of the units
-            that leave the order to the compiler, nothing.
-        largest_gradient_bytes: the largest gradient of one unit before it is reduced.
-        layer_gradient_bytes: the same of those inside the root.
-        activations_bytes: what autodiff saves for backward; None if it was not estimated.
-        outside_bytes: what no layer saves of that, but the head and the loss; with copies that they keep.
-        recomputed_bytes: what backward computes again of one layer, under its remat policy.
-        host_parameters_bytes: parameters in host memory, a device's part of them.
-        host_gradients_bytes: gradients, of those that are trained.
-        host_optimizer_bytes: optimizer state.
-        host_activations_bytes: of what autodiff saves. All figures above are of the device's own memory.
     """
 
-    parameters_bytes: int
-    gradients_bytes: int
-    optimizer_bytes: int
-    optimizer: str
+    parameters_bytes: int  # stored parameters
+    gradients_bytes: int  # gradients as they leave the sharded region, with the parameters' dtype and placement
+    optimizer_bytes: int  # optimizer state
+    optimizer: str  # whose state that is
+    # Gathered copies that stay from forward to backward: the root's, and those of units that do not reshard, or of
+    # which a part is kept.
     kept_bytes: int
-    largest_unit: str
-    largest_unit_bytes: int
+    largest_unit: str  # the unit with the largest gathered copy, of those that come and go
+    largest_unit_bytes: int  # that copy
+    # The most that is gathered ahead of its use meanwhile; without a bound on it, of the units that leave the order to
+    # the compiler, nothing.
     prefetched_bytes: int
-    largest_gradient_bytes: int
-    layer_gradient_bytes: int
-    activations_bytes: int | None = None
-    outside_bytes: int = 0
-    recomputed_bytes: int = 0
-    host_parameters_bytes: int = 0
-    host_gradients_bytes: int = 0
-    host_optimizer_bytes: int = 0
-    host_activations_bytes: int = 0
+    largest_gradient_bytes: int  # the largest gradient of one unit before it is reduced
+    layer_gradient_bytes: int  # the same of those inside the root
+    activations_bytes: int | None = None  # what autodiff saves for backward; None if it was not estimated
+    outside_bytes: int = 0  # what no layer saves of that, but the head and the loss; with copies that they keep
+    recomputed_bytes: int = 0  # what backward computes again of one layer, under its remat policy
+    host_parameters_bytes: int = 0  # parameters in host memory, a device's part of them
+    host_gradients_bytes: int = 0  # gradients, of those that are trained
+    host_optimizer_bytes: int = 0  # optimizer state
+    host_activations_bytes: int = 0  # of what autodiff saves. All figures above are of the device's own memory.
 
     def with_activations(self, found: Activations) -> "Memory":
         """The same with what a traced program saves; copies that are kept are counted as such already."""

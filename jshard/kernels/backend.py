@@ -67,9 +67,6 @@ def choose(
 
     Returns:
         "mosaic", "interpret" or "xla".
-
-    Raises:
-        KernelError: the backend is not known, or "mosaic" was asked for and cannot be.
     """
     if backend not in BACKENDS:
         raise KernelError(
@@ -171,11 +168,7 @@ def decide(
     default: Occupancy = DEFAULT,
     reasons: Collection[str] = (),
 ) -> KernelRun:
-    """Decides how a kernel runs.
-
-    Raises:
-        KernelError: the backend is not known, or it cannot be had here.
-    """
+    """Decides how a kernel runs."""
     here = place()
     empty = ["one of the arrays is empty"] if any(0 in x.shape for x in arrays) else []
     form = choose(name, backend, arrays, here, [*reasons, *empty])
@@ -183,11 +176,7 @@ def decide(
 
 
 def check_sizes(name: str, arrays: Mapping[str, jax.Array], wrong: Sequence[str], do: str) -> None:
-    """Refuses arrays whose sizes do not go together.
-
-    Raises:
-        KernelError: `wrong` is not empty.
-    """
+    """Refuses arrays whose sizes do not go together."""
     if wrong:
         raise KernelError(
             f"{name} cannot take these arrays.",

@@ -60,11 +60,7 @@ def matmul(
 
 
 def _check(given: Mapping[str, jax.Array]) -> None:
-    """Refuses sizes that do not go together.
-
-    Raises:
-        KernelError: some do not.
-    """
+    """Refuses sizes that do not go together."""
     x, w, bias = given["x"], given["w"], given.get("bias")
     wrong, do = [], "js.kernels.matmul(x, w, bias) of x (..., K), w (K, N) and bias (N,)."
     if x.ndim == 0 or w.ndim != 2 or x.shape[-1] != w.shape[0]:

@@ -152,11 +152,7 @@ def _products(call: KernelRun, activation: Activation, arrays: dict[str, jax.Arr
 
 
 def _check(given: dict[str, jax.Array], activation: str) -> None:
-    """Refuses sizes that do not go together, all at once.
-
-    Raises:
-        KernelError: some do not.
-    """
+    """Refuses sizes that do not go together, all at once."""
     if activation not in ACTIVATIONS:
         raise KernelError(
             "mlp does not have this activation.",

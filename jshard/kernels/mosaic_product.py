@@ -30,8 +30,8 @@ class Product:
     a_transposed: bool  # whether A is stored as (k, m)
     b_transposed: bool  # whether each B is stored as (n, k)
     num_b: int  # how many products share A
-    # takes a float32 tile of each product, then a row of each vector spread over the tile's rows, and gives a tile of
-    # each output
+    # Takes a float32 tile of each product, then a row of each vector spread over the tile's rows, and gives a tile of
+    # each output.
     epilogue: Epilogue
     num_out: int = 1  # how many outputs there are, of the operands' dtype
 
@@ -74,11 +74,7 @@ def pieces(knobs: Occupancy) -> tuple[int, int, int]:
 
 
 def check_fits(product: Product, knobs: Occupancy, dtype: Any, *, smem_limit_bytes: int, sms: int, title: str) -> None:
-    """Refuses knobs that a GPU cannot give.
-
-    Raises:
-        KernelError: it has not the shared memory, or not the multiprocessors.
-    """
+    """Refuses knobs that a GPU cannot give."""
     wrong = []
     need = smem_bytes(product, knobs, dtype) + _MOST_BARRIERS_BYTES
     if need > smem_limit_bytes:

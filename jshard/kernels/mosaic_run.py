@@ -185,11 +185,7 @@ def _products(operands: Operands, refs: Refs, tile: Tile, *, steps: int) -> tupl
 def run(
     call: KernelRun, product: Product, a: jax.Array, bs: Sequence[jax.Array], vectors: Sequence[jax.Array] = ()
 ) -> list[jax.Array]:
-    """Makes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles.
-
-    Raises:
-        KernelError: the device has not what the knobs ask for.
-    """
+    """Makes the outputs, (m, n) each, of operands of any size, which are padded to whole tiles."""
     here, interpret = call.here, call.interpret
     m, n, k = product.sizes(a, bs[0])
     knobs = fitted(call.knobs, m, n, k)

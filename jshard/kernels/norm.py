@@ -194,11 +194,7 @@ _rows.defvjp(_forward, _backward)
 
 
 def _check_padding(call: KernelRun) -> None:
-    """Refuses padding beyond what a block can have.
-
-    Raises:
-        KernelError: it is.
-    """
+    """Refuses padding beyond what a block can have."""
     most = call.here.smem_limit_bytes - _OWN_BYTES
     if call.knobs.padded_bytes > most:
         raise KernelError(
@@ -217,11 +213,7 @@ def _row_reasons(width: int) -> list[str]:
 
 
 def _check(kind: _Kind, given: dict[str, jax.Array], occupancy: Occupancy | None) -> None:
-    """Refuses sizes that do not go together, and knobs that a norm has not.
-
-    Raises:
-        KernelError: either.
-    """
+    """Refuses sizes that do not go together, and knobs that a norm has not."""
     shape = given["x"].shape
     wanted = {"scale": shape[-1:], "bias": shape[-1:], "residual": shape}
     wrong = [

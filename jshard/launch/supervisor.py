@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Sequence
@@ -56,8 +57,15 @@ def supervise(
                 peers = rendezvous.meet(cluster, deadlines, stopped=lambda: signals.received is not None)
                 if peers is None:
                     return 128 + (signals.received or 0)
-                workers, number = [worker_process.start(command, cluster, deadlines)], cluster.num_processes
-            run = _Run(workers, number, peers=peers, deadlines=deadlines, signals=signals, again=again)
+                workers, number = [WorkerProcess(command, cluster, deadlines)], cluster.num_processes
+            run = _Run(
+                workers=workers,
+                num_processes=number,
+                peers=peers,
+                deadlines=deadlines,
+                signals=signals,
+                again=again,
+            )
             return run.watch()
         except FourPartError as error:
             _print(error)
@@ -67,30 +75,25 @@ def supervise(
                 peers.close()
 
 
+@dataclasses.dataclass(kw_only=True)
 class _Run:
-    """The workers of this machine, and the links to the supervisors of others if there are any."""
+    """One attempt at a run: the workers of this machine, and the links to the supervisors of others if any."""
 
-    def __init__(
-        self,
-        workers: Sequence[WorkerProcess],
-        num_processes: int,
-        *,
-        peers: Peers | None,
-        deadlines: Deadlines,
-        signals: Signals,
-        again: str,
-    ) -> None:
-        self._workers, self._num_processes, self._peers = workers, num_processes, peers
-        self._deadlines, self._signals, self._again = deadlines, signals, again
-        self._forwarded: int | None = None
-        self._seen: set[int] = set()
-        self._bad: list[Ending] = []
-        self._first_bad_at = 0.0
+    workers: Sequence[WorkerProcess]
+    num_processes: int
+    peers: Peers | None
+    deadlines: Deadlines
+    signals: Signals
+    again: str
+    forwarded: int | None = None
+    seen: set[int] = dataclasses.field(default_factory=set)
+    bad: list[Ending] = dataclasses.field(default_factory=list)
+    first_bad_at: float = 0.0
 
     def watch(self) -> int:
         """Until all is over: the exit code."""
         try:
-            while not self._signals.repeated:
+            while not self.signals.repeated:
                 self._look()
                 code = self._good_end()
                 if code is not None:
@@ -99,110 +102,110 @@ class _Run:
                 if lost is not None:
                     return self._end_badly(lost)
                 time.sleep(TICK_S)
-            return 128 + (self._forwarded or 0)
+            return 128 + (self.forwarded or 0)
         finally:
-            for worker in self._workers:
+            for worker in self.workers:
                 worker.close()
 
     def _look(self) -> None:
-        if self._signals.received is not None and self._forwarded is None:
-            self._forwarded = self._signals.received
-            for worker in self._workers:
-                worker.forward(self._forwarded)
-        for worker in self._workers:
+        if self.signals.received is not None and self.forwarded is None:
+            self.forwarded = self.signals.received
+            for worker in self.workers:
+                worker.forward(self.forwarded)
+        for worker in self.workers:
             worker.output.pass_on()
             ending = worker.look()
-            if ending is not None and worker.process_id not in self._seen:
-                self._seen.add(worker.process_id)
+            if ending is not None and worker.process_id not in self.seen:
+                self.seen.add(worker.process_id)
                 self._note_ending(ending)
-                if self._peers is not None:
-                    self._peers.report(ending)
-        if self._peers is not None:
-            for ending in self._peers.poll(self._last("step")):
+                if self.peers is not None:
+                    self.peers.report(ending)
+        if self.peers is not None:
+            for ending in self.peers.poll(self._last("step")):
                 self._note_ending(ending)
 
     def _note_ending(self, ending: Ending) -> None:
         if ending.good:
             return
-        if not self._bad:
-            self._first_bad_at = time.monotonic()
-            for worker in self._workers:
+        if not self.bad:
+            self.first_bad_at = time.monotonic()
+            for worker in self.workers:
                 worker.output.pause()
-        self._bad.append(ending)
+        self.bad.append(ending)
 
     def _good_end(self) -> int | None:
-        endings = [worker.ending for worker in self._workers]
+        endings = [worker.ending for worker in self.workers]
         if not all(ending is not None and ending.good for ending in endings):
             return None
-        for worker in self._workers:
+        for worker in self.workers:
             if worker.process_id == 0 or worker_process.debug():
                 worker.output.show()
         return max(ending.code or 0 for ending in endings if ending is not None)
 
     def _lost(self) -> Ending | None:
         """The process that was lost, once that is sure."""
-        if self._peers is not None and self._peers.verdict is not None:
-            return self._peers.verdict
-        if not self._bad:
+        if self.peers is not None and self.peers.verdict is not None:
+            return self.peers.verdict
+        if not self.bad:
             return None
-        wait_s = self._deadlines.settle_s
-        if self._peers is not None and not self._peers.decides:
+        wait_s = self.deadlines.settle_s
+        if self.peers is not None and not self.peers.decides:
             wait_s += VERDICT_S
-        if self._peers is None and not any(worker.running for worker in self._workers):
+        if self.peers is None and not any(worker.running for worker in self.workers):
             wait_s = 0.0  # there is no one left to hear of
-        return cause(self._bad) if time.monotonic() - self._first_bad_at >= wait_s else None
+        return cause(self.bad) if time.monotonic() - self.first_bad_at >= wait_s else None
 
     def _end_badly(self, lost: Ending) -> int:
-        if self._peers is not None and self._peers.decides:
-            self._peers.announce(lost)
+        if self.peers is not None and self.peers.decides:
+            self.peers.announce(lost)
         was_asked = self._was_asked(lost)
         if not was_asked:
             self._report(lost)
         self._give_grace()
         if was_asked:
-            return 128 + (self._forwarded or 0)
+            return 128 + (self.forwarded or 0)
         return REQUEST if lost.code == REQUEST else 1
 
     def _was_asked(self, lost: Ending) -> bool:
         """Whether it ended by the signal that was forwarded, before it had begun to listen, or because a peer did."""
-        if self._forwarded is None:
+        if self.forwarded is None:
             return False
-        codes = (-self._forwarded, 128 + self._forwarded)
-        others = [worker.ending.code for worker in self._workers if worker.ending is not None]
-        return lost.code == -self._forwarded or (lost.echo and any(code in codes for code in others))
+        codes = (-self.forwarded, 128 + self.forwarded)
+        others = [worker.ending.code for worker in self.workers if worker.ending is not None]
+        return lost.code == -self.forwarded or (lost.echo and any(code in codes for code in others))
 
     def _report(self, lost: Ending) -> None:
         is_own = False
-        for worker in self._workers:
+        for worker in self.workers:
             is_cause = worker.process_id == lost.process
             is_own |= is_cause
             if is_cause or worker_process.debug():
                 # What process 0 has shown already is not shown again: a warning that all of them give.
-                known = () if worker is self._workers[0] else self._workers[0].output.shown
+                known = () if worker is self.workers[0] else self.workers[0].output.shown
                 worker.output.show(prefix=f"[process {worker.process_id}] " if worker.process_id else "", known=known)
         if is_own and (lost.explained or lost.code == REQUEST):
             return
         steps = [step for step in (lost.step, self._last("step")) if step is not None]
         report = _lost_error(
             lost,
-            num_processes=self._num_processes,
+            num_processes=self.num_processes,
             step=max(steps, default=None),
             checkpoint=self._last("checkpoint") or lost.checkpoint,
-            again=self._last("again") or self._again,
+            again=self._last("again") or self.again,
         )
         _print(report)
 
     def _give_grace(self) -> None:
-        ends_at = time.monotonic() + self._deadlines.grace_s
-        while time.monotonic() < ends_at and not self._signals.repeated:
+        ends_at = time.monotonic() + self.deadlines.grace_s
+        while time.monotonic() < ends_at and not self.signals.repeated:
             self._look()
-            if all(worker.ending is not None for worker in self._workers):
+            if all(worker.ending is not None for worker in self.workers):
                 return
             time.sleep(TICK_S)
 
     def _last(self, key: str) -> Any:
         """What the workers reported under a name; the largest, where they differ."""
-        return max((worker.state[key] for worker in self._workers if worker.state.get(key) is not None), default=None)
+        return max((worker.state[key] for worker in self.workers if worker.state.get(key) is not None), default=None)
 
 
 def _lost_error(

@@ -141,49 +141,71 @@ def _has_cuda_plugin() -> bool:
 
 
 class WorkerProcess:
-    """A started worker.
+    """A started worker, which has its place in the cluster in its environment variables.
 
     It has a session of its own, so that Ctrl-C at a terminal reaches only the supervisor, which forwards it.
 
     Args:
         command: program and arguments.
-        process_id: its id in the run.
-        environ: its environment variables; JSHARD_REPORT_FD is added.
-        has_stdout: inherit stdin and stdout; otherwise there are none.
-        live: pass its stderr on.
+        place: of the worker.
         deadlines: of the run.
+        extra: further environment variables.
+        has_stdout: inherit stdin and stdout; otherwise there are none.
+
+    Raises:
+        RunError: the system starts no more processes.
     """
 
     def __init__(
         self,
         command: Sequence[str],
-        *,
-        process_id: int,
-        environ: Mapping[str, str],
-        has_stdout: bool,
-        live: bool,
+        place: Cluster,
         deadlines: Deadlines,
+        *,
+        extra: Mapping[str, str] | None = None,
+        has_stdout: bool = True,
     ) -> None:
-        self.process_id = process_id
+        self.process_id = place.process_id
         self.ending: Ending | None = None
         self.state: dict[str, Any] = {}
         self._deadlines = deadlines
         self._reports, write_fd = os.pipe()
         os.set_blocking(self._reports, False)
+        environ = {
+            **os.environ,
+            "JSHARD_WORKER": "1",
+            "JSHARD_REPORT_FD": str(write_fd),
+            "JSHARD_CLUSTER": place.kind,
+            "JSHARD_INIT_TIMEOUT": str(deadlines.init_s),
+            "JSHARD_PEER_TIMEOUT": str(deadlines.peer_s),
+            "JAX_COORDINATOR_ADDRESS": place.coordinator,
+            "JAX_NUM_PROCESSES": str(place.num_processes),
+            "JAX_PROCESS_ID": str(place.process_id),
+            **(extra or {}),
+        }
+        inherited = None if has_stdout else subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(
                 command,
-                env={**environ, "JSHARD_REPORT_FD": str(write_fd)},
+                env=environ,
                 pass_fds=(write_fd,),
                 start_new_session=True,
-                stdin=None if has_stdout else subprocess.DEVNULL,
-                stdout=None if has_stdout else subprocess.DEVNULL,
+                stdin=inherited,
+                stdout=inherited,
                 stderr=subprocess.PIPE,
             )
+        except OSError as error:
+            os.close(self._reports)
+            raise RunError(
+                f"Worker {place.process_id} could not be started.",
+                where=f"{command[0]} on {socket.gethostname()}",
+                why=str(error),
+                do="see `ulimit -u` and the free memory of the machine, or start fewer: --processes 2",
+            ) from error
         finally:
             os.close(write_fd)
         assert self._process.stderr is not None
-        self.output = Output(self._process.stderr, live=live)
+        self.output = Output(self._process.stderr, live=place.process_id == 0 or (debug() and place.kind != "local"))
         self._partial = b""
         self._heard_at = time.monotonic()
         self._is_up = False
@@ -245,9 +267,6 @@ class WorkerProcess:
         )
 
 
-# Starts the workers of this machine, each with its place in its environment.
-
-
 def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> list[WorkerProcess]:
     """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1.
 
@@ -264,7 +283,7 @@ def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> li
             place = Cluster(kind="local", coordinator=address, num_processes=number, process_id=process, variables={})
             # A run on one machine needs nothing that is open to the network.
             extra = {"JAX_COORDINATOR_BIND_ADDRESS": address} | ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
-            workers.append(start(command, place, deadlines, extra=extra, has_stdout=process == 0))
+            workers.append(WorkerProcess(command, place, deadlines, extra=extra, has_stdout=process == 0))
             undo.callback(workers[-1].close)
         undo.pop_all()
     return workers
@@ -273,45 +292,3 @@ def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> li
 def debug() -> bool:
     """Whether JSHARD_DEBUG asks for all that the workers write."""
     return os.environ.get("JSHARD_DEBUG", "") not in ("", "0")
-
-
-def start(
-    command: Sequence[str],
-    place: Cluster,
-    deadlines: Deadlines,
-    *,
-    extra: Mapping[str, str] | None = None,
-    has_stdout: bool = True,
-) -> WorkerProcess:
-    """Starts the worker that has a place in a cluster.
-
-    Raises:
-        RunError: the system starts no more processes.
-    """
-    environ = {
-        **os.environ,
-        "JSHARD_WORKER": "1",
-        "JSHARD_CLUSTER": place.kind,
-        "JSHARD_INIT_TIMEOUT": str(deadlines.init_s),
-        "JSHARD_PEER_TIMEOUT": str(deadlines.peer_s),
-        "JAX_COORDINATOR_ADDRESS": place.coordinator,
-        "JAX_NUM_PROCESSES": str(place.num_processes),
-        "JAX_PROCESS_ID": str(place.process_id),
-        **(extra or {}),
-    }
-    try:
-        return WorkerProcess(
-            command,
-            process_id=place.process_id,
-            environ=environ,
-            has_stdout=has_stdout,
-            live=place.process_id == 0 or (debug() and place.kind != "local"),
-            deadlines=deadlines,
-        )
-    except OSError as error:
-        raise RunError(
-            f"Worker {place.process_id} could not be started.",
-            where=f"{command[0]} on {socket.gethostname()}",
-            why=str(error),
-            do="see `ulimit -u` and the free memory of the machine, or start fewer: --processes 2",
-        ) from error

@@ -18,6 +18,7 @@ from jshard.linen.layout import Layout, Leaf, Seen
 from jshard.plans import checks
 from jshard.plans.moved import OF_A_UNIT, check_placement
 from jshard.plans.placement import ShardPlacement
+from jshard.plans.plan import root_forgotten
 from jshard.plans.policies import UnitPolicy
 from jshard.plans.units import LogicalOptimizer, Path, Unit, UnitChoice, chosen, dotted
 
@@ -121,6 +122,14 @@ def annotation_of(model: Any) -> Annotation | None:
     return getattr(type(model), "_jshard_linen", None)
 
 
+def annotation_for(model: Any) -> Annotation:
+    """The annotation of a Linen module, which must have one."""
+    annotation = annotation_of(model)
+    if annotation is None:
+        raise root_forgotten(model)
+    return annotation
+
+
 def annotated(module: L, root: Unit, units: Any, unit: Unit, call: Callable[..., Any]) -> L:
     """A copy of the module whose calls go through `call(module, method, *args, **kwargs)`."""
     _check(module, units, unit)
@@ -132,8 +141,8 @@ def annotated(module: L, root: Unit, units: Any, unit: Unit, call: Callable[...,
 
 def relaid(module: nn.Module, changed: Callable[[Layout], Layout], call: Callable[..., Any]) -> nn.Module:
     """An annotated module whose layouts are changed: other settings for the units that it has shown."""
-    annotation = annotation_of(module)
-    assert annotation is not None and annotation.latest is not None, "its parameters are known"
+    annotation = annotation_for(module)
+    assert annotation.latest is not None, "its parameters are known"
     layouts = {key: changed(layout) for key, layout in annotation.layouts.items()}
     again = dataclasses.replace(annotation, layouts=layouts, latest=changed(annotation.latest))
     return _annotated_again(annotation.plain(module), again, call)

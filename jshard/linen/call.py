@@ -1,5 +1,6 @@
 """A call of a bound Linen module as a function of arrays: taken apart, run on a copy, its changes written back."""
 
+import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -9,6 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 from flax.core import lift, meta
 from flax.core.scope import Scope
 from flax.linen.spmd import logical_to_mesh_axes
@@ -24,30 +26,20 @@ from jshard.linen.padded import is_padded, padding_in
 from jshard.plans.memories import fetched
 from jshard.plans.padding import Padding
 from jshard.plans.placement import Placement
-from jshard.plans.units import OUTER, LogicalOptimizer, Member, Path, Unit, dotted
+from jshard.plans.units import OUTER, LogicalOptimizer, Member, Path, Unit, dotted, inside, role
 
 PARAMS = "params"
 """The collection of the parameters."""
 
 
-def flat(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+def flat(tree: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
     """The variables in a collection, by path."""
-    if not isinstance(tree, Mapping):
-        yield path, tree
-        return
-    for key, child in tree.items():
-        yield from flat(child, (*path, key))
+    return traverse_util.flatten_dict(tree).items()
 
 
 def nested(leaves: Iterable[tuple[Path, Any]]) -> dict[str, Any]:
     """The collection that has these variables."""
-    found: dict[str, Any] = {}
-    for path, leaf in leaves:
-        tree = found
-        for key in path[:-1]:
-            tree = tree.setdefault(key, {})
-        tree[path[-1]] = leaf
-    return found
+    return traverse_util.unflatten_dict(dict(leaves))
 
 
 def described(leaf: Any, path: Path) -> Leaf:
@@ -146,7 +138,7 @@ class LinenCall:
         self.result: Result | None = None
         self.written: Sequence[str] = ()  # a parameter that Flax lets a call write is an output of it
         self._outermost = _outermost(self.scopes)
-        self._counts = [_copied(scope.rng_counters) for scope in self.scopes]
+        self._counts = [copy.deepcopy(scope.rng_counters) for scope in self.scopes]
         self._fields = _array_fields(self.module)
         params = [group.get(PARAMS, {}) for group in self.groups[0]]
         found, self._params_tree = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_padded)
@@ -170,8 +162,8 @@ class LinenCall:
         """The parameters inside the annotated module, by path from it, described."""
         groups = zip(self._outermost, self.groups[0], strict=True)
         every = (((*scope.path, *path), leaf) for scope, group in groups for path, leaf in flat(group.get(PARAMS, {})))
-        inside = ((path[len(self.prefix) :], leaf) for path, leaf in every if path[: len(self.prefix)] == self.prefix)
-        return {path: described(leaf, path) for path, leaf in inside}
+        own = ((inside(self.prefix, path), leaf) for path, leaf in every)
+        return {path: described(leaf, path) for path, leaf in own if path is not None}
 
     def logical(self, values: Sequence[Any]) -> list[Any]:
         """Values of the parameters as `body` takes them."""
@@ -197,13 +189,11 @@ class LinenCall:
     def place(self, layout: Layout) -> Unit:
         """Takes over where the parameters of the call are stored, and who gathers them; returns the unit's record."""
         around = self.path if self.path in layout.units else ()
-        record = layout.record(around, [dotted(path) for path in self._paths])
-        members = {member.path[0]: member for member in record.members}
-        mine = [members.get(dotted(path)) for path in self._paths]
-        self.placements = [m and m.placement for m in mine]
-        self.owners = [OUTER if m is None else m.owner for m in mine]
+        mine = [layout.leaves.get(dotted(path)) for path in self._paths]
+        self.placements = [leaf and leaf.placement for leaf in mine]
+        self.owners = [OUTER if leaf is None else role(inside(around, leaf.owner)) for leaf in mine]
         rows = zip(self.names, self.placements, self.owners, strict=True)
-        return dataclasses.replace(record, members=tuple(Member((n,), p, o) for n, p, o in rows if p is not None))
+        return layout.record(around, (Member((n,), p, o) for n, p, o in rows if p is not None))
 
     @property
     def key(self) -> Hashable:
@@ -258,7 +248,7 @@ class LinenCall:
                 do="return self.inner(x)  # its result, in place of self.inner",
             )
         is_array = [isinstance(x, jax.Array) for x in leaves]
-        counts = tuple(_copied(scope.rng_counters) for scope in self.scopes)
+        counts = tuple(copy.deepcopy(scope.rng_counters) for scope in self.scopes)
         self.result = Result(tree, tuple(is_array), tuple(others(is_array, leaves)), tuple(changed), counts)
         arrays, num_outs = picked(is_array, leaves), sum(is_array[: len(jax.tree.leaves(out))])
         return arrays[:num_outs], arrays[num_outs:]
@@ -267,7 +257,7 @@ class LinenCall:
         """Path of a parameter from the annotated module; what a box adds to it is left out."""
         scope, *rest = keys
         whole = (*self._outermost[scope.idx].path, *(key.key for key in rest if isinstance(key, DictKey)))
-        return whole[len(self.prefix) :] if _starts(whole, self.prefix) else ("..", *whole)
+        return _from(whole, self.prefix)
 
 
 def call_lifted(
@@ -344,17 +334,10 @@ def _parents(scope: Scope) -> Iterator[Scope]:
         yield scope
 
 
-def _starts(path: Path, start: Path) -> bool:
-    return path[: len(start)] == start
-
-
 def _from(path: Path, start: Path) -> Path:
     """A path from another one, where it begins with it."""
-    return path[len(start) :] if _starts(path, start) else ("..", *path)
-
-
-def _copied(counts: Mapping[Any, Any]) -> dict[Any, Any]:
-    return {k: _copied(v) if isinstance(v, dict) else v for k, v in counts.items()}
+    found = inside(start, path)
+    return ("..", *path) if found is None else found
 
 
 def _restore(counts: dict[Any, Any], saved: Mapping[Any, Any]) -> None:

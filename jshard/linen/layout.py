@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import optax
@@ -12,192 +12,10 @@ from flax import nnx
 
 from jshard.errors import AnnotationError
 from jshard.plans.checks import check_patterns_used
-from jshard.plans.memories import fetched, placed_like
-from jshard.plans.optimizer_state import key_texts, tail_in
-from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan, role
+from jshard.plans.memories import StatePlaces, key_texts, tail_in
+from jshard.plans.plan import Leaf, LeafPlan, ShardPlan, make_plan
 from jshard.plans.policies import UnitPolicy
-from jshard.plans.units import Member, Path, Unit, as_filter, dotted, inside
-
-if TYPE_CHECKING:
-    from jshard.plans.plan import LeafPlan
-
-
-_VALUE = jax.tree_util.GetAttrKey("value")
-
-
-class Frozen(optax.MaskedNode):
-    """The gradient and the update of a parameter that is frozen: none. The parameter stays as it is.
-
-    Maps over trees pass it by, as they do what Optax has masked.
-    """
-
-    __slots__ = ()
-    __array_ufunc__ = None  # an array of numpy leaves the sum to it, too
-
-    def __radd__(self, parameter: Any) -> Any:
-        return parameter
-
-
-def is_masked(x: Any) -> bool:
-    """Whether something stands for an array that is left out, of jshard's or of Optax."""
-    return isinstance(x, optax.MaskedNode)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class HostUpdate:
-    """The update of a parameter in host memory: the sum is there, too.
-
-    The update streams such sums, so it has this one already. It holds for that very array only, and is lost where the
-    update is changed: then the parameter is fetched, and the sum made anew.
-
-    Args:
-        value: the update, on the device.
-        made: the parameter and the sum.
-    """
-
-    __array_ufunc__ = None
-
-    def __init__(self, value: Any, made: tuple[Any, Any] | None = None) -> None:
-        self.value, self._made = value, made
-
-    def __radd__(self, parameter: Any) -> Any:
-        if self._made is not None and self._made[0] is parameter:
-            return self._made[1]
-        return placed_like((fetched(parameter) + self.value).astype(parameter.dtype), parameter)
-
-    def tree_flatten_with_keys(self) -> tuple[tuple, None]:
-        """For jax."""
-        return ((_VALUE, self.value),), None
-
-    def tree_flatten(self) -> tuple[tuple, None]:
-        """For jax."""
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _: None, children: tuple) -> "HostUpdate":
-        """For jax."""
-        return cls(children[0])
-
-
-# Units of a Linen model that are never gathered: what is around them runs as written, in global view.
-
-
-def modules_around(units: Mapping[Path, "SeenUnit"]) -> frozenset[Path]:
-    """Paths of the modules around units that are never gathered; the model's own is `()`."""
-    return frozenset(path[:i] for path in _ungathered(units) for i in range(len(path)))
-
-
-def check_alone(kind: str, units: Mapping[Path, "SeenUnit"]) -> None:
-    """Raises for a unit around one that is never gathered, or inside.
-
-    Args:
-        kind: class of the model.
-        units: what was seen of the units.
-    """
-    never = _ungathered(units)
-    wrong = [path for path in units if any(path != outer and path[: len(outer)] == outer for outer in never)]
-    wrong = sorted(wrong) + sorted(modules_around(units) & units.keys())
-    if wrong:
-        raise AnnotationError(
-            "A unit is around one that is never gathered, or inside.",
-            where=[f"{kind}: {dotted(path)}" for path in wrong],
-            why=f"the call of {', '.join(map(dotted, sorted(never)))} runs as written, in global view, and so does what"
-            " is around it.",
-            do='units beside it: js.fully_shard(model, mesh=mesh, units={"tables": {"placement":'
-            " js.ShardPlacement(gathered=False)}, Block: {}})",
-        )
-
-
-def check_beside(kind: str, units: Mapping[Path, "SeenUnit"], leaves: Iterable["LeafPlan"]) -> None:
-    """Raises for sharded parameters of a module around a unit that is never gathered."""
-    around = modules_around(units)
-    beside = [leaf for leaf in leaves if leaf.placement.dim is not None and leaf.keys[0][:-1] in around]
-    if beside:
-        raise AnnotationError(
-            "A module around a unit that is never gathered has parameters of its own.",
-            where=[f"{kind}: {leaf.path}  {list(leaf.placement.shape)}" for leaf in beside],
-            why="its call runs as written, in global view, and the compiler would gather them as it likes.",
-            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., placement="
-            f"js.ShardPlacement(ignored={beside[0].path!r})).",
-        )
-
-
-def _ungathered(units: Mapping[Path, "SeenUnit"]) -> set[Path]:
-    return {path for path, unit in units.items() if not unit.settings.placement.gathered}
-
-
-# Which parameters of a Linen model are trained, in any tree that has them: parameters, gradients, updates.
-
-
-class Trained:
-    """The parameters that are trained.
-
-    Args:
-        layout: of the model.
-        wrt: which, as in `js.value_and_grad`.
-
-    Raises:
-        AnnotationError: none is, or a pattern matches none.
-    """
-
-    def __init__(self, layout: "Layout", wrt: Any) -> None:
-        trained = as_filter(wrt)
-        self._predicate = nnx.filterlib.to_predicate(trained)
-        placed = {leaf.keys[0]: leaf.placement for leaf in layout.plan.leaves}
-        self._parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
-        if wrt is not nnx.Param:
-            _check(layout, wrt, trained, self.names)
-
-    @property
-    def names(self) -> set[str]:
-        """Their paths from the model, as text."""
-        return {dotted(path) for path, is_trained in self._parameters.items() if is_trained}
-
-    def mask(self, tree: Any) -> Any:
-        """Whether each array in a tree is that of a trained parameter; what is none of the model's has its own path."""
-
-        def one(path: tuple, x: Any) -> bool:
-            if is_masked(x):
-                return False
-            keys = key_texts(path)
-            tail = tail_in(self._parameters, keys)
-            return self._chosen(keys, x.shape, x.dtype) if tail is None else self._parameters[tail]
-
-        return jax.tree.map_with_path(one, tree, is_leaf=is_masked)
-
-    def part(self, tree: Any) -> Any:
-        """A tree with nothing in the places of frozen parameters."""
-        return jax.tree.map(lambda keep, x: x if keep else Frozen(), self.mask(tree), tree)
-
-    def split(self, tree: Any) -> tuple[Any, Any]:
-        """A tree as two: the trained parameters, and the frozen ones."""
-        rest = jax.tree.map(lambda keep, x: Frozen() if keep else x, self.mask(tree), tree)
-        return self.part(tree), rest
-
-    def _chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
-        return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
-
-
-def joined(trained: Any, frozen: Any) -> Any:
-    """The tree of which these are the parts."""
-    is_frozen = lambda x: isinstance(x, Frozen)
-    return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
-
-
-def _check(layout: "Layout", wrt: Any, trained: Any, names: set[str]) -> None:
-    paths = set(layout.leaves)
-    check_patterns_used(trained, paths, "wrt")
-    if not names:
-        raise AnnotationError(
-            "No parameter of the Linen model is trained.",
-            where=f"{layout.kind}: wrt={wrt!r}",
-            why=f"it chooses none of {', '.join(sorted(paths)[:4])}{', ...' if len(paths) > 4 else ''}; they have no"
-            " types of their own.",
-            do='wrt="*/lora_*", a pattern of paths, or a function: lambda path, x: "lora_a" in path.',
-        )
-
-
-# Where the parameters of a Linen model are, and which unit gathers each: from its shapes and from what a trace showed.
+from jshard.plans.units import Member, Path, Unit, as_filter, dotted
 
 
 @dataclasses.dataclass
@@ -291,17 +109,20 @@ class Layout:
         return {(): self.root} | {path: unit.settings for path, unit in self.units.items()}
 
     @functools.cached_property
+    def places(self) -> StatePlaces:
+        """Where the parameter at a path is, so that its state is there, too."""
+        return StatePlaces(self.plan)
+
+    @functools.cached_property
     def leaves(self) -> dict[str, LeafPlan]:
         """The parameters by path as text."""
         return {leaf.path: leaf for leaf in self.plan.leaves}
 
-    def record(self, path: Path, names: Iterable[str]) -> Unit:
+    def record(self, path: Path, members: Iterable[Member]) -> Unit:
         """The record of the unit at a path, for a call that sees these parameters."""
         settings = self.records[path]
-        found = (leaf for name in names if (leaf := self.leaves.get(name)) is not None)
-        members = tuple(Member((leaf.path,), leaf.placement, role(inside(path, leaf.owner))) for leaf in found)
         name = "" if settings.placement.gathered else dotted(path)
-        return dataclasses.replace(settings, plan=None, members=members, nested=bool(path), name=name)
+        return dataclasses.replace(settings, plan=None, members=tuple(members), nested=bool(path), name=name)
 
     @functools.cached_property
     def around(self) -> frozenset[Path]:
@@ -372,3 +193,139 @@ def _layers(path: Path, unit: SeenUnit, leaves: Mapping[Path, Leaf]) -> int:
             do='nn.scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=depth)',
         )
     return counts.pop() if counts else 0
+
+
+# Units of a Linen model that are never gathered: what is around them runs as written, in global view.
+
+
+def modules_around(units: Mapping[Path, SeenUnit]) -> frozenset[Path]:
+    """Paths of the modules around units that are never gathered; the model's own is `()`."""
+    return frozenset(path[:i] for path in _ungathered(units) for i in range(len(path)))
+
+
+def check_alone(kind: str, units: Mapping[Path, SeenUnit]) -> None:
+    """Raises for a unit around one that is never gathered, or inside.
+
+    Args:
+        kind: class of the model.
+        units: what was seen of the units.
+    """
+    never = _ungathered(units)
+    wrong = [path for path in units if any(path != outer and path[: len(outer)] == outer for outer in never)]
+    wrong = sorted(wrong) + sorted(modules_around(units) & units.keys())
+    if wrong:
+        raise AnnotationError(
+            "A unit is around one that is never gathered, or inside.",
+            where=[f"{kind}: {dotted(path)}" for path in wrong],
+            why=f"the call of {', '.join(map(dotted, sorted(never)))} runs as written, in global view, and so does what"
+            " is around it.",
+            do='units beside it: js.fully_shard(model, mesh=mesh, units={"tables": {"placement":'
+            " js.ShardPlacement(gathered=False)}, Block: {}})",
+        )
+
+
+def check_beside(kind: str, units: Mapping[Path, SeenUnit], leaves: Iterable[LeafPlan]) -> None:
+    """Raises for sharded parameters of a module around a unit that is never gathered."""
+    around = modules_around(units)
+    beside = [leaf for leaf in leaves if leaf.placement.dim is not None and leaf.keys[0][:-1] in around]
+    if beside:
+        raise AnnotationError(
+            "A module around a unit that is never gathered has parameters of its own.",
+            where=[f"{kind}: {leaf.path}  {list(leaf.placement.shape)}" for leaf in beside],
+            why="its call runs as written, in global view, and the compiler would gather them as it likes.",
+            do="put them into a submodule, or leave them whole on every device: js.fully_shard(..., placement="
+            f"js.ShardPlacement(ignored={beside[0].path!r})).",
+        )
+
+
+def _ungathered(units: Mapping[Path, SeenUnit]) -> set[Path]:
+    return {path for path, unit in units.items() if not unit.settings.placement.gathered}
+
+
+# Which parameters of a Linen model are trained, in any tree that has them: parameters, gradients, updates.
+
+
+class Frozen(optax.MaskedNode):
+    """The gradient and the update of a parameter that is frozen: none. The parameter stays as it is.
+
+    Maps over trees pass it by, as they do what Optax has masked.
+    """
+
+    __slots__ = ()
+    __array_ufunc__ = None  # an array of numpy leaves the sum to it, too
+
+    def __radd__(self, parameter: Any) -> Any:
+        return parameter
+
+
+def is_masked(x: Any) -> bool:
+    """Whether something stands for an array that is left out, of jshard's or of Optax."""
+    return isinstance(x, optax.MaskedNode)
+
+
+class Trained:
+    """The parameters that are trained.
+
+    Args:
+        layout: of the model.
+        wrt: which, as in `js.value_and_grad`.
+
+    Raises:
+        AnnotationError: none is, or a pattern matches none.
+    """
+
+    def __init__(self, layout: Layout, wrt: Any) -> None:
+        trained = as_filter(wrt)
+        self._predicate = nnx.filterlib.to_predicate(trained)
+        placed = {leaf.keys[0]: leaf.placement for leaf in layout.plan.leaves}
+        self._parameters = {path: self._chosen(path, p.shape, p.dtype) for path, p in placed.items()}
+        if wrt is not nnx.Param:
+            _check(layout, wrt, trained, self.names)
+
+    @property
+    def names(self) -> set[str]:
+        """Their paths from the model, as text."""
+        return {dotted(path) for path, is_trained in self._parameters.items() if is_trained}
+
+    def mask(self, tree: Any) -> Any:
+        """Whether each array in a tree is that of a trained parameter; what is none of the model's has its own path."""
+
+        def one(path: tuple, x: Any) -> bool:
+            if is_masked(x):
+                return False
+            keys = key_texts(path)
+            tail = tail_in(self._parameters, keys)
+            return self._chosen(keys, x.shape, x.dtype) if tail is None else self._parameters[tail]
+
+        return jax.tree.map_with_path(one, tree, is_leaf=is_masked)
+
+    def part(self, tree: Any) -> Any:
+        """A tree with nothing in the places of frozen parameters."""
+        return jax.tree.map(lambda keep, x: x if keep else Frozen(), self.mask(tree), tree)
+
+    def split(self, tree: Any) -> tuple[Any, Any]:
+        """A tree as two: the trained parameters, and the frozen ones."""
+        rest = jax.tree.map(lambda keep, x: Frozen() if keep else x, self.mask(tree), tree)
+        return self.part(tree), rest
+
+    def _chosen(self, path: Path, shape: tuple[int, ...], dtype: Any) -> bool:
+        return bool(self._predicate(path, nnx.Param(jax.ShapeDtypeStruct(shape, dtype))))
+
+
+def joined(trained: Any, frozen: Any) -> Any:
+    """The tree of which these are the parts."""
+    is_frozen = lambda x: isinstance(x, Frozen)
+    return jax.tree.map(lambda x, y: y if is_frozen(x) else x, trained, frozen, is_leaf=is_frozen)
+
+
+def _check(layout: Layout, wrt: Any, trained: Any, names: set[str]) -> None:
+    paths = set(layout.leaves)
+    check_patterns_used(trained, paths, "wrt")
+    if not names:
+        raise AnnotationError(
+            "No parameter of the Linen model is trained.",
+            where=f"{layout.kind}: wrt={wrt!r}",
+            why=f"it chooses none of {', '.join(sorted(paths)[:4])}{', ...' if len(paths) > 4 else ''}; they have no"
+            " types of their own.",
+            do='wrt="*/lora_*", a pattern of paths, or a function: lambda path, x: "lora_a" in path.',
+        )

@@ -15,7 +15,7 @@ from flax import serialization
 from flax.core import meta
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from jshard.plans.optimizer_state import StatePlaces, key_texts
+from jshard.plans.memories import StatePlaces, key_texts
 from jshard.plans.padding import OF_STORAGE, Padding
 
 _VALUE = jax.tree_util.GetAttrKey("value")

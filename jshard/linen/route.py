@@ -17,7 +17,7 @@ from jshard import _compat
 from jshard.engine.context import in_global_view
 from jshard.engine.route import run_call
 from jshard.errors import CallError
-from jshard.linen.annotation import Annotation, annotation_of, check_found
+from jshard.linen.annotation import Annotation, annotation_for, annotation_of, check_found
 from jshard.linen.call import PARAMS, Lifted, LinenCall, call_lifted, described, flat, nested, raw_of
 from jshard.linen.layout import Layout, Seen, SeenUnit
 from jshard.plans.checks import nothing_to_shard
@@ -29,23 +29,14 @@ from jshard.plans.units import Path, Unit, dotted
 _LARGE_BYTES = 64 * 2**20  # of the gathered copy of all layers; below that nobody would miss the time
 
 
-def warn_of_stacks(kind: str, plan: ShardPlan, units: tuple[str, ...]) -> None:
-    """Warns of large ones, once per model and process.
-
-    Args:
-        kind: class of the model.
-        plan: its plan.
-        units: the choices of units, as text.
-    """
-    stacks = {key: size for key, size in plan.unscheduled_stacks.items() if size >= _LARGE_BYTES}
-    if stacks:
-        rows = tuple((path, f"{size} bytes, {plan.how_stacked(path, unit)}") for (path, unit), size in stacks.items())
-        _warn(kind, rows, units)
-
-
 @functools.cache
-def _warn(kind: str, stacks: tuple[tuple[str, str], ...], units: tuple[str, ...]) -> None:
-    listed = "".join(f"\n  {path}  {how}" for path, how in stacks)
+def warn_of_stacks(kind: str, plan: ShardPlan, units: tuple[str, ...]) -> None:
+    """Warns of large ones, once per model and process; `units` are the choices of units, as text."""
+    stacks = {key: size for key, size in plan.unscheduled_stacks.items() if size >= _LARGE_BYTES}
+    if not stacks:
+        return
+    rows = ((path, f"{size} bytes, {plan.how_stacked(path, unit)}") for (path, unit), size in stacks.items())
+    listed = "".join(f"\n  {path}  {how}" for path, how in rows)
     named = ", ".join([*units, *(repr(path) for path, _ in stacks)])
     _compat.warn_user(
         f"{len(stacks)} stack(s) of layers of {kind} are not gathered ahead of their use, as no unit is inside their"
@@ -75,7 +66,9 @@ class Survey:
         path = module.path[len(self.prefix) :]
         self.seen.called.add(path)
         self.seen.kinds.setdefault(type(module).__name__, dotted(path))
-        self._note_loop(module, path)
+        assert module.scope is not None, "a call that runs the model"
+        if any("scan(" in part for part in tuple(module.scope.debug_path)[-1:]):  # Flax's own note of a loop
+            _note_shapes(self.seen.loops.setdefault(path, {}), module, path)
         choice = self.annotation.match(path, module)
         if choice is None:
             return
@@ -83,18 +76,14 @@ class Survey:
         if unit is None:
             unit = SeenUnit(type(module).__name__, choice, self.annotation.choices[choice][1])
             self.seen.units[path] = unit
-        for inner, leaf in flat(module.variables.get("params", {})):
-            unit.shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
+        _note_shapes(unit.shapes, module, path)
         scopes = {tuple(s.path)[len(self.prefix) :] for s in get_module_scopes(module, args, kwargs)[0]}
         unit.borrowed |= {p for p in scopes if p[: len(path)] != path}
 
-    def _note_loop(self, module: nn.Module, path: Path) -> None:
-        """Notes what a layer of a loop sees of its parameters, where the module is what `nn.scan` runs."""
-        assert module.scope is not None, "a call that runs the model"
-        if any("scan(" in part for part in tuple(module.scope.debug_path)[-1:]):  # Flax's own note of it
-            shapes = self.seen.loops.setdefault(path, {})
-            for inner, leaf in flat(module.variables.get("params", {})):
-                shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
+
+def _note_shapes(shapes: dict[Path, tuple[int, ...]], module: nn.Module, path: Path) -> None:
+    for inner, leaf in flat(module.variables.get(PARAMS, {})):
+        shapes.setdefault((*path, *inner), described(leaf, (*path, *inner)).shape)
 
 
 # Where a call into an annotated Linen module goes: the engine, as the outermost call or as a unit's, or plain Flax.
@@ -147,10 +136,8 @@ def call_annotated(module: nn.Module, method: Callable[..., Any], *args: Any, **
 
 def initialise(module: nn.Module, run: Callable[[], Any]) -> Any:
     """Runs all that makes the variables of a bound, annotated module; alone, a call of a method makes some of them."""
-    annotation = annotation_of(module)
-    assert annotation is not None, "it is annotated"
     with _interception():
-        return _initialise(annotation, module, run)
+        return _initialise(annotation_for(module), module, run)
 
 
 @contextlib.contextmanager

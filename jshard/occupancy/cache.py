@@ -85,11 +85,7 @@ def load(path: Path) -> dict[Key, TuningEntry]:
 
 
 def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
-    """The entries in the text of a file.
-
-    Raises:
-        CacheError: as of `load`.
-    """
+    """The entries in the text of a file."""
     try:
         data = json.loads(text)
     except ValueError as error:
@@ -104,11 +100,7 @@ def parsed(text: str, path: Path) -> dict[Key, TuningEntry]:
 
 
 def store(path: Path, entries: Entries) -> None:
-    """Adds entries to a file, in the place of those with the same key. A reader sees the old file or the new one.
-
-    Raises:
-        CacheError: the file that is there is none of ours, or the new one cannot be written.
-    """
+    """Adds entries to a file, in the place of those with the same key. A reader sees the old file or the new one."""
     text = text_of({**load(path), **entries})
     try:
         write_whole(path, text)
@@ -122,11 +114,7 @@ def store(path: Path, entries: Entries) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a file and the folders around it. A reader sees the old file or the new one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    """Writes a file and the folders around it. A reader sees the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -169,11 +157,7 @@ def _unreadable(path: Path, why: str) -> CacheError:
 
 
 def of_first(work: Callable[[], str], *, where: str) -> str:
-    """What the first process makes; the others do nothing and receive it. All of them must call this.
-
-    Raises:
-        RunError: in the other processes, where the work of the first one failed.
-    """
+    """What the first process makes; the others do nothing and receive it. All of them must call this."""
     made, error = "", None
     if is_primary():
         try:

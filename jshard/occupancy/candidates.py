@@ -47,9 +47,6 @@ def candidates(gpu: GpuFacts, comm: CommFootprint, *, m: int, n: int, k: int, lo
     """The settings, the best by the model first; XLA's own product is one of them.
 
     The model takes all tiles to reach the same part of the peak, which they do not: it ranks how settings leave room.
-
-    Raises:
-        OccupancyError: the collective would take every multiprocessor.
     """
     found: dict[Occupancy, Candidate] = {}
     for form, kernel in _forms(gpu).items():
@@ -136,11 +133,7 @@ class Choice:
 
 
 def choose(timings: Sequence[Timing]) -> Choice:
-    """The setting with the least time beside the load; what is more than 1.15 times XLA's alone does not count.
-
-    Raises:
-        RunError: XLA's own was not measured, or a time is none.
-    """
+    """The setting with the least time beside the load; what is more than 1.15 times XLA's alone does not count."""
     plain = next((timing for timing in timings if timing.setting is None), None)
     bad = [timing for timing in timings if min(timing.alone_ns, timing.both_ns) <= 0]
     if plain is None or bad:

@@ -137,11 +137,7 @@ class Side:
 
 
 def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | None, version: str | None) -> Side:
-    """What is asked of XLA and NCCL beside the kernels.
-
-    Raises:
-        OccupancyError: this NCCL has no copy engines.
-    """
+    """What is asked of XLA and NCCL beside the kernels."""
     common = [
         Reason(_LIMIT, str(IN_FLIGHT), "fact", "1 by default: a window closes when the next collective begins."),
         Reason(_PRIORITY, "True", "fact", "the default, stated: with it a collective has the next block's place."),

@@ -177,11 +177,7 @@ def _of_kernel(kind: str, release: _Release, gpu: GpuFacts, number: str) -> tupl
 
 
 def parsed_version(version: str) -> tuple[int, ...]:
-    """A version of NCCL as numbers.
-
-    Raises:
-        OccupancyError: it is none.
-    """
+    """A version of NCCL as numbers."""
     if not re.fullmatch(r"\d+\.\d+(\.\d+)?", version):
         raise _bad_version(version, "it is no version of the form 2.30.7.")
     return tuple(map(int, version.split(".")))

@@ -45,11 +45,7 @@ class MatrixProduct:
 
 
 def products_of(model: nnx.Module, loss: Callable[..., Any], batch: Any) -> tuple[MatrixProduct, ...]:
-    """The products of forward with one matrix on each side; those of attention have a dim for heads, and are left out.
-
-    Raises:
-        AnnotationError: the root of the model is not annotated.
-    """
+    """The products of forward with one matrix on each side; not those of attention, which have a dim for heads."""
     plan = plan_of(model)
     units, is_alone = plan.units, data_shards(dict(plan.mesh)) == 1  # there a region runs as it is
     # A loop over stacked layers makes modules of its own, which are named after their class.

@@ -149,9 +149,9 @@ class UnitTimes:
     gathered_bytes: int = 0  # of the whole arrays, in forward
     reduced_bytes: int = 0  # of the whole gradients
     wire_bytes: float = 0.0  # what a device sends, forward and backward
-    # of forward and of backward, all blocks of the collectives running; an estimate
+    # Of forward and of backward, all blocks of the collectives running; an estimate.
     communication_s: tuple[float, float] = (0.0, 0.0)
-    # of forward and of backward, on all multiprocessors; an estimate, None where it is not known
+    # Of forward and of backward, on all multiprocessors; an estimate, None where it is not known.
     compute_s: tuple[float, float] | None = None
     is_root: bool = False  # its collectives have no other unit to hide behind
 

@@ -62,11 +62,7 @@ def unshaped(why: str) -> dict[str, Shaped]:
 def shaped_kernels(
     device: Device, comm: CommFootprint | None, units: Sequence[UnitTimes], products: Sequence[MatrixProduct] | None
 ) -> dict[str, Shaped]:
-    """What each kernel leaves, by the model.
-
-    Raises:
-        OccupancyError: the collective would take every multiprocessor.
-    """
+    """What each kernel leaves, by the model."""
     if device.why_unshaped or device.gpu is None:
         return unshaped(device.why_unshaped)
     if comm is None:
@@ -130,8 +126,6 @@ def _padded(gpu: GpuFacts, comm: CommFootprint, name: str) -> Shaped:
     N / n of its time. And what is gained is at most the one time for which a collective would wait.
     """
     kernels = [kernel for kernel in shipped_kernels(gpu) if kernel.is_called(name) and not refusals(gpu, kernel.block)]
-    if not kernels:
-        return Shaped(_PLAIN[name], Reason(name, "as it is", "fact", "the registers of its blocks were not read yet."))
     block = max(kernels, key=lambda kernel: kernel.registers).block
     best, top = plans(gpu, block, comm)[0], resident(gpu, block)
     if not best.smem_pad_bytes:

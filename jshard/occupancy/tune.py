@@ -187,10 +187,6 @@ def tune(
     """Measures the products of a model, and keeps what came of it in a file.
 
     In several processes the first one measures, and its choices are those of all.
-
-    Raises:
-        TuneError: inside of a trace.
-        CacheError: the file is none of ours, or cannot be written.
     """
     refuse_in_a_trace()
     ranked = rank(model, loss, batch, device=device, comm=comm)
@@ -213,11 +209,7 @@ def tune(
 
 
 def refuse_in_a_trace() -> None:
-    """Raises inside of `jax.jit` and the like, where nothing runs and nothing can be timed.
-
-    Raises:
-        TuneError: it is so.
-    """
+    """Raises inside of `jax.jit` and the like, where nothing runs and nothing can be timed."""
     if _compat.is_tracer(jnp.zeros(())):  # what is computed in a trace becomes part of it
         raise TuneError(
             "Kernels cannot be tuned while a program is traced.",

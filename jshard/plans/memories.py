@@ -1,18 +1,20 @@
-"""Memory beyond the device: what `offload` means, which devices have it, and arrays on their way to and fro.
+"""Host memory and optimizer state: which devices have it, where each array is, updates a part at a time."""
 
-Where an array is is part of its type, so nothing here is asked what to move: what is typed as the host's goes to the
-device before it is used, and what comes in its place has the same type.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax import lax
+from jax.extend import core as jex
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.errors import MeshError
-from jshard.plans.mesh import AnyMesh
+from jshard.plans.mesh import REPLICA, AnyMesh, is_concrete
+from jshard.plans.padding import Padding
+from jshard.plans.placement import Placement, ShardPlacement, place
+from jshard.plans.plan import ShardPlan
+from jshard.plans.policies import MixedPrecision
 
 HOST_KIND = "pinned_host"
 """JAX's name of the host's memory that a device reads and writes directly."""
@@ -60,7 +62,7 @@ def to_host(x: jax.Array) -> jax.Array:
 
 def placed_like(x: jax.Array, like: Any) -> jax.Array:
     """An array in the memory that another one is in."""
-    return to_host(x) if _compat.on_host(like) else x
+    return to_host(x) if like is not None and _compat.on_host(like) else x
 
 
 def back(tree: Any, like: Any) -> Any:
@@ -68,6 +70,222 @@ def back(tree: Any, like: Any) -> Any:
     return jax.tree.map(placed_like, tree, like)
 
 
-def hosted(arrays: Sequence) -> list[int]:
-    """Positions of the arrays that are on the host; a gradient that nobody asked for is None, and is nowhere."""
-    return [i for i, x in enumerate(arrays) if x is not None and _compat.on_host(x)]
+# Where each array of an optimizer's state is placed, and updates of arrays in host memory, a part at a time.
+
+Keys = tuple[str, ...]
+"""The keys of a path as text."""
+
+
+class StatePlaces:
+    """Where each array of an optimizer's state is; from shapes and paths alone.
+
+    Args:
+        plan: where the parameters are.
+        over_replica: whether the state of replicated parameters is sharded over `replica`.
+    """
+
+    def __init__(self, plan: ShardPlan, *, over_replica: bool = False) -> None:
+        self._parameters = {tuple(map(str, leaf.keys[0])): leaf.placement for leaf in plan.leaves}
+        self._over_replica, self._degrees = over_replica, dict(plan.mesh)
+
+    def tail(self, path: Keys) -> Keys | None:
+        """The path of the parameter that a path in the state ends in; None if it ends in none."""
+        return tail_in(self._parameters, path)
+
+    def parameter(self, path: Keys) -> Placement | None:
+        """The placement of that parameter."""
+        return self._parameters.get(self.tail(path) or ())
+
+    def spec(self, path: Keys, shape: tuple[int, ...]) -> PartitionSpec:
+        """The spec of an array of the state."""
+        parameter = self.parameter(path)
+        if parameter is None:
+            return PartitionSpec()
+        if shape not in (parameter.shape, parameter.stored_shape):
+            other = place("", shape, "float32", (), self._degrees, ShardPlacement(), MixedPrecision(), pads=False)
+            return other.partition_spec
+        if parameter.dim is None and self._over_replica:
+            return self._over_replicas(parameter)
+        return parameter.partition_spec
+
+    @property
+    def offloaded(self) -> dict[Keys, Placement]:
+        """The parameters whose state is in host memory."""
+        return {path: placement for path, placement in self._parameters.items() if placement.offload is not None}
+
+    def on_host(self, path: Keys, shape: tuple[int, ...]) -> bool:
+        """Whether an array of the state is in host memory: one of the shape of a parameter that is offloaded."""
+        parameter = self.parameter(path)
+        shapes = () if parameter is None or parameter.offload is None else (parameter.shape, parameter.stored_shape)
+        return shape in shapes
+
+    def on_host_itself(self, path: Keys) -> bool:
+        """Whether the parameter at a path is in host memory, and not its state alone."""
+        parameter = self.parameter(path)
+        return parameter is not None and parameter.on_host
+
+    def padding(self, path: Keys, shape: tuple[int, ...]) -> Padding | None:
+        """The padding of an array of the state: that of its parameter, if it has its shape."""
+        parameter = self.parameter(path)
+        if parameter is None or shape not in (parameter.shape, parameter.stored_shape):
+            return None
+        return Padding.of(parameter)
+
+    def held(self, tree: Any, mesh: AnyMesh, *, as_given: bool = False) -> Any:
+        """A tree whose arrays are padded and held to where their parameters are: else the compiler picks anew.
+
+        Args:
+            tree: parameters, gradients or state.
+            mesh: of the model.
+            as_given: arrays of other models, and logical ones of what is stored padded, stay as they are.
+        """
+
+        def hold(path: tuple, x: Any) -> Any:
+            keys = key_texts(path)
+            padding = self.padding(keys, x.shape)
+            is_logical = padding is not None and padding.logical_shape(x.shape) == x.shape
+            if as_given and (is_logical or (x.ndim and self.tail(keys) is None)):
+                return x
+            x = x if padding is None else padding.pad(x)
+            return lax.with_sharding_constraint(x, NamedSharding(mesh, self.spec(keys, x.shape)))
+
+        return jax.tree.map_with_path(hold, tree) if is_concrete(mesh) else tree
+
+    def _over_replicas(self, parameter: Placement) -> PartitionSpec:
+        size = self._degrees.get(REPLICA, 1)
+        fits = [d for d, n in enumerate(parameter.shape) if n and n % size == 0 and parameter.spec[d] is None]
+        if size == 1 or not fits:
+            return parameter.partition_spec
+        dim = max(fits, key=lambda d: parameter.shape[d])
+        return PartitionSpec(*[REPLICA if d == dim else e for d, e in enumerate(parameter.spec)])
+
+
+def tail_in(paths: Container[Keys], path: Keys) -> Keys | None:
+    """The longest of some paths that a path ends in; None if there is none."""
+    return next((path[start:] for start in range(len(path)) if path[start:] in paths), None)
+
+
+def key_texts(path: tuple) -> Keys:
+    """The keys of a path of `jax.tree_util` as text, without those that lead into a variable or a box of Flax."""
+    while path and getattr(path[-1], "name", None) == "value":  # a parameter of that name has a `key`
+        path = path[:-1]
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+
+
+def paths_of(tree: Any) -> list[Keys]:
+    """The paths of the arrays in a tree."""
+    return [key_texts(path) for path, _ in jax.tree.leaves_with_path(tree)]
+
+
+# An update of arrays in host memory, a part at a time: never is all of it on the device.
+
+_PART_BYTES = 8 * 2**20  # of parameters on a device: large enough to copy well
+_IN_FLIGHT = 2  # parts on the device at once: one is fetched or taken back while the other computes
+
+Part = tuple[list[int], list[int]]
+"""Positions of arguments and of results that belong together."""
+
+
+def parts_of(
+    offloaded: Mapping[Keys, Placement], arguments: Sequence[Keys], results: Sequence[Keys], gradients: Sequence[Keys]
+) -> list[Part]:
+    """Parameters with their gradients and their state, several together, those first whose gradients come first.
+
+    Args:
+        offloaded: the parameters whose state is on the host, by path.
+        arguments: paths of what the update takes; each ends in that of a parameter, or belongs to none.
+        results: the same of what it makes.
+        gradients: paths of the gradients; what has none is frozen, and in no part.
+    """
+    found: dict[Keys, Part] = {path: ([], []) for path in offloaded}
+    for number, paths in enumerate((arguments, results)):
+        for i, path in enumerate(paths):
+            tail = tail_in(offloaded, path)
+            if tail is not None:
+                found[tail][number].append(i)
+    trained = {tail_in(offloaded, path) for path in gradients}
+    parts, size = [([], [])], 0
+    for path in reversed([path for path in offloaded if path in trained]):
+        for all_of, more in zip(parts[-1], found[path], strict=True):
+            all_of.extend(more)
+        size += offloaded[path].bytes_per_device
+        if size >= _PART_BYTES:
+            parts, size = [*parts, ([], [])], 0
+    return [part for part in parts if part[0]]
+
+
+def streamed(function: Callable[..., list], arguments: Sequence, parts: Sequence[Part], like: Sequence) -> list:
+    """The results of a function of arrays, those of each part put where their like is before a later part begins.
+
+    Args:
+        function: takes arrays on the device and returns a list of arrays.
+        arguments: what it takes; what is on the host is fetched when its part begins.
+        parts: in their order. Results in none of them come at the end; what is only passed on stays where it is.
+        like: for each result, an array whose memory it goes to; None for the device.
+    """
+    lazy = _Lazy(function, arguments)
+    results = lazy.unchanged(like)
+    done: list[list[int]] = []
+    for given, made in parts:
+        values = [arguments[i] for i in given]
+        if len(done) >= _IN_FLIGHT:
+            before = done[-_IN_FLIGHT]
+            values, found = lax.optimization_barrier((values, [results[j] for j in before]))
+            for j, x in zip(before, found, strict=True):
+                results[j] = x
+        else:
+            values = lax.optimization_barrier(values)  # none before the last of them, a gradient, is there
+        lazy.give(given, values)
+        for j in made:
+            results[j] = placed_like(lazy.result(j), like[j])
+        done.append([j for j in made if _compat.on_host(results[j])])
+    for j in [j for j, x in enumerate(results) if x is None]:
+        results[j] = placed_like(lazy.result(j), like[j])
+    return results
+
+
+class _Lazy:
+    """A traced function whose results are computed one by one, each with what it needs and was not there."""
+
+    def __init__(self, function: Callable[..., list], arguments: Sequence) -> None:
+        closed = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arguments))
+        self._inputs, self._results = closed.jaxpr.invars, closed.jaxpr.outvars
+        self._arguments = dict(zip(self._inputs, arguments, strict=True))
+        self._known = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+        self._makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
+
+    def unchanged(self, like: Sequence) -> list[Any]:
+        """The results that are arguments where they are, such as frozen parameters; None for the others."""
+        found = [None if isinstance(v, jex.Literal) else self._arguments.get(v) for v in self._results]
+        stays = lambda x, y: x is not None and _compat.on_host(x) == (y is not None and _compat.on_host(y))
+        return [x if stays(x, y) else None for x, y in zip(found, like, strict=True)]
+
+    def give(self, positions: Sequence[int], values: Sequence) -> None:
+        """Other values of some arguments, which come from now on; those that are needed already stay."""
+        for i, x in zip(positions, values, strict=True):
+            self._known.setdefault(self._inputs[i], fetched(x))
+
+    def result(self, position: int) -> Any:
+        """A result."""
+        wanted = [self._results[position]]
+        while wanted:
+            v = wanted[-1]
+            if self._is_there(v):
+                wanted.pop()
+            elif v in self._arguments:
+                self._known[v] = fetched(self._arguments[v])
+            elif missing := [x for x in self._makers[v].invars if not self._is_there(x)]:
+                wanted += missing
+            else:
+                self._run(self._makers[v])
+        return self._value(self._results[position])
+
+    def _run(self, eqn: Any) -> None:
+        found = _compat.bind(eqn, [self._value(v) for v in eqn.invars])
+        self._known |= dict(zip(eqn.outvars, found, strict=True))
+
+    def _is_there(self, v: Any) -> bool:
+        return isinstance(v, jex.Literal) or v in self._known
+
+    def _value(self, v: Any) -> Any:
+        return v.val if isinstance(v, jex.Literal) else self._known[v]

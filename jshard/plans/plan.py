@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +14,6 @@ from jshard.errors import AnnotationError
 from jshard.plans.placement import Entry, Placement, place
 from jshard.plans.replicated import is_named
 from jshard.plans.units import (
-    NESTED,
-    OUTER,
-    OWN,
     Member,
     Path,
     Unit,
@@ -24,6 +22,7 @@ from jshard.plans.units import (
     nested_units,
     occurrences,
     plain_class,
+    role,
     unit_of,
 )
 
@@ -187,11 +186,9 @@ class ShardPlan:
         return tuple(Member(leaf.keys[0], leaf.placement, role(leaf.owner)) for leaf in self.leaves)
 
     def seen_from(self, path: Path, units: Mapping[Path, Unit]) -> "ShardPlan":
-        """The plan of a unit: its parameters by their paths from it.
+        """The plan of the unit at a path: its parameters by their paths from it.
 
-        Args:
-            path: of the unit; `()` is the root, whose units may have other settings than before.
-            units: the records of the model's units by path.
+        `units` are the records of the model's units by path, which may have other settings than before.
         """
         within = {own: unit for key, unit in units.items() if (own := inside(path, key)) is not None}
         names, leaves = _names(within), []
@@ -263,11 +260,6 @@ def _leaf_plan(
     return LeafPlan(text, unit, placement, tuple(aliases), trained, stack, keys, owner)
 
 
-def role(owner: Path | None) -> str:
-    """What the owner of a parameter is to a unit, by the path from that unit; None if it is outside of it."""
-    return OUTER if owner is None else NESTED if owner else OWN
-
-
 def resharded(unit: Unit, *, is_root: bool) -> bool | int:
     """What `reshard_after_forward=None` means: True, but False for the root, whose copy backward needs at once."""
     asked = unit.policy.reshard_after_forward
@@ -276,12 +268,8 @@ def resharded(unit: Unit, *, is_root: bool) -> bool | int:
 
 def _owner(around: tuple[tuple[Path, ...], ...]) -> Path:
     """The innermost unit that encloses every use of a parameter; `()` is the root."""
-    owner: Path = ()
-    for level in zip(*around, strict=False):
-        if any(unit != level[0] for unit in level):
-            break
-        owner = level[0]
-    return owner
+    alike = itertools.takewhile(lambda level: len(set(level)) == 1, zip(*around, strict=False))
+    return next((level[0] for level in reversed([*alike])), ())
 
 
 def _inside(outer: Path, paths: tuple[Path, ...]) -> tuple[Path, ...]:
@@ -346,9 +334,6 @@ def _tuples(data: Any) -> Any:
     return tuple(map(_tuples, data)) if isinstance(data, list) else data
 
 
-# `js.plan`: the plan that an annotation has stored with a model.
-
-
 def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
     """Where every parameter of an annotated model is; the model may be concrete or abstract.
 
@@ -382,7 +367,7 @@ def plan(model: Any, *, wrt: Any = nnx.Param) -> ShardPlan:
             why="they were added after fully_shard.",
             do="change the model first, then annotate it: js.fully_shard(model, mesh=mesh).",
         )
-    held = [leaf for leaf in root.plan.leaves if leaf.keys[0] in there]
+    held = (leaf for leaf in root.plan.leaves if leaf.keys[0] in there)
     leaves = tuple(dataclasses.replace(leaf, trained=there[leaf.keys[0]]) for leaf in held)
     return dataclasses.replace(root.plan, leaves=leaves)
 

@@ -29,6 +29,11 @@ Path = tuple[Any, ...]
 OWN, NESTED, OUTER = "own", "nested", "outer"
 
 
+def role(owner: Path | None) -> str:
+    """What the owner of a parameter is to a unit, by the path from that unit; None if it is outside of it."""
+    return OUTER if owner is None else NESTED if owner else OWN
+
+
 @dataclasses.dataclass(frozen=True)
 class Member:
     """A parameter of a plan, seen from a unit.

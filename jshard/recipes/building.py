@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from jshard.api.fully_shard import revise
 from jshard.api.init import abstract_init, shard_init
-from jshard.api.override import revise
 from jshard.data import Data, DataError
 from jshard.data.source import first_sample
 from jshard.linen.annotation import annotation_of
@@ -22,7 +22,7 @@ from jshard.linen.route import initialise
 from jshard.plans.mesh import AnyMesh, batch_sharding
 from jshard.plans.units import dotted
 from jshard.recipes.linen_model import Initialising, LinenModel
-from jshard.recipes.model_file import LinenUnits, ModelFile, ModelFileError, check_is_text, next_token_loss
+from jshard.recipes.model_file import ModelFile, ModelFileError, check_is_text, next_token_loss
 from jshard.recipes.recipe import Recipe
 
 
@@ -31,36 +31,17 @@ class _IsLinen(Exception):
 
 
 def abstract_model(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nnx.Module:
-    """The model of a recipe without arrays: shapes, dtypes and shardings.
-
-    Args:
-        model_file: builds and annotates the model.
-        recipe: its config and its seed.
-        mesh: the devices; they need not exist.
-    """
+    """The model of a recipe without arrays: shapes, dtypes and shardings."""
     return _made(model_file, recipe, mesh, abstract_init)
 
 
 def new_model(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> nnx.Module:
-    """The model of a recipe, every parameter born sharded.
-
-    Args:
-        model_file: builds and annotates the model.
-        recipe: its config and its seed.
-        mesh: the devices.
-    """
+    """The model of a recipe, every parameter born sharded."""
     return _made(model_file, recipe, mesh, functools.partial(shard_init, mesh=mesh))
 
 
 def batch_of(model_file: ModelFile, recipe: Recipe, rows: int, mesh: Mesh | None = None) -> dict[str, Any]:
-    """A batch of a recipe without its arrays; the shapes of text are known without reading it.
-
-    Args:
-        model_file: its `data`, if it has any.
-        recipe: the length of its sequences.
-        rows: of the batch.
-        mesh: for its shardings.
-    """
+    """A batch of a recipe without its arrays; the shapes of text are known without reading it."""
     if model_file.data is not None:
         batch = batch_like(model_file.data(recipe), rows, mesh)
         if model_file.loss_fn is next_token_loss:
@@ -93,8 +74,13 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
             raise _IsLinen
         return model
 
+    def annotate(model: nnx.Module) -> None:
+        model_file.annotate(model, mesh)
+        if model_file.units:
+            revise(model, model_file.units)
+
     try:
-        model = place(build, lambda model: model_file.annotate(model, mesh))
+        model = place(build, annotate)
     except _IsLinen:
         model = _made_linen(model_file, recipe, mesh, place)
     _check_trained(model_file, model)
@@ -102,11 +88,11 @@ def _made(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[
 
 
 def _made_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh, place: Callable[..., Any]) -> nnx.Module:
-    module, settings = _annotated_linen(model_file, recipe, mesh)
+    module = _annotated_linen(model_file, recipe, mesh)
     rows = recipe.batch_size // recipe.accumulate
     model = _held(module, model_file.loss_fn, batch_of(model_file, recipe, rows), recipe.seed, place)
-    if settings:
-        revise(model, settings)
+    if model_file.units:
+        revise(model, model_file.units)
     return model
 
 
@@ -148,12 +134,8 @@ def _is_sown(collection: Any) -> bool:
     return any(map(is_tuple, jax.tree.leaves(collection, is_leaf=is_tuple)))
 
 
-def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The annotated Linen module, and what a command line says otherwise of its units."""
+def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> nn.Module:
     found: Any = model_file.annotate(model_file.build(recipe.model, nnx.Rngs(recipe.seed)), mesh)
-    settings: dict[str, Any] = {}
-    while isinstance(found, LinenUnits):
-        found, settings = found.module, {**found.settings, **settings}
     if annotation_of(found) is None:
         raise ModelFileError(
             "The model file gives no annotated model.",
@@ -162,4 +144,4 @@ def _annotated_linen(model_file: ModelFile, recipe: Recipe, mesh: AnyMesh) -> tu
             " js.fully_shard returns an annotated copy.",
             do="return js.fully_shard(model, mesh=mesh, units=Block)",
         )
-    return found, settings
+    return found

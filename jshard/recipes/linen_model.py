@@ -89,11 +89,7 @@ _is_on = jax.make_user_context(default_value=False)
 
 @contextlib.contextmanager
 def inference(is_on: bool) -> Iterator[None]:
-    """Inside, modules with a field `deterministic` or `use_running_average` run as if it were True.
-
-    Args:
-        is_on: whether they do; else nothing changes.
-    """
+    """Inside, modules with a field `deterministic` or `use_running_average` run as if it were True."""
     if not is_on:
         yield
         return

@@ -36,9 +36,6 @@ def device_peak(devices: Sequence[jax.Device]) -> Peak | None:  # pyright: ignor
     Accelerators: dense bf16 from `jshard.facts.devices`, whatever dtype the model computes in. CPU: measured in a
     fifth of a second on one device of this process. Simulated devices share the cores of their host, and so do several
     processes on it: the figure counts once for all devices, as that of one host.
-
-    Args:
-        devices: the devices of a run, those of other processes included.
     """
     kinds = sorted({device.device_kind for device in devices})
     if devices[0].platform == "cpu":

@@ -45,7 +45,9 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jshard.data.worker_pool import MODEL_FILE
 from jshard.errors import FourPartError, ShardingError
+from jshard.plans.plan import ShardPlan
 from jshard.plans.units import as_filter
+from jshard.recipes.mfu import dense_flops
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.shipped_models import model_path, shipped_folder, shipped_models
 
@@ -70,10 +72,6 @@ def next_token_loss(model: Any, batch: Batch) -> jax.Array:
 def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
     """Checks that a batch has what the loss of a model file without `loss_fn` reads.
 
-    Args:
-        batch: arrays by key, abstract or real.
-        where: what gave it, for the error.
-
     Raises:
         ModelFileError: a key is missing.
     """
@@ -86,19 +84,6 @@ def check_is_text(batch: Mapping[str, Any], *, where: str) -> None:
             "without loss_fn the loss is the cross entropy of model(inputs) with the targets.",
             do="def loss_fn(model, batch): ...  # in the model file: a mean over the batch",
         )
-
-
-@dataclasses.dataclass(frozen=True)
-class LinenUnits:
-    """What `annotate` returns for a Linen module whose units get other settings once its parameters are known.
-
-    Attributes:
-        module: what the file's own `annotate` returned.
-        settings: new values, by name.
-    """
-
-    module: Any
-    settings: Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -116,6 +101,7 @@ class ModelFile:
         flops: of a step, with their formula; None for those of a dense transformer.
         hf_names: what Hugging Face calls each parameter; None where nobody said.
         wrt: the parameters that are trained, as `nnx.Optimizer` takes them; the others are frozen.
+        units: settings of the units that a command line changes, by name; see `jshard.api.fully_shard.revise`.
     """
 
     path: Path
@@ -128,6 +114,7 @@ class ModelFile:
     flops: Callable[[Any], tuple[float, str]] | None = None
     hf_names: Callable[[Any], Mapping[str, Any]] | None = None
     wrt: Any = nnx.Param
+    units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -136,9 +123,6 @@ class ModelFile:
 
     def recipe(self, name: str | None = None) -> tuple[str, Recipe]:
         """The named recipe, or the file's first, with its name.
-
-        Args:
-            name: a key of `RECIPES`; the first by default.
 
         Raises:
             ModelFileError: the file has no recipe of that name, or its function makes none.
@@ -154,11 +138,19 @@ class ModelFile:
             )
         return name, _made(self.path, name, self.recipes[name])
 
+    def with_units(self, settings: Mapping[str, Any]) -> ModelFile:
+        """The model file with other settings of the units."""
+        return dataclasses.replace(self, units={**self.units, **settings})
+
+    def step_flops(self, recipe: Recipe, plan: ShardPlan, tokens_per_sample: int | None = None) -> tuple[float, str]:
+        """Arithmetic of a step and its formula: the file's own, or that of a dense transformer."""
+        if self.flops is not None:
+            return self.flops(recipe)
+        tokens = recipe.batch_size * (tokens_per_sample or recipe.sequence_length)
+        return dense_flops(num_parameters=plan.num_parameters, num_frozen=plan.num_frozen, num_tokens=tokens)
+
     def names_elsewhere(self, config: Any) -> Mapping[str, Any] | None:
         """What `hf_names` says of a config; None where the file has no such function.
-
-        Args:
-            config: of the model.
 
         Raises:
             ModelFileError: there are no such names for this config.

@@ -1,4 +1,4 @@
-"""`--set key=value`: a recipe with other values in it. The key of a nested field is dotted.
+"""`--set key=value`: a recipe with other values in it, and `--unit name=value`. The key of a nested field is dotted.
 
 Tyro reads the values by the types of the recipe's dataclasses, as it reads the other options of a command, with a
 few texts more: `1e6` for an int, `yes` and `off` for a bool, `none`, and `1,2` for a tuple.
@@ -24,7 +24,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from jshard.api.fully_shard import SETTINGS
 from jshard.errors import FourPartError, ShardingError
+from jshard.plans.policies import Prefetch, check_remat
 from jshard.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -351,3 +353,46 @@ def _present(name: str, key: _Key) -> str:
 
 def _line(key: str, text: str) -> str:
     return f"--set {shlex.quote(f'{key}={text}')}"
+
+
+# `--unit name=value`: settings of a model's units.
+
+
+def parse_units(texts: Sequence[str]) -> dict[str, Any]:
+    """The settings in texts such as `remat=full`, `prefetch=512MiB`, `reshard_after_forward=false`.
+
+    Raises:
+        ShardingError: there is no such setting of a unit, or it has no such value.
+    """
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, _, value = (part.strip() for part in text.partition("="))
+        if name not in SETTINGS or not value or name in found:
+            raise ShardingError(
+                "The units have no such setting." if name not in found else "A setting is given twice.",
+                where=f"--unit {text}",
+                why=f"the settings are {', '.join(SETTINGS)}, each as in js.fully_shard, and given once.",
+                do="--unit remat=full --unit prefetch=2 --unit reshard_after_forward=false",
+            )
+        # The policy of remat is called "none", too.
+        found[name] = value if name == "remat" else _setting(value)
+        _check_setting(name, found[name])
+    return found
+
+
+def _setting(value: str) -> Any:
+    return int(value) if value.isdecimal() else _WORDS.get(value.lower(), value)
+
+
+def _check_setting(name: str, value: Any) -> None:
+    if name == "remat":
+        check_remat(value)
+    elif name == "prefetch":
+        Prefetch.parse(value)
+    elif not (value is None or isinstance(value, int)):
+        raise ShardingError(
+            "The units have no such setting.",
+            where=f"--unit {name}={value}",
+            why="it is true, false, none, or a number of neighbours.",
+            do="--unit reshard_after_forward=true",
+        )

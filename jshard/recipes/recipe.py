@@ -157,10 +157,6 @@ class RecipeError(ShardingError):
 def check_recipe(recipe: Recipe, *, options: Mapping[str, str] = MappingProxyType({})) -> None:
     """Checks the numbers of a recipe, all of them.
 
-    Args:
-        recipe: to be trained.
-        options: of the command line, by the settings that they were given for; the others are set by `--set`.
-
     Raises:
         RecipeError: counts below 1 or not whole, a batch that its microbatches do not divide, a seed that is not one,
             a learning rate that is no finite number.

@@ -27,9 +27,6 @@ def model_path(given: Path) -> Path:
 
     A path means itself. A name without folder and suffix means that file, or NAME.py, in the working folder; where
     there is neither, the model of that name that comes with jshard.
-
-    Args:
-        given: a path or a name.
     """
     is_name = str(given) == given.name and not given.suffix
     if not is_name or os.path.isfile(given):
@@ -39,11 +36,7 @@ def model_path(given: Path) -> Path:
 
 
 def neighbours(file: Path) -> list[Path]:
-    """The files beside a model file that it imports, and those that they import.
-
-    Args:
-        file: of the folder of the models.
-    """
+    """The files beside a model file that it imports, and those that they import."""
     found = [file]
     for each in found:  # grows
         beside = (each.with_name(f"{name.partition('.')[0]}.py") for name in _imported(each))

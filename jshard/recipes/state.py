@@ -14,7 +14,7 @@ from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.series_folder import checkpoint_at
 from jshard.plans.plan import plan
 from jshard.recipes.building import abstract_model, new_model
 from jshard.recipes.loss_scale import LossScale
@@ -25,11 +25,6 @@ from jshard.recipes.recipe import Recipe
 def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Module, nnx.Optimizer[Any]]:
     """The model of a recipe and its optimizer, every leaf born sharded.
 
-    Args:
-        model_file: builds and annotates the model.
-        recipe: its config, its seed and its optimizer.
-        mesh: the devices.
-
     Returns:
         The model and the optimizer.
     """
@@ -38,12 +33,7 @@ def create(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> tuple[nnx.Modul
 
 
 def optimizer_of(recipe: Recipe, model: nnx.Module) -> optax.GradientTransformation:
-    """The optimizer of a recipe for an annotated model: with a loss scale around it where it needs one.
-
-    Args:
-        recipe: its optimizer, and what it says of a loss scale.
-        model: the annotated model, concrete or abstract.
-    """
+    """The optimizer of a recipe for an annotated model: with a loss scale around it where it needs one."""
     placements = [leaf.placement for leaf in plan(model).leaves] if recipe.loss_scale == "auto" else []
     in_half = any("float16" in (p.gathered_dtype, p.reduce_dtype) for p in placements)
     is_scaled = recipe.loss_scale == "dynamic" or in_half
@@ -54,13 +44,6 @@ def restore(
     model_file: ModelFile, recipe: Recipe, mesh: Mesh, checkpoints: Checkpointer, step: int | None = None
 ) -> tuple[nnx.Module, nnx.Optimizer[Any], int]:
     """The state of a checkpoint; it is in memory once.
-
-    Args:
-        model_file: builds and annotates the model, as it did for the run that was saved.
-        recipe: its config and its optimizer.
-        mesh: the devices; they may be others than those of the run that was saved.
-        checkpoints: the series of that run.
-        step: which checkpoint; the newest by default. Where it is damaged, an older one is taken, with a warning.
 
     Returns:
         The model, the optimizer, and the number of steps that are done.
@@ -81,12 +64,6 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
     Where the model file freezes parameters, such as the base of adapters, those that the checkpoint lacks stay as they
     are made, with a warning.
 
-    Args:
-        model_file: builds and annotates the model; its `hf_names(config)` says what others call its parameters.
-        recipe: its config, its seed and its optimizer.
-        mesh: the devices.
-        path: a checkpoint, a series or a run of jshard, or what other libraries wrote.
-
     Returns:
         The model and the optimizer.
 
@@ -103,12 +80,6 @@ def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -
 
 def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> None:
     """Raises what `create_from` would raise of a source that does not fit, before there is an array.
-
-    Args:
-        model_file: see `create_from`, as for those below.
-        recipe: its config and its seed.
-        mesh: the devices.
-        path: what the parameters are to be read from.
 
     Raises:
         ShardingError: there is no checkpoint, or its parameters do not fit the model.

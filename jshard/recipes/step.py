@@ -127,15 +127,7 @@ class TrainStep:
 def lower_step(
     loss_fn: LossFn, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any, *, accumulate: int = 1
 ) -> jax.stages.Lowered:
-    """The program of a `TrainStep`, lowered and not compiled: model, optimizer and batch may be abstract.
-
-    Args:
-        loss_fn: as in `TrainStep`.
-        model: an annotated model on a mesh with devices, which may be those of a cluster that is not there.
-        optimizer: its optimizer; `abstract_optimizer` makes one without arrays.
-        batch: shapes, dtypes and shardings.
-        accumulate: microbatches that a batch is cut into.
-    """
+    """The program of a `TrainStep`, lowered and not compiled: model, optimizer and batch may be abstract."""
     return trace_step(loss_fn, model, optimizer, batch, accumulate=accumulate).lower()
 
 

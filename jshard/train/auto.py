@@ -26,10 +26,10 @@ from jshard import _compat
 from jshard._live import at_work
 from jshard._processes import exchange, is_primary
 from jshard._text import duration
+from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.estimate import Machine, machine_here
 from jshard.cluster.search import Search, is_same, search
-from jshard.cluster.variants import Variant
 from jshard.data import Data, Loader, local_rows
 from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
@@ -44,7 +44,6 @@ from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
 from jshard.recipes.state import create
 from jshard.recipes.step import TrainStep
-from jshard.recipes.units import with_units
 
 TRIES = 4
 """Ways that are measured at most."""
@@ -256,7 +255,7 @@ def _measured_s(
     took_s = math.inf
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # out of memory; what else fails will fail in the run
         changed = override(recipe, variant.settings)
-        took_s = min(_steps_s(with_units(model_file, variant.units), changed, split, data, compiler_options))
+        took_s = min(_steps_s(model_file.with_units(variant.units), changed, split, data, compiler_options))
     return max(exchange("seconds of a step", took_s))
 
 
@@ -322,7 +321,7 @@ class CachedVariant:
 
     Attributes:
         mesh: degrees of the mesh axes.
-        units: settings of the layers, as `jshard.api.override.revise` takes them.
+        units: settings of the layers, as `jshard.api.fully_shard.revise` takes them.
         batch_size: sequences of a step.
         accumulate: microbatches.
         sample: shapes of the data, as text: other data may suit another variant.

@@ -25,7 +25,7 @@ from jshard.errors import RunError, ShardingError
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
 from jshard.recipes.loss_scale import loss_scale_of
-from jshard.recipes.mfu import Mfu, dense_flops, device_peak, peak_bytes
+from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.state import check_source
@@ -277,15 +277,11 @@ class _Job:
 
     def _mfu(self, step: TrainStep, tokens: int | None) -> Mfu | None:
         """How the share of the peak is computed. One process asks: several on a host would take each other's cores."""
-        peak, flops = device_peak(self._devices), self.model_file.flops
-        if peak is None or (flops is None and tokens is None):
+        peak = device_peak(self._devices)
+        if peak is None or (self.model_file.flops is None and tokens is None):
             return None
-        if flops is not None:
-            mfu = Mfu(*flops(self.recipe), peak)
-        else:
-            planned = plan(step.model, wrt=self.model_file.wrt)
-            counts = {"num_parameters": planned.num_parameters, "num_frozen": planned.num_frozen}
-            mfu = Mfu(*dense_flops(**counts, num_tokens=self.recipe.batch_size * (tokens or 1)), peak)
+        planned = plan(step.model, wrt=self.model_file.wrt)
+        mfu = Mfu(*self.model_file.step_flops(self.recipe, planned, tokens), peak)
         self.say(mfu.describe())
         return mfu
 

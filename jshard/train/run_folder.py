@@ -54,8 +54,8 @@ class RunFolder:
         ...     folder.started(step=0, mesh=mesh)
     """
 
-    def __init__(self, path: Path, record: RunRecord, *, is_primary: bool, is_resumed: bool) -> None:
-        self.path, self.is_primary, self.is_resumed = path, is_primary, is_resumed
+    def __init__(self, path: Path, record: RunRecord, *, resume: bool) -> None:
+        self.path, self.is_primary, self.is_resumed = path, _processes.is_primary(), resume
         self.config, self._record = record.recipe, record
         self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
         self._lock: RunLock | None = None
@@ -73,7 +73,7 @@ class RunFolder:
             ShardingError: the folder cannot be used for this run; nothing in it was changed.
             RunError: a live run holds it, or the disk failed.
         """
-        folder = cls(Path(path), record, is_primary=_processes.is_primary(), is_resumed=resume)
+        folder = cls(Path(path), record, resume=resume)
         token = secrets.token_hex(8)
         with contextlib.ExitStack() as undo:
             undo.callback(folder.close)

@@ -11,9 +11,9 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.override import revise
+from jshard.api.fully_shard import revise
 from jshard.errors import AnnotationError
-from jshard.plans import optimizer_state
+from jshard.plans import memories
 from jshard.plans import placement as _placement
 from jshard.plans import plan as _shard_plan
 from jshard.plans.plan import Leaf, make_plan
@@ -124,7 +124,7 @@ def test_nobody_else_places_a_parameter(monkeypatch):
     def placed(*args, **kwargs):
         raise AssertionError(f"{args[0]} is placed again")
 
-    for module in (_placement, _shard_plan, optimizer_state):
+    for module in (_placement, _shard_plan, memories):
         monkeypatch.setattr(module, "place", placed)
     optimizer = js.shard_optimizer(model, optax.adamw(1e-3))
     plan = js.plan(model)

@@ -6,10 +6,11 @@ import pytest
 from flax import nnx
 
 import jshard as js
-from jshard.api.override import revise
+from jshard.api.fully_shard import revise
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError, ShardingError
-from jshard.recipes.units import parse_units, with_units
+from jshard.recipes.building import abstract_model
+from jshard.recipes.overrides import parse_units
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, placed, token_batch
 from tests.micro_gpt import MODELS, micro
 from tests.wide import wide
@@ -79,11 +80,8 @@ def test_the_settings_of_a_command_line():
 
 def test_a_model_file_with_other_units():
     model_file = js.train.load_model_file(MODELS / "gpt.py")
-    assert with_units(model_file, {}) is model_file
-    other = with_units(model_file, {"remat": "full"})
-    model = js.abstract_init(
-        lambda: other.build(micro().model, nnx.Rngs(0)), lambda model: other.annotate(model, js.mesh())
-    )
+    other = model_file.with_units({"remat": "full"})
+    model = abstract_model(other, micro(), js.mesh())
     assert [unit.remat for unit in js.plan(model).units] == ["none", "full", "full"]
 
 

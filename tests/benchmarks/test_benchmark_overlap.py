@@ -8,7 +8,6 @@ from benchmarks.overlap import (
     command,
     conclusion,
     kernel_times,
-    predictions,
 )
 from benchmarks.overlap.grid import DOT, SIZES, Setting, groups
 from benchmarks.overlap.records import Placement
@@ -107,14 +106,6 @@ def test_kill_rule():
     assert conclusion.kill_rule([small(2.2, high, even="1")]) == ""  # what it is about is a kernel that must drain
 
 
-def test_slow_kernels_are_dropped_and_never_best():
-    slow = small(1.9, "shaped", blocks=1, comp_ms=2.4)
-    rows = [row(3.0), small(3.1, "baseline"), small(2.2, "shaped + priority", blocks=2), slow]
-    assert conclusion.dropped(rows) == ("dropped, over 1.15 times XLA's dot alone: tiled 64x64x64/2, pad 74,752: 1.20.")
-    assert conclusion.dropped(rows[:3]) == ""
-    assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 35,840, shaped + priority")
-
-
 def test_best():
     starved = [row(3.0), small(3.1, "baseline")]
     good = conclusion.best([*starved, small(2.1, "shaped + priority", blocks=2)])
@@ -128,44 +119,3 @@ def test_best():
     assert "its baseline was not measured" in conclusion.best([small(2.1, "shaped", blocks=2)])
     whole = conclusion.of_size([row(3.0, load="copies full")])
     assert len(whole) == 1 and "Goal" not in whole[0]
-
-
-def test_groups_are_compared_each_with_its_own_dot():
-    """The clocks may have been others: 2.5 of 5 is better than 2.2 of 3."""
-    rows = [row(3.0), small(2.2, "shaped", blocks=2)]
-    rows += [row(5.0, group="cube/b"), small(2.5, "shaped", blocks=1, group="cube/b")]
-    assert conclusion.best(rows).startswith("least time for both: tiled 64x64x64/2, pad 74,752")
-
-
-# The predictions.
-
-
-def test_predictions_follow_the_drain_of_either_rule():
-    found = predictions.outcomes(
-        [
-            row(2.9, form="persistent 256x128x64/4", drain_even="kernel", drain_pooled="kernel"),
-            row(2.4, form="persistent 256x128x64/4", reserved_sms=16, drain_even="0", drain_pooled="0", mode="shaped"),
-            row(2.3, form="persistent 256x128x64/4", reserved_sms=8, drain_even="kernel", drain_pooled="kernel"),
-            small(2.9, "baseline"),
-            small(2.0, "baseline + priority"),
-            small(2.8, "shaped", blocks=2, even="2", pooled="1"),
-            small(2.2, "shaped + priority", blocks=2, even="2", pooled="1"),
-            small(2.2, "shaped", blocks=1, even="1", pooled="0"),
-            small(2.2, "sequential", load="copies full"),
-        ]
-    )
-    holds = lambda one: (predictions.holds(one.row.ratio, one.even), predictions.holds(one.row.ratio, one.pooled))
-    assert [(one.name, *holds(one)) for one in found] == [
-        ("P1", "yes", "yes"),
-        ("P2", "no", "no"),
-        ("P3a", "yes", "yes"),
-        ("P3b", "no", "yes"),
-        ("P3b", "-", "yes"),
-        ("P3c", "no", "yes"),
-    ]
-    assert [predictions.said(bounds) for bounds in (found[0].even, found[1].even, found[4].even, found[4].pooled)] == [
-        ">= 0.95",
-        "<= 0.78",
-        "open",
-        "<= 0.78",
-    ]

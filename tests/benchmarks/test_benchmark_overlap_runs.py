@@ -86,22 +86,6 @@ def test_a_task_that_fails_is_kept_as_such_and_forgotten_when_it_succeeds():
     assert group.name not in found.failed and "wide/other" in found.failed and found.has(group.name)
 
 
-def test_a_task_that_hangs_or_breaks_the_gpu_is_not_tried_again(monkeypatch, capsys):
-    class Breaking(MadeUp):
-        def prepare(self, size, setting):
-            raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS\nand more")
-
-    tasks = [task for task in command.tasks(H200, RING, quick=True) if task.name.startswith("cube/")]
-    here = session.Session(H200, RING, bytes_per_s=3e11, rounds=1)
-    here._bench = Breaking()
-    assert session.alive()
-    monkeypatch.setattr(session, "alive", lambda: False)
-    begun, failed = here.run(tasks, record(), seconds=1e9)
-    assert begun.failed == {tasks[0].name: "it was begun, and did not end"} and begun.has(tasks[0].name)
-    assert failed.failed == {tasks[0].name: "CUDA_ERROR_ILLEGAL_ADDRESS"}
-    assert "has left the GPU unable to run anything else" in capsys.readouterr().out
-
-
 # Files.
 
 
@@ -223,9 +207,6 @@ def test_without_a_gpu_it_says_so_in_one_line():
             "  why:   there are placement, cube/XLA's dot, wide/XLA's dot.\n"
             "  do:    --only placement, or without it.\n",
         ),
-        (["--list", "--gpu", "h2"], "There is no GPU 'h2'."),
-        (["--list", "--gpu", "h200", "--ctas", "65"], "The collective cannot be."),
-        (["--list", "--gpu", "h200", "--nccl", "1.0"], "The footprint of NCCL 1.0 is not known."),
     ],
 )
 def test_mistakes(arguments, said, capsys):

@@ -11,17 +11,14 @@ from pathlib import Path
 
 import jax
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.api.optimizer import abstract_optimizer
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
 from jshard.checkpoint.draft import SAVING_SUFFIX
-from jshard.checkpoint.listing import checkpoint_at
+from jshard.checkpoint.series_folder import checkpoint_at
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 from tests.compiling import python
@@ -369,70 +366,3 @@ def test_log_lines_of_a_good_save_are_shown(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(ocp, "save_async", slow)
     js.checkpoint.save(tmp_path / "c", {"step": 1})
     assert "slow" in caplog.text
-
-
-# Abstract objects: a resumed run never holds its state twice.
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs):
-        self.up = nnx.Linear(64, 128, rngs=rngs)
-        self.drop = nnx.Dropout(0.5, rngs=rngs)
-        self.down = nnx.Linear(128, 64, rngs=rngs)
-
-    def __call__(self, x):
-        return self.down(self.drop(jax.nn.gelu(self.up(x))))
-
-
-def annotate(model):
-    js.fully_shard(model, units=nnx.Linear, mesh=js.mesh(replica=2))
-
-
-def net(seed):
-    return js.shard_init(lambda: Net(nnx.Rngs(seed)), annotate)
-
-
-def tx():
-    decays = lambda params: jax.tree.map(lambda p: p.ndim > 1, params)
-    return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.constant_schedule(1e-3), mask=decays))
-
-
-@pytest.mark.parametrize("shard_replicated", [False, True])
-def test_an_abstract_optimizer_is_the_real_one_without_arrays(shard_replicated):
-    real = js.shard_optimizer(net(0), tx(), shard_replicated=shard_replicated)
-    model = js.abstract_init(lambda: Net(nnx.Rngs(0)), annotate)
-    abstract = abstract_optimizer(model, tx(), shard_replicated=shard_replicated)
-    found, wanted = (dict(jax.tree.leaves_with_path(nnx.state(optimizer))) for optimizer in (abstract, real))
-    assert found.keys() == wanted.keys() and len(found) > 8
-    for path, x in found.items():
-        assert isinstance(x, jax.ShapeDtypeStruct)
-        assert (x.shape, x.dtype, x.sharding) == (wanted[path].shape, wanted[path].dtype, wanted[path].sharding)
-
-
-@nnx.jit
-def step(model, optimizer, x):
-    loss, grads = nnx.value_and_grad(lambda model: (model(x) ** 2).mean())(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-def test_restore_into_abstract_objects_and_train_on(tmp_path):
-    """Bitwise: parameters, moments, counters of steps and of dropout, keys; and the next steps."""
-    model = net(0)
-    optimizer = js.shard_optimizer(model, tx())
-    x = js.shard_batch(np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32), js.mesh(replica=2))
-    step(model, optimizer, x)
-    ckpt = Checkpointer(tmp_path)
-    ckpt.save(1, {"model": model, "optimizer": optimizer, "step": 1})
-    abstract = js.abstract_init(lambda: Net(nnx.Rngs(1)), annotate)
-    like = {"model": abstract, "optimizer": abstract_optimizer(abstract, tx()), "step": 0}
-    restored = ckpt.restore(like=like)
-    assert restored["step"] == 1
-    for name, live in (("model", model), ("optimizer", optimizer)):
-        assert raw(nnx.state(restored[name])) == raw(nnx.state(live))
-        for a, b in zip(jax.tree.leaves(nnx.state(restored[name])), jax.tree.leaves(nnx.state(live)), strict=True):
-            assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    assert type(restored["model"]) is type(model)
-    for _ in range(2):
-        assert step(restored["model"], restored["optimizer"], x) == step(model, optimizer, x)
-    assert raw(nnx.state(restored["model"])) == raw(nnx.state(model))

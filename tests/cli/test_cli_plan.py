@@ -1,6 +1,7 @@
 """`jshard plan`: the plan without a cluster, the request for one, its process, and a report that tells what fits."""
 
 import json
+import pickle
 import re
 import sys
 
@@ -118,11 +119,13 @@ def test_a_compiler_that_takes_too_long_is_stopped(folder, monkeypatch):
 
 
 def test_errors_of_the_child_come_over_as_they_are():
-    told = OptionError("No.", where=["a", "b"], why="1", do="2")
-    again = module.error_from_json(json.loads(json.dumps(module.error_to_json(told))))
-    assert type(again) is OptionError and str(again) == str(told)
-    unknown = module.error_to_json(told) | {"kind": "ErrorOfTheModelFile", "is_request": False}
-    assert type(module.error_from_json(unknown)) is RunError
+    class OfTheModelFile(RunError):
+        pass
+
+    for cls, found in ((OptionError, OptionError), (OfTheModelFile, RunError)):
+        told = cls("No.", where=["a", "b"], why="1", do="2")
+        again = pickle.loads(pickle.dumps(module._portable(told)))
+        assert type(again) is found and str(again) == str(told)
 
 
 @without_gpu_compiler

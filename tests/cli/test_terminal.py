@@ -52,12 +52,6 @@ def test_a_table_takes_the_width_of_the_terminal_and_breaks_no_word_and_no_numbe
     assert re.findall(r"[\d.]+ [KMG]iB", "\n".join(lines)) == numbers  # each in one line with its unit
 
 
-def test_a_table_that_fits_is_as_it_always_was():
-    found = js.explain(abstract(Config(), js.mesh(replica=2)))
-    assert "\n".join(rendered(found, 110)) == "\n".join(line.rstrip() for line in str(found).splitlines())
-    assert rendered(found, 140)[3] == rendered(found, 400)[3]
-
-
 def test_where_room_is_short_columns_are_left_out_by_their_marks_and_named():
     table = FittedTable("", ["name", "kind?", "where??", "bytes>"], "A caption.")
     table.add_row("attention_of_layer", "float32", "x" * 20, "12,345,678 B")

@@ -15,7 +15,6 @@ from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.topology import parse_topology
 from jshard.inspect.audit import CompiledMemory
 from jshard.recipes.overrides import override
-from jshard.recipes.units import with_units
 from jshard.train import load_model_file
 from tests.micro_gpt import MODELS, micro
 from tests.scheduled_text import dot, gather, gathered, program
@@ -47,7 +46,7 @@ def costs_of(cluster: PlannedCluster, *settings: str, **units: Any) -> Costs:
 
 @functools.cache
 def _traced(settings: tuple[str, ...], units: tuple[tuple[str, Any], ...]) -> Costs:
-    return Costs(with_units(GPT, dict(units)), override(micro(), settings), cluster_of("h100:1x8").machine)
+    return Costs(GPT.with_units(dict(units)), override(micro(), settings), cluster_of("h100:1x8").machine)
 
 
 def request_of(cluster: PlannedCluster, **changes: Any) -> CompileRequest:

@@ -7,11 +7,10 @@ import math
 import pytest
 
 from jshard import _compat
+from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Costs
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import search
-from jshard.cluster.traffic import own_s
-from jshard.cluster.variants import Variant
 from jshard.inspect.communication import Sent
 from jshard.inspect.hlo.module import parse_module
 from jshard.inspect.hlo.work import Worker
@@ -182,10 +181,3 @@ def test_a_row_fetched_from_the_host_is_no_traffic_of_the_device():
     worker = Worker(parse_module(text))
     work = {name: worker.work(home, home.by_name[name]).memory_bytes for name in ("begun", "row", "twice")}
     assert work["begun"] == work["row"] == 0 and work["twice"] > 0
-
-
-def test_own_collectives_are_timed_one_by_one():
-    amounts = {Sent("all-reduce", ("tensor",)): (4, 4e6), Sent("all-to-all", ("expert",)): (2, 8e6)}
-    mesh = {"replica": 1, "fsdp": 1, "expert": 2, "tensor": 4}
-    wanted = 4 * (2 * 1e6 * 3 / 4 / FAST + LATENCY) + 2 * (4e6 / 2 / FAST + LATENCY)
-    assert own_s(amounts, mesh, HOST.assumptions) == pytest.approx(wanted)

@@ -4,10 +4,8 @@ import dataclasses
 import functools
 import itertools
 
-import pytest
-
 import jshard as js
-from jshard.cluster.search import ROOM, _microbatches, name_of, search, why_lost
+from jshard.cluster.search import ROOM, search, why_lost
 from tests.cluster.fake_compiler import cluster_of, costs_of
 
 
@@ -105,11 +103,6 @@ def test_larger_batches_are_compared_by_the_sequence():
     assert found.default not in searched(costs, batch_sizes=(16,)).ranked
 
 
-def test_numbers_of_parts():
-    assert _microbatches(16, 16) == [1] and _microbatches(96, 16) == [1, 2, 3, 6] and _microbatches(100, 16) == []
-    assert _microbatches(16 * 720, 16) == [1, 2, 4, 8, 16, 720]  # of thirty
-
-
 def test_meshes_that_cannot_be_annotated_are_refused_with_the_reason():
     """Of a width of 136: 256 devices would each hold most of it whole."""
     width = [f"model.{name}=136" for name in ("d_model", "d_ff", "vocab_size")]
@@ -123,18 +116,3 @@ def test_a_tensor_axis_stays_as_it_was_asked_for():
     found = searched(costs_for("h100:1x8", "model.n_layer=1"), tensor=2)
     assert {cost.variant.mesh["tensor"] for cost in found.ranked} == {2}
     assert {cost.variant.mesh["fsdp"] for cost in found.ranked} == {4, 2, 1}
-
-
-@pytest.mark.parametrize(
-    ("mesh", "kept", "parts", "name"),
-    [
-        ((1, 8), True, 1, "zero3, full"),
-        ((1, 8), False, 4, "zero2, full, 4 parts"),
-        ((2, 4), True, 1, "hsdp zero3, full"),
-        ((1, 16), 8, 1, "hpz, full"),
-        ((8, 1), True, 2, "replicate, full, 2 parts"),
-    ],
-)
-def test_names(mesh, kept, parts, name):
-    degrees = dict(zip(("replica", "fsdp"), mesh, strict=True))
-    assert name_of(degrees, {"reshard_after_forward": kept, "remat": "full"}, parts) == name

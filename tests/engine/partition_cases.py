@@ -454,6 +454,7 @@ def _indexing() -> dict[str, list[Case]]:
             Case(lambda a, i: lax.dynamic_slice(a, (i, 0), (1, 16)), (floats(8, 16), np.int32(5))),
             Case(lambda a, i: lax.dynamic_slice(a, (i, 0), (3, 16)), (floats(8, 16), np.int32(7))),
             Case(lambda a, i: lax.dynamic_slice(a, (i,), (1,)), (ints(16, below=99), np.int32(99))),
+            Case(lambda a, i: lax.dynamic_slice(a, (i,), (1,)), (floats(256), np.int8(100))),
         ],
         "dynamic_update_slice": [
             Case(lambda a, u, i: lax.dynamic_update_slice(a, u, (0, i)), (floats(8, 16), floats(8, 8), np.int32(5))),

@@ -159,3 +159,7 @@ def test_memories_are_kept():
     kind = NamedSharding(mesh, P("fsdp"), memory_kind="pinned_host")
     found = on_shards(lambda x: jax.device_put(jnp.sin(x), kind), (X,), mesh, gradients=False, run=False)
     assert "Host" in found.text or "host" in found.text
+
+
+def test_an_equation_without_results_takes_a_sum_over_the_shards():
+    check_on(MESHES[0], lambda x: (lax.dce_sink(x.sum(0)), x * 2)[1], X)

@@ -189,6 +189,14 @@ def test_a_batch_of_rbg_keys_draws_as_on_one_device() -> None:
     assert failures_of_constants({"keys": KEYS_OF_FIRST}) == []
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", *(["threefry4x32"] if NEW else [])])
+def test_bits_of_one_key_of_any_kind_equal_one_device(impl: str) -> None:
+    noise = lambda a: a + jax.random.uniform(jax.random.key(3, impl=impl), a.shape)
+    rows = lambda a: jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(3, impl=impl), 8))[:, :1] + a
+    args = (np.ones((8, 16), np.float32),)
+    assert failures({"bits": [Case(noise, args, sharded=False), Case(rows, args, sharded=False)]}, "8") == []
+
+
 def test_no_rule_is_without_a_case() -> None:
     elsewhere = {name for name, rule in RULES.items() if rule.__module__.endswith(OWN_TESTS)}
     assert set(RULES) - elsewhere - set(CASES) == {"closed_call", "ragged_dot"}

@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 import jshard as js
-from jshard.api.override import repeated_layers, revise
+from jshard.api.fully_shard import repeated_layers, revise
 from jshard.errors import CallError
 from jshard.inspect.communication import traffic_of
 from jshard.inspect.hlo.schedule import Window

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+from pathlib import Path
 
 import flax.linen as nn
 import jax
@@ -19,56 +20,7 @@ from jshard.inspect.memory import memory_of, optimizer_bytes
 from tests.helpers import Config, abstract, annotator, builder, loss_fn, program, sharded, token_batch
 from tests.wide import wide
 
-GOLDEN = """\
-115,648 parameters, 451.75 KiB = P, on 8 devices (replica=2, fsdp=4, tensor=1)
-
-Units: what is gathered together
-
- unit              kind      parameters   per device    gathered   dtypes           kept      ahead   remat
- ──────────────────────────────────────────────────────────────────────────────────────────────────────────
- (root)            Decoder       16.45K    16.25 KiB   32.12 KiB   f32, bf16, f32   all       1       none
- blocks/0..1  x2   Block         49.60K    49.75 KiB   96.88 KiB   f32, bf16, f32   nothing   1       full
-
-dtypes: stored, gathered, reduced. kept: of the copy, until backward. ahead: prefetch. x<n>: figures of one.
-
-Memory of one device
-
-                                                       bytes
- ────────────────────────────────────────────────────────────────────────────────────
- parameters                                       115.75 KiB   plan
- optimizer state (AdamW assumed)                  231.51 KiB   plan
- held between steps                               347.26 KiB   plan
-
- gradients                                        115.75 KiB   plan
- gathered copies kept until backward               32.12 KiB   estimate
- largest gathered unit (blocks/0)                  96.88 KiB   estimate: one computes
- gathered ahead of its use                         96.88 KiB   estimate: by prefetch
- largest gradient of a unit, not yet reduced      192.00 KiB   estimate
- activations                                   not estimated   give loss= and batch=
- in a step, without activations                   880.88 KiB   estimate
-
-
-Communication of one forward and backward pass, by device
-
- collective       over                dtype       arrays   in P         sent   for
- ─────────────────────────────────────────────────────────────────────────────────────────────────────────
- all-gather       fsdp (4)            bf16    224.00 KiB   0.50   168.00 KiB   parameters for forward
- all-gather       fsdp (4)            bf16    192.00 KiB   0.43   144.00 KiB   parameters for backward
- reduce-scatter   fsdp (4)            f32     448.00 KiB   0.99   336.00 KiB   gradients
- all-reduce       replica (2)         f32     112.00 KiB   0.25   112.00 KiB   gradients, over replicas
- all-reduce       replica, fsdp (8)   f32       3.75 KiB   0.01     6.56 KiB   gradients of the replicated
- total                                                            766.56 KiB   1.70 P
-
-With accumulate=N and sync="each" N times that; with sync="last" one gather and one reduction.
-
-Replicated: 9 parameters, 3.75 KiB on every device
-  smaller than min_size:
-    blocks/*/attention_norm/scale [64]  x2
-    blocks/*/down/bias [64]  x2
-    blocks/*/mlp_norm/scale [64]  x2
-    blocks/*/up/bias [256]  x2
-    norm/scale [64]
-"""
+GOLDEN = Path(__file__).parents[1] / "golden" / "explain.txt"
 
 
 def small_plan() -> js.ShardPlan:
@@ -77,7 +29,7 @@ def small_plan() -> js.ShardPlan:
 
 
 def test_the_text():
-    assert str(explain(small_plan())) + "\n" == GOLDEN
+    assert str(explain(small_plan())) + "\n" == GOLDEN.read_text()
 
 
 def test_every_parameter_on_request():

@@ -8,13 +8,7 @@ from jax.sharding import PartitionSpec
 
 import jshard as js
 from jshard.inspect import ProgramError, asked_collectives, collectives, full_bytes, wire_bytes
-
-
-def module(*lines: str, computations: str = "") -> str:
-    """The text of a module for 8 devices with these instructions in its entry."""
-    body = "".join(f"  {line}\n" for line in lines)
-    head = "HloModule m, is_scheduled=true, num_partitions=8"
-    return f"{head}\n\n{computations}\nENTRY %main (p: f32[8]) -> f32[8] {{\n{body}}}\n"
+from tests.scheduled_text import program
 
 
 def test_a_compiled_program_is_counted():
@@ -58,7 +52,7 @@ def test_a_compiled_program_is_counted():
     ],
 )
 def test_groups_in_every_notation(groups: str, group: tuple[int, ...]):
-    text = module(f"%r = f32[16]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add")
+    text = program(f"%r = f32[16]{{0}} all-reduce(%x), channel_id=1, replica_groups={groups}, to_apply=%add")
     (found,) = collectives(text)
     assert found.group == group
     assert found.full_bytes == 64
@@ -75,23 +69,23 @@ def test_groups_in_every_notation(groups: str, group: tuple[int, ...]):
     ids=["one", "one of jax 0.12", "combined", "combined of jax 0.12"],
 )
 def test_an_asynchronous_all_reduce_counts_once(shape: str):
-    text = module(f"%s = {shape} all-reduce-start(%x), replica_groups={{}}, to_apply=%add")
+    text = program(f"%s = {shape} all-reduce-start(%x), replica_groups={{}}, to_apply=%add")
     assert [(c.kind, c.full_bytes) for c in collectives(text)] == [("all-reduce", 64)]
 
 
 def test_of_branches_all_count_and_say_so():
     branch = "%yes (p: f32[8]) -> f32[8] {\n  %ar = f32[8]{0} all-reduce(%p), replica_groups={}, to_apply=%add\n}\n"
     call = "%c = f32[8]{0} conditional(%p, %x, %x), true_computation=%yes, false_computation=%no"
-    (found,) = collectives(module(call, computations=branch))
+    (found,) = collectives(program(call, computations=branch))
     assert found.conditional
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (module("%r = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=8] {'a':(1)2}"), "part of a mesh axis"),
-        (module("%r = f32[8]{0} all-reduce(%x), replica_groups=?"), "unknown way"),
-        (module("%r = f3[8]{0} all-reduce(%x), replica_groups={}"), "element type 'f3'"),
+        (program("%r = f32[8]{0} all-reduce(%x), replica_groups=mesh['a'=8] {'a':(1)2}"), "part of a mesh axis"),
+        (program("%r = f32[8]{0} all-reduce(%x), replica_groups=?"), "unknown way"),
+        (program("%r = f3[8]{0} all-reduce(%x), replica_groups={}"), "element type 'f3'"),
         ("no program", "no ENTRY"),
     ],
 )

@@ -10,6 +10,7 @@ import jshard as js
 from jshard.inspect import ProgramError, collectives
 from jshard.inspect.hlo.schedule import Loop, Schedule, Wait
 from jshard.inspect.hlo.walk import read_schedule
+from tests.golden_texts import GoldenTexts
 from tests.scheduled_text import (
     DOT_FLOPS,
     EIGHT,
@@ -212,62 +213,30 @@ def test_rounds_from_a_counter_that_steps_by_more_than_one():
     assert read_schedule(text).windows[0].executions == 6
 
 
-def errors() -> dict[str, str]:
-    """Programs that cannot be read, with the message of each."""
-    seen_wrapped = computation("wrapped", f"ROOT %ag = f32[2000000]{{0}} all-gather(%p), channel_id=5, {EIGHT}")
-    layer = body("layer", gather("ag", 1), gathered("full", "ag"), results="%next, %shard")
-    endless = [line.partition(", backend_config")[0] for line in loop("layer", 0, "%shard")]
-    return {
-        program(dot("a")).replace("is_scheduled=true, ", ""): (
-            "The program has no schedule.\n"
-            "  where: computation main\n"
-            "  why:   its text does not say is_scheduled=true, so its order says nothing.\n"
-            "  do:    give what compile() returned: js.audit(jax.jit(step).lower(...).compile())"
-        ),
-        program(dot("a")): (
-            "A program of several devices without a single collective.\n"
-            "  where: computation main, 8 devices\n"
-            "  why:   nothing sent would read as everything hidden.\n"
-            "  do:    see whether the arrays are sharded at all: print(js.explain(model))"
-        ),
-        program(
-            gather("seen", 5),  # another one on the same channel, as GPU programs have it
-            gathered("full", "seen"),
-            "%m = f32[2000000]{0} map(%shard), to_apply=%wrapped",
-            computations=seen_wrapped,
-        ): (
-            "A collective cannot be counted.\n"
-            "  where: %ag = all-gather(...)\n"
-            "  why:   it is one of 1 in a form that the walk through the schedule missed.\n"
-            "  do:    report the program's text as an issue."
-        ),
-        program(gathered("full", "shard")): (
-            "A collective cannot be counted.\n"
-            "  where: %full = all-gather-done(...)\n"
-            "  why:   it ends a collective whose start was not found.\n"
-            "  do:    report the program's text as an issue."
-        ),
-        program("%r = f32[8]{0} ragged-all-to-all(%shard), channel_id=1"): (
-            "A collective cannot be counted.\n"
-            "  where: %r = ragged-all-to-all(...)\n"
-            "  why:   ragged-all-to-all is not one of"
-            " all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.\n"
-            "  do:    report the program's text as an issue."
-        ),
-        program(*endless, computations=layer): (
-            "A collective cannot be counted.\n"
-            "  where: %layer_loop = while(...)\n"
-            "  why:   it is a loop with collectives whose number of rounds the compiler does not know.\n"
-            "  do:    report the program's text as an issue."
-        ),
-    }
+WRAPPED = computation("wrapped", f"ROOT %ag = f32[2000000]{{0}} all-gather(%p), channel_id=5, {EIGHT}")
+ENDLESS = [line.partition(", backend_config")[0] for line in loop("layer", 0, "%shard")]
+GATHERING = body("layer", gather("ag", 1), gathered("full", "ag"), results="%next, %shard")
+ERRORS = {
+    "no schedule": program(dot("a")).replace("is_scheduled=true, ", ""),
+    "no collectives": program(dot("a")),
+    "an unknown form": program(
+        gather("seen", 5),  # another one on the same channel, as GPU programs have it
+        gathered("full", "seen"),
+        "%m = f32[2000000]{0} map(%shard), to_apply=%wrapped",
+        computations=WRAPPED,
+    ),
+    "no start": program(gathered("full", "shard")),
+    "an unknown kind": program("%r = f32[8]{0} ragged-all-to-all(%shard), channel_id=1"),
+    "a loop without an end": program(*ENDLESS, computations=GATHERING),
+}
+GOLDEN = GoldenTexts("program_errors.txt", ERRORS)
 
 
-@pytest.mark.parametrize(("text", "message"), errors().items(), ids=lambda _: "")
-def test_what_cannot_be_read_is_an_error(text: str, message: str):
+@pytest.mark.parametrize("name", ERRORS)
+def test_what_cannot_be_read_is_an_error(name: str):
     with pytest.raises(ProgramError) as raised:
-        read_schedule(text, expect_collectives=True)
-    assert str(raised.value) == message
+        read_schedule(ERRORS[name], expect_collectives=True)
+    GOLDEN.check(name, raised.value)
 
 
 def test_a_mesh_of_another_size_is_an_error():
@@ -278,7 +247,7 @@ def test_a_mesh_of_another_size_is_an_error():
 def test_what_is_not_counted_is_told():
     text = program(
         '%c = f32[8]{0} custom-call(%shard), custom_call_target="my_kernel"',
-        *(line.partition(", backend_config")[0] for line in loop("layer", 0, "%shard")),
+        *ENDLESS,
         computations=body("layer", dot("a"), results="%next, %shard"),
     )
     assert read_schedule(text).notes == (

@@ -1,6 +1,5 @@
 """The ruler: unions of intervals, not sums; whole steps by the devices' own work; a real profile of eight devices."""
 
-import itertools
 import json
 import re
 
@@ -15,10 +14,11 @@ import jshard as js
 from jshard.errors import RunError, ShardingError
 from jshard.inspect.profile.ops import Ops
 from jshard.inspect.profile.planes import Event
-from jshard.inspect.profile.shares import common, length, shared_out, union, without
+from tests.golden_texts import GoldenTexts
 from tests.inspect.made_up_profiles import event, kernel, marks, plane, thunk, write
 from tests.scheduled_text import body, dot, gather, gathered, loop, program, scatter, scattered
 
+FILE = "a.xplane.pb"
 PROGRAM = program(
     gather("all-gather-start.1", 1),
     dot("fusion.1"),
@@ -37,48 +37,25 @@ def parts(shares):
     return tuple(round(part_s * 1e6, 6) for part_s in found)
 
 
-# ---- intervals
-
-
-def bitmap(intervals, size=64):
-    covered = np.zeros(size, bool)
-    for begin, end in intervals:
-        covered[begin:end] = True
-    return covered
-
-
-def some_intervals(rng, count):
-    begins, lengths = rng.integers(0, 60, count), rng.integers(0, 12, count)
-    return [(int(b), int(min(60, b + n))) for b, n in zip(begins, lengths, strict=True)]
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_sets_of_time_are_those_of_a_bitmap(seed):
-    rng = np.random.default_rng(seed)
-    left, right = (some_intervals(rng, int(rng.integers(0, 12))) for _ in range(2))
-    a, b = union(left), union(right)
-    for found, wanted in (
-        (a, bitmap(left)),
-        (common(a, b), bitmap(left) & bitmap(right)),
-        (without(a, b), bitmap(left) & ~bitmap(right)),
-    ):
-        np.testing.assert_array_equal(bitmap(found), wanted)
-        assert length(found) == wanted.sum()
-        assert all(end < begin for (_, end), (begin, _) in itertools.pairwise(found))  # sorted, apart, none empty
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_exposed_time_is_given_out_whole_and_in_equal_parts(seed):
-    rng = np.random.default_rng(seed)
-    owned = [(interval, int(rng.integers(0, 3))) for interval in some_intervals(rng, int(rng.integers(0, 12)))]
-    within = union(some_intervals(rng, 5))
-    maps = {owner: bitmap(i for i, o in owned if o == owner) for owner in range(3)}
-    at_once = sum(maps.values())
-    share = np.divide(bitmap(within), at_once, out=np.zeros(64), where=at_once > 0)
-    found = shared_out(owned, within)
-    for owner, covered in maps.items():
-        assert found.get(owner, 0.0) == pytest.approx((share * covered).sum())
-    assert sum(found.values()) == pytest.approx((bitmap(within) & (at_once > 0)).sum())
+@pytest.mark.parametrize("seed", range(8))
+def test_shares_are_those_of_a_bitmap(seed, tmp_path):
+    """Microsecond by microsecond; of what is exposed each collective in flight has an equal part."""
+    random = np.random.default_rng(seed)
+    covered = {name: np.zeros(64, bool) for name in ("dot.1", "all_gather.1", "reduce_scatter.1", "psum.1")}
+    threads = {}
+    for name, cover in covered.items():
+        for begin, length in random.integers(0, (56, 8), (6, 2)).tolist():
+            threads[f"worker/{len(threads)}"] = [thunk(name, begin, begin + length + 1, run=1)]
+            cover[begin : begin + length + 1] = True
+    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", threads)))
+    busy, *flights = covered.values()
+    at_once = sum(flights).astype(float)
+    exposed, both = (at_once > 0) & ~busy, (at_once > 0) & busy
+    used = np.flatnonzero(busy | (at_once > 0))
+    idle = used[-1] + 1 - used[0] - len(used)
+    assert parts(found.shares) == ((busy & ~both).sum(), exposed.sum(), both.sum(), idle)
+    wanted = {name: (exposed * flight / np.maximum(at_once, 1)).sum() for name, flight in [*covered.items()][1:]}
+    assert {row.name: row.exposed_s * 1e6 for row in found.by_instruction} == pytest.approx(wanted)
 
 
 # ---- platforms
@@ -157,7 +134,7 @@ def test_kernels_of_nccl_without_an_operation_communicate(tmp_path):
         event("ncclDevKernel_SendRecv", 40, 50),
         event("gemm_without_operation", 30, 35, hlo_module="step"),
     ]
-    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/device:GPU:0", {"Stream #14(Compute)": events})))
+    found = js.trace(write(tmp_path / FILE, plane("/device:GPU:0", {"Stream #14(Compute)": events})))
     assert parts(found.shares) == (15, 30, 0, 5)
     assert {r.kind: r.exposed_s for r in found.by_kind} == {
         "all-reduce": pytest.approx(20e-6),
@@ -210,7 +187,7 @@ def test_cpus_by_operations_of_threads(tmp_path):
     ends = [event("end: big_fusion", 80, 81, _c=99), event("Rendezvous", 30, 45), event("Wait: 3/8", 0, 90)]
     other = [*cpu_run(0, 5, device=2048), thunk("big_fusion", 60, 80, run=5, device=2048)]
     lines = {"worker/1": cpu_run(0, 5), "worker/2": [*pool, *ends], "worker/3": other}
-    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", lines)))
+    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", lines)))
     assert found.devices == ("cpu:0", "cpu:1")
     assert {parts(d.shares) for d in found.steps[0].devices} == {(18 + 20, 25, 0, 17)}
     assert "CPU devices are threads" in str(found)
@@ -220,7 +197,7 @@ def test_an_operation_has_ended_when_its_thread_begins_the_next_ones(tmp_path):
     """A CPU's thread says that an operation ended only after what comes next, here a collective that waits."""
     pool = [thunk("dot.1", 0, 1000, run=5, _p=99), event("ThunkExecutor::Execute", 2000, 9000)]
     pool += [thunk("all_gather.1", 2000, 8999, run=5), event("end: dot.1", 9001, 9001, _c=99)]
-    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", {"worker/1": pool})))
+    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", {"worker/1": pool})))
     shares = found.steps[0].shares
     assert shares.both_s == 0.0 and shares.computing_s == pytest.approx(shares.step_s * 2 / 9, rel=1e-3)
 
@@ -228,7 +205,7 @@ def test_an_operation_has_ended_when_its_thread_begins_the_next_ones(tmp_path):
 def test_what_other_programs_do_in_a_step_counts_and_bounds_nothing(tmp_path):
     lines = {"worker/1": [*cpu_run(0, 5), thunk("copy.7", 50, 90, run=6, module="other")]}
     lines["worker/1"] += [*cpu_run(200, 7), thunk("copy.7", 245, 250, run=8, module="other")]
-    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", lines), marks(3, 4)))
+    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", lines), marks(3, 4)))
     assert found.program == "step"
     assert [parts(s.shares) for s in found.steps] == [(18, 25, 0, 7), (18 + 5, 25, 0, 2)]
 
@@ -242,7 +219,7 @@ def test_collectives_of_a_loop_are_of_their_unit(tmp_path):
     events = [thunk("layers_loop", 0, 100, run=1), thunk("fusion.9", 100, 110, run=1)]
     for at in (0, 30, 60):
         events += [thunk("ag.1", at, at + 10, run=1), thunk("dot.1", at + 10, at + 30, run=1)]
-    path = write(tmp_path / "a.xplane.pb", plane("/host:CPU", {"worker": events}), program=text)
+    path = write(tmp_path / FILE, plane("/host:CPU", {"worker": events}), program=text)
     found = js.trace(path)
     assert parts(found.shares) == (70, 30, 0, 10)
     (row,) = found.by_unit
@@ -251,12 +228,12 @@ def test_collectives_of_a_loop_are_of_their_unit(tmp_path):
 
 def test_a_text_of_another_compilation_is_noticed(tmp_path):
     lines = {"worker": [*cpu_run(0, 1), thunk("all-gather-start.1", 50, 60, run=1)]}
-    found = js.trace(write(tmp_path / "a.xplane.pb", plane("/host:CPU", lines), program=PROGRAM))
+    found = js.trace(write(tmp_path / FILE, plane("/host:CPU", lines), program=PROGRAM))
     assert any("lacks 2 collectives, such as all_gather.1" in note for note in found.notes)
 
 
 def test_the_timeline_of_a_step(tmp_path):
-    found = js.trace(write(tmp_path / "a.xplane.pb", *gpu_planes(0, 150, 300), marks(1, 2, 3), program=PROGRAM))
+    found = js.trace(write(tmp_path / FILE, *gpu_planes(0, 150, 300), marks(1, 2, 3), program=PROGRAM))
     events = json.loads(found.to_chrome_trace())["traceEvents"]
     lanes = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
     drawn = {event["name"]: (lanes[event["tid"]], event["dur"]) for event in events if event["ph"] == "X"}
@@ -272,22 +249,18 @@ def test_the_timeline_of_a_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("all-gather-start.12", "all-gather"),
-        ("all_gather.3", "all-gather"),
-        ("reduce-scatter.4.call-done", "reduce-scatter"),
-        ("all-reduce-scatter.1", "reduce-scatter"),  # a TPU's fusion
-        ("psum_invariant.7", "all-reduce"),
-        ("ppermute", "collective-permute"),
-        ("ragged-all-to-all-start", "ragged-all-to-all"),
-        ("all_gather_convert_fusion.2", ""),
-        ("reduce.5", ""),
-        ("fusion.1", ""),
-    ],
+    ("kind", "names"),
+    {
+        "all-gather": "all-gather-start.12 all_gather.3",
+        "reduce-scatter": "reduce-scatter.4.call-done all-reduce-scatter.1",  # the last one is a TPU's fusion
+        "all-reduce": "psum_invariant.7",
+        "collective-permute": "ppermute",
+        "ragged-all-to-all": "ragged-all-to-all-start",
+        "": "all_gather_convert_fusion.2 reduce.5 fusion.1",
+    }.items(),
 )
-def test_collectives_are_known_by_their_names_where_no_text_is(name, kind):
-    assert Ops(None).of(Event(name, name, 0, 1)).kind == kind
+def test_collectives_are_known_by_their_names_where_no_text_is(kind, names):
+    assert {Ops(None).of(Event(name, name, 0, 1)).kind for name in names.split()} == {kind}
 
 
 # ---- whole steps
@@ -296,10 +269,10 @@ def test_collectives_are_known_by_their_names_where_no_text_is(name, kind):
 def test_steps_that_are_cut_off_are_left_out(tmp_path):
     missing = {(0, "all-gather-start.1"), (0, "fusion.1"), (3, "fusion.4")}
     planes = gpu_planes(0, 150, 300, 450, drop=missing)
-    found = js.trace(write(tmp_path / "a.xplane.pb", *planes, marks(1, 2, 3, 4), program=PROGRAM))
+    found = js.trace(write(tmp_path / FILE, *planes, marks(1, 2, 3, 4), program=PROGRAM))
     assert [s.number for s in found.steps] == [2, 3]
     assert "Left out, as the profile does not have all of them: 2 steps." in found.notes
-    chosen = js.trace(tmp_path / "a.xplane.pb", steps=[3])
+    chosen = js.trace(tmp_path / FILE, steps=[3])
     assert [s.number for s in chosen.steps] == [3]
     assert chosen.between_s == pytest.approx(50e-6)
 
@@ -336,64 +309,49 @@ def test_of_several_hosts_those_of_one_time(tmp_path):
 # ---- errors
 
 
-def fails(error, path, **arguments):
-    with pytest.raises(error) as caught:
-        js.trace(path, **arguments)
-    return str(caught.value)
+LATE = {(0, name) for name in ("fusion.3", "fusion.4", "reduce-scatter-start.1")}
+ENDS = {(0, "all-gather-start.1"), (1, "fusion.4")}
 
 
-def test_no_profile(tmp_path):
-    record = "record one: jshard train gpt --profile 10:15, or jax.profiler.trace(FOLDER) around some steps."
-    assert fails(ShardingError, tmp_path / "nowhere") == (
-        f"There is no profile.\n  where: {tmp_path / 'nowhere'}\n"
-        f"  why:   there is no such file or folder.\n  do:    {record}"
-    )
-    assert "no file in it ends in .xplane.pb" in fails(ShardingError, tmp_path)
-    (tmp_path / "run.json").write_text("{}")
-    assert "the run was not profiled" in fails(ShardingError, tmp_path)
-    assert "its name does not end in .xplane.pb" in fails(ShardingError, tmp_path / "run.json")
+def empty(file):
+    file.write_text("")
+    return file
+
+
+MISTAKES = {
+    "no such folder": lambda folder: (folder / "nowhere", {}),
+    "an empty folder": lambda folder: (folder, {}),
+    "a run without a profile": lambda folder: (empty(folder / "run.json").parent, {}),
+    "another kind of file": lambda folder: (empty(folder / "run.json"), {}),
+    "nothing of devices": lambda folder: (
+        write(folder / FILE, marks(1, 2, 3), plane("/host:CPU", {"python": [event("sleep", 0, 9)]})),
+        {},
+    ),
+    "nothing at all": lambda folder: (empty(folder / FILE), {}),
+    "one step in part": lambda folder: (write(folder / FILE, *gpu_planes(0, drop=LATE)), {"program": PROGRAM}),
+    "two in part": lambda folder: (write(folder / FILE, *gpu_planes(0, 150, drop=ENDS)), {"program": PROGRAM}),
+    "another program": lambda folder: (
+        write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)),
+        {"program": PROGRAM.replace("HloModule step", "HloModule eval")},
+    ),
+    "other steps": lambda folder: (write(folder / FILE, *gpu_planes(0, 150), marks(7, 8)), {"steps": [8, 9]}),
+}
+GOLDEN = GoldenTexts("trace_errors.txt", MISTAKES)
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_text(name, tmp_path):
+    path, how = MISTAKES[name](tmp_path)
+    with pytest.raises((RunError, ShardingError)) as caught:
+        js.trace(path, **how)
+    GOLDEN.check(name, f"{type(caught.value).__name__}: {caught.value}".replace(str(tmp_path), "FOLDER"))
 
 
 def test_a_truncated_file(tmp_path):
-    path = write(tmp_path / "a.xplane.pb", *gpu_planes(0))
+    path = write(tmp_path / FILE, *gpu_planes(0))
     path.write_bytes(path.read_bytes()[:-20])
-    text = fails(RunError, path)
-    assert text.startswith(f"The profile cannot be read.\n  where: {path}\n  why:   {path.stat().st_size:,} bytes")
-    assert "only a part of one" in text
-    assert "--profile 10:15" in text
-
-
-def test_an_empty_profile(tmp_path):
-    path = tmp_path / "a.xplane.pb"
-    path.write_bytes(b"")
-    assert fails(RunError, path).startswith(f"The profile has no events of devices.\n  where: {path}\n")
-    write(path, marks(1, 2, 3), plane("/host:CPU", {"python": [event("sleep", 0, 9)]}))
-    assert "3 marks of steps of the host, and nothing that a CPU, GPU or TPU did" in fails(RunError, path)
-
-
-def test_no_whole_step(tmp_path):
-    end = {(0, name) for name in ("fusion.3", "fusion.4", "reduce-scatter-start.1")}
-    path = write(tmp_path / "a.xplane.pb", *gpu_planes(0, drop=end))
-    assert len(js.trace(path).steps) == 1  # nothing tells that it is not whole
-    assert fails(RunError, path, program=PROGRAM) == (
-        f"The profile has no whole step.\n  where: {path}\n"
-        "  why:   1 began or ended in it, and none did both on every device.\n"
-        "  do:    block_until_ready() before jax.profiler.stop_trace(), and profile two steps or more.\n"
-        "         record it again, with whole steps inside: jshard train gpt --profile 10:15"
-    )
-    missing = {(0, "all-gather-start.1"), (1, "fusion.4")}
-    write(path, *gpu_planes(0, 150, drop=missing))
-    assert "2 began or ended in it" in fails(RunError, path, program=PROGRAM)
-
-
-def test_another_program_and_other_steps(tmp_path):
-    path = write(tmp_path / "a.xplane.pb", *gpu_planes(0, 150), marks(7, 8))
-    text = fails(ShardingError, path, program=PROGRAM.replace("HloModule step", "HloModule eval"))
-    assert "the text is of eval; in the profile are step." in text
-    assert fails(ShardingError, path, steps=[8, 9]) == (
-        f"The profile does not have these steps.\n  where: {path}\n"
-        "  why:   asked for 8..9; whole in it: 7..8.\n  do:    steps=range(7, 9), or --steps 6:8"
-    )
+    with pytest.raises(RunError, match=f"{path.stat().st_size:,} bytes that are no profile, or only a part of one"):
+        js.trace(path)
 
 
 # ---- a real profile

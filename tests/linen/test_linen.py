@@ -22,6 +22,7 @@ from tests.linen_models import (
     X,
     assert_equal,
     assert_same,
+    creator,
     cross_entropy,
     tokens,
 )
@@ -86,9 +87,7 @@ def of_rows(kind):
 
 
 def create(model: nn.Module) -> TrainState:
-    params = model.init(jax.random.key(0), X)["params"]
-    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-    return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
+    return creator(model, optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3)))()
 
 
 def train(state: TrainState) -> tuple[TrainState, int]:

@@ -20,7 +20,7 @@ from jshard.recipes.state import check_source, create, create_from
 from jshard.train import TrainStep, load_model_file
 from tests.engine.test_frozen import sent_in
 from tests.helpers import with_placement
-from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, cross_entropy, tokens
+from tests.linen_models import VOCAB, WIDTH, Block, Decoder, X, Y, creator, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE, flat
 from tests.wide import wide
 
@@ -158,10 +158,7 @@ def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
     wrt = "*Dense_0/*"
     model = annotated(plain, **annotation)
 
-    def create() -> TrainState:
-        params = model.init(jax.random.key(0), X)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=js.shard_optimizer(model, TX, wrt=wrt))
-
+    create = creator(model, js.shard_optimizer(model, TX, wrt=wrt))
     state = updated(js.shard_init(create, model), gradients(model, wrt=wrt, **settings))
     assert_trained(state.params, plain, "Dense_0")
     moments = [jax.tree_util.keystr(path) for path, x in jax.tree.leaves_with_path(state.opt_state) if x.ndim]
@@ -182,11 +179,7 @@ PLAIN = {
 def test_optax_alone_takes_the_gradients(case):
     model = annotated()
 
-    def create() -> TrainState:
-        params = model.init(jax.random.key(0), X)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=PLAIN[case](mask_of(params)))
-
-    state = updated(js.shard_init(create, model), gradients(model, wrt=UPS))
+    state = updated(js.shard_init(creator(model, PLAIN[case](mask_of)), model), gradients(model, wrt=UPS))
     assert_trained(state.params, Decoder(LAYERS), "Dense_0")
 
 
@@ -194,10 +187,7 @@ def test_the_optimizer_leaves_out_frozen_parameters_whatever_the_gradients():
     """The step of plain Flax: `jax.grad` makes all gradients."""
     model = annotated()
 
-    def create() -> TrainState:
-        params = model.init(jax.random.key(0), X)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=js.shard_optimizer(model, TX, wrt=UPS))
-
+    create = creator(model, js.shard_optimizer(model, TX, wrt=UPS))
     loss = lambda params, ids, labels: cross_entropy(model.apply({"params": params}, ids), labels)
     assert_trained(updated(js.shard_init(create, model), jax.value_and_grad(loss)).params, Decoder(LAYERS), "Dense_0")
 

@@ -31,7 +31,6 @@ from jshard.recipes.building import abstract_model, batch_of, new_model
 from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.state import create, restore
 from jshard.recipes.step import inference_view
-from jshard.recipes.units import with_units
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
 from tests.compiling import environment
@@ -123,7 +122,7 @@ def test_the_command_plans_a_linen_model(capsys):
 @pytest.mark.parametrize(("module", "units"), [(Decoder(2), Block), (Deep(), Layer)], ids=["unrolled", "scanned"])
 def test_other_settings_of_the_units_are_planned_and_run(module, units):
     plain = file_of(module, units)
-    other = with_units(with_units(plain, {"remat": "full"}), {"prefetch": 0})
+    other = plain.with_units({"remat": "full"}).with_units({"prefetch": 0})
     mesh, batch = js.mesh(), batch_of(plain, RECIPE, RECIPE.batch_size)
     before, after = (abstract_model(file, RECIPE, mesh) for file in (plain, other))
     assert {unit.remat for unit in js.plan(before).units} == {"none"}
@@ -256,7 +255,7 @@ def test_the_compiled_program_is_that_of_a_run_and_plain_flax_is_without_units()
     with plain_flax():
         assert "all_gather" not in lowered_step(FILE, asked, mesh)[1].as_text()
         with pytest.raises(AnnotationError, match="in its own dtypes only"):
-            lowered_step(with_units(FILE, {"remat": "full"}), asked, mesh)
+            lowered_step(FILE.with_units({"remat": "full"}), asked, mesh)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------------------------
@@ -527,7 +526,7 @@ def test_a_loss_gets_what_a_call_sows():
 def test_an_annotation_that_gives_no_annotated_model_is_refused(annotate, why):
     file = dataclasses.replace(FILE, annotate=annotate)
     with pytest.raises(js.ShardingError, match="gives no annotated model") as told:
-        abstract_model(with_units(file, {"remat": "full"}), RECIPE, js.mesh(devices=8))
+        abstract_model(file.with_units({"remat": "full"}), RECIPE, js.mesh(devices=8))
     assert why in str(told.value) and "do:    return js.fully_shard" in str(told.value)
 
 

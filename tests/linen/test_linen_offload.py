@@ -20,7 +20,7 @@ from jshard.plans.mesh import batch_sharding
 from tests.gpu_compiler import needs_gpu_compiler
 from tests.helpers import with_placement
 from tests.linen.test_linen_frozen import Layer, Scanned
-from tests.linen_models import Block, Decoder, X, cross_entropy, tokens
+from tests.linen_models import Block, Decoder, X, creator, cross_entropy, tokens
 from tests.parity import PARAMETER_TOLERANCE
 from tests.wide import wide
 
@@ -30,14 +30,6 @@ UNEVEN = {"shard_dim": 0, "min_size": 1}
 
 def annotated(**settings: Any) -> Any:
     return js.fully_shard(Decoder(depth=2), **with_placement(**{"mesh": js.mesh(), "units": Block, **settings}))
-
-
-def creator(model: Any, tx: Any) -> Any:
-    def create() -> TrainState:
-        params = model.init(jax.random.key(0), X)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    return create
 
 
 @jax.jit

@@ -64,7 +64,7 @@ def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
 def all_are_large(monkeypatch):
     """Whatever is stacked is worth a warning, told anew."""
     monkeypatch.setattr(route, "_LARGE_BYTES", 1)
-    route._warn.cache_clear()
+    route.warn_of_stacks.cache_clear()
 
 
 NOT_AHEAD = {

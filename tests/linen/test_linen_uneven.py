@@ -21,12 +21,14 @@ from jshard import checkpoint
 from jshard.errors import AnnotationError
 from jshard.linen.padded import Padded, is_padded, unboxed
 from tests.helpers import with_placement
+from tests.linen_models import creator
 from tests.parity import GRADIENT_TOLERANCE, PARAMETER_TOLERANCE, worst
 from tests.wide import wide
 
 VOCAB, WIDTH = 501, 47  # nothing divides them
 ADAMW = optax.chain(optax.clip_by_global_norm(1e-2), optax.adamw(1e-2, eps=1e-3))  # rounding errors stay small
 IDS = np.random.default_rng(0).integers(0, VOCAB, (5, 16, 5), dtype=np.int32)
+FIRST = IDS[0, :, :-1]
 
 
 class Block(nn.Module):
@@ -58,17 +60,7 @@ def annotated(degree: str = "8", plain: nn.Module | None = None, **settings: Any
     )
 
 
-def creator(model: nn.Module, tx: Any = ADAMW, inputs: Any = IDS[0, :, :-1]) -> Any:
-    """A function that makes the state; `tx` as it is to be."""
-
-    def create() -> TrainState:
-        params = model.init(jax.random.key(0), inputs)["params"]
-        return TrainState.create(apply_fn=model.apply, params=params, tx=tx)
-
-    return create
-
-
-def born(model: nn.Module, tx: Any = ADAMW, inputs: Any = IDS[0, :, :-1]) -> TrainState:
+def born(model: nn.Module, tx: Any = ADAMW, inputs: Any = FIRST) -> TrainState:
     return js.shard_init(creator(model, js.shard_optimizer(model, tx), inputs), model)
 
 
@@ -107,7 +99,7 @@ def steps(state: TrainState) -> tuple[dict, dict, list[float]]:
 
 @functools.cache
 def alone() -> tuple[dict, dict, list[float]]:
-    return steps(creator(Decoder())())
+    return steps(creator(Decoder(), ADAMW, FIRST)())
 
 
 @functools.cache
@@ -142,7 +134,7 @@ def test_the_step_keeps_its_form_and_the_padding_its_zeros():
 
 def test_born_padded_with_the_values_of_the_plain_model_as_planned():
     model, state = sharded()
-    wanted = flat(creator(Decoder())().params)
+    wanted = flat(creator(Decoder(), ADAMW, FIRST)().params)
     for path, x in flat(state.params).items():
         np.testing.assert_array_equal(x, wanted[path])
     placement = js.plan(model).leaf("table/embedding").placement
@@ -151,7 +143,7 @@ def test_born_padded_with_the_values_of_the_plain_model_as_planned():
         assert {s.data.shape for s in stored.addressable_shards} == {(63, WIDTH)}
         assert stored.addressable_shards[0].data.nbytes == placement.bytes_per_device
     assert placement.padding == 3 and "dim 0 501 -> 504" in str(js.explain(model, leaves=True))
-    abstract = js.abstract_init(creator(model, js.shard_optimizer(model, ADAMW)), model)
+    abstract = js.abstract_init(creator(model, js.shard_optimizer(model, ADAMW), FIRST), model)
     same = jax.tree.map(lambda x, y: (x.shape, x.sharding) == (y.shape, y.sharding), abstract.params, state.params)
     assert jax.tree.all(same)
 
@@ -162,7 +154,7 @@ def test_born_padded_with_the_values_of_the_plain_model_as_planned():
 @functools.cache
 def box() -> tuple[Padded, np.ndarray]:
     found = sharded()[1].params["table"]["embedding"]
-    return found, np.asarray(creator(Decoder())().params["table"]["embedding"])
+    return found, np.asarray(creator(Decoder(), ADAMW, FIRST)().params["table"]["embedding"])
 
 
 def test_a_box_is_read_as_the_logical_array():
@@ -335,7 +327,7 @@ def test_state_that_was_not_born_sharded_trains_too():
 
 def test_a_call_takes_plain_arrays_boxes_and_boxes_of_another_mesh():
     model, state = sharded()
-    plain, ids = creator(Decoder())().params, IDS[0, :, :-1]
+    plain, ids = creator(Decoder(), ADAMW, FIRST)().params, IDS[0, :, :-1]
     wanted = np.asarray(Decoder().apply({"params": plain}, ids))
     with js.global_view():
         within = model.apply({"params": state.params}, ids)
@@ -416,7 +408,7 @@ LONG = np.random.default_rng(0).integers(0, 50257, (16, 5), dtype=np.int32)
 
 def gpt2(degree: str) -> tuple[Any, Any]:
     model = annotated(degree, GPT2, shard_dim=None, min_size=2000)
-    return model, creator(model, js.shard_optimizer(model, ADAMW))
+    return model, creator(model, js.shard_optimizer(model, ADAMW), FIRST)
 
 
 @functools.cache
@@ -440,7 +432,7 @@ def test_what_is_on_disk_is_logical(folder):
     assert tuple(stored["params"]["table"]["embedding"].shape) == tuple(moment.shape) == (50257, 12)
     leaves = checkpoint.manifest.read(folder / "run").leaves
     assert leaves["state/params/table/embedding"].shape == (50257, 12)
-    plain = creator(GPT2)()
+    plain = creator(GPT2, ADAMW, FIRST)()
     restored = checkpoint.restore(folder / "run", like={"state": plain}, only="params")["state"]
     np.testing.assert_array_equal(
         restored.params["table"]["embedding"], saved(folder)[0][".params['table']['embedding']"]

@@ -8,11 +8,10 @@ import jax
 import numpy as np
 import optax
 import pytest
-from flax.training.train_state import TrainState
 
 import jshard as js
 from tests.helpers import equations_run, with_placement
-from tests.linen_models import WIDTH, Block, assert_same
+from tests.linen_models import WIDTH, Block, assert_same, creator
 from tests.wide import wide
 
 ROWS, BATCH = 1001, 16  # rows divide by nothing: the table is stored padded
@@ -99,11 +98,9 @@ def test_gradients_equal_those_of_one_device(plain, degrees):
 def test_a_train_state_lies_and_trains_as_of_any_unit(degrees):
     mesh = js.mesh(**degrees)
     model, _ = made(Clicks(), mesh)
-    create = lambda model, tx: TrainState.create(
-        apply_fn=model.apply, params=model.init(jax.random.key(0), IDS)["params"], tx=tx
-    )
-    state = js.shard_init(lambda: create(model, js.shard_optimizer(model, optax.sgd(0.1, momentum=0.9))), model)
-    wanted = create(Clicks(), optax.sgd(0.1, momentum=0.9))
+    tx = optax.sgd(0.1, momentum=0.9)
+    state = js.shard_init(creator(model, js.shard_optimizer(model, tx), IDS), model)
+    wanted = creator(Clicks(), tx, IDS)()
 
     @jax.jit
     def step(state):

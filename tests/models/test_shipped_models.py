@@ -117,3 +117,8 @@ def test_init_overwrites_nothing(folder, capsys):
                 path.unlink()
         (folder / "digits.py").write_text("mine")
         capsys.readouterr()
+
+
+@pytest.mark.parametrize("path", shipped_models.shipped_models().values(), ids=lambda path: path.stem)
+def test_a_model_file_stays_short(path):
+    assert len(path.read_text().splitlines()) <= 420

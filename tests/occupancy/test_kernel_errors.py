@@ -1,14 +1,7 @@
-"""What is said of kernels that cannot run: four parts each, with the limit that is passed.
-
-The texts lie in tests/golden/kernel_errors.txt. `UPDATE_GOLDEN=1 pytest` of this file writes it
-anew; then read its diff.
-"""
+"""What is said of kernels that cannot run: four parts each, with the limit that is passed; texts in tests/golden."""
 
 import dataclasses
 import functools
-import os
-import pathlib
-import re
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import jshard as js
 from jshard.kernels import KernelError, Occupancy
+from tests.golden_texts import GoldenTexts
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "kernel_errors.txt"
-HEAD = "=== "
 H200, A100 = ("NVIDIA H200", "gpu", 132), ("NVIDIA A100-SXM4-80GB", "gpu", 108)
 
 
@@ -109,25 +101,18 @@ ERRORS = {
 }
 
 
+GOLDEN = GoldenTexts("kernel_errors.txt", ERRORS)
+
+
 @pytest.mark.parametrize("name", ERRORS)
 def test_text(name):
     with pytest.raises(KernelError) as caught:
         ERRORS[name]()
-    found = f"{type(caught.value).__name__}: {caught.value}"
-    if "UPDATE_GOLDEN" in os.environ:
-        texts = (golden() if GOLDEN.exists() else {}) | {name: found}
-        GOLDEN.write_text("".join(f"{HEAD}{n}\n{texts[n]}\n\n" for n in ERRORS if n in texts))
-    assert found == golden()[name]
-    assert re.findall(r"^  (\w+): +\S", found, re.MULTILINE) == ["where", "why", "do"]
-
-
-def golden():
-    texts = GOLDEN.read_text().split(HEAD)[1:]
-    return {text.partition("\n")[0]: text.partition("\n")[2].strip() for text in texts}
+    GOLDEN.check(name, caught.value)
 
 
 def test_no_golden_text_is_left_over():
-    assert list(golden()) == list(ERRORS)
+    GOLDEN.check_names()
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

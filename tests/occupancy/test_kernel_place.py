@@ -5,7 +5,7 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, PartitionSpec
 
 import jshard as js
 from jshard.kernels import KernelError
@@ -68,3 +68,15 @@ def test_the_interpreter_runs_on_one_device():
     with jax.set_mesh(js.mesh()), pytest.raises(KernelError, match="cannot run step by step here"):
         form("interpret")
     assert form("interpret") == "interpret"
+
+
+def test_on_a_cpu_the_audit_tells_of_the_twin():
+    def step(x, w):
+        return jax.lax.psum((js.kernels.matmul(x, w).astype(jnp.float32)).sum(), "fsdp")
+
+    sharded = jax.shard_map(
+        step, mesh=js.mesh(), in_specs=(PartitionSpec("fsdp"), PartitionSpec()), out_specs=PartitionSpec()
+    )
+    found = js.audit(jax.jit(sharded).lower(jnp.ones((16, 8), jnp.bfloat16), jnp.ones((8, 8), jnp.bfloat16)))
+    assert [str(use) for use in found.schedule.kernels] == ["matmul as plain XLA"]
+    assert "Kernels: matmul as plain XLA." in str(found)

@@ -1,20 +1,15 @@
-"""The occupancy model: against a placement of blocks one by one, the table of NCCL on H200, paddings, plans, errors.
-
-The texts of errors lie in tests/golden/occupancy_errors.txt. `UPDATE_GOLDEN=1 pytest` of this
-file writes it anew; then read its diff.
-"""
+"""The occupancy model: against a placement of blocks one by one, the table of NCCL on H200, paddings, plans, errors."""
 
 import collections
 import dataclasses
 import itertools
 import json
 import os
-import pathlib
 import random
-import re
 
 import pytest
 
+import jshard as js
 from jshard import cli, occupancy
 from jshard.facts.devices import DEVICES
 from jshard.occupancy import (
@@ -38,11 +33,13 @@ from jshard.occupancy import (
     room_beside,
     shipped_kernels,
 )
+from tests.golden_texts import GoldenTexts
+from tests.helpers import Config, abstract
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden" / "occupancy_errors.txt"
-HEAD = "=== "
 H200 = GPUS["h200"]
 POOLED = dataclasses.replace(H200, placement="pooled")
+PLAN = js.plan(abstract(Config(), js.mesh(fsdp=8, devices=8)))
+ALL_OF_THEM = CommFootprint(name="own", ctas=132, threads=640, registers=96, smem_bytes=0, source="made up")
 SMALL = Block(128, 58, 41_024)
 RING = {version: footprint("ring", gpu=H200, version=version) for version in ("2.28.9", "2.30.7")}
 
@@ -129,16 +126,6 @@ def test_the_model_is_the_placement_by_hand():
     assert all(rooms[n] > 100 for n in (0, 1, 2, 3))
 
 
-def test_three_kernels_at_once():
-    a, b, c = Block(160, 64, 1_000), Block(96, 128, 2_000), Block(544, 24, 3_000)
-    states = empty(H200)
-    for block in (a, a, b, c, c):
-        states = put_in(H200, states, block)
-    assert fits(H200, (a, 2), (b, 1), (c, 2)) is bool(states) is True
-    assert fits(H200, (a, 2), (b, 0), (c, 2))
-    assert not fits(H200, (a, 2), (b, 5), (c, 2))
-
-
 # Threads x registers, shared memory of the kernel and its padding; blocks on an SM; drain beside 2.28.9 and 2.30.7 if
 # registers were one pool, and as partitions give them out.
 TABLE = [
@@ -209,35 +196,21 @@ def test_every_number_of_a_gpu_has_a_source(facts):
 
 
 @pytest.mark.parametrize(
-    ("said", "name"),
-    [
-        ("H200", "h200"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA H100 80GB HBM3", "h100"),
-        ("a100-80", "a100"),
-        ("NVIDIA GB200", "gb200"),
-    ]
-    + [
-        ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA A100 80GB PCIe", "a100"),
-        ("AMD Instinct MI250X", "mi250x"),
-        ("NVIDIA A40", "a40"),
-    ],
+    ("name", "said"),
+    {
+        "h200": ["H200", "NVIDIA H200"],
+        "h100": ["NVIDIA H100 80GB HBM3"],
+        "a100": ["a100-80", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
+        "gb200": ["NVIDIA GB200"],
+        "mi250x": ["AMD Instinct MI250X"],
+        "a40": ["NVIDIA A40"],
+    }.items(),
 )
-def test_a_gpu_is_found_by_what_its_driver_says(said, name):
-    assert gpu(said).name == name
+def test_a_gpu_is_found_by_what_its_driver_says(name, said):
+    assert {gpu(each).name for each in said} == {name}
 
 
 def test_gpus_of_plans_have_their_numbers():
-    assert [GPUS[name].num_sms for name in ("a40", "a100", "h100", "h200", "b200", "gb200", "mi250x")] == [
-        84,
-        108,
-        132,
-        132,
-        148,
-        152,
-        110,
-    ]
     for name, device in {"a100": "a100-40", "h200": "h200", "b200": "b200"}.items():
         target = DEVICES[device].target
         assert target is not None
@@ -313,9 +286,14 @@ ERRORS = {
     "plans: no multiprocessor is left": lambda: plans(
         H200,
         Block(384, 168, 204_800),
-        CommFootprint(name="own", ctas=132, threads=640, registers=96, smem_bytes=0, source="made up"),
+        ALL_OF_THEM,
         persistent=True,
     ),
+    "overlap: unknown device": lambda: js.overlap(PLAN, device="h20"),
+    "overlap: unknown footprint": lambda: js.overlap(PLAN, device="h200", comm="circle"),
+    "overlap: too old for copy engines": lambda: js.overlap(PLAN, device="h200", comm="copy-engine", nccl="2.27.1"),
+    "overlap: no version": lambda: js.overlap(PLAN, device="h200", comm="copy-engine", nccl="new"),
+    "overlap: every multiprocessor": lambda: js.overlap(PLAN, device="h200", comm=ALL_OF_THEM),
 }
 LINES = {
     "command: unknown GPU": "occupancy --gpu h201",
@@ -327,34 +305,25 @@ LINES = {
 }
 
 
-def provoke(name, capsys):
-    if name in LINES:
-        assert cli.main(LINES[name].split()) == 2
-        error = capsys.readouterr().err.rstrip("\n").replace(os.getcwd(), "FOLDER")
-        return f"$ jshard {LINES[name]}\n{error}"
+GOLDEN = GoldenTexts("occupancy_errors.txt", [*ERRORS, *LINES])
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_text(name):
     with pytest.raises(OccupancyError) as caught:
         ERRORS[name]()
-    return f"{type(caught.value).__name__}: {caught.value}"
+    GOLDEN.check(name, caught.value)
 
 
-def golden():
-    texts = GOLDEN.read_text().split(HEAD)[1:]
-    return {text.partition("\n")[0]: text.partition("\n")[2].strip() for text in texts}
-
-
-@pytest.mark.parametrize("name", [*ERRORS, *LINES])
-def test_text(name, capsys):
-    found = provoke(name, capsys)
-    if "UPDATE_GOLDEN" in os.environ:
-        texts = (golden() if GOLDEN.exists() else {}) | {name: found}
-        GOLDEN.write_text("".join(f"{HEAD}{n}\n{texts[n]}\n\n" for n in [*ERRORS, *LINES] if n in texts))
-    assert found == golden()[name]
-    heads = re.findall(r"^  (\w+): +\S", found, re.MULTILINE)
-    assert heads == ["where", "why", "do"]
+@pytest.mark.parametrize("name", LINES)
+def test_text_of_the_command(name, capsys):
+    assert cli.main(LINES[name].split()) == 2
+    error = capsys.readouterr().err.rstrip("\n").replace(os.getcwd(), "FOLDER")
+    GOLDEN.check(name, f"$ jshard {LINES[name]}\n{error}")
 
 
 def test_no_golden_text_is_left_over():
-    assert list(golden()) == [*ERRORS, *LINES]
+    GOLDEN.check_names()
 
 
 def test_a_report_of_kernels_on_a_gpu_that_cannot_run_them():

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import json
 import pathlib
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +12,14 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
 from jshard import _compat, _processes
-from jshard.cluster.option_table import OPTIONS
+from jshard.cluster.options import OPTIONS
 from jshard.errors import RunError
 from jshard.kernels import Occupancy
-from jshard.occupancy import CommFootprint, OccupancyError, cache, footprint, gpu
+from jshard.occupancy import cache, footprint, gpu
 from jshard.occupancy import shape as shaping
 from jshard.occupancy.candidates import Timing, choose
-from jshard.occupancy.device import device_named
 from jshard.occupancy.products import _walk, by_shape, products_of
-from jshard.occupancy.result import UnitTimes, best_reserve, unit_times
+from jshard.occupancy.result import UnitTimes, best_reserve
 from jshard.occupancy.shape import overlap
 from tests.helpers import Config, abstract, loss_fn
 
@@ -69,10 +67,6 @@ def test_of_a_plan_alone_all_that_a_ring_fills_is_left(plan):
     assert shaped.compiler_options[CHANNELS] == 16 and shaped.environment == {} and shaped.exports == ()
     assert any("nothing measured was used" in note for note in shaped.notes)
     assert overlap(plan, device="h200", loss=loss_fn, batch=BATCH).notes == shaped.notes  # a plan has no products
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        shaped.device = "h100"  # type: ignore[misc]
-    with pytest.raises(TypeError):
-        shaped.occupancy["matmul"] = Occupancy()  # type: ignore[index]
 
 
 @pytest.mark.parametrize("comm", ["ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine"])
@@ -118,20 +112,15 @@ def test_fewer_threads_are_a_line_for_the_shell_and_fill_fewer_multiprocessors(p
 
 
 def test_norms_are_padded_only_where_more_than_half_of_their_blocks_are_left(plan, monkeypatch):
-    def with_blocks(registers):
-        kernel = dataclasses.replace(NORM, registers=registers)
-        monkeypatch.setattr(shaping, "shipped_kernels", lambda gpu: (kernel,))
-        return overlap(plan, device="h200")
-
-    found = next(k for k in shaping.shipped_kernels(H200) if not k.persistent)
-    NORM = dataclasses.replace(found, name="rms_norm", tiles="256", threads=128, smem_bytes=0)
-    assert with_blocks(32).occupancy["rms_norm"].smem_pad_bytes == 0
-    reasons = {reason.what: reason.why for reason in with_blocks(128).reasons}
+    shaped = overlap(plan, device="h200")
+    reasons = {reason.what: reason.why for reason in shaped.reasons}
+    assert shaped.occupancy["rms_norm"].smem_pad_bytes == 0
     assert "it would lose more time than a collective waits" in reasons["rms_norm"]
-    assert reasons["layer_norm"] == "the registers of its blocks were not read yet."
-    best = dataclasses.replace(shaping.plans(H200, NORM.block, footprint(gpu=H200))[0], blocks_per_sm=3)
+    kernels = tuple(dataclasses.replace(kernel, registers=32) for kernel in shaping.shipped_kernels(H200))
+    monkeypatch.setattr(shaping, "shipped_kernels", lambda gpu: kernels)
+    best = dataclasses.replace(shaping.plans(H200, kernels[-1].block, footprint(gpu=H200))[0], blocks_per_sm=9)
     monkeypatch.setattr(shaping, "plans", lambda *_: (dataclasses.replace(best, smem_pad_bytes=2048),))
-    assert with_blocks(128).occupancy["rms_norm"] == Occupancy(persistent=False, smem_pad_bytes=2048)
+    assert overlap(plan, device="h200").occupancy["rms_norm"] == Occupancy(persistent=False, smem_pad_bytes=2048)
 
 
 # ---- what pays ---------------------------------------------------------------------------------------------------
@@ -152,24 +141,6 @@ def layers(compute_s, communication_s, *, count=10):
 def test_no_more_is_left_than_pays(units, expected):
     reserved, times = best_reserve(units, needed=16, sms=132)
     assert expected(reserved) and times[reserved] == min(times.values())
-
-
-def test_units_have_the_bytes_and_times_of_the_plan(plan, products):
-    h200 = device_named("h200:1x8").assumptions(8)
-    assert h200 is not None and h200.fast_bytes_per_s == 0.6 * 450e9  # the slowest that it is assumed to be
-    root, blocks = unit_times(plan, h200, products)
-    assert (root.unit, root.is_root, blocks.unit, blocks.count) == ("(root)", True, "blocks/0..2", 3)
-    leaves = [
-        leaf.placement for leaf in plan.leaves if leaf.unit.startswith("blocks") and leaf.placement.dim is not None
-    ]
-    assert blocks.gathered_bytes == sum(p.gathered_bytes for p in leaves)
-    assert blocks.reduced_bytes == 2 * blocks.gathered_bytes  # reduced in float32
-    assert blocks.communication_s[0] == pytest.approx(
-        3 * h200.transfer_s("all-gather", blocks.gathered_bytes / 3, range(8))
-    )
-    flops = sum(p.flops for p in products if p.unit.startswith("blocks"))
-    assert blocks.compute_s == pytest.approx((flops / (0.6 * 989.5e12), 2 * flops / (0.6 * 989.5e12)))
-    assert unit_times(plan, None, None)[1].compute_s is None
 
 
 # ---- products ----------------------------------------------------------------------------------------------------
@@ -362,71 +333,8 @@ def test_it_prints_itself_and_is_json(model):
     assert {reason["origin"] for reason in found["reasons"]} <= {"fact", "model", "estimate", "measured"}
 
 
-ERRORS = {
-    "no such device": (
-        {"device": "h20"},
-        """\
-There is no device 'h20'.
-  where: device='h20'
-  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, a40, a100, mi250x; or one with its \
-cluster, as in h200:64x8.
-  do:    js.overlap(model, device="h200")""",
-    ),
-    "no such footprint": (
-        {"comm": "circle"},
-        """\
-There is no footprint 'circle'.
-  where: comm='circle'
-  why:   there are ring, tree, nvls, pat, p2p, symmetric, copy-engine.
-  do:    js.overlap(model, comm="ring")""",
-    ),
-    "too old for copy engines": (
-        {"comm": "copy-engine", "nccl": "2.27.1"},
-        """\
-This NCCL moves nothing by the copy engines.
-  where: comm="copy-engine", nccl="2.27.1"
-  why:   NCCL_CTA_POLICY=ZERO is known since 2.28.
-  do:    comm="ring", or NCCL 2.28 or newer.""",
-    ),
-    "no version": (
-        {"comm": "copy-engine", "nccl": "new"},
-        """\
-The footprint of NCCL new is not known.
-  where: version='new'
-  why:   it is no version of the form 2.30.7.
-         known are 2.28.9, 2.30.7, 2.32.3.
-  do:    footprint("ring", gpu=gpu, version="2.32.3")""",
-    ),
-    "every multiprocessor": (
-        {"comm": CommFootprint(name="all", ctas=132, threads=640, registers=96, smem_bytes=0, source="")},
-        """\
-No multiprocessor would be left for the kernel.
-  where: all: ctas=132
-  why:   they fill 132 multiprocessors, and NVIDIA H200 has 132.
-  do:    ctas=131 at most.""",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_text_of_errors(plan, name):
-    given, text = ERRORS[name]
-    with pytest.raises(OccupancyError) as caught:
-        overlap(plan, **{"device": "h200"} | given)
-    assert str(caught.value) == text
-
-
 def test_nothing_slow_is_imported_with_it():
     for path in pathlib.Path(shaping.__file__).parent.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
                 assert "pallas" not in ast.unparse(node) and "kernels.mosaic" not in ast.unparse(node), path
-
-
-def test_the_plan_of_a_cluster_of_any_size_will_do():
-    mesh = AbstractMesh((1, 512), ("replica", "fsdp"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        big = js.plan(abstract(Config(layers=2, width=512, hidden=2048), js.mesh(fsdp=512, devices=512)))
-    assert dict(big.mesh)["fsdp"] == mesh.shape["fsdp"]
-    assert overlap(big, device="gb200").units[1].communication_s[0] > 0

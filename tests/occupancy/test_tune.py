@@ -118,6 +118,7 @@ BAD = {
     "another's": '{"format": "marlin", "entries": []}',
     "of a later version": '{"format": "jshard tuning 2", "entries": []}',
     "an entry without a choice": json.dumps({"format": cache.FORMAT, "entries": [{"key": dataclasses.asdict(KEY)}]}),
+    "a knob that no kernel has": cache.text_of({KEY: entry()}).replace('"tile_m": 256', '"tile_m": 7'),
     "a key of other fields": json.dumps({"format": cache.FORMAT, "entries": [{"key": {"x": 1}}]}),
 }
 
@@ -277,14 +278,10 @@ def test_nothing_is_tuned_inside_a_trace(model, tmp_path):
     for transformed in (jax.jit(run), jax.grad(lambda x: jax.jit(run)(x))):
         with pytest.raises(TuneError) as caught:
             transformed(1.0)
-    assert (
-        str(caught.value)
-        == """\
-Kernels cannot be tuned while a program is traced.
-  where: tune(...) inside of jax.jit, shard_map, grad or scan
-  why:   nothing runs there, so nothing can be timed; and a measurement would change what is traced.
-  do:    tune before: jshard tune MODEL; js.overlap(model, loss=..., batch=...) reads what was measured."""
+    assert str(caught.value).startswith(
+        "Kernels cannot be tuned while a program is traced.\n  where: tune(...) inside of"
     )
+    assert "nothing can be timed" in caught.value.why and caught.value.do.startswith("tune before: jshard tune MODEL;")
     assert not (tmp_path / "tuning.json").exists()
 
 

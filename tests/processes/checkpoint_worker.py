@@ -30,6 +30,7 @@ from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, f
 PROCESS, FOLDER = int(sys.argv[1]), Path(sys.argv[3])
 SHARED = [layout for layout in LAYOUTS if layout != "one device"]  # a process of two cannot use one device alone
 DEADLINE_S = 4.0
+SLOW_S = 1.0
 
 
 def told(call):
@@ -140,6 +141,15 @@ def same(a, b):
 
 def fails(*args, **options):
     raise ValueError("not foreseen")
+
+
+def slow():
+    """Process 1 is slow to write."""
+    write = storage._Progress.on_write_end
+    if PROCESS == 1:
+        storage._Progress.on_write_end = lambda *args: (time.sleep(SLOW_S), write(*args))
+    checkpoint.Checkpointer(FOLDER / "slow").save(1, state(1))
+    storage._Progress.on_write_end = write
 
 
 def stall():

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from jshard import checkpoint
+from jshard.checkpoint.timeline import timelines
 from tests import compiling
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 
@@ -59,7 +60,7 @@ def read(folder, part, process):
 def test_two_processes(tmp_path):
     for seed, layout in enumerate(LAYOUTS):
         checkpoint.save(tmp_path / f"one {layout}", filled(layout, seed))
-    codes = end(start_two(tmp_path, "matrix", "balance", "not_shared", "apart", "stall"))
+    codes = end(start_two(tmp_path, "matrix", "balance", "not_shared", "apart", "slow", "stall"))
     assert codes == [0, 0], [(tmp_path / f"stderr-{process}").read_text()[-3000:] for process in range(2)]
 
     # The matrix, by what each process holds; and what two have written, on layouts of one.
@@ -74,6 +75,7 @@ def test_two_processes(tmp_path):
     what_both_hold_is_written_by_both(tmp_path)
     folders_that_are_not_shared(tmp_path)
     what_fails_in_one_process(tmp_path)
+    a_process_that_is_slow(tmp_path)
     a_process_that_is_stopped(tmp_path)
 
 
@@ -109,6 +111,13 @@ def what_fails_in_one_process(folder):
             assert "ValueError: not foreseen" in found[name]["text"] or (process, name) == (0, "save_async")
         at_once = ("other values", "no data", "_prepare", "__init__")
         assert "waited" not in "".join(found[name]["text"] for name in at_once)
+
+
+def a_process_that_is_slow(folder):
+    """The history names it, with the phase."""
+    (save,) = timelines(folder / "slow")
+    assert (save.slowest.process, save.slowest.phase) == (1, "write") and save.slowest.time_s >= 1.0
+    assert save.devices == (0, 0, 0, 0, 1, 1, 1, 1)
 
 
 def a_process_that_is_stopped(folder):

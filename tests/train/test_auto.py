@@ -8,21 +8,21 @@ from pathlib import Path
 
 import jax
 import pytest
-from flax import nnx
 
 import jshard as js
 from jshard import cli
 from jshard.cli import _training
 from jshard.cli._arguments import TrainArgs
 from jshard.cli._request import request_of
+from jshard.cluster.compile import Variant
 from jshard.cluster.costs import Cost
 from jshard.cluster.estimate import machine_here
 from jshard.cluster.search import Search
-from jshard.cluster.variants import Variant
 from jshard.errors import AnnotationError
 from jshard.inspect.memory import memory_of
 from jshard.inspect.tables import printed
 from jshard.plans.policies import strategies
+from jshard.recipes.building import abstract_model
 from jshard.train import auto
 from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
 from jshard.train.run import Finished
@@ -187,9 +187,7 @@ def folder(tmp_path, monkeypatch):
     tried = []
 
     def steps_s(model_file, recipe, mesh, data, compiler_options):
-        model = js.abstract_init(
-            lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
-        )
+        model = abstract_model(model_file, recipe, mesh)
         unit = js.plan(model).units[1]
         tried.append((mesh.shape["fsdp"], unit.reshard_after_forward, unit.remat, recipe.accumulate))
         return [1.0 if mesh.shape["fsdp"] == 4 and unit.remat == "none" else 5.0 + len(tried)]

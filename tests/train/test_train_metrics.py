@@ -154,16 +154,6 @@ def test_a_full_disk_ends_the_run_and_leaves_whole_lines(path, file_size):
     assert steps_of(path) == [1, 3]
 
 
-def test_no_room_to_cut_back_keeps_the_old_record(path, file_size):
-    write(path, range(1, 8))
-    before = path.read_bytes()
-    file_size(20)
-    with pytest.raises(RunError, match="cannot be written"):
-        metrics.Jsonl(path, resume_after=5)
-    file_size(None)
-    assert path.read_bytes() == before
-
-
 def test_an_optional_tracker_that_fails_is_left_out_with_one_warning():
     needed, remote = Fake(), Fake(fails=1)
     trackers = Trackers(needed, optional=[remote])

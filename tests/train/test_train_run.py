@@ -188,13 +188,6 @@ def test_what_a_failed_run_says(data, tmp_path):
     assert note.startswith(f"last good checkpoint: {tmp_path}/run/checkpoints/{newest};")
 
 
-def test_a_vocabulary_that_is_too_small_is_refused(data, tmp_path):
-    recipe = dataclasses.replace(RECIPE, model=dataclasses.replace(RECIPE.model, vocab_size=100))
-    with pytest.raises(ShardingError, match="vocabulary is smaller than the tokenizer's"):
-        run_recipe(MODEL_FILE, recipe, mesh=js.mesh(), data=data, out=tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
 # What a run makes of its checkpoints.
 
 
@@ -281,22 +274,6 @@ def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):
                 init_from=source,
             )
         assert not hasattr(caught.value, "__notes__") and not (tmp_path / "run").exists()
-
-
-def test_a_stop_has_its_deadline(data, tmp_path, monkeypatch):
-    """A save that does not come to its end within --stop-deadline is an error, and not waited for."""
-    begun = threading.Event()
-
-    def slow(*args):
-        begun.wait(250)
-
-    monkeypatch.setattr(saving._manifest, "write", slow)
-    stopping = dataclasses.replace(
-        data, train=SpySource(data.train, at=2 * RECIPE.batch_size, do=lambda: os.kill(os.getpid(), signal.SIGTERM))
-    )
-    with pytest.raises(RunError, match="A save does not come to an end"):
-        trained(stopping, tmp_path / "run", stop_deadline_s=0.2)
-    begun.set()
 
 
 def test_the_deadline_of_a_stop_counts_from_the_signal_and_for_the_save_before(data, tmp_path, monkeypatch):

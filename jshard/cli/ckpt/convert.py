@@ -21,17 +21,36 @@ from jshard.checkpoint.formats import (
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.listing import checkpoint_at, is_checkpoint, listing
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.readers import ForeignCheckpoint, Opened, OrbaxCheckpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
+from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import Model, as_json, cpu_mesh, progress
 from jshard.errors import RunError, ShardingError
 
 
-@dataclasses.dataclass(frozen=True)
-class ReshardArgs:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _ModelArgs:
+    """What the commands of this module share."""
+
+    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
+    """Model file, or a model that comes with jshard by its name. Its annotation says how leaves are sharded, and its
+    hf_names(config) what its parameters are called elsewhere; without it they keep their names."""
+    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
+    """Name of the recipe; the file's first by default."""
+    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
+    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
+    json: bool = False
+    """Print JSON and nothing else."""
+
+    def loaded(self) -> Model | None:
+        """The model that is asked for."""
+        return Model.load(self.model, self.recipe, self.set)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReshardArgs(_ModelArgs):
     """Writes a checkpoint anew, in pieces that suit another mesh. The values are compared with their sums on the way.
 
     Any mesh restores any checkpoint: this makes it read less where many do so. Without --model, leaves are sharded as
@@ -45,51 +64,36 @@ class ReshardArgs:
     """A new folder."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """Degrees of the mesh axes, e.g. replica=2,fsdp=16; on the CPU as many devices are simulated (8 by default)."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Model file, or a model that comes with jshard by its name, whose annotation says how leaves are sharded."""
-    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Name of the recipe; the file's first by default."""
-    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
-    json: bool = False
-    """Print JSON and nothing else."""
 
 
 def run_reshard(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt reshard`."""
     args = parse(ReshardArgs, argv, command="jshard ckpt reshard")
-    model = Model.load(args.model, args.recipe, args.set)
+    model = args.loaded()
     mesh = cpu_mesh(args.mesh)  # before anything asks for devices
     path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
         manifest = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
-    print(as_json(written(args.out, manifest)) if args.json else summary(args.out, manifest))
+    _show(args, manifest)
     return 0
 
 
-def summary(out: Path, manifest: Manifest) -> str:
-    """One line on a checkpoint that was written."""
-    found = written(out, manifest)
-    return f"{out}: {found['leaves']} leaves, {human_bytes(sum(leaf.nbytes for leaf in manifest.leaves.values()), 1)}"
-
-
-def written(out: Path, manifest: Manifest) -> dict[str, object]:
-    """The same as JSON."""
-    num_bytes = sum(leaf.nbytes for leaf in manifest.leaves.values())
-    return {
-        "path": str(out.absolute()),
-        "leaves": len(manifest.leaves),
-        "bytes": num_bytes,
-        "mesh": dict(manifest.mesh),
-    }
+def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
+    """One line on a checkpoint that was written, or the same as JSON."""
+    count, num_bytes = len(manifest.leaves), sum(leaf.nbytes for leaf in manifest.leaves.values())
+    if args.json:
+        path = str(args.out.absolute())
+        print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
+    else:
+        print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
 
 
 # `jshard ckpt import FOREIGN OUT`: writes a checkpoint of what other libraries saved.
 
 
-@dataclasses.dataclass(frozen=True)
-class ImportArgs:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImportArgs(_ModelArgs):
     """Writes a checkpoint of what another library saved: safetensors, PyTorch's distributed checkpoints, plain Orbax.
 
     With --model the arrays are given the names and the orientation that the model has: its parameters, in a checkpoint
@@ -101,28 +105,19 @@ class ImportArgs:
     """A safetensors file or a folder of them, a folder of a PyTorch distributed checkpoint, or one of Orbax."""
     out: tyro.conf.Positional[Path]
     """A new folder."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
-    called there; without it their names are paths."""
-    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Name of the recipe; the file's first by default."""
-    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
     mesh: Annotated[str, tyro.conf.arg(metavar="AXIS=DEGREE,...")] = ""
     """The mesh for which it is cut, e.g. fsdp=64; any other can restore it, too (default: 8 devices)."""
-    json: bool = False
-    """Print JSON and nothing else."""
 
 
 def run_import(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt import`."""
     args = parse(ImportArgs, argv, command="jshard ckpt import")
-    model = Model.load(args.model, args.recipe, args.set)
+    model = args.loaded()
     mesh = cpu_mesh(args.mesh)
     source = _source(args, model)
     with progress("import", sum(leaf.nbytes for leaf in source.arrays.values())) as note:
         manifest = import_leaves(source, args.out.absolute(), mesh, on_written=note)
-    print(as_json(written(args.out, manifest)) if args.json else summary(args.out, manifest))
+    _show(args, manifest)
     return 0
 
 
@@ -164,8 +159,8 @@ def _check_whole(args: ImportArgs, source: NamedSource) -> None:
 # `jshard ckpt export PATH OUT`: writes safetensors of a checkpoint.
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportArgs:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportArgs(_ModelArgs):
     """Writes the parameters of a checkpoint as safetensors, an array at a time.
 
     With --model they have the names and the orientation of Hugging Face, layer by layer also where a run had them
@@ -181,27 +176,18 @@ class ExportArgs:
     """Of the files."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
     """The part of the state: beginning of the paths, which the names then lack."""
-    model: Annotated[Path | None, tyro.conf.arg(metavar="MODEL")] = None
-    """Model file, or a model that comes with jshard by its name, whose hf_names(config) says what its parameters are
-    called; without it they keep their names."""
-    recipe: Annotated[str | None, tyro.conf.arg(metavar="NAME")] = None
-    """Name of the recipe; the file's first by default."""
-    set: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="KEY=VALUE")]] = ()
-    """Another value for the recipe, as often as needed: --set model.n_layer=4."""
     extra: Literal["error", "ignore"] = "error"
     """What to do with leaves of that part that the model lacks, such as more layers: refuse, or leave them out."""
     max_shard_gb: Annotated[float, tyro.conf.arg(metavar="GB")] = 5.0
     """Most of a file, in 10^9 bytes."""
     no_verify: bool = False
     """Do not read everything first to compare it with its sums."""
-    json: bool = False
-    """Print JSON and nothing else."""
 
 
 def run_export(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard ckpt export`."""
     args = parse(ExportArgs, argv, command="jshard ckpt export")
-    model = Model.load(args.model, args.recipe, args.set)
+    model = args.loaded()
     path = checkpoint_at(args.path)
     ours = OrbaxCheckpoint(path)
     if not args.no_verify:

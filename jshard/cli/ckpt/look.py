@@ -13,9 +13,9 @@ from rich.text import Text
 
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
-from jshard.checkpoint.listing import ListedCheckpoint, Listing, checkpoint_at, listing
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.readers import Opened, open_checkpoint
+from jshard.checkpoint.series_folder import ListedCheckpoint, Listing, checkpoint_at, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text
 from jshard.errors import ShardingError, printable

@@ -113,8 +113,9 @@ def dynamic_slice(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value
         return Value(lax.dynamic_slice(value.x, begin, local), dim)
 
     if value.dim in taken and sizes[value.dim] == 1 and can_be_partial(value):
-        dim = value.dim
-        return [one_row(p, of_shard(value, dim), jnp.clip(starts[dim].x, 0, shape[dim] - 1))]
+        dim, start = value.dim, starts[value.dim].x
+        start = start.astype(jnp.int32) if start.dtype.itemsize < 4 else start  # 8 bits do not hold each size
+        return [one_row(p, of_shard(value, dim), jnp.clip(start, 0, shape[dim] - 1).astype(jnp.int32))]
     return beside(p, eqn, [value], taken, lambda values: [of_shard(values[0], values[0].dim)])
 
 

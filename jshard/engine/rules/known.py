@@ -131,6 +131,8 @@ def _random_bits(p: "Partitioner", value: Value, dim: int) -> Any | None:
         return None
     if key.ndim:  # a key for each row
         return p.bind(eqn, [p.split(key, dim).x])[0] if dim < key.ndim else None
+    if str(jax.random.key_impl(key.x)) != "threefry2x32":
+        return None
     data, width = jax.random.key_data(key.x), eqn.params["bit_width"]
     if (width, value.shape, dim) not in p.random_bits:
 

@@ -64,7 +64,7 @@ NAMES = MOVES | SUMS | JOINED.keys() | BILINEAR | TAKES | {"div", "convert_eleme
 
 def apply(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """The equation on partial values, if it is linear in them; None: they are to be summed before."""
-    if any(v.is_split for v in values) or not _is_sound(eqn, values):
+    if not eqn.outvars or any(v.is_split for v in values) or not _is_sound(eqn, values):
         return None
     ready = _ready(p, eqn, values)
     if ready is None:

@@ -182,7 +182,7 @@ def one_row(p: "Partitioner", value: Value, at: Any) -> Value:
 
 def draws_alone(key: Value) -> bool:
     """Whether each key of a batch draws what it draws by itself; with `rbg` the first key draws for all of them."""
-    return "threefry" in str(jax.random.key_impl(key.x))
+    return str(jax.random.key_impl(key.x)).startswith(("threefry", "philox"))
 
 
 @rule("random_wrap", "random_unwrap", "random_split")

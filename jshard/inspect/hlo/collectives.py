@@ -186,7 +186,6 @@ def _ints(text: str | None) -> Sequence[int]:
 
 
 def _item_bytes(dtype: str, name: str) -> int:
-    dtype = re.sub(r"^i(\d)", r"s\1", dtype).lower()  # StableHLO says i32 and f8E4M3FN
     try:
         return math.ceil(item_bytes(dtype))
     except KeyError:

@@ -115,17 +115,8 @@ class Forms:
         scatters = any("scatter" in name for name in (fusion.name, *self._module.called(fusion)))
         return Role("blocking", "reduce-scatter" if scatters else base_opcode(inner.opcode), inner)
 
-    def _first(self, instruction: Instruction, depth: int = 0) -> Instruction | None:
-        """The first collective inside what an instruction calls."""
-        for body in self._module.callees(instruction):
-            for inner in body.instructions:
-                if base_opcode(inner.opcode) in KINDS:
-                    return inner
-                if inner.opcode in ("fusion", "call") and depth < _DEPTH:
-                    found = self._first(inner, depth + 1)
-                    if found is not None:
-                        return found
-        return None
+    def _first(self, instruction: Instruction) -> Instruction | None:
+        return next(iter(self.collectives(instruction)), None)
 
     def _targets(self, fusion: Instruction) -> set[str]:
         inner = (i for body in self._module.callees(fusion) for i in body.instructions if i.opcode == "custom-call")

@@ -222,16 +222,16 @@ def tuple_index(instruction: Instruction) -> int:
 
 
 def item_bytes(dtype: str) -> float:
-    """Bytes of an element, by the HLO name of its type; 0 for a token.
+    """Bytes of an element, by the name of its type in HLO or StableHLO; 0 for a token.
 
     Raises:
         KeyError: no such type is known.
     """
     if dtype in ("token", "opaque"):
         return 0
-    if dtype == "pred":
+    if dtype in ("pred", "i1"):
         return 1
-    bits = re.fullmatch(r"(?:bf|f|s|u|c)(\d+)(?:e\d+m\d+\w*)?", dtype)
+    bits = re.fullmatch(r"(?:bf|f|s|u|c|i|ui)(\d+)(?:e\d+m\d+\w*)?", dtype.lower())
     if bits is None or int(bits.group(1)) not in _ITEM_BITS:
         raise KeyError(dtype)
     return int(bits.group(1)) / 8
@@ -247,67 +247,38 @@ def trip_count(module: Module, home: Computation, loop: Instruction) -> int | No
         return int(noted.group(1))
     condition = module.computations.get(loop.attribute("condition") or "")
     body = module.computations.get(loop.attribute("body") or "")
-    if condition is None or body is None or condition.root is None or body.root is None:
+    test = condition.source(condition.root) if condition is not None else None
+    if condition is None or body is None or test is None or "direction=LT" not in test.attributes:
         return None
-    test = condition.source(condition.root)
-    if test is None or test.opcode != "compare" or "direction=LT" not in test.attributes:
+    states = [_values(home, home.source(home.operand(loop, 0)), {})]
+    for _ in range(2):  # an unrolled loop adds 2 or more, perhaps in several additions
+        states.append(_values(body, body.root, states[-1]))
+    counts, limits = ([_value(condition, condition.operand(test, side), state) for state in states] for side in (0, 1))
+    begin, second, third = counts
+    if begin is None or second is None or third is None or limits[0] is None or len(set(limits)) > 1:
         return None
-    start_values = _start_values(home, loop)
-    counter = condition.source(condition.operand(test, 0))
-    if counter is None or counter.opcode != "get-tuple-element":
+    step = second - begin
+    return max(0, -(-(limits[0] - begin) // step)) if third - second == step > 0 else None
+
+
+def _values(home: Computation, state: Instruction | None, before: dict[int, int]) -> dict[int, int]:
+    """The integers in a loop's state, by place in the tuple, as far as they follow from those in the one before."""
+    names = state.operands if state is not None and state.opcode == "tuple" else ()
+    found = ((place, _value(home, home.by_name.get(name), before)) for place, name in enumerate(names))
+    return {place: value for place, value in found if value is not None}
+
+
+def _value(home: Computation, instruction: Instruction | None, state: dict[int, int]) -> int | None:
+    """An integer: a constant, a part of the state that a computation is given, or a sum of such."""
+    source = home.source(instruction)
+    if source is None:
         return None
-    begin = start_values.get(tuple_index(counter))
-    end = _bound(condition, test, body, start_values)
-    step = _step(body, tuple_index(counter))
-    if begin is None or end is None or step is None:
+    if source.opcode == "constant":
+        return int(source.inside) if re.fullmatch(r"\s*-?\d+\s*", source.inside) else None
+    given = home.operand(source, 0)
+    if source.opcode == "get-tuple-element" and given is not None and given.opcode == "parameter":
+        return state.get(tuple_index(source))
+    if source.opcode != "add":
         return None
-    return max(0, -(-(end - begin) // step))
-
-
-def _start_values(home: Computation, loop: Instruction) -> dict[int, int]:
-    """What the loop's state holds before the first round, as far as it is constant: by place in the tuple."""
-    state = home.source(home.operand(loop, 0))
-    if state is None or state.opcode != "tuple":
-        return {}
-    sources = [home.source(home.by_name.get(name)) for name in state.operands]
-    values = {place: _integer(source) for place, source in enumerate(sources)}
-    return {place: value for place, value in values.items() if value is not None}
-
-
-def _bound(condition: Computation, test: Instruction, body: Computation, start_values: dict[int, int]) -> int | None:
-    """What the counter is compared with: a constant, or a part of the state that stays as it began."""
-    bound = condition.source(condition.operand(test, 1))
-    if bound is None or bound.opcode != "get-tuple-element":
-        return _integer(bound)
-    place = tuple_index(bound)
-    after = _after(body, place)
-    stays = after is not None and after.opcode == "get-tuple-element" and tuple_index(after) == place
-    return start_values.get(place) if stays else None
-
-
-def _after(body: Computation, place: int) -> Instruction | None:
-    """What a part of the state is at the end of a round."""
-    state = body.root
-    if state is None or state.opcode != "tuple" or place >= len(state.operands):
-        return None
-    return body.source(body.by_name.get(state.operands[place]))
-
-
-def _step(body: Computation, place: int) -> int | None:
-    """What a round adds to the counter: an unrolled loop adds 2 or more, perhaps in several additions."""
-    value, total = _after(body, place), 0
-    while value is not None and value.opcode == "add":
-        sides = [body.source(body.operand(value, side)) for side in (0, 1)]
-        known = [_integer(side) for side in sides]
-        if (known[0] is None) == (known[1] is None):
-            return None
-        total += next(k for k in known if k is not None)
-        value = next(side for side, k in zip(sides, known, strict=True) if k is None)
-    counted = value is not None and value.opcode == "get-tuple-element" and tuple_index(value) == place
-    return total if counted and total > 0 else None
-
-
-def _integer(instruction: Instruction | None) -> int | None:
-    if instruction is None or instruction.opcode != "constant":
-        return None
-    return int(instruction.inside) if re.fullmatch(r"-?\d+", instruction.inside.strip()) else None
+    left, right = (_value(home, home.operand(source, side), state) for side in (0, 1))
+    return None if left is None or right is None else left + right

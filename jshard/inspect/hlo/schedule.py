@@ -15,14 +15,14 @@ class Window:
 
     name: str  # the instruction's name in the text
     kind: str  # `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`
-    # bytes of the whole arrays by dtype, of one execution; as of `Collective.full_bytes`
+    # Bytes of the whole arrays by dtype, of one execution; as of `Collective.full_bytes`.
     sizes: tuple[tuple[str, int], ...]
     group: tuple[int, ...]  # positions, in the mesh's order, of the devices of the first group
     axes: tuple[str, ...] | None = None  # the mesh axes that it runs over; None if no mesh was given
-    # paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
-    # not say
+    # Paths of the units that it gathers or reduces; several if the compiler joined theirs; empty if the program does
+    # not say.
     units: tuple[str, ...] = ()
-    # where it does not, and what is sent was computed: the units whose operations read that first
+    # Where it does not, and what is sent was computed: the units whose operations read that first.
     read_by: tuple[str, ...] = ()
     # `forward`, `backward`, or `both` if the compiler joined them; None if the program does not say
     phase: str | None = None
@@ -34,7 +34,7 @@ class Window:
     flops: float = 0.0  # floating-point operations of these
     conditional: bool = False  # it is in a branch, and may not run at all
     arrays: tuple[tuple[str, tuple[int, ...]], ...] = ()  # of its result: dtype and dims of each
-    # the lines of the model that mix examples by it; several if the compiler joined theirs
+    # The lines of the model that mix examples by it; several if the compiler joined theirs.
     mixing: tuple[Mixing, ...] = ()
     is_mixing: bool = False  # it is for those alone
 

@@ -48,9 +48,9 @@ class _Body:
     steps: list[Step] = dataclasses.field(default_factory=list)  # so far
     parts: list[OpWork] = dataclasses.field(default_factory=list)  # the work of each
     passed: _Passed = dataclasses.field(default_factory=collections.Counter)  # the same, counted
-    # by token, the collectives that began and were not waited for; None if the end is to be ignored
+    # By token, the collectives that began and were not waited for; None if the end is to be ignored.
     under_way: dict[str, _UnderWay | None] = dataclasses.field(default_factory=dict)
-    # what was passed in a loop's body when it waited for a part of the loop's state
+    # What was passed in a loop's body when it waited for a part of the loop's state.
     arrivals: dict[str, _Passed] = dataclasses.field(default_factory=dict)
 
     def append(self, other: "_Body") -> None:
@@ -97,11 +97,7 @@ class Walk:
         self.notes: list[str] = []
 
     def run(self) -> tuple[tuple[Step, ...], float]:
-        """The steps of the program and its floating-point operations.
-
-        Raises:
-            ProgramError: communication that is not understood.
-        """
+        """The steps of the program and its floating-point operations."""
         body = self._walk(self._module.entry)
         total = added(body.parts)
         for target in total.uncounted:

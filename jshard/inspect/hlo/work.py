@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
@@ -29,11 +29,11 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 class OpWork:
     """The work of an instruction, of a computation, or of several together."""
 
-    # floating-point operations of matrix products and convolutions, by dtype of what is multiplied
+    # Floating-point operations of matrix products and convolutions, by dtype of what is multiplied.
     flops: tuple[tuple[str, float], ...] = ()
     matmuls: int = 0  # how many of those there are
     memory_bytes: float = 0.0  # read from and written to device memory
-    # custom calls whose operations are not known: they count as their memory traffic alone
+    # Custom calls whose operations are not known: they count as their memory traffic alone.
     uncounted: tuple[str, ...] = ()
 
     @property
@@ -181,47 +181,24 @@ def _convolution_flops(home: Computation, convolution: Instruction) -> float:
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", convolution.attributes)
     if labels is None:
         return 0.0
-    left, kernel, out = (
-        dict(zip(label, _array(x)[1], strict=False))
-        for label, x in zip(
-            labels.groups(),
-            (home.operand(convolution, 0), home.operand(convolution, 1), convolution),
-            strict=True,
-        )
-    )
-    spatial = sorted(d for d in kernel if d.isdigit())
-    window = _ConvolutionWindow.read(convolution.attributes, len(spatial))
-    pairs = math.prod(window.pairs(place, left.get(d, 1), kernel[d], out.get(d, 1)) for place, d in enumerate(spatial))
+    operands = home.operand(convolution, 0), home.operand(convolution, 1), convolution
+    sizes = [dict(zip(label, _array(x)[1], strict=False)) for label, x in zip(labels.groups(), operands, strict=True)]
+    left, kernel, out = sizes
+    found = re.search(r"window=\{([^}]*)\}", convolution.attributes)
+    window = dict(re.findall(r"(\w+)=([\w\-]+)", found.group(1))) if found else {}
+    spatial = enumerate(sorted(d for d in kernel if d.isdigit()))
+    pairs = math.prod(_pairs(window, i, left.get(d, 1), kernel[d], out.get(d, 1)) for i, d in spatial)
     return 2.0 * out.get("b", 1) * out.get("f", 1) * kernel.get("i", 1) * pairs
 
 
-@dataclasses.dataclass(frozen=True)
-class _ConvolutionWindow:
-    """The `window={...}` of a convolution: one number per spatial dim."""
-
-    stride: list[int]
-    low: list[int]
-    left_dilation: list[int]
-    kernel_dilation: list[int]
-
-    @classmethod
-    def read(cls, attributes: str, dims: int) -> "_ConvolutionWindow":
-        found = re.search(r"window=\{([^}]*)\}", attributes)
-        parts = dict(re.findall(r"(\w+)=([\w\-]+)", found.group(1))) if found else {}
-
-        def numbers(key: str, default: int) -> list[int]:
-            text = parts.get(key)
-            return [int(n.split("_")[0]) for n in text.split("x")] if text else [default] * dims
-
-        return cls(numbers("stride", 1), numbers("pad", 0), numbers("lhs_dilate", 1), numbers("rhs_dilate", 1))
-
-    def pairs(self, place: int, size: int, kernel: int, out: int) -> int:
-        """Places of the kernel that meet an element of the input, over all places of the output."""
-        at = np.arange(out)[:, None] * self.stride[place] + np.arange(kernel) * self.kernel_dilation[place]
-        at = at - self.low[place]
-        dilation = self.left_dilation[place]
-        inside = (at >= 0) & (at <= (size - 1) * dilation) & (at % dilation == 0)
-        return int(inside.sum())
+def _pairs(window: Mapping[str, str], place: int, size: int, kernel: int, out: int) -> int:
+    """Places of the kernel that meet an element of the input, over all places of the output, in one spatial dim."""
+    stride, low, dilation, apart = (
+        int(window[key].split("x")[place].split("_")[0]) if key in window else default
+        for key, default in (("stride", 1), ("pad", 0), ("lhs_dilate", 1), ("rhs_dilate", 1))
+    )
+    at = np.arange(out)[:, None] * stride + np.arange(kernel) * apart - low
+    return int(((at >= 0) & (at <= (size - 1) * dilation) & (at % dilation == 0)).sum())
 
 
 @functools.lru_cache(maxsize=4096)

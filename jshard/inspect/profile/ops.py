@@ -46,11 +46,7 @@ class Op:
 
 
 class Ops:
-    """Tells operations apart: by the text of their program if there is one, else by their names.
-
-    Raises:
-        ProgramError: it is not such a text, or it holds a collective that is not understood.
-    """
+    """Tells operations apart: by the text of their program if there is one, else by their names."""
 
     def __init__(self, text: str | None) -> None:
         self._known: dict[str, Op] = {}

@@ -39,7 +39,7 @@ class Event:
     end_ps: int  # when it ended
     module: str = ""  # name of the program; empty if the profile does not say
     run: int | None = None  # which run of the program, where the profile says so
-    # it computes if it does not communicate. Not so what has other events inside, and copies beside them.
+    # It computes if it does not communicate. Not so what has other events inside, and copies beside them.
     computes: bool = True
 
 
@@ -58,7 +58,7 @@ class ProcessEvents:
     """What one file of a profile has."""
 
     devices: tuple[DeviceEvents, ...]  # those that did something
-    # numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order
+    # Numbers of the steps that the program marked with `jax.profiler.StepTraceAnnotation`, in order.
     marks: tuple[int, ...]
 
 

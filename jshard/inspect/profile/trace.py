@@ -39,11 +39,7 @@ def process_folder(span: str, process: int) -> Path:
 
 
 def find_profile(path: str | os.PathLike[str]) -> ProfileFiles:
-    """The newest profile in a folder, or the file that is named.
-
-    Raises:
-        ShardingError: there is none.
-    """
+    """The newest profile in a folder, or the file that is named."""
     path = Path(path)
     if path.is_file():
         if not path.name.endswith(_SUFFIX):
