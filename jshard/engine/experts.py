@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jshard.engine.partitioner import Partitioner
 from jshard.engine.rules.table import rule, same
-from jshard.engine.values import PARTIAL, Eqn, Moved, State, Value
+from jshard.engine.values import PARTIAL, Eqn, Mixing, State, Value
 from jshard.plans.mesh import EXPERT
 from jshard.plans.placement import Placement, axes_of
 
@@ -72,7 +72,13 @@ class ExpertPartitioner(Partitioner):
         if name == "over_expert":
             return [self._placed(values[0], eqn.params["dim"])]
         if name == "psum" and any(v.is_partial for v in values):
-            return [Value(self._summed(eqn, v)) if v.is_partial else v.with_array(self._alone(eqn, v)) for v in values]
+            everywhere = (*eqn.params["axes"], *self.axes)  # over `expert`, too: one all-reduce
+            return [
+                Value(self.bind(eqn, [v.x], axes=everywhere)[0])
+                if v.is_partial
+                else v.with_array(self.bind(eqn, [v.x])[0])
+                for v in values
+            ]
         return super().equation(eqn, values)
 
     def _placed(self, value: Value, dim: int | None) -> Value:
@@ -95,13 +101,6 @@ class ExpertPartitioner(Partitioner):
         else:
             with super().sends(kind, eqn, size):
                 yield
-
-    def _summed(self, eqn: Eqn, value: Value) -> Any:
-        """A sum over the batch's axes, over `expert`, too: one all-reduce."""
-        return self.bind(eqn, [value.x], axes=(*eqn.params["axes"], *self.axes))[0]
-
-    def _alone(self, eqn: Eqn, value: Value) -> Any:
-        return self.bind(eqn, [value.x])[0]
 
 
 # ---- the program
@@ -128,7 +127,7 @@ def over_experts(
     dims: Sequence[int | None],
     wanted: Sequence[State],
     degree: int,
-) -> tuple[list[Any], list[int | None], list[Moved]]:
+) -> tuple[list[Any], list[int | None], list[Mixing]]:
     """Runs a data shard's program on the part of one place along `expert`.
 
     Args:

@@ -5,7 +5,6 @@ right as it is, and it costs collectives that are neither a parameter's gather n
 """
 
 import collections
-import dataclasses
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import jax.numpy as jnp
 
 from jshard import _compat
 from jshard.engine.context import in_shapes_only
-from jshard.engine.values import LocalProduct, Moved
+from jshard.engine.values import LocalProduct, Mixing
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
 from jshard.plans.plan import ShardPlan
@@ -30,51 +29,11 @@ _LISTED = 8
 COMPUTED_WHOLE = ("whole", "made whole")
 """Kinds of an operation that has no rule for its operands: each device computes it for the whole batch."""
 
-_HOW = {
-    "whole": "gathered from all data shards",
-    "made whole": "a constant that every device makes whole",
-    "sum": "summed over the data shards",
-    "max": "reduced over the data shards",
-    "move": "exchanged between data shards",
-}
-
 _OPAQUE = ("pallas_call", "ffi_call", "custom_partitioning", "tpu_custom_call")
 _SCOPE = re.compile(r"mixing\[([^\]|]*)\|([^\]|]*)\|([^\]|]*)\|(\d+)\|([^\]|]*)\|(\d+)\]")
 
 
-@dataclasses.dataclass(frozen=True)
-class Mixing:
-    """What one line of a model sends in a step.
-
-    Args:
-        kind: as of `Moved`.
-        operation: the primitive.
-        where: "file:line (function)"; empty for what the model returns.
-        times: how many collectives.
-        bytes: of their results on one device.
-    """
-
-    kind: str
-    operation: str
-    where: str
-    times: int
-    bytes: int
-
-    @property
-    def how(self) -> str:
-        """What is sent, in words."""
-        return _HOW[self.kind]
-
-    @property
-    def line(self) -> str:
-        """The line, or what stands for it."""
-        return self.where or "results and state of the model"
-
-    def __str__(self) -> str:
-        return f"{self.line}: {self.operation}, {self.how}, {self.bytes:,} bytes per step"
-
-
-def scope_of(one: Moved, size: int) -> str:
+def scope_of(one: Mixing, size: int) -> str:
     """The name under which a collective stands in the compiled program: `mixing[sum|reduce_sum|vae.py|35|encode|64]`.
 
     Args:
@@ -119,7 +78,7 @@ def mixing_of(plan: ShardPlan) -> tuple[Mixing, ...]:
     return tuple(_together(one for key in keys for found in _seen.get(key, {}).values() for one in found))
 
 
-def note(unit: Unit, call: str, part: str, moved: Sequence[Moved]) -> None:
+def note(unit: Unit, call: str, part: str, moved: Sequence[Mixing]) -> None:
     """Records what a program sends, and warns of what is large, once for each line of a model.
 
     Args:
@@ -131,7 +90,7 @@ def note(unit: Unit, call: str, part: str, moved: Sequence[Moved]) -> None:
     Raises:
         CallError: an operation is computed whole, and the annotation says fallback="error".
     """
-    found = _together(Mixing(one.kind, one.operation, one.where, 1, one.bytes) for one in moved)
+    found = _together(moved)
     if unit.policy.fallback == "error" and (bad := [one for one in found if one.kind in COMPUTED_WHOLE]):
         raise _refused(bad)
     key = key_of(unit.kind, unit.mesh.shape.items(), (m.placement for m in unit.members))

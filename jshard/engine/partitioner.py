@@ -20,7 +20,7 @@ from jshard.engine.moved import scope_of
 from jshard.engine.rules import known, linear
 from jshard.engine.rules.contraction import flops
 from jshard.engine.rules.table import CONVERT_PARTIAL, KEEP_STORED, RULES, TAKE_PARTIAL
-from jshard.engine.values import PARTIAL, Eqn, LocalProduct, MadeFrom, Moved, Shard, State, Value
+from jshard.engine.values import PARTIAL, Eqn, LocalProduct, MadeFrom, Mixing, Shard, State, Value
 from jshard.errors import CallError, FourPartError
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Partitioner:
     def __init__(self, axes: tuple[str, ...], degree: int, *, batch_sizes: Iterable[int] = ()) -> None:
         self.axes, self.degree = tuple(axes), degree
         self.batch_sizes = set(batch_sizes)
-        self.noted: list[Moved | LocalProduct] = []  # in the order of the trace; what is traced again is noted again
+        self.noted: list[Mixing | LocalProduct] = []  # in the order of the trace; what is traced again is noted again
         self.settled: dict[Any, tuple[Any, list[State]]] = {}  # the states of the carries of loops
         self.random_bits: dict[Any, Any] = {}  # functions of a key that make a shard of them
         self.trips = 1  # product of the lengths of the loops around
@@ -77,11 +77,10 @@ class Partitioner:
         with jax.named_scope(scope_of(self.note(kind, eqn, size), size)):
             yield
 
-    def note(self, kind: Any, eqn: Eqn | None, size: int) -> Moved:
+    def note(self, kind: Any, eqn: Eqn | None, size: int) -> Mixing:
         """Records what the equation needs of other shards; None: what the program returns needs it."""
-        shapes = " ".join(a.aval.str_short() for a in eqn.invars[:3]) if eqn is not None else ""
-        operation = eqn.primitive.name if eqn is not None else "output"
-        self.noted.append(one := Moved(kind, operation, size * self.trips, self.place(eqn), shapes))
+        operation = "output" if eqn is None else eqn.primitive.name
+        self.noted.append(one := Mixing(kind, operation, self.place(eqn), 1, size * self.trips))
         return one
 
     def _note_product(self, eqn: Eqn, values: list[Value], found: list[Value]) -> None:
@@ -92,9 +91,9 @@ class Partitioner:
             self.noted.append(LocalProduct(work * self.trips / share, is_whole, self.place(eqn) if is_whole else ""))
 
     @property
-    def moved(self) -> list[Moved]:
+    def moved(self) -> list[Mixing]:
         """What was sent."""
-        return [one for one in self.noted if isinstance(one, Moved)]
+        return [one for one in self.noted if isinstance(one, Mixing)]
 
     @property
     def products(self) -> list[LocalProduct]:

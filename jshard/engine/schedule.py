@@ -23,7 +23,7 @@ from jshard.engine.rotation import Handover, Rotation
 from jshard.engine.rules.loops import Scan
 from jshard.engine.stacks import stored_rows
 from jshard.engine.units import BACKWARD, FORWARD, read_inside
-from jshard.engine.values import PARTIAL, Eqn, LocalProduct, Moved, Shard, Value
+from jshard.engine.values import PARTIAL, Eqn, LocalProduct, Mixing, Shard, Value
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import batch_axes, degree
 from jshard.plans.placement import Placement
@@ -52,7 +52,7 @@ class ShardedPartitioner(Partitioner):
         self.mesh, self.name = mesh, name
         self.level = Level([])
         self.kept_whole = dict(whole or {})
-        self._bodies: dict[Any, tuple[Any, list[Value], list[Moved | LocalProduct], Any]] = {}
+        self._bodies: dict[Any, tuple[Any, list[Value], list[Mixing | LocalProduct], Any]] = {}
         self._read: list[Value] = []
         self.layers_read: dict[str, Placement] = {}  # of stacks, in loops, outside of units
         self._stored_rows: dict[Any, Shard] = {}  # of the results of loops
@@ -289,11 +289,11 @@ class ShardedPartitioner(Partitioner):
             body.__name__ = body.__qualname__ = eqn.params["phase"]
             run = jax.jit(body)
             xs = run(xs)
-            self._bodies[key] = run, forms, [one.times(1 / self.trips) for one in self.noted[mark:]], jaxpr
+            self._bodies[key] = run, forms, [one.repeated(1 / self.trips) for one in self.noted[mark:]], jaxpr
         else:
             run, forms, noted, _ = self._bodies[key]
             xs = run(xs)
-            self.noted[mark:] = [one.times(self.trips) for one in noted]
+            self.noted[mark:] = [one.repeated(self.trips) for one in noted]
         return [form.with_array(x) for x, form in zip(xs, forms, strict=True)]
 
     @staticmethod

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -117,28 +117,50 @@ class Value:
         return Value(x, self.state, counted=self.counted, parameter=self.parameter)
 
 
+_HOW = {
+    "whole": "gathered from all data shards",
+    "made whole": "a constant that every device makes whole",
+    "sum": "summed over the data shards",
+    "max": "reduced over the data shards",
+    "move": "exchanged between data shards",
+}
+
+
 @dataclasses.dataclass(frozen=True)
-class Moved:
-    """One collective that is neither a parameter's gather nor a gradient's reduction.
+class Mixing:
+    """A collective that is neither a parameter's gather nor a gradient's reduction, or all that a line sends in a step.
 
     Args:
         kind: "whole": a split value gathered; "sum", "max": a reduction whose result is needed; "move": split along
             another dim; "made whole": a constant of which no shard can be made, so that it is cut from the whole.
         operation: the primitive that needs it; "output" for what the program returns.
-        bytes: of the result on one device, times the trips of the loops around it.
-        where: "file:line (function)" of the user's code.
-        shapes: of the operands, in global view.
+        where: "file:line (function)" of the user's code; empty for what the model returns.
+        times: how many collectives.
+        bytes: of their results on one device, in all trips of the loops around.
     """
 
-    kind: Literal["whole", "sum", "max", "move", "made whole"]
+    kind: str
     operation: str
-    bytes: int
     where: str
-    shapes: str
+    times: int
+    bytes: int
 
-    def times(self, trips: float) -> "Moved":
+    def repeated(self, trips: float) -> "Mixing":
         """The same, as a loop makes it."""
         return dataclasses.replace(self, bytes=round(self.bytes * trips))
+
+    @property
+    def how(self) -> str:
+        """What is sent, in words."""
+        return _HOW[self.kind]
+
+    @property
+    def line(self) -> str:
+        """The line, or what stands for it."""
+        return self.where or "results and state of the model"
+
+    def __str__(self) -> str:
+        return f"{self.line}: {self.operation}, {self.how}, {self.bytes:,} bytes per step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +177,7 @@ class LocalProduct:
     is_whole: bool
     where: str
 
-    def times(self, trips: float) -> "LocalProduct":
+    def repeated(self, trips: float) -> "LocalProduct":
         """The same, as a loop makes it."""
         return dataclasses.replace(self, flops=self.flops * trips)
 

@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from jshard.engine.partitioner import Partitioner
-from jshard.engine.values import Moved, State, Value
+from jshard.engine.values import Mixing, State, Value
 
 AXES = ("replica", "fsdp")
 
@@ -39,7 +39,7 @@ class Found:
 
     outs: list[jax.Array]
     grads: list[jax.Array]
-    moved: list[Moved]
+    moved: list[Mixing]
     text: str
     compiled: Any = None
 
@@ -107,7 +107,7 @@ class Alone:
 
     outs: list[jax.Array]
     states: list[State]
-    moved: list[Moved]
+    moved: list[Mixing]
     lowered: Any
 
 
@@ -174,7 +174,7 @@ class _Region:
     def __init__(self, mesh: Mesh, batch: int) -> None:
         self.mesh, self.batch = mesh, batch
         self.degree = mesh.shape["replica"] * mesh.shape["fsdp"]
-        self.moved: list[Moved] = []
+        self.moved: list[Mixing] = []
 
     def run(self, closed: Any, xs: Sequence[Any], states: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """A program on the shards; its results are whole or split, as the states say that come with them."""
