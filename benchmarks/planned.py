@@ -117,7 +117,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def _cell(name: str, row: Mapping[str, Any]) -> str:
-    """Of what does not fit no time is told: the compiler then saves memory instead of time."""
+    """Of what does not fit no time is described: the compiler then saves memory instead of time."""
     return "" if name.startswith("est.") and not row["fits"] else COLUMNS[name](row)
 
 

@@ -23,7 +23,7 @@ def wait_for_quiet(limit_s: float) -> bool:
     """Waits until nobody else works, for so long at most.
 
     Returns:
-        Whether the machine is quiet, as far as can be told.
+        Whether the machine is quiet, as far as can be described.
     """
     end = time.monotonic() + limit_s
     while (busy := busy_share(1.0)) is not None and busy > _QUIET:

@@ -204,7 +204,7 @@ class ResNetRecipe(Recipe):
 
 
 def tiny() -> ResNetRecipe:
-    """Tells digits apart after minutes on two CPU cores."""
+    """Classifies digits after minutes on two CPU cores."""
     return ResNetRecipe(
         model=ResNetConfig(
             depths=(1, 1, 1),

@@ -27,8 +27,8 @@ from jax.experimental.compilation_cache import compilation_cache
 LONG = """
     test_your_model test_linen_composition test_two_processes test_linen_model_file test_docs test_train_run
     test_checkpoint_processes test_composition test_uneven test_scan_layers test_optimizers test_annotation test_parity
-    test_one_device_numbers test_one_device_models test_same_state_on_processes test_traced_once test_one_device_linen
-    test_same_state test_experts test_linen_offload test_init test_tensor_parallel test_cli test_vdit test_costs_beyond
+    test_one_device test_same_state_on_processes test_traced_once
+    test_experts test_linen_offload test_init test_tensor_parallel test_cli test_vdit test_costs_beyond
     test_linen_uneven test_llama test_linen_frozen test_linen_accumulate test_linen test_offload test_holes test_kernels
     test_launch test_partition_rules test_kernel_launch test_linen_ungathered test_t5 test_benchmark_step
 """.split()

@@ -92,11 +92,11 @@ def measure(bench: Bench, group: Group, *, rounds: int = ROUNDS) -> tuple[tuple[
         try:
             errors[setting] = bench.prepare(group.size, setting)
             if not errors[setting] <= MOST_ERROR:
-                raise wrong_result(setting.told, errors.pop(setting))
+                raise wrong_result(setting.described, errors.pop(setting))
         except (FourPartError, jax.errors.JaxRuntimeError) as error:
             if setting.form == DOT:
                 raise
-            failed[f"{group.size.name}/{setting.told}"] = next(iter(str(error).splitlines()), type(error).__name__)
+            failed[f"{group.size.name}/{setting.described}"] = next(iter(str(error).splitlines()), type(error).__name__)
     loads = _loads(bench, group.settings[0])
     comp: dict[Setting, list[float]] = {}
     comm: dict[Load, list[float]] = {}
@@ -151,7 +151,7 @@ def _row(
     error: float,
 ) -> Row:
     times = [one.both_ms for one in found]
-    middle = sorted(found, key=lambda one: one.both_ms)[len(found) // 2]  # its blocks are told of
+    middle = sorted(found, key=lambda one: one.both_ms)[len(found) // 2]  # its blocks are reported
     drains: Mapping[str, str] = dict(zip(PLACEMENTS, setting.drains, strict=True))
     return Row(
         group=group.name,

@@ -163,8 +163,8 @@ def _measure(args: argparse.Namespace) -> int:
     names = chosen(list(found), args.only)
     rounds = args.rounds or (_QUICK_ROUNDS if args.quick else ROUNDS)
     session = Session(facts, comm, bytes_per_s=args.link_gb_s * 1e9, rounds=rounds)
-    told = conditions(device, comm, load=session.how, link_gb_s=args.link_gb_s, rounds=rounds, quick=args.quick)
-    record = continued(args.out, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", told)
+    described = conditions(device, comm, load=session.how, link_gb_s=args.link_gb_s, rounds=rounds, quick=args.quick)
+    record = continued(args.out, f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC", described)
     wanted = [found[name] for name in names if args.again or not record.has(name)]
     save(record, args.out)
     for known in session.run(wanted, record, seconds=args.seconds):

@@ -38,7 +38,7 @@ def expected(gpu: GpuFacts) -> dict[str, dict[int, bool]]:
 def placement_verdict(found: Placement, gpu: GpuFacts) -> str:
     """Which rule the GPU goes by."""
     began = dict(found.began)
-    told = ", ".join(f"{n}: {'began' if did else 'waited'}" for n, did in sorted(began.items()))
+    described = ", ".join(f"{n}: {'began' if did else 'waited'}" for n, did in sorted(began.items()))
     by_rule = expected(gpu)
     if found.long_sms != gpu.num_sms:
         return (
@@ -50,14 +50,14 @@ def placement_verdict(found: Placement, gpu: GpuFacts) -> str:
     if void:
         return (
             f"Placement: void. By both rules the probe of {void[0]} registers"
-            f" {'begins' if by_rule['even'][void[0]] else 'waits'}, and it did not ({told})."
+            f" {'begins' if by_rule['even'][void[0]] else 'waits'}, and it did not ({described})."
         )
     for rule, wanted in by_rule.items():
         if began == wanted:
-            return f'Placement: "{rule}" (registers of a probe and what it did: {told}).'
+            return f'Placement: "{rule}" (registers of a probe and what it did: {described}).'
     most = max(n for n, did in began.items() if did)
     return (
-        f"Placement: neither rule; probes of up to {most} registers began ({told})."
+        f"Placement: neither rule; probes of up to {most} registers began ({described})."
         ' `GpuFacts.placement` stays "even", which promises less room.'
     )
 
@@ -122,33 +122,37 @@ def kill_rule(rows: Sequence[Row]) -> str:
     if not tried:
         return ""
     row = max(tried, key=lambda row: int(row.drain_even))
-    told = f"{row.form}, drain {row.drain_even} (even) or {row.drain_pooled} (pooled), high priority: {row.ratio:.3f}"
+    described = (
+        f"{row.form}, drain {row.drain_even} (even) or {row.drain_pooled} (pooled), high priority: {row.ratio:.3f}"
+    )
     if row.ratio <= HIDES:
         helps = "What helps is reserved SMs and the latency statement."
-        return f"kill rule: padding is needless here, priority alone is enough ({told}). {helps}"
-    return f"kill rule: does not apply, priority alone is not enough ({told}, and needed is {HIDES})."
+        return f"kill rule: padding is needless here, priority alone is enough ({described}). {helps}"
+    return f"kill rule: does not apply, priority alone is not enough ({described}, and needed is {HIDES})."
 
 
 def shaping(rows: Sequence[Row]) -> str:
     """What leaving room costs the product alone, and what it gains beside the load, each kernel beside itself."""
-    told = []
+    described = []
     for row in rows:
         base, plain = baseline_of(row, rows), _first(rows, row.group, row.load, row.form, "baseline + priority")
         if row.mode == "shaped + priority" and base is not None and plain is not None:
             gain = 1 - row.both_ms / plain.both_ms
-            told.append(
-                f"{row.told}: {row.comp_ms / base.comp_ms:.2f} times as long alone, {gain:+.1%} beside the load"
+            described.append(
+                f"{row.described}: {row.comp_ms / base.comp_ms:.2f} times as long alone, {gain:+.1%} beside the load"
             )
-    return f"shaping beside priority alone: {'; '.join(told)}." if told else ""
+    return f"shaping beside priority alone: {'; '.join(described)}." if described else ""
 
 
 def dropped(rows: Sequence[Row]) -> str:
     """Kernels that no overlap can repay."""
-    slow = {row.told: row.comp_ms / dot.comp_ms for row in rows if (dot := dot_of(row, rows)) and is_slow(row, rows)}
+    slow = {
+        row.described: row.comp_ms / dot.comp_ms for row in rows if (dot := dot_of(row, rows)) and is_slow(row, rows)
+    }
     if not slow:
         return ""
-    told = "; ".join(f"{name}: {ratio:.2f}" for name, ratio in slow.items())
-    return f"dropped, over {MOST_SLOWER} times XLA's dot alone: {told}."
+    described = "; ".join(f"{name}: {ratio:.2f}" for name, ratio in slow.items())
+    return f"dropped, over {MOST_SLOWER} times XLA's dot alone: {described}."
 
 
 def best(rows: Sequence[Row]) -> str:
@@ -160,10 +164,10 @@ def best(rows: Sequence[Row]) -> str:
     base = baseline_of(row, rows)
     dot = dot_of(row, rows)
     if base is None or dot is None:
-        return f"least time for both: {row.told}, {row.mode}; its baseline was not measured."
+        return f"least time for both: {row.described}, {row.mode}; its baseline was not measured."
     gain, of_dot = 1 - row.both_ms / base.both_ms, 1 - row.both_ms / dot.both_ms
     text = (
-        f"least time for both: {row.told}, {row.mode}: ratio {row.ratio:.3f} (perfect {row.perfect:.3f}),"
+        f"least time for both: {row.described}, {row.mode}: ratio {row.ratio:.3f} (perfect {row.perfect:.3f}),"
         f" {gain:+.1%} of its own baseline's time saved, {of_dot:+.1%} of that of XLA's dot."
     )
     high = _first(rows, row.group, row.load, DOT, "baseline + priority")
@@ -190,8 +194,8 @@ def kernel_sentences(times: Sequence[KernelTime]) -> list[str]:
         found.append(f"matmul {one.shape}, {one.direction}: {one.ratio:.3f} of XLA's dot; goal {KERNEL_GOAL}: {met}.")
     slow = [one for one in times if one.ratio > MOST_SLOWER]
     if slow:
-        told = "; ".join(f"{one.kernel} {one.shape}, {one.direction}: {one.ratio:.2f}" for one in slow)
-        found.append(f"Over {MOST_SLOWER}, where no overlap repays it: {told}.")
+        described = "; ".join(f"{one.kernel} {one.shape}, {one.direction}: {one.ratio:.2f}" for one in slow)
+        found.append(f"Over {MOST_SLOWER}, where no overlap repays it: {described}.")
     return found
 
 

@@ -74,7 +74,7 @@ class Setting:
         return bool(self.pad_bytes or self.reserved_sms)
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """In words."""
         if self.reserved_sms:
             return f"{self.form}, {self.reserved_sms} SMs reserved"

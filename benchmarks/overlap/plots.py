@@ -42,12 +42,14 @@ def write(record: Record, folder: Path, stem: str) -> list[Path]:
 
 
 def _drawn_rows(rows: Sequence[Row], title: str) -> Any:
-    settings = list(dict.fromkeys(row.told for row in rows))
+    settings = list(dict.fromkeys(row.described for row in rows))
     figure, axes = _figure(len(settings) * 0.55)
     for mode, color in _COLORS.items():
         of_mode = [row for row in rows if row.mode == mode]
-        axes.scatter([row.ratio for row in of_mode], [settings.index(row.told) for row in of_mode], c=color, label=mode)
-    least: dict[str, float] = {row.told: row.perfect for row in rows}
+        axes.scatter(
+            [row.ratio for row in of_mode], [settings.index(row.described) for row in of_mode], c=color, label=mode
+        )
+    least: dict[str, float] = {row.described: row.perfect for row in rows}
     axes.scatter([least[name] for name in settings], range(len(settings)), marker="|", c="black", label="perfect")
     axes.axvline(1, color="#999999", linestyle=":", linewidth=1)
     axes.set_yticks(range(len(settings)), settings, fontsize=7)

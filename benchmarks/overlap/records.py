@@ -83,7 +83,7 @@ class Row:
         return bool(self.pad_bytes or self.reserved_sms)
 
     @property
-    def told(self) -> str:
+    def described(self) -> str:
         """The setting in words."""
         room = f"pad {self.pad_bytes:,}" if self.pad_bytes else ""
         return ", ".join(

@@ -67,9 +67,14 @@ def markdown(record: Record, gpu: GpuFacts, left: Sequence[str] = (), pictures: 
 
 
 def _conditions(record: Record) -> list[str]:
-    told = {name: value for name, value in record.conditions.items() if name != "versions"}
+    described = {name: value for name, value in record.conditions.items() if name != "versions"}
     versions = ", ".join(f"{name} {version}" for name, version in record.conditions.get("versions", {}).items())
-    return [f"Measured {record.date}.", "", *(f"- {name}: {value}" for name, value in told.items()), f"- {versions}"]
+    return [
+        f"Measured {record.date}.",
+        "",
+        *(f"- {name}: {value}" for name, value in described.items()),
+        f"- {versions}",
+    ]
 
 
 def _predictions(record: Record, gpu: GpuFacts) -> list[str]:
@@ -81,7 +86,7 @@ def _predictions(record: Record, gpu: GpuFacts) -> list[str]:
         (
             one.name,
             one.row.size,
-            one.row.told,
+            one.row.described,
             one.row.mode,
             f"drain {one.row.drain_even}: {said(one.even)}",
             f"drain {one.row.drain_pooled}: {said(one.pooled)}",
@@ -138,7 +143,7 @@ def _cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
     time = lambda value: "" if value is None else f"{value:.3f}"
     return (
         row.size,
-        row.told,
+        row.described,
         str(row.blocks_per_sm or ""),
         f"{row.drain_even}, {row.drain_pooled}",
         f"{row.load}, {row.load_bytes / 1e6:.0f} MB",

@@ -9,7 +9,7 @@ from benchmarks.step.serve import Task, main
 
 
 class JaxTrainer:
-    """A step with its state on the devices. What makes it is told apart by the engine: jshard or plain Flax."""
+    """A step with its state on the devices. What makes it is described apart by the engine: jshard or plain Flax."""
 
     def __init__(self, task: Task) -> None:
         _start_jax(task)

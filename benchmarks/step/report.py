@@ -102,13 +102,15 @@ def _losses(candidates: Mapping[str, Any]) -> list[str]:
         if not rows:
             continue
         apart = difference(candidates, sharded=sharded)
-        told = "" if apart is None else f": at most {apart:.1e} apart in {len(losses(next(iter(rows.values()))))} steps"
+        described = (
+            "" if apart is None else f": at most {apart:.1e} apart in {len(losses(next(iter(rows.values()))))} steps"
+        )
         cells = [
             [name, *(f"{losses(row)[index]:.6f}" for index in (0, 1, -1)), f"{grad_norms(row)[-1]:.5f}"]
             for name, row in rows.items()
         ]
         head = ["candidate", "first", "second", "last", "last gradient norm"]
-        lines += [f"Losses. {what}{told}.", "", *markdown_table(head, cells), ""]
+        lines += [f"Losses. {what}{described}.", "", *markdown_table(head, cells), ""]
     return lines[:-1]
 
 

@@ -1,4 +1,4 @@
-"""The side of a worker: one process of one framework, that trains when it is told to.
+"""The side of a worker: one process of one framework, that trains when it is described to.
 
 A worker is started with a `Task` as JSON and speaks lines of JSON: it says what it is once its step is compiled and has
 run, and answers {"first": n, "warm": m, "steps": k} with the times of k steps, after m that are not timed. The end of
@@ -70,7 +70,7 @@ class Trainer(Protocol):
         """Device, versions, seconds of compilation, bytes."""
 
     def peak_bytes(self) -> int | None:
-        """The most device memory since the process began; None where it cannot be told."""
+        """The most device memory since the process began; None where it cannot be described."""
 
 
 def main(build: Callable[[Task], Trainer]) -> None:

@@ -77,8 +77,8 @@ class Session:
         except CandidateError as error:
             _leave_out(candidate, error, left_out)
             return
-        told = {"sharded": candidate.sharded, "alone": candidate.alone, "anew": not self.alive}
-        row = found.setdefault(candidate.name, told | {"facts": facts[0], "processes": {}})
+        described = {"sharded": candidate.sharded, "alone": candidate.alone, "anew": not self.alive}
+        row = found.setdefault(candidate.name, described | {"facts": facts[0], "processes": {}})
         for process, begun, answer in zip(self.place.mine, facts, answers, strict=True):
             mine = row["processes"].setdefault(str(process), {"first_loss": begun["losses"][0], "rounds": []})
             mine["rounds"].append(answer)

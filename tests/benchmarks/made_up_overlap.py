@@ -69,7 +69,7 @@ class MadeUp:
         return float("nan") if setting.reserved_sms == 32 else 2e-3
 
     def compute_ms(self, setting):
-        self.asked.append(setting.told)
+        self.asked.append(setting.described)
         return 2.0
 
     def load_ms(self, load):

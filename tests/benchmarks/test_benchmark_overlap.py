@@ -17,12 +17,12 @@ from tests.benchmarks.made_up_overlap import H200, RING, row, small
 # The grid.
 
 
-def told(facts, comm=RING):
+def described(facts, comm=RING):
     return {group.form: group.settings for group in groups(facts, comm, SIZES[:1])}
 
 
 def test_grid_of_an_h200():
-    found = told(H200)
+    found = described(H200)
     assert list(found) == [
         "persistent 256x128x64/4",
         "tiled 128x128x64/4",
@@ -47,17 +47,17 @@ def test_grid_of_an_h200():
         (1, "1", "0"),
     ]
     assert [s.pad_bytes for s in small] == [0, 5120, 16_384, 35_840, 74_752]
-    assert small[-1].told == "tiled 64x64x64/2, pad 74,752"
+    assert small[-1].described == "tiled 64x64x64/2, pad 74,752"
 
 
 def test_grid_of_other_gpus():
     a100 = gpu("a100")
-    assert told(a100, footprint("ring", gpu=a100, version="2.28.9")) == {DOT: (Setting(form=DOT),)}
+    assert described(a100, footprint("ring", gpu=a100, version="2.28.9")) == {DOT: (Setting(form=DOT),)}
     small = dataclasses.replace(H200, num_sms=20)  # a part of a GPU: 32 cannot be reserved
-    assert [s.reserved_sms for s in told(small)["persistent 256x128x64/4"]] == [0, 0, 8, 16]
+    assert [s.reserved_sms for s in described(small)["persistent 256x128x64/4"]] == [0, 0, 8, 16]
     with pytest.raises(OccupancyError, match="No multiprocessor would be left"):
-        told(dataclasses.replace(H200, num_sms=16))
-    assert {s.drains for s in told(H200, COPY_ENGINE)["tiled 64x64x64/2"][1:]} == {("0", "0")}
+        described(dataclasses.replace(H200, num_sms=16))
+    assert {s.drains for s in described(H200, COPY_ENGINE)["tiled 64x64x64/2"][1:]} == {("0", "0")}
 
 
 def test_tasks_and_what_only_chooses():

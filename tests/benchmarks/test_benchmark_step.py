@@ -51,13 +51,13 @@ def test_two_processes_of_each_framework_get_equal_losses_and_a_report_is_writte
 
 
 def row(*rounds: float, alone: str = "", process: int = 0) -> dict:
-    told = [{"step_s": s, "host_s": 0.001, "losses": [2.0, 1.0], "grad_norms": [1.0, 1.0]} for s in rounds]
+    described = [{"step_s": s, "host_s": 0.001, "losses": [2.0, 1.0], "grad_norms": [1.0, 1.0]} for s in rounds]
     return {
         "sharded": bool(alone),
         "alone": alone,
         "anew": False,
         "facts": {"device": "cpu"},
-        "processes": {str(process): {"first_loss": 3.0, "rounds": told}},
+        "processes": {str(process): {"first_loss": 3.0, "rounds": described}},
     }
 
 
