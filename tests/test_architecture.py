@@ -153,9 +153,12 @@ WORDS = re.compile(r"\b(lies?|lied|told|(?<!def )(?<!\.)tells?|likewise|be it|Th
 
 
 def test_the_words_are_those_of_the_field():
+    root = PACKAGE.parent
+    pages = [root / "README.md", root / "CHANGELOG.md", *root.glob("docs/*.md"), *root.glob("models/*.py")]
+    texts = {**sources(), **{path.name: path.read_text() for path in pages}}
     found = [
-        f"{module}:{number}: {line.strip()}"
-        for module, text in sources().items()
+        f"{name}:{number}: {line.strip()}"
+        for name, text in texts.items()
         for number, line in enumerate(text.splitlines(), 1)
         if WORDS.search(line)
     ]
