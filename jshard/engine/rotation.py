@@ -147,7 +147,8 @@ class Rotation:
         """The loop."""
         scan, looped = self.scan, self.scan.length - self.last_trips
         gathered, start = self._first(p)
-        full = functools.cache(lax.full)  # the compiler would merge those of one type
+        # The compiler would merge those of one type; where it splits arrays, each has a sharding of its own.
+        full = lax.full if _compat.automatic_axes() else functools.cache(lax.full)
         shapes = [(scan.length, *a.shape) for a in self._avals]
         buffers = [
             _compat.host_rows(shape, a.dtype) if _compat.on_host(a) else full(shape, 0, a.dtype)

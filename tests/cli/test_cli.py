@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from flax import nnx
 
 import jshard as js
 from jshard import cli, train
@@ -16,6 +15,7 @@ from jshard.cli import _training
 from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh
 from jshard.cli._devices import open_mesh
 from jshard.cli._request import request_of
+from jshard.recipes.building import abstract_model
 from jshard.train.jsonl import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
@@ -186,9 +186,7 @@ def test_units_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, m
 
 def units_of(model_file, recipe, mesh):
     """What is said of the block."""
-    model = js.abstract_init(
-        lambda: model_file.build(recipe.model, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
-    )
+    model = abstract_model(model_file, recipe, mesh)
     (block,) = [unit for unit in js.plan(model).units if unit.name == "blocks/0"]
     return block.remat, block.reshard_after_forward
 

@@ -11,9 +11,12 @@ import jax.numpy as jnp
 from tests.engine.mixing_models import (
     CODES,
     IDS,
+    LABELS,
     LENGTHS,
     MASK,
     OTHERS,
+    RECEIVERS,
+    SENDERS,
     SEQUENCES,
     TARGETS,
     VECTORS,
@@ -96,6 +99,37 @@ class Towers(nn.Module):
         a, b = (z / jnp.linalg.norm(z, axis=1, keepdims=True) for z in (Layer(name="left")(x), Layer(name="right")(y)))
         logits = jnp.exp(self.param("scale", nn.initializers.ones, ())) * a @ b.T
         return (entropy(logits, jnp.arange(len(x))) + entropy(logits.T, jnp.arange(len(x)))).mean()
+
+
+class Masked(nn.Module):
+    """A loss of the tokens that count, in the model."""
+
+    @nn.compact
+    def __call__(self, x, mask):
+        losses = (nn.Dense(WIDTH)(x) ** 2).mean(-1)
+        return (losses * mask).sum() / mask.sum()
+
+
+class Graph(nn.Module):
+    """One large graph: sums over its edges."""
+
+    @nn.compact
+    def __call__(self, nodes, senders, receivers):
+        h = nn.Dense(WIDTH)(nodes)
+        degree = 1 + jax.ops.segment_sum(jnp.ones(len(receivers)), receivers, len(nodes))
+        return (h + jax.ops.segment_sum(h[senders], receivers, len(nodes))) / degree[:, None]
+
+
+class Experts(nn.Module):
+    """Each expert takes the tokens that it likes best."""
+
+    @nn.compact
+    def __call__(self, x):
+        tokens = x.reshape(-1, WIDTH)
+        gates, chosen = jax.lax.top_k(jax.nn.softmax(nn.Dense(4)(tokens)).T, len(tokens) // 4)
+        up = self.param("up", nn.initializers.lecun_normal(), (4, WIDTH, WIDTH))
+        done = jnp.einsum("ecd,edf->ecf", tokens[chosen], up) * gates[..., None]
+        return jnp.zeros_like(tokens).at[chosen.reshape(-1)].add(done.reshape(-1, WIDTH)).reshape(x.shape)
 
 
 class Sows(nn.Module):
@@ -191,12 +225,18 @@ squared = lambda out, *batch: (out**2).mean()
 itself = lambda out, *batch: out
 next_token = lambda out, ids, targets: entropy(out, targets).mean()
 masked = lambda out, ids, targets, mask: (entropy(out, targets) * mask).sum() / mask.sum()
+weighted = lambda out, x, labels: (entropy(out, labels) / (1 + jnp.bincount(labels, length=WIDTH)[labels])).sum()
+
 LINEN = {
     "an EMA codebook": LinenCase(Codebook(), squared, (VECTORS,)),
     "a running normaliser": LinenCase(Normaliser(), squared, (VECTORS,)),
     "dropout, noise, mixup": LinenCase(Drops(), squared, (VECTORS,)),
     "loops over time": LinenCase(Recurrent(), squared, (SEQUENCES, LENGTHS), inputs=2),
     "two towers": LinenCase(Towers(), itself, (VECTORS, OTHERS), units=Layer, inputs=2),
+    "a masked mean in the model": LinenCase(Masked(), itself, (SEQUENCES, MASK), inputs=2),
+    "weights by class": LinenCase(Layer(), weighted, (VECTORS, LABELS)),
+    "one large graph": LinenCase(Graph(), squared, (VECTORS, SENDERS, RECEIVERS), inputs=3),
+    "experts choose": LinenCase(Experts(), squared, (SEQUENCES,)),
     "sown values": LinenCase(Sows(), squared, (VECTORS,)),
     "norms and dropout in blocks": LinenCase(GPT(), masked, (IDS, TARGETS, MASK), units=Block),
     "recomputed blocks": LinenCase(GPT("remat"), next_token, (IDS, TARGETS), units=Block),

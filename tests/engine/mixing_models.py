@@ -26,6 +26,7 @@ class Case:
 rng = np.random.default_rng(0)
 VECTORS = rng.standard_normal((BATCH, WIDTH)).astype(np.float32)
 OTHERS = rng.standard_normal((BATCH, WIDTH)).astype(np.float32)
+LABELS = rng.integers(0, 8, BATCH, dtype=np.int32)
 SEQUENCES = rng.standard_normal((BATCH, TIME, WIDTH)).astype(np.float32)
 IDS = rng.integers(0, VOCAB, (BATCH, TIME), dtype=np.int32)
 TARGETS = np.roll(IDS, 1, 1)
@@ -40,6 +41,34 @@ given = lambda model, *batch: (model(*batch), None)
 
 def entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+
+
+class Decodes(nnx.Module):
+    """Attention that keeps keys and values of the tokens before."""
+
+    def __init__(self, rngs):
+        self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=True, rngs=rngs)
+        self.attention.init_cache((len(IDS), 8, WIDTH))
+
+    def __call__(self, token):
+        return self.embed.attend(self.attention(self.embed(token)))
+
+
+class OwnCache(nnx.Module):
+    """A cache of plain variables, of which each example has its own end."""
+
+    def __init__(self, rngs):
+        self.embed, self.mix = nnx.Embed(64, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
+        self.kept = nnx.Variable(jnp.zeros((len(IDS), 8, WIDTH)))
+        self.end = nnx.Variable(jnp.arange(len(IDS), dtype=np.int32) % 3)
+
+    def __call__(self, token):
+        h, rows = self.mix(self.embed(token[:, 0])), jnp.arange(len(token))
+        self.kept[...] = self.kept[...].at[rows, self.end[...]].set(h)
+        self.end[...] += 1
+        seen = jnp.arange(8)[None] < self.end[...][:, None]
+        return self.embed.attend(jnp.where(seen[..., None], self.kept[...], 0).sum(1))
 
 
 def next_token(model, ids, targets):
@@ -143,6 +172,9 @@ class Normed(nnx.Module):
     def masked(self, x, mask):
         return self.out(self.norm(x, mask=mask[..., None] > 0))
 
+    def judged(self, x):
+        return self.out(self.norm(x, use_running_average=True))
+
 
 class Drops(Layer):
     """Dropout, noise and mixup from the model's own streams."""
@@ -183,6 +215,16 @@ class Towers(nnx.Module):
         return (entropy(logits, labels).mean() + entropy(logits.T, labels).mean()) / 2
 
 
+class Swaps(Layer):
+    """Assigns examples to prototypes in equal shares: rows and columns are normalised in turn, as in SwAV."""
+
+    def __call__(self, x, y):
+        a, b = self.linear(x)[:, :CODES], self.linear(y)[:, :CODES]
+        q = jnp.exp(jax.lax.stop_gradient(a) / 2)
+        q = jax.lax.fori_loop(0, 3, lambda _, q: (lambda p: p / p.sum(1, keepdims=True))(q / q.sum(0) / CODES), q)
+        return -(q * jax.nn.log_softmax(b)).sum(1).mean()
+
+
 class Masked(Layer):
     """A loss of the tokens that count, in the model, with figures beside it."""
 
@@ -192,6 +234,47 @@ class Masked(Layer):
         return loss, {"tokens": mask.sum().astype(jnp.int32), "worst": losses.max(), "examples": x.shape[0] * loss}
 
 
+class Weighted(Layer):
+    """A weight for each example, and one for each class by how often it is in the batch."""
+
+    def __call__(self, x, labels, weights):
+        losses = entropy(self.linear(x)[:, :8], labels)
+        frequency = jnp.bincount(labels, length=8) / labels.shape[0]
+        return (losses * weights / (frequency[labels] + 0.1)).sum() / weights.sum()
+
+
+class Triplets(Layer):
+    """The hardest positive and negative of the batch for each example."""
+
+    bias = False
+
+    def __call__(self, x, labels):
+        h = self.linear(x)
+        apart = jnp.sqrt(((h[:, None] - h[None]) ** 2).sum(-1) + 1e-3)
+        same = labels[:, None] == labels[None]
+        furthest, closest = jnp.where(same, apart, 0).max(1), jnp.where(same, jnp.inf, apart).min(1)
+        return jnp.maximum(furthest - closest + 1, 0).mean()
+
+
+class Experts(nnx.Module):
+    """Each token goes to its best expert while that has room; the loss of balance looks at the whole batch."""
+
+    def __init__(self, rngs):
+        self.gate = nnx.Linear(WIDTH, 4, rngs=rngs)
+        self.up = nnx.Param(jax.random.normal(rngs.params(), (4, WIDTH, WIDTH)) / 6)
+
+    def __call__(self, x):
+        tokens = x.reshape(-1, x.shape[-1])
+        gates = jax.nn.softmax(self.gate(tokens))
+        hot = jax.nn.one_hot(jnp.argmax(gates, 1), 4)
+        place = (jnp.cumsum(hot, 0) * hot).sum(1) - 1
+        room = len(tokens) // 4
+        slots = hot[..., None] * jax.nn.one_hot(place.astype(int), room)[:, None] * (place < room)[:, None, None]
+        done = jnp.einsum("ecd,edf->ecf", jnp.einsum("tec,td->ecd", slots, tokens), self.up[...])
+        out = jnp.einsum("tec,ecf->tf", slots * gates[..., None], jnp.tanh(done))
+        return (out**2).mean() + 0.1 * 4 * (hot.mean(0) * gates.mean(0)).sum()
+
+
 class Graph(Layer):
     """One large graph: sums over its edges, divided by how many each node has."""
 
@@ -199,6 +282,16 @@ class Graph(Layer):
         h = self.linear(nodes)
         degree = 1 + jax.ops.segment_sum(jnp.ones(len(receivers)), receivers, len(nodes))
         return (h + jax.ops.segment_sum(h[senders], receivers, len(nodes))) / degree[:, None]
+
+
+class Graphs(Layer):
+    """A batch of small graphs, packed: nodes are pooled by the graph they belong to."""
+
+    def __call__(self, nodes, senders, receivers, sizes):
+        graph = jnp.repeat(jnp.arange(len(sizes)), sizes, total_repeat_length=len(nodes))
+        h = jnp.tanh(self.linear(nodes))
+        h = h + jax.ops.segment_sum(h[senders], receivers, len(nodes))
+        return jax.ops.segment_sum(h, graph, len(sizes)) / sizes[:, None]
 
 
 # ---- Sequences ----------------------------------------------------------------------------------
@@ -213,6 +306,17 @@ class Recurrent(nnx.Module):
 
     def __call__(self, x, lengths):
         return self.there(x, seq_lengths=lengths) + self.back(x, seq_lengths=lengths)
+
+
+class Lengths(Layer):
+    """Pools each sequence over the tokens that it has; batches are padded."""
+
+    bias = False
+
+    def __call__(self, x, lengths):
+        mask = jnp.arange(x.shape[1])[None] < lengths[:, None]
+        pooled = jnp.where(mask[..., None], self.linear(x), 0).sum(1) / lengths[:, None]
+        return pooled - pooled.mean(0)
 
 
 class TimeFirst(Layer):
@@ -264,32 +368,15 @@ class GPT(nnx.Module):
         return self.embed.attend(x)
 
 
-class Decodes(nnx.Module):
-    """Attention that keeps keys and values of the tokens before."""
+class Uneven(nnx.Module):
+    """No dim of any parameter divides by the devices."""
 
     def __init__(self, rngs):
-        self.embed = nnx.Embed(64, WIDTH, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=True, rngs=rngs)
-        self.attention.init_cache((len(IDS), 8, WIDTH))
+        self.embed, self.norm = nnx.Embed(VOCAB + 3, 63, rngs=rngs), nnx.BatchNorm(63, rngs=rngs)
+        self.mid, self.out = nnx.Linear(63, 61, rngs=rngs), nnx.Linear(61, VOCAB + 5, rngs=rngs)
 
-    def __call__(self, token):
-        return self.embed.attend(self.attention(self.embed(token)))
-
-
-class OwnCache(nnx.Module):
-    """A cache of plain variables, of which each example has its own end."""
-
-    def __init__(self, rngs):
-        self.embed, self.mix = nnx.Embed(64, WIDTH, rngs=rngs), nnx.Linear(WIDTH, WIDTH, rngs=rngs)
-        self.kept = nnx.Variable(jnp.zeros((len(IDS), 8, WIDTH)))
-        self.end = nnx.Variable(jnp.arange(len(IDS), dtype=np.int32) % 3)
-
-    def __call__(self, token):
-        h, rows = self.mix(self.embed(token[:, 0])), jnp.arange(len(token))
-        self.kept[...] = self.kept[...].at[rows, self.end[...]].set(h)
-        self.end[...] += 1
-        seen = jnp.arange(8)[None] < self.end[...][:, None]
-        return self.embed.attend(jnp.where(seen[..., None], self.kept[...], 0).sum(1))
+    def __call__(self, ids):
+        return self.out(nnx.relu(self.mid(self.norm(self.embed(ids)))))
 
 
 def masked_tokens(model, ids, targets, mask):
@@ -331,15 +418,24 @@ MODELS = {
     "batch norm of what counts": Case(
         Normed, lambda m, *b: ((m.masked(*b) ** 2).mean(), None), (SEQUENCES, MASK), (nnx.Linear,)
     ),
-    "dropout, noise, mixup": Case(Drops, squared, (VECTORS,)),
+    "batch norm in evaluation": Case(Normed, lambda m, *b: ((m.judged(*b) ** 2).mean(), None), (VECTORS,)),
     "sown values": Case(Sows, squared, (VECTORS,)),
+    "dropout, noise, mixup": Case(Drops, squared, (VECTORS,)),
     "two towers": Case(Towers, given, (VECTORS, OTHERS), (Layer,)),
+    "equal shares": Case(Swaps, given, (VECTORS, OTHERS)),
     "a masked mean in the model": Case(Masked, lambda m, *b: m(*b), (SEQUENCES, MASK)),
+    "weights of examples": Case(Weighted, given, (VECTORS, LABELS, MASK[:, 0] + 0.5)),
+    "the hardest of the batch": Case(Triplets, given, (VECTORS, LABELS)),
+    "experts with room": Case(Experts, given, (SEQUENCES,)),
     "one large graph": Case(Graph, squared, (VECTORS, SENDERS, RECEIVERS)),
+    "as many edges as nodes": Case(Graph, squared, (VECTORS, SENDERS[:BATCH], RECEIVERS[:BATCH])),
+    "a batch of graphs": Case(Graphs, squared, (VECTORS, SENDERS, RECEIVERS, np.array([5, 1, 7, 3], np.int32))),
     "loops over time": Case(Recurrent, squared, (SEQUENCES, LENGTHS), (nnx.RNN,)),
+    "padded sequences": Case(Lengths, squared, (SEQUENCES, LENGTHS)),
     "time first": Case(TimeFirst, squared, (SEQUENCES.swapaxes(0, 1),)),
     "a masked loss outside": gpt(loss=masked_tokens),
     "recomputed blocks": gpt("remat", rate=0.3),
+    "jitted blocks": gpt("jitted"),
     "scanned blocks": gpt("scanned", rate=0.3),
     "dropout in blocks": gpt(rate=0.3),
     "a block called three times": gpt("shared"),
@@ -350,4 +446,5 @@ MODELS = {
     "microbatches in the loss": gpt(loss=in_microbatches),
     "vmapped over two batches": gpt(loss=over_two_batches),
     "called twice": gpt(loss=called_twice),
+    "nothing divides": Case(Uneven, next_token, (IDS, TARGETS), (nnx.Linear,)),
 }

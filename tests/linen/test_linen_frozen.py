@@ -179,7 +179,11 @@ PLAIN = {
 def test_optax_alone_takes_the_gradients(case):
     model = annotated()
 
-    state = updated(js.shard_init(creator(model, PLAIN[case](mask_of)), model), gradients(model, wrt=UPS))
+    def create() -> TrainState:
+        params = model.init(jax.random.key(0), X)["params"]
+        return TrainState.create(apply_fn=model.apply, params=params, tx=PLAIN[case](mask_of(params)))
+
+    state = updated(js.shard_init(create, model), gradients(model, wrt=UPS))
     assert_trained(state.params, Decoder(LAYERS), "Dense_0")
 
 
