@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.pictures import new_axes, save
 from benchmarks.planned import EXPLAINED, MODEL, Point, fitting, rows_of, table_of
-from jshard.cluster.compare import COMPARED, compared
+from jshard.cluster.compare import COMPARED, variants_for
 from jshard.cluster.compile import CompileRequest
 from jshard.cluster.topology import parse_topology
 
@@ -31,7 +31,7 @@ def run(*, quick: bool) -> dict[str, Any]:
         Point(labels={"model": size, "strategy": variant.name, "mesh": _text(variant.mesh)}, request=variant.of(asked))
         for size, shape in sizes.items()
         for asked in [_asked(shape, gpus, topology)]
-        for variant in compared(names, asked.mesh, near=8, capacity_bytes=1, held_bytes=lambda mesh: 0)
+        for variant in variants_for(names, asked.mesh, near=8, capacity_bytes=1, held_bytes=lambda mesh: 0)
     ]
     return {"gpus": gpus, "sequences": _EACH, "rows": rows_of(points)}
 

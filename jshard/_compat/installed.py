@@ -23,7 +23,7 @@ def hide_useless_cuda() -> None:
 
     There the plugin only prints: libraries of it say at `import jax` that there is no driver, and its check of the
     versions ends in a traceback. JAX_PLATFORMS=cpu leaves the first, and switches off TPUs, too. A process that
-    compiles for GPUs that are not there (`jshard.cluster.child`) does not call this.
+    compiles for GPUs that are not there (`jshard.cluster.compile_process`) does not call this.
     """
     if "jax" in sys.modules or not is_cuda_useless(os.environ):
         return

@@ -28,7 +28,7 @@ from jshard.cli._arguments import (
 )
 from jshard.cli._devices import open_mesh
 from jshard.cli._request import Request, check_profile_name, explained, request_of
-from jshard.cluster.compare import COMPARED, Compared, Comparison, VariantCompiler, compare, compared
+from jshard.cluster.compare import COMPARED, Compared, Comparison, VariantCompiler, compare, variants_for
 from jshard.cluster.compile import CompileRequest, Variant, compile_step, flags_of, latency_flag, unused_flags
 from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster, parse_known
@@ -239,7 +239,7 @@ def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topolog
         return ()
     names = COMPARED if args.compare == "all" else tuple(name.strip() for name in args.compare.split(","))
     costs = Costs(request.model_file, request.recipe, PlannedCluster(topology).machine)
-    return compared(
+    return variants_for(
         names,
         dict(mesh.shape),
         near=topology.fast_group,

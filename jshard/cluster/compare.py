@@ -178,7 +178,7 @@ def _span(stated: float, ends: tuple[float, float], text: Callable[[float], str]
 # The strategies to compare, as ways.
 
 
-def compared(
+def variants_for(
     names: Sequence[str],
     mesh: Mapping[str, int],
     *,

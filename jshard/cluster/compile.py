@@ -220,7 +220,7 @@ def compile_step(request: CompileRequest, *, timeout_s: float = 3600) -> Compile
     """
     with tempfile.TemporaryDirectory(prefix="jshard-plan-") as name:
         found = run_child(
-            "jshard.cluster.child",
+            "jshard.cluster.compile_process",
             dataclasses.asdict(request),
             Path(name),
             subject=f"{request.model} for {request.topology}",

@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard import _compat
 from jshard.engine.context import Copies, copies_scope
 from jshard.engine.experts import expert_dim
-from jshard.engine.stored import gather, reduce_scatter
+from jshard.engine.stored import gather, reduce_gradient
 from jshard.engine.values import Shard, Value
 from jshard.errors import CallError
 from jshard.plans.memories import back, key_texts, placed_like, to_device
@@ -143,7 +143,7 @@ class Once:
 
 def _reduced(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The stored shard of a gradient's sum over all data axes; of experts, without `expert`."""
-    found = reduce_scatter(x, placement, mesh)
+    found = reduce_gradient(x, placement, mesh)
     is_summed = degree(mesh, EXPERT) > 1 and expert_dim(placement) is None
     return lax.psum(found, EXPERT) if is_summed else found
 

@@ -81,7 +81,7 @@ class ShardedPartitioner(Partitioner):
             return value
         placement = state.placement
         if value.is_partial:
-            return Value(stored.reduce_scatter(value.x, placement, self.mesh), state)
+            return Value(stored.reduce_gradient(value.x, placement, self.mesh), state)
         return Value(stored.cut(self.whole(value).x, placement), state)
 
     def store_row(self, value: Value, stack: Any) -> Value:

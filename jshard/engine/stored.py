@@ -83,14 +83,14 @@ def _small_ones(shards: Sequence[Shard], mesh: Mesh) -> list[int]:
     return [i for i, size in enumerate(sizes) if size < _SMALL_BYTES <= max(sizes)]
 
 
-def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+def reduce_gradient(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """Sums each data shard's part of a gradient: the stored shard of the sum, in the part's dtype.
 
     It is reduced in the parameter's reduce dtype, over `fsdp`, then over `replica`, and over `expert` with it.
     """
     if _dim(x, placement) is None:
         return _summed(x.astype(placement.reduce_dtype), batch_axes(mesh), mesh).astype(x.dtype)
-    return sum_replicas(scatter(x, placement, mesh), mesh).astype(x.dtype)
+    return sum_replicas(reduce_scatter(x, placement, mesh), mesh).astype(x.dtype)
 
 
 def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
@@ -98,7 +98,7 @@ def has_two_steps(x: jax.Array, placement: Placement, mesh: Mesh) -> bool:
     return _dim(x, placement) is not None and any(degree(mesh, a) > 1 for a in (*_replica_axes(mesh), EXPERT))
 
 
-def scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
+def reduce_scatter(x: jax.Array, placement: Placement, mesh: Mesh) -> jax.Array:
     """The first step: the sum over the shards, each with its part, in the reduce dtype."""
     dim = _dim(x, placement)
     assert dim is not None, "who asks has a dim to scatter along"
@@ -152,7 +152,7 @@ def _reducing(placements: tuple[Placement, ...], mesh: Mesh, first_step: bool) -
                 found |= dict(zip(at, joined, strict=True))
         for i, (x, one) in enumerate(zip(xs, placements, strict=True)):
             if i not in found:
-                run = scatter if first_step and has_two_steps(x, one, mesh) else reduce_scatter
+                run = reduce_scatter if first_step and has_two_steps(x, one, mesh) else reduce_gradient
                 found[i] = run(x, one, mesh)
         return [found[i] for i in range(len(xs))]
 

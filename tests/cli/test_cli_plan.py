@@ -10,7 +10,6 @@ import pytest
 import jshard as js
 from jshard import cli
 from jshard.cluster import compile as module
-from jshard.cluster.child import compiler_error, lowered_step
 from jshard.cluster.compile import (
     CompileError,
     CompileRequest,
@@ -19,6 +18,7 @@ from jshard.cluster.compile import (
     compile_step,
     unused_flags,
 )
+from jshard.cluster.compile_process import compiler_error, lowered_step
 from jshard.cluster.options import OptionError
 from jshard.cluster.topology import parse_topology
 from jshard.data import load_text

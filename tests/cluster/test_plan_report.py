@@ -9,7 +9,7 @@ import pytest
 
 from jshard._text import duration
 from jshard.cli.plan import PlanReport
-from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare, compared
+from jshard.cluster.compare import Compared, Comparison, VariantCompiler, compare, variants_for
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import choose
@@ -90,7 +90,7 @@ def test_strategies_side_by_side(monkeypatch):
         return step_of(asked, peak_bytes=int(CAPACITY * (1.25 if asked.mesh["fsdp"] == 1 else 0.25)))
 
     compiler, said = Compiler(monkeypatch, compiled), []
-    ways = compared(
+    ways = variants_for(
         ["replicate", "zero3", "gspmd"], ASKED.mesh, near=8, capacity_bytes=CAPACITY, held_bytes=lambda mesh: 0
     )
     found = compare(ASKED, ways, VariantCompiler(cluster=HOST, say=said.append))

@@ -7,7 +7,7 @@ import pytest
 
 from jshard.cli._arguments import parse, parse_mesh
 from jshard.cli.plan import PlanArgs
-from jshard.cluster.compare import GSPMD, compared
+from jshard.cluster.compare import GSPMD, variants_for
 from jshard.cluster.compile import Variant, command_line
 from jshard.cluster.estimate import parse_known
 from jshard.errors import AnnotationError, ShardingError
@@ -21,7 +21,7 @@ GIB = 2**30
 
 def variants(names="replicate,zero1,zero2,zero3,hsdp,hsdp_zero2,hpz,gspmd", *, mesh=(1, 64, 1), near=8, held=GIB):
     """On devices of 80 GiB; `held` is a device's part of the state in a group, times the size of the group."""
-    return compared(
+    return variants_for(
         names.split(","),
         dict(zip(("replica", "fsdp", "tensor"), mesh, strict=True)),
         near=near,
@@ -87,7 +87,7 @@ def test_groups_that_parameters_do_not_divide_over_are_passed_over():
             raise AnnotationError("No.", where="w", why="y", do="d")
         return 100 * GIB
 
-    found = compared(
+    found = variants_for(
         ["hsdp"], {"replica": 1, "fsdp": 48, "tensor": 1}, near=8, capacity_bytes=80 * GIB, held_bytes=held_bytes
     )
     assert found[0].mesh["fsdp"] == 24

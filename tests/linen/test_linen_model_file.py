@@ -22,7 +22,7 @@ from flax.training.train_state import TrainState
 import jshard as js
 from jshard import cli
 from jshard.checkpoint import Checkpointer, CheckpointWarning
-from jshard.cluster.child import lowered_step
+from jshard.cluster.compile_process import lowered_step
 from jshard.data import load_text
 from jshard.engine.context import plain_flax
 from jshard.errors import AnnotationError

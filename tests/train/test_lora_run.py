@@ -8,7 +8,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.checkpoint import CheckpointWarning
-from jshard.cluster.child import lowered_step
+from jshard.cluster.compile_process import lowered_step
 from jshard.inspect.memory import activations
 from jshard.recipes.building import abstract_model, batch_of
 from jshard.recipes.mfu import dense_flops
