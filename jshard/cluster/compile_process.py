@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m jshard.cluster.compile_process REQUEST FOLDER`, started by `jshard.cluster.compile`."""
+"""The process that compiles: `python -m` of this module with REQUEST FOLDER, started by `jshard.cluster.compile`."""
 
 from __future__ import annotations
 
