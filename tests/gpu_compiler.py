@@ -19,5 +19,5 @@ _MISSING = _missing()
 
 needs_gpu_compiler = pytest.mark.skipif(bool(_MISSING), reason=_MISSING.replace("\n", " "))
 without_gpu_compiler = pytest.mark.skipif(
-    not _MISSING, reason="tests what is told without the extra plan-gpu; it is here"
+    not _MISSING, reason="tests what is printed without the extra plan-gpu; it is here"
 )

@@ -165,7 +165,7 @@ def test_every_public_thing_has_a_docstring(name):
         for parameter in inspect.signature(value).parameters.values():
             assert parameter.annotation is not inspect.Parameter.empty, f"{name}({parameter.name})"
             if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-                assert f"{parameter.name}:" in text, f"{parameter.name} is not told"
+                assert f"{parameter.name}:" in text, f"{parameter.name} is not reported"
         assert inspect.signature(value).return_annotation is not inspect.Signature.empty
 
 

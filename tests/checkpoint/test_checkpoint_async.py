@@ -114,7 +114,7 @@ def test_an_error_surfaces_at_the_next_call_and_stands_in_nobodys_way(tmp_path, 
         calls.get(call, lambda: getattr(ckpt, call)())()
     assert ckpt.steps() == [1]
     assert not list(tmp_path.glob(f"*{SAVING_SUFFIX}*"))
-    ckpt.check()  # it was told once
+    ckpt.check()  # it was reported once
     ckpt.save(2, state(2))
     assert ckpt.steps() == [1, 2] and is_state(ckpt.restore(state(0)), 2)
 
@@ -280,8 +280,10 @@ def test_a_program_that_ends_completes_its_saves_or_says_that_they_are_lost(tmp_
     ended = subprocess.run(command, capture_output=True, text=True, timeout=800, check=False)
     assert ended.returncode == 1 and "KeyError: 'mine'" in ended.stderr
     assert checkpoint.restore(tmp_path / "whole", {"w": jnp.zeros(4), "step": 0})["step"] == 7
-    told = f"it began to save.\nThe checkpoint could not be written.\n  where: {tmp_path}/full\n  why:   No space left"
-    assert ended.stderr.count("ends without") == 1 and told in ended.stderr
+    reported = (
+        f"it began to save.\nThe checkpoint could not be written.\n  where: {tmp_path}/full\n  why:   No space left"
+    )
+    assert ended.stderr.count("ends without") == 1 and reported in ended.stderr
 
 
 def test_what_others_log_meanwhile_is_shown(caplog):
@@ -348,9 +350,9 @@ def damaged(three, tmp_path):
 
 
 def test_falling_back_goes_to_the_newest_good_one_and_says_so(damaged):
-    with pytest.warns(CheckpointWarning) as told:
+    with pytest.warns(CheckpointWarning) as reported:
         assert is_state(damaged.restore(state(0), fall_back=True), 1)
-    texts = [str(warning.message) for warning in told]
+    texts = [str(warning.message) for warning in reported]
     for step, text in zip((3, 2), texts, strict=True):
         assert text.startswith(f"checkpoint {damaged.path(step)} is damaged; going back to step {step - 1}.\n")
     assert "its bytes have changed" in texts[0] and "state/_METADATA  is missing" in texts[1]
@@ -363,10 +365,10 @@ def test_without_it_the_damage_is_an_error_that_names_the_others(damaged):
 
 
 def test_the_newest_is_one_whose_files_are_all_there(damaged):
-    with pytest.warns(CheckpointWarning) as told:
+    with pytest.warns(CheckpointWarning) as reported:
         assert damaged.latest() == 1
-    assert len(told) == 1
-    assert f"{damaged.path(2)}: state/_METADATA  is missing" in str(told[0].message)
+    assert len(reported) == 1
+    assert f"{damaged.path(2)}: state/_METADATA  is missing" in str(reported[0].message)
 
 
 def test_a_state_that_does_not_fit_is_no_reason_to_fall_back(three):

@@ -59,12 +59,12 @@ def taken(group, num_batches):
 
 def text_of(group):
     """What processes store together: each in a thread that hears what the others tell."""
-    told, barrier, mine = [""] * len(group), threading.Barrier(len(group), timeout=800), threading.local()
+    reported, barrier, mine = [""] * len(group), threading.Barrier(len(group), timeout=800), threading.local()
 
     def gather(text):
-        told[mine.index] = text
+        reported[mine.index] = text
         barrier.wait()
-        heard = list(told)
+        heard = list(reported)
         barrier.wait()
         return heard
 

@@ -265,7 +265,7 @@ def test_a_folder_without_metadata(folder):
 def test_bytes_that_changed_end_in_a_four_part_error_or_in_nothing(folder):
     dice = random.Random(0)
     for name in (".metadata", "__0_0.distcp"):
-        before, told = (folder / name).read_bytes(), []
+        before, reported = (folder / name).read_bytes(), []
         for _ in range(60):
             raw = bytearray(before)
             raw[dice.randrange(len(raw))] ^= 1 << dice.randrange(8)
@@ -276,9 +276,9 @@ def test_bytes_that_changed_end_in_a_four_part_error_or_in_nothing(folder):
                     source.read(leaf, (slice(0, 1),) * len(source.leaves[leaf].shape))
                 dict(source.values)
             except (CheckpointError, RunError) as error:
-                told.append(error)
-        assert 0 < len(told) < 60
-        assert all(error.what and error.where and error.why and error.do for error in told)
+                reported.append(error)
+        assert 0 < len(reported) < 60
+        assert all(error.what and error.where and error.why and error.do for error in reported)
         (folder / name).write_bytes(before)
 
 
@@ -315,7 +315,7 @@ def test_pytorch_wrote_it(by_torch):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is told to read in one process
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # it is made to read in one process
 def test_pytorch_reads_what_the_tests_write(folder):
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp

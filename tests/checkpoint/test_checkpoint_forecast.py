@@ -1,4 +1,4 @@
-"""What a restore will read is told before it reads: bytes, what is read in vain, and a warning where it is a lot."""
+"""What a restore will read is reported first: bytes, what is read in vain, and a warning where it is a lot."""
 
 import jax
 import numpy as np
@@ -41,14 +41,14 @@ WANTED = sum(4 * int(np.prod(shape)) for shape in SHAPES.values())
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4, 8])
 def test_any_degree_reads_what_it_wants(saved, num_devices):
-    told = js.checkpoint.forecast(saved, like(num_devices, "fsdp"))
-    assert told.wanted_bytes == WANTED and told.amplification <= 1.1
+    reported = js.checkpoint.forecast(saved, like(num_devices, "fsdp"))
+    assert reported.wanted_bytes == WANTED and reported.amplification <= 1.1
 
 
 def test_along_the_other_dim_whole_pieces_are_read(saved):
-    told = js.checkpoint.forecast(saved, like(8, None, "fsdp"))
-    assert told.worst == "kernel" and told.amplification > 4
-    assert str(told).startswith(f"{told.touched_bytes / 2**20:.1f} MiB to read for {WANTED / 2**20:.1f} MiB (x")
+    reported = js.checkpoint.forecast(saved, like(8, None, "fsdp"))
+    assert reported.worst == "kernel" and reported.amplification > 4
+    assert str(reported).startswith(f"{reported.touched_bytes / 2**20:.1f} MiB to read for {WANTED / 2**20:.1f} MiB (x")
 
 
 def test_a_lot_in_vain_is_a_warning_with_the_command(saved, monkeypatch):
@@ -58,8 +58,8 @@ def test_a_lot_in_vain_is_a_warning_with_the_command(saved, monkeypatch):
 
 
 def test_a_part_is_told_as_a_part(saved):
-    told = js.checkpoint.forecast(saved, like(8, "fsdp"), only="bias")
-    assert told.wanted_bytes == 2048 * 4
+    reported = js.checkpoint.forecast(saved, like(8, "fsdp"), only="bias")
+    assert reported.wanted_bytes == 2048 * 4
 
 
 @pytest.mark.parametrize(

@@ -180,7 +180,7 @@ def test_dcp_with_its_values(tmp_path):
 
 
 def test_a_value_of_dcp_is_unpickled_when_it_is_asked_for(tmp_path):
-    """One that names what is not allowed is left where it is; and whoever asks for it is told."""
+    """One that names what is not allowed is left where it is; and whoever asks for it is reported."""
     write_dcp(tmp_path / "c", {"layer.w": split(W, 2), "layer.b": split(B, 2)}, {"step": 7, "bad": 0, "list": [1]})
     put_archive(tmp_path / "c", "bad", {"archive/data.pkl": pickle.dumps(os.system)})
     assert js.checkpoint.restore(tmp_path / "c", {**like(), "step": 0})["step"] == 7
@@ -217,13 +217,13 @@ def test_what_will_be_read_is_told_with_the_options_of_restore(tmp_path, form):
         (64, 6), W.dtype, sharding=NamedSharding(js.mesh(fsdp=2, devices=jax.devices()[:2]), P(None, "fsdp"))
     )
     one = {"w": jax.ShapeDtypeStruct((6, 64), W.dtype, sharding=NamedSharding(mesh, P(None, "fsdp")))}
-    told = js.checkpoint.forecast(tmp_path / "c", {"net": {"layer": {**like()["layer"], "w": columns}}})
-    assert (told.wanted_bytes, told.touched_bytes) == (W.nbytes + B.nbytes,) * 2
+    reported = js.checkpoint.forecast(tmp_path / "c", {"net": {"layer": {**like()["layer"], "w": columns}}})
+    assert (reported.wanted_bytes, reported.touched_bytes) == (W.nbytes + B.nbytes,) * 2
     names = {"w": Stored("layer.w", transpose=True)}
     with pytest.raises(CheckpointError, match=r"layer.b  stored"):
         js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names)
-    told = js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names, extra="ignore")
-    assert (told.wanted_bytes, told.touched_bytes, told.host_bytes) == (W.nbytes,) * 3
+    reported = js.checkpoint.forecast(tmp_path / "c", {"net": one}, names=names, extra="ignore")
+    assert (reported.wanted_bytes, reported.touched_bytes, reported.host_bytes) == (W.nbytes,) * 3
 
 
 def stored_name(name):

@@ -316,9 +316,11 @@ def test_missing_leaves_stay_and_are_listed_once(saved):
     like = {"ema": {"w": jnp.zeros(3), "new": jnp.arange(2)}, "also": 5, "step": 0}
     with pytest.raises(CheckpointError, match=r"(?s)also  stored nothing  wanted \(\).*ema/new  stored nothing"):
         checkpoint.restore(saved, like=like)
-    with pytest.warns(CheckpointWarning) as told:
+    with pytest.warns(CheckpointWarning) as reported:
         restored = checkpoint.restore(saved, like=like, missing="init")
-    assert [str(x.message).partition("; ")[2] for x in told] == ["2 leaves stay as `like` has them:\n  ema/new\n  also"]
+    assert [str(x.message).partition("; ")[2] for x in reported] == [
+        "2 leaves stay as `like` has them:\n  ema/new\n  also"
+    ]
     assert (restored["also"], restored["step"], list(restored["ema"]["new"])) == (5, 1, [0, 1])
 
 
@@ -334,9 +336,9 @@ def test_extra_leaves_are_left_out_and_listed_once(saved):
         CheckpointError, match=r"model/norm/mean  stored \(4,\)  wanted nothing|model/norm/\.\.\.  stored 4 leaves"
     ):
         checkpoint.restore(saved, like={"model": model})
-    with pytest.warns(CheckpointWarning, match="9 stored leaves are left out:\n  model/") as told:
+    with pytest.warns(CheckpointWarning, match="9 stored leaves are left out:\n  model/") as reported:
         checkpoint.restore(saved, like={"model": model}, extra="ignore")
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_an_unknown_policy_is_refused(saved):
@@ -360,9 +362,9 @@ def test_floating_dtypes_change_and_are_listed_once(tmp_path):
         "b": jnp.zeros((8, 16)),
         "i": jnp.zeros(3, jnp.int32),
     }
-    with pytest.warns(CheckpointWarning) as told:
+    with pytest.warns(CheckpointWarning) as reported:
         restored = checkpoint.restore(tmp_path / "c", like=like)
-    assert [str(x.message).partition("; ")[2] for x in told] == [
+    assert [str(x.message).partition("; ")[2] for x in reported] == [
         "3 leaves change their dtype:\n  a  float32 -> bfloat16\n  b  float64 -> float32\n  i  int8 -> int32"
     ]
     np.testing.assert_array_equal(restored["a"], values.astype(jnp.bfloat16))

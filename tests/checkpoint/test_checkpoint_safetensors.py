@@ -250,7 +250,7 @@ def test_a_file_that_is_cut_after_it_was_opened_is_told(tmp_path):
 
 def test_a_header_that_changed_ends_in_a_four_part_error_or_in_nothing(tmp_path):
     path = write_safetensors(tmp_path, leaves({"w": W[:2], "x": W[:1].astype(jnp.bfloat16)}))[0]
-    before, dice, told = path.read_bytes(), random.Random(0), []
+    before, dice, reported = path.read_bytes(), random.Random(0), []
     for _ in range(200):
         raw = bytearray(before)
         raw[dice.randrange(len(raw) - W[:2].nbytes - 48)] ^= 1 << dice.randrange(8)
@@ -260,6 +260,6 @@ def test_a_header_that_changed_ends_in_a_four_part_error_or_in_nothing(tmp_path)
             for name, leaf in source.leaves.items():
                 source.read(name, (slice(0, 1),) * len(leaf.shape))
         except (CheckpointError, RunError) as error:
-            told.append(error)
-    assert 0 < len(told) < 200
-    assert all(error.what and error.where and error.why and error.do for error in told)
+            reported.append(error)
+    assert 0 < len(reported) < 200
+    assert all(error.what and error.where and error.why and error.do for error in reported)

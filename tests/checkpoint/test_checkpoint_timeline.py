@@ -88,26 +88,26 @@ def test_a_line_that_a_crash_cut_off_costs_no_other(tmp_path):
 
 
 def test_what_all_of_them_took(run, capsys):
-    told = verdict(run, capsys=capsys)
-    assert told["shown"]["step"] == 40  # the last save
-    assert told["stall_s"] == [0.06] * 3
-    assert told["save_s"] == pytest.approx([1.501, 1.501, 6.501])
-    assert (told["load_s"], told["failed"]) == ([2.5], 1)
-    ettr = told["ettr"]
+    reported = verdict(run, capsys=capsys)
+    assert reported["shown"]["step"] == 40  # the last save
+    assert reported["stall_s"] == [0.06] * 3
+    assert reported["save_s"] == pytest.approx([1.501, 1.501, 6.501])
+    assert (reported["load_s"], reported["failed"]) == ([2.5], 1)
+    ettr = reported["ettr"]
     assert ettr["interval_s"] == pytest.approx(59.94)  # from one begin to the next, without the stall
     # I / (I + B) * (1 - (L + S + (I + B) / 2) / M)
     assert ettr["value"] == pytest.approx(59.94 / 60 * (1 - (2.5 + 1.501 + 30) / 14400))
-    told = verdict(run, "--mtbf", "100", "--interval", "600", capsys=capsys)
-    assert told["ettr"]["value"] == 0.0
+    reported = verdict(run, "--mtbf", "100", "--interval", "600", capsys=capsys)
+    assert reported["ettr"]["value"] == 0.0
 
 
 def test_as_text_and_as_pictures(run, capsys):
     assert cli.main(["ckpt", "timeline", "run", "--step", "20", "--out", "t.png", "t.html", "t.json"]) == 0
-    told = capsys.readouterr()
-    assert told.err == "written: t.png\nwritten: t.html\nwritten: t.json\n"
-    assert told.out.startswith("Save of step 20: 4 processes, 1.50 s, 400.0 MiB\nslowest: process 2 on h2: write")
-    assert "(measured), B = 60.0 ms stall (measured)" in told.out
-    assert "between failures (assumed, --mtbf)" in told.out
+    reported = capsys.readouterr()
+    assert reported.err == "written: t.png\nwritten: t.html\nwritten: t.json\n"
+    assert reported.out.startswith("Save of step 20: 4 processes, 1.50 s, 400.0 MiB\nslowest: process 2 on h2: write")
+    assert "(measured), B = 60.0 ms stall (measured)" in reported.out
+    assert "between failures (assumed, --mtbf)" in reported.out
     assert Path("t.png").read_bytes().startswith(b"\x89PNG")
     page = Path("t.html").read_text()
     assert page.startswith("<!DOCTYPE html>")

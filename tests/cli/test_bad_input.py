@@ -1,4 +1,4 @@
-"""Whatever is wrong with a request: told in four parts, with an exit code, and nothing on the disk changes.
+"""Whatever is wrong with a request: reported in four parts, with an exit code, and nothing on the disk changes.
 
 The texts lie in tests/golden/bad_input.txt. `UPDATE_GOLDEN=1 pytest` of this file writes it anew; then
 read its diff.
@@ -353,8 +353,8 @@ def test_a_finished_run_that_is_resumed_says_so(folder, finished_run, capsys, mo
     capsys.readouterr()
     before = contents(folder)
     assert cli.main(["train", "model.py", "--out", "run", "--resume", "--track", *more]) == 0
-    told = f"nothing is left to train: 2 steps are done, and {asked} were asked for; --steps 4 goes on."
-    assert told in capsys.readouterr().out.splitlines()
+    reported = f"nothing is left to train: 2 steps are done, and {asked} were asked for; --steps 4 goes on."
+    assert reported in capsys.readouterr().out.splitlines()
     changed = {path for path, _ in contents(folder).items() ^ before.items()}
     assert changed <= {"run/loss.png"}
 

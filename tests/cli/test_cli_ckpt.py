@@ -116,33 +116,33 @@ def test_ls(run, ckpt):
     assert code == 0
     for part in ("100", "val_loss=2.5", "fsdp=8", "complete", "latest", "300.saving: of a save that was interrupted"):
         assert part in text
-    _, told = ckpt("ls", run / "checkpoints", "--json")
-    assert [(entry["step"], entry["is_latest"]) for entry in told["checkpoints"]] == [(100, False), (200, True)]
-    assert told["unfinished"] == ["300.saving"]
-    _, told = ckpt("ls", run / "checkpoints" / "100", "--json")
-    assert [(entry["step"], entry["num_leaves"]) for entry in told["checkpoints"]] == [(100, 6)]
+    _, reported = ckpt("ls", run / "checkpoints", "--json")
+    assert [(entry["step"], entry["is_latest"]) for entry in reported["checkpoints"]] == [(100, False), (200, True)]
+    assert reported["unfinished"] == ["300.saving"]
+    _, reported = ckpt("ls", run / "checkpoints" / "100", "--json")
+    assert [(entry["step"], entry["num_leaves"]) for entry in reported["checkpoints"]] == [(100, 6)]
 
 
 def test_ls_names_what_is_damaged_and_takes_an_older_one_as_the_latest(run, ckpt):
     folder = Path(shutil.copytree(run, "run"))
     next(iter(folder.glob("checkpoints/200/state/model.tokens/c/*/*"))).unlink()
-    code, told = ckpt("ls", folder, "--json")
+    code, reported = ckpt("ls", folder, "--json")
     assert code == 0
-    assert [entry["is_latest"] for entry in told["checkpoints"]] == [True, False]
-    assert "is missing" in told["checkpoints"][1]["damage"][0]
+    assert [entry["is_latest"] for entry in reported["checkpoints"]] == [True, False]
+    assert "is missing" in reported["checkpoints"][1]["damage"][0]
     assert "DAMAGED" in ckpt("ls", folder)[1]
 
 
 def test_a_step_that_was_copied_by_half_is_listed_and_no_checkpoint(run, ckpt):
     folder = Path(shutil.copytree(run, "run")) / "checkpoints"
     (Path(shutil.copytree(folder / "200", folder / "300")) / "commit_success.txt").unlink()
-    code, told = ckpt("ls", "run", "--json")
-    found = [(entry["step"], entry["is_complete"], entry["is_latest"]) for entry in told["checkpoints"]]
+    code, reported = ckpt("ls", "run", "--json")
+    found = [(entry["step"], entry["is_complete"], entry["is_latest"]) for entry in reported["checkpoints"]]
     assert (code, found) == (0, [(100, True, False), (200, True, True), (300, False, False)])
     text = ckpt("ls", "run")[1]
     assert "INCOMPLETE" in text and "300: a folder without commit_success.txt, copied by half" in text
-    code, told = ckpt("verify", "run", "--all", "--json")
-    assert (code, [verdict["is_good"] for verdict in told]) == (1, [True, True, False])
+    code, reported = ckpt("verify", "run", "--all", "--json")
+    assert (code, [verdict["is_good"] for verdict in reported]) == (1, [True, True, False])
     assert ckpt("verify", "run")[0] == 0  # the newest is that of step 200
 
 
@@ -156,9 +156,9 @@ def test_inspect(run, ckpt):
     ]
     shallow = ckpt("inspect", run, "--depth", "1")[1]
     assert "kernel" not in shallow and "model/" in shallow
-    _, told = ckpt("inspect", run, "--below", "model/blocks", "--json")
-    assert set(told["leaves"]) == {"model/blocks/kernel", "model/blocks/bias"}
-    assert told["leaves"]["model/blocks/kernel"]["bytes"] == 1024
+    _, reported = ckpt("inspect", run, "--below", "model/blocks", "--json")
+    assert set(reported["leaves"]) == {"model/blocks/kernel", "model/blocks/bias"}
+    assert reported["leaves"]["model/blocks/kernel"]["bytes"] == 1024
 
 
 def test_inspect_shows_layers_that_are_alike_once(ckpt):
@@ -181,16 +181,16 @@ def test_verify(run, ckpt):
     code, text = ckpt("verify", folder)
     assert code == 1
     assert "DAMAGED" in text and "model/tokens" in text and "state/model.tokens/c/0/0" in text
-    code, told = ckpt("verify", folder, "--json")
-    assert (code, told[0]["is_good"], told[0]["findings"][0]["leaf"]) == (1, False, "model/tokens")
+    code, reported = ckpt("verify", folder, "--json")
+    assert (code, reported[0]["is_good"], reported[0]["findings"][0]["leaf"]) == (1, False, "model/tokens")
 
 
 def test_diff(run, ckpt):
     a, b = run / "checkpoints" / "100", run / "checkpoints" / "200"
     assert ckpt("diff", a, a)[0] == 0
-    code, told = ckpt("diff", a, b, "--json")
+    code, reported = ckpt("diff", a, b, "--json")
     assert code == 1
-    leaves = {leaf["path"]: leaf for leaf in told["leaves"]}
+    leaves = {leaf["path"]: leaf for leaf in reported["leaves"]}
     kinds = {path: leaf["kind"] for path, leaf in leaves.items() if leaf["kind"] != "equal"}
     assert kinds == {
         "model/tokens": "values",
@@ -206,16 +206,16 @@ def test_diff(run, ckpt):
     assert norms["most"] == pytest.approx(np.abs(tokens).max())
     text = ckpt("diff", a, b)[1]
     assert "6 leaves" not in text and "7 leaves: 3 equal, 1 only in a, 1 only in b, 2 values" in text
-    code, told = ckpt("diff", a, b, "--no-values", "--json")
-    assert {leaf["path"]: leaf["kind"] for leaf in told["leaves"]}["model/tokens"] == "values"  # by its sums
+    code, reported = ckpt("diff", a, b, "--no-values", "--json")
+    assert {leaf["path"]: leaf["kind"] for leaf in reported["leaves"]}["model/tokens"] == "values"  # by its sums
 
 
 def test_diff_of_shapes_dtypes_and_values_that_are_no_numbers(ckpt):
     nan = jnp.array([1.0, jnp.nan])
     js.checkpoint.save("a", {"x": nan, "y": jnp.ones(3), "z": jnp.ones(3), "n": 1, "w": -jnp.ones(4)})
     js.checkpoint.save("b", {"x": nan, "y": jnp.ones(4), "z": jnp.ones(3, jnp.bfloat16), "n": 1.0, "w": jnp.ones(4)})
-    _, told = ckpt("diff", "a", "b", "--json")
-    leaves = {leaf["path"]: leaf for leaf in told["leaves"]}
+    _, reported = ckpt("diff", "a", "b", "--json")
+    leaves = {leaf["path"]: leaf for leaf in reported["leaves"]}
     assert {path: leaf["kind"] for path, leaf in leaves.items()} == {
         "x": "equal",
         "y": "shape",
@@ -227,8 +227,8 @@ def test_diff_of_shapes_dtypes_and_values_that_are_no_numbers(ckpt):
 
 
 def test_reshard_cuts_pieces_for_another_mesh_and_keeps_everything_else(run, ckpt):
-    code, told = ckpt("reshard", run / "checkpoints" / "100", "out", "--mesh", "replica=2,fsdp=4", "--json")
-    assert (code, told["mesh"]["fsdp"], told["leaves"]) == (0, 4, 6)
+    code, reported = ckpt("reshard", run / "checkpoints" / "100", "out", "--mesh", "replica=2,fsdp=4", "--json")
+    assert (code, reported["mesh"]["fsdp"], reported["leaves"]) == (0, 4, 6)
     equal(run / "checkpoints" / "100", "out")
     found = manifest.read(Path("out"))
     assert (found.step, found.metrics) == (100, {"val_loss": 2.5})
@@ -264,8 +264,8 @@ def test_reshard_refuses_what_is_damaged_and_leaves_nothing(run, capsys):
 
 def test_export_and_import_under_the_names_of_others(run, ckpt):
     source = run / "checkpoints" / "100"
-    code, told = ckpt("export", source, "hf", "--model", "model.py", "--json")
-    assert (code, told["leaves"], [Path(file).name for file in told["files"]]) == (0, 5, ["model.safetensors"])
+    code, reported = ckpt("export", source, "hf", "--model", "model.py", "--json")
+    assert (code, reported["leaves"], [Path(file).name for file in reported["files"]]) == (0, 5, ["model.safetensors"])
     there, ours = SafetensorsSource("hf"), state()["model"]
     assert set(there.leaves) == {"wte.weight", "h.0.weight", "h.0.bias", "h.1.weight", "h.1.bias"}
     np.testing.assert_array_equal(there.read("h.1.weight", (slice(None),) * 2), ours["blocks"]["kernel"][1].T)
@@ -290,9 +290,9 @@ def test_export_of_what_the_model_lacks_is_refused_unless_it_is_said(run, ckpt, 
     }
     for path, left in lines.items():
         assert cli.main(["ckpt", "export", str(path), "hf", *fewer]) == 2
-        told = capsys.readouterr().err
-        assert f"{len(left)} leaves are left over" in told and all(line in told for line in left), told
-        assert "--extra ignore" in told and not Path("hf").exists()
+        reported = capsys.readouterr().err
+        assert f"{len(left)} leaves are left over" in reported and all(line in reported for line in left), reported
+        assert "--extra ignore" in reported and not Path("hf").exists()
     assert ckpt("export", source, "hf", *fewer, "--extra", "ignore")[0] == 0
     assert set(SafetensorsSource("hf").leaves) == {"wte.weight", "h.0.weight", "h.0.bias"}
 
@@ -369,8 +369,8 @@ def test_an_import_of_names_that_do_not_fit_names_them_and_leaves_nothing(case, 
     names, line = UNFIT[case]
     written_by_the_package("c", {name: np.full(4, n, np.float32) for n, name in enumerate(names)})
     assert cli.main(["ckpt", "import", "c", "new/out"]) == 2
-    told = capsys.readouterr().err
-    assert line in told and "make room" not in told, told
+    reported = capsys.readouterr().err
+    assert line in reported and "make room" not in reported, reported
     assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
@@ -388,8 +388,8 @@ def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
 
         monkeypatch.setattr(SafetensorsSource, "read", fails)
         assert cli.main(["ckpt", "import", "c", "new/out"]) == code
-        told = capsys.readouterr().err
-        assert why in told and "make room" not in told, told
+        reported = capsys.readouterr().err
+        assert why in reported and "make room" not in reported, reported
         assert sorted(path.name for path in Path().iterdir()) == ["c", "model.py"]
 
 
@@ -400,26 +400,26 @@ def test_control_characters_in_names_do_not_reach_the_terminal(ckpt, capsys):
     """A name is on one line, as Python writes it, wherever it is printed; as JSON it is what it is."""
     written_by_the_package("c", {f"m.{CONTROLS}": np.ones(4, np.float32), "m.b": np.ones(4, np.float32)})
     written_by_the_package("d", {f"m.{CONTROLS}": np.zeros(4, np.float32)})
-    told = []
+    reported = []
     for name in "cd":
         assert cli.main(["ckpt", "import", name, f"{name}.out"]) == 0
         capsys.readouterr()
         assert f"m/{CONTROLS}" in ckpt("inspect", f"{name}.out", "--json")[1]["leaves"]
-        told.append(ckpt("inspect", f"{name}.out")[1])
-    told.append(ckpt("diff", "c.out", "d.out")[1])
+        reported.append(ckpt("inspect", f"{name}.out")[1])
+    reported.append(ckpt("diff", "c.out", "d.out")[1])
     for path in ("c", "c.out"):
         for like in ({CONTROLS: jnp.zeros(5), "b": jnp.zeros(4)}, {"b": jnp.zeros(4)}):
             with pytest.raises(CheckpointError) as caught:
                 js.checkpoint.restore(path, {"m": like})
-            told.append(str(caught.value))
+            reported.append(str(caught.value))
         with pytest.warns(CheckpointWarning) as warned:
             js.checkpoint.restore(path, {"m": {"b": jnp.zeros(4)}}, extra="ignore")
-        told.append(str(warned[0].message))
+        reported.append(str(warned[0].message))
     chunk = next(Path("c.out/state").glob("*red*/c/0"))
     chunk.write_bytes(b"\0" * chunk.stat().st_size)
     assert cli.main(["ckpt", "verify", "c.out"]) == 1
-    told.append(capsys.readouterr().out)
-    for text in told:
+    reported.append(capsys.readouterr().out)
+    for text in reported:
         assert r"\x1b[31mred\x1b[0m\n  do:    rm\r\x9b2J\u202e" in " ".join(text.split("\n")), text
         assert not [c for c in text if not c.isprintable() and c != "\n"], text
 

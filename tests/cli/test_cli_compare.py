@@ -18,7 +18,7 @@ WIDE = ("n_layer=2", "d_model=2048", "d_ff=8192", "n_head=16", "compute_dtype=bf
 WIDE_STEP = [f"--set=model.{setting}" for setting in WIDE] + ["--set=sequence_length=1024", "--set=batch_size=16"]
 
 
-def told(capsys, *arguments, code=0):
+def reported(capsys, *arguments, code=0):
     assert plan(*arguments, "--json") == code
     return json.loads(capsys.readouterr().out)
 
@@ -29,7 +29,7 @@ def amounts_of(audit):
 
 
 def test_all_strategies_side_by_side(capsys):
-    found = told(capsys, "--topology", "h100:1x4", "--compare", "all")
+    found = reported(capsys, "--topology", "h100:1x4", "--compare", "all")
     rows = {row["name"]: row for row in found["comparison"]}
     assert list(rows) == ["replicate", "zero2", "zero3", "hsdp", "gspmd"]
     degrees = {name: (row["mesh"]["replica"], row["mesh"]["fsdp"]) for name, row in rows.items()}
@@ -43,7 +43,7 @@ def test_all_strategies_side_by_side(capsys):
 
 
 def test_the_schedule_of_jshard_hides_more_than_plain_flax_under_jit(capsys):
-    found = told(capsys, "--topology", "h100:2x8", *WIDE_STEP, "--compare", "gspmd")
+    found = reported(capsys, "--topology", "h100:2x8", *WIDE_STEP, "--compare", "gspmd")
     (gspmd,) = found["comparison"]
     for case in ("low", "stated", "high"):
         assert found["estimate"][case]["hidden"] > gspmd["estimate"][case]["hidden"]
@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_answered_with_a_line_to_paste_that_fits(capsys):
 def test_what_is_chosen_is_quicker_than_what_was_asked_for(capsys):
     """Two slow nodes, by the schedules as they were compiled."""
     slow = "--topology", "h100:2x8", "--assume", "slow_bytes_per_s=1e9"
-    found = told(capsys, *slow, "--auto")["chosen"]
+    found = reported(capsys, *slow, "--auto")["chosen"]
     asked, *others = found["compiled"]
     assert asked["name"] == "as asked" and len(others) == 3
     (best,) = [row for row in others if row["command"] == found["best"]]

@@ -196,10 +196,10 @@ def test_config_is_the_resolved_tree(capsys):
 
 
 def test_versions(monkeypatch):
-    told = versions()
-    assert list(told) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
-    assert told["jax"] == jax.__version__
-    assert told["python"] == ".".join(map(str, sys.version_info[:3]))
+    reported = versions()
+    assert list(reported) == "python jshard jax jaxlib flax optax orbax-checkpoint grain".split()
+    assert reported["jax"] == jax.__version__
+    assert reported["python"] == ".".join(map(str, sys.version_info[:3]))
 
     def missing(package):
         raise importlib.metadata.PackageNotFoundError(package)

@@ -63,9 +63,9 @@ def test_a_kernel_goes_by_its_name_its_form_and_how_they_begin(capsys):
 
 def test_json_has_all_plans_and_sources(capsys):
     assert cli.main("occupancy --gpu h200 --block 128,58,41_024 --nccl 2.29.9 --ctas 4 --json".split()) == 0
-    told = capsys.readouterr()
-    (found,) = json.loads(told.out)["gpus"]
-    assert told.err == (
+    reported = capsys.readouterr()
+    (found,) = json.loads(reported.out)["gpus"]
+    assert reported.err == (
         "The kernels of NCCL 2.29.9 were not read: its footprint is taken to be that of 2.28.9, the nearest"
         " older one that was.\n"
     )

@@ -123,9 +123,9 @@ def test_errors_of_the_child_come_over_as_they_are():
         pass
 
     for cls, found in ((OptionError, OptionError), (OfTheModelFile, RunError)):
-        told = cls("No.", where=["a", "b"], why="1", do="2")
-        again = pickle.loads(pickle.dumps(module._portable(told)))
-        assert type(again) is found and str(again) == str(told)
+        reported = cls("No.", where=["a", "b"], why="1", do="2")
+        again = pickle.loads(pickle.dumps(module._portable(reported)))
+        assert type(again) is found and str(again) == str(reported)
 
 
 @without_gpu_compiler
@@ -178,10 +178,10 @@ def _text(folder):
     ],
 )
 def test_a_tpu_compiler_that_refuses_what_does_not_fit(said):
-    told = compiler_error(RuntimeError(f"{said}\nmore lines"), parse_topology("v5e:2x2"))
-    assert type(told) is TooLargeError and isinstance(told, RunError)
-    assert told.what == "does not fit: 20.2 GiB of 15.8 in each Cloud TPU v5e."
-    assert told.why == f"the compiler's own count: {said}"
+    reported = compiler_error(RuntimeError(f"{said}\nmore lines"), parse_topology("v5e:2x2"))
+    assert type(reported) is TooLargeError and isinstance(reported, RunError)
+    assert reported.what == "does not fit: 20.2 GiB of 15.8 in each Cloud TPU v5e."
+    assert reported.why == f"the compiler's own count: {said}"
     assert type(compiler_error(RuntimeError("INTERNAL: no"), parse_topology("v5e:2x2"))) is CompileError
 
 

@@ -84,18 +84,18 @@ def test_shown_as_tables_and_as_json(run, capsys):
     for part in ("communicating, nothing computes: exposed", "Devices", "blocks/0 backward", "CPU devices are threads"):
         assert part in text
     assert cli.main(["trace", "run/profile", "--json", "--steps", "2:4"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert [step["number"] for step in told["steps"]] == [3, 4]
-    for step in told["steps"]:
+    reported = json.loads(capsys.readouterr().out)
+    assert [step["number"] for step in reported["steps"]] == [3, 4]
+    for step in reported["steps"]:
         four = [step[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s")]
         assert sum(four) == pytest.approx(step["step_s"], rel=1e-9)
 
 
 def test_one_page_beside_it(run, capsys):
     assert cli.main(["trace", "run", "--html", "step.html"]) == 0
-    told = capsys.readouterr()
-    assert told.out.startswith("Measured: 3 steps")
-    assert told.err == "written: step.html\nwritten: step.trace.json\n"
+    reported = capsys.readouterr()
+    assert reported.out.startswith("Measured: 3 steps")
+    assert reported.err == "written: step.html\nwritten: step.trace.json\n"
     page = Path("step.html").read_text()
     assert page.startswith("<!DOCTYPE html>")
     assert "Step 3 of jit_step on cpu:" in page

@@ -46,9 +46,9 @@ def explained(costs: Costs, variant: Variant):
 def test_memory_is_what_explain_tells(costs, replica, accumulate, units):
     """Though only two small batches on two devices are traced: what is saved grows as a straight line."""
     found = cost(costs, replica=replica, fsdp=8 // replica, accumulate=accumulate, **units)
-    told = dataclasses.asdict(explained(costs, found.variant))
+    reported = dataclasses.asdict(explained(costs, found.variant))
     for name, value in dataclasses.asdict(found.memory).items():  # but for the loss, a number of the whole batch
-        assert value == (pytest.approx(told[name], abs=4) if isinstance(value, int) else told[name]), name
+        assert value == (pytest.approx(reported[name], abs=4) if isinstance(value, int) else reported[name]), name
 
 
 @pytest.mark.parametrize("layers", [wide(2), 5])

@@ -53,8 +53,8 @@ def test_a_suggestion_is_a_line_to_paste_that_was_compiled():
         "    --set accumulate=4 --unit remat=full"
     )
     assert shlex.split(said.partition("79.1:\n")[2].replace("\\\n", "")) == shlex.split(tried[1].command)
-    (told,) = json.loads(report.to_json())["suggestions"]
-    assert told["command"] == tried[1].command and told["compiled"]["fits"] is True
+    (reported,) = json.loads(report.to_json())["suggestions"]
+    assert reported["command"] == tried[1].command and reported["compiled"]["fits"] is True
     assert not report.fits
 
 
@@ -82,7 +82,7 @@ def test_of_what_fits_nothing_is_suggested():
 
 
 def test_strategies_side_by_side(monkeypatch):
-    """One row each, what fits first; of what does not fit nothing is estimated, and a failure is told."""
+    """One row each, what fits first; of what does not fit nothing is estimated, and a failure is reported."""
 
     def compiled(asked):
         if asked.plain_flax:
@@ -163,11 +163,11 @@ def test_the_quickest_that_fits_of_three_and_what_was_asked_for(monkeypatch):
     times = [row.plan.estimates.stated.step_s for row in found.compiled]
     assert found.best is found.compiled[times.index(min(times))] is not found.compiled[0]
     assert found.fits and PlanReport(plan=plan_of(2.0), chosen=found).fits
-    told = lines_from(found, "Ways, by the estimate")
-    at = told.index(f"chosen: {found.best.variant.name}")
-    assert " ".join(told[at + 1 : -1]).replace(" \\", "") == found.best.command
+    reported = lines_from(found, "Ways, by the estimate")
+    at = reported.index(f"chosen: {found.best.variant.name}")
+    assert " ".join(reported[at + 1 : -1]).replace(" \\", "") == found.best.command
     gain = times[0] / min(times)
-    assert told[-1] == f"by the estimate {gain:.2f}x as fast as what was asked for."
+    assert reported[-1] == f"by the estimate {gain:.2f}x as fast as what was asked for."
 
 
 def test_each_way_says_why_it_was_not_chosen(monkeypatch):

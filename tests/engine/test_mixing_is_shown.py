@@ -1,4 +1,4 @@
-"""What a model sends as it mixes the examples of its batch: warned of, listed by line, told apart, or refused."""
+"""What a model sends as it mixes the examples of its batch: warned of, listed by line, kept apart, or refused."""
 
 import json
 import linecache

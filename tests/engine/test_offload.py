@@ -305,11 +305,11 @@ def test_the_audit_says_when_parameters_are_not_where_they_were_planned():
     run = nnx.jit(nnx.value_and_grad(loss_fn))
     batch = token_batch(CONFIG)
     planned = js.plan(there)
-    told = {}
+    reported = {}
     for model in (there, here):
         found = js.audit(run.lower(model, *batch).lowered, plan=planned)
-        told[model is there] = [str(d) for d in found.differences]
-    assert told == {
+        reported[model is there] = [str(d) for d in found.differences]
+    assert reported == {
         True: [],
         False: ["40.00 KiB of parameters are planned in host memory; 0 B of arguments are."],
     }

@@ -196,9 +196,9 @@ def test_the_audit_tells_if_the_compiler_gathers_it_after_all():
     model = abstract(js.mesh())
     step = nnx.jit(lambda model, *batch: nnx.value_and_grad(loss)(model, *batch))
     found = js.audit(compile_to_read(step.lower(model, *DATA).lowered), model=model)
-    told = {(d.compiled, d.words.partition(":")[0]) for d in found.differences}
-    assert ("all-gather", "all-gather of what is never gathered") in told
-    assert all(kind in ("all-gather", "all-reduce") for kind, _ in told)
+    reported = {(d.compiled, d.words.partition(":")[0]) for d in found.differences}
+    assert ("all-gather", "all-gather of what is never gathered") in reported
+    assert all(kind in ("all-gather", "all-reduce") for kind, _ in reported)
 
 
 def test_an_array_that_travels_with_its_rows_is_told_apart():

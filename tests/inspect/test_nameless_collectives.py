@@ -1,4 +1,4 @@
-"""A collective that the compiler has left without a unit's name is told by the operations that read what it sends."""
+"""A collective that the compiler left without a unit's name is recognised by the operations that read its result."""
 
 import pytest
 

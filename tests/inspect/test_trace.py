@@ -424,10 +424,12 @@ def test_text_and_json_of_a_real_profile(profiled):
     assert re.match(r"Measured: 2 steps \(12\.\.13\) of jit_step on 8 CPU devices, [\d.,]+ ms a step", text)
     assert "both: communication that is hidden" in text
     assert "blocks/0..1 backward" in text
-    told = json.loads(found.to_json())
-    assert [step["number"] for step in told["steps"]] == [12, 13]
-    assert len(told["steps"][0]["devices"]) == 8
-    for whole in (told["mean"], *told["steps"], *told["steps"][0]["devices"].values()):
+    reported = json.loads(found.to_json())
+    assert [step["number"] for step in reported["steps"]] == [12, 13]
+    assert len(reported["steps"][0]["devices"]) == 8
+    for whole in (reported["mean"], *reported["steps"], *reported["steps"][0]["devices"].values()):
         four = (whole[name] for name in ("computing_s", "communicating_s", "both_s", "idle_s"))
         assert sum(four) == pytest.approx(whole["step_s"], rel=1e-9)
-    assert sum(row["exposed_s"] for row in told["by_unit"]) == pytest.approx(told["mean"]["communicating_s"], rel=1e-9)
+    assert sum(row["exposed_s"] for row in reported["by_unit"]) == pytest.approx(
+        reported["mean"]["communicating_s"], rel=1e-9
+    )

@@ -525,9 +525,9 @@ def test_a_loss_gets_what_a_call_sows():
 )
 def test_an_annotation_that_gives_no_annotated_model_is_refused(annotate, why):
     file = dataclasses.replace(FILE, annotate=annotate)
-    with pytest.raises(js.ShardingError, match="gives no annotated model") as told:
+    with pytest.raises(js.ShardingError, match="gives no annotated model") as reported:
         abstract_model(file.with_units({"remat": "full"}), RECIPE, js.mesh(devices=8))
-    assert why in str(told.value) and "do:    return js.fully_shard" in str(told.value)
+    assert why in str(reported.value) and "do:    return js.fully_shard" in str(reported.value)
 
 
 class Taken(nn.Module):

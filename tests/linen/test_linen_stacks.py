@@ -62,7 +62,7 @@ def annotated(tower: nn.Module | None = None, **settings: Any) -> nn.Module:
 
 @pytest.fixture
 def all_are_large(monkeypatch):
-    """Whatever is stacked is worth a warning, told anew."""
+    """Whatever is stacked is worth a warning, reported anew."""
     monkeypatch.setattr(route, "_LARGE_BYTES", 1)
     route.warn_of_stacks.cache_clear()
 
@@ -77,9 +77,9 @@ NOT_AHEAD = {
 @pytest.mark.parametrize(("units", "unit", "how"), NOT_AHEAD.values(), ids=NOT_AHEAD)
 def test_layers_that_no_unit_names_are_told(all_are_large, units, unit, how):
     size = 4 * LAYERS * 2 * KERNEL
-    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as told:
+    with pytest.warns(UserWarning, match=re.escape(f"tower/layers  {size} bytes, by {unit}, {how}")) as reported:
         model = annotated(units=units)
-    assert len(told) == 1
+    assert len(reported) == 1
     plan = js.plan(model)
     assert plan.unscheduled_stacks == {("tower/layers", unit): size}
     assert js.ShardPlan.from_json(plan.to_json()) == plan

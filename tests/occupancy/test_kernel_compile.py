@@ -34,19 +34,21 @@ def test_every_kernel_compiles_without_spills_and_its_products_run_on_the_tensor
 @pytest.mark.timeout(1200)
 def test_the_table_is_what_is_compiled_now(shipped):
     """If this fails for a change that is meant, `python -m benchmarks.kernels.table` prints the new table."""
-    told = shipped_kernels(GPUS["h200"])
+    reported = shipped_kernels(GPUS["h200"])
     forms = assembled(shipped)
     whole = lambda form: (form.name, form.tiles, form.threads, form.smem_bytes, form.persistent)
-    assert [whole(kernel) for kernel in told] == [whole(form) for form in forms]
-    if {kernel.source for kernel in told} == {f"compiled for sm_90a by {assembler()} with jax {_compat.jax_version()}"}:
-        assert [kernel.registers for kernel in told] == [form.registers for form in forms]
+    assert [whole(kernel) for kernel in reported] == [whole(form) for form in forms]
+    if {kernel.source for kernel in reported} == {
+        f"compiled for sm_90a by {assembler()} with jax {_compat.jax_version()}"
+    }:
+        assert [kernel.registers for kernel in reported] == [form.registers for form in forms]
 
 
 @without_gpu_compiler
 def test_without_the_extra():
-    with pytest.raises(MissingExtraError) as told:
+    with pytest.raises(MissingExtraError) as reported:
         compile_calls(calls())
-    assert str(told.value) == (
+    assert str(reported.value) == (
         "The GPU compiler is not installed.\n"
         "  where: registers and spills of a kernel\n"
         "  why:   needed are jax[cuda12-local] and nvidia-cuda-nvcc-cu12; no GPU, driver or CUDA.\n"

@@ -146,7 +146,7 @@ def test_of_empty_arrays_the_twin_makes_what_there_is(shapes):
 def test_what_is_advised_runs(settings):
     x, w = of(8192, 8192), of(8192, 8192)
     occupancy = Occupancy(**settings)
-    with pytest.raises(KernelError) as told:
+    with pytest.raises(KernelError) as reported:
         traced(call("matmul", occupancy=occupancy), x, w)
-    better = eval(told.value.do, {"dataclasses": dataclasses, "occupancy": occupancy})
+    better = eval(reported.value.do, {"dataclasses": dataclasses, "occupancy": occupancy})
     assert traced(call("matmul", occupancy=better), x, w).shape == (8192, 8192)

@@ -129,14 +129,14 @@ GATED = (of(256, 128), of(128, 256), of(256, 128), of(128, 256))
     ids=["matmul", "mlp", "rms_norm", "layer_norm"],
 )
 def test_names_and_the_latency_that_is_said_forward_and_backward(function, arrays, names):
-    told = Occupancy(persistent=False, tile_m=128, tile_n=64, stages=2, latency_ns=123_456)
-    found = both_ways(functools.partial(function, occupancy=told), *arrays)
+    reported = Occupancy(persistent=False, tile_m=128, tile_n=64, stages=2, latency_ns=123_456)
+    found = both_ways(functools.partial(function, occupancy=reported), *arrays)
     assert found.keys() == {f"jshard_{name}" for name in names.split()}
     assert {launch.latency_ns for launch in found.values()} == {123_456}
 
 
 def test_estimates_are_of_the_work_that_is_done():
-    """One of k = 70, padded to 128 by the kernel, is told as one of 70; a product with two sums takes twice as long."""
+    """One of k = 70, padded to 128 by the kernel, is reported as of 70; a product with two sums takes twice as long."""
     found = both_ways(functools.partial(js.kernels.matmul, backend="mosaic", occupancy=SMALL), of(500, 70), of(70, 900))
     assert {launch.latency_ns for launch in found.values()} == {product_ns(500, 900, 70, kind=KIND)}
     found = both_ways(functools.partial(mlp, occupancy=SMALL), *GATED)

@@ -1,4 +1,4 @@
-"""`js.overlap`: what is left to collectives, what the compiler and NCCL are told, and what each choice rests on."""
+"""`js.overlap`: what is left to collectives, what the compiler and NCCL are reported, and what each choice rests on."""
 
 import ast
 import dataclasses
@@ -74,10 +74,10 @@ def test_every_option_is_in_the_table_and_of_its_type(plan, comm):
     shaped = overlap(plan, device="h200", comm=comm)
     for name, value in shaped.compiler_options.items():
         assert OPTIONS[name].fits(value), name
-    told = {reason.what: reason.chosen for reason in shaped.reasons}
+    reported = {reason.what: reason.chosen for reason in shaped.reasons}
     settings = {**shaped.compiler_options, **shaped.environment}
-    assert {name: told[name] for name in settings} == {name: str(value) for name, value in settings.items()}
-    assert told.keys() == settings.keys() | shaped.occupancy.keys()
+    assert {name: reported[name] for name in settings} == {name: str(value) for name, value in settings.items()}
+    assert reported.keys() == settings.keys() | shaped.occupancy.keys()
     assert all(0 <= knobs.reserved_sms < H200.num_sms for knobs in shaped.occupancy.values())
 
 

@@ -290,19 +290,19 @@ def broken(*_):
 
 
 def test_in_several_processes_the_first_one_measures_for_all_or_all_fail(model, tmp_path, monkeypatch):
-    told = []
+    reported = []
 
     def exchange(topic, value, timeout_s):
-        told.append(value)
-        return [told[0], value]
+        reported.append(value)
+        return [reported[0], value]
 
     monkeypatch.setattr(_processes, "exchange", exchange)
     first = tune(model, loss_fn, BATCH, bench=lambda *_: FakeBench(times), **asked(tmp_path / "first.json"))
     monkeypatch.setattr(cache, "is_primary", lambda: False)
     second = tune(model, loss_fn, BATCH, bench=never, **asked(tmp_path / "second.json"))
     assert [row.measured for row in second.rows] == [row.measured for row in first.rows]
-    assert not (tmp_path / "second.json").exists() and len(told) == 2
-    told.clear()
+    assert not (tmp_path / "second.json").exists() and len(reported) == 2
+    reported.clear()
     for is_first, failure in ((True, RuntimeError), (False, RunError)):
         monkeypatch.setattr(cache, "is_primary", lambda is_first=is_first: is_first)
         with pytest.raises(failure, match="the GPU fell off the bus"):

@@ -33,7 +33,7 @@ DEADLINE_S = 4.0
 SLOW_S = 1.0
 
 
-def told(call):
+def reported(call):
     """What an error says, and who raised it."""
     try:
         call()
@@ -63,7 +63,7 @@ def not_shared():
     series_folder.SHOWN_S = 0.5
     own = checkpoint.Checkpointer(FOLDER / f"own-{PROCESS}")  # it meets nobody, and makes nothing
     assert own.latest() is None and not own.folder.exists()
-    return told(lambda: own.save(1, state(1)))
+    return reported(lambda: own.save(1, state(1)))
 
 
 def balance():
@@ -116,7 +116,7 @@ def apart():
         time.sleep(0.01)
     found["kept"] = of_before()
 
-    save = lambda timeout_s=600, **others: told(
+    save = lambda timeout_s=600, **others: reported(
         lambda: checkpoint.save(FOLDER / "apart", {**state(1), **others}, timeout_s=timeout_s)
     )
     found["other values"] = save(key=jax.random.key(PROCESS))
@@ -171,7 +171,7 @@ def stall():
             os.kill(os.getpid(), signal.SIGSTOP)
         if PROCESS == 1 and step == 3:
             storage.save_async = stopped_in_the_middle
-        found.append(told(lambda step=step: ckpt.save(step, state(step))))
+        found.append(reported(lambda step=step: ckpt.save(step, state(step))))
         if PROCESS == 0:
             while Path(f"/proc/{pids[1]}/stat").read_text().rpartition(")")[2].split()[0] != "T":
                 time.sleep(0.01)  # a signal that came before the stop would be lost
@@ -192,7 +192,7 @@ def die():
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         signal.setitimer(signal.ITIMER_REAL, float((FOLDER / "when").read_text()))
     for step in range(2, 1000):
-        if found := told(lambda step=step: ckpt.save(step, state(step))):
+        if found := reported(lambda step=step: ckpt.save(step, state(step))):
             return found
     return None
 

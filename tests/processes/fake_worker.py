@@ -1,4 +1,4 @@
-"""A worker without JAX: does what its process id is told, and gives signs of life meanwhile.
+"""A worker without JAX: does what its process id is reported, and gives signs of life meanwhile.
 
 python fake_worker.py '{"0": "wait", "1": "killed"}' [FOLDER]
 

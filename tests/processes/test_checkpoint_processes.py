@@ -98,7 +98,7 @@ def folders_that_are_not_shared(folder):
 
 
 def what_fails_in_one_process(folder):
-    """Both are told at once, and what was saved before or is saved afterwards is good."""
+    """Both are reported at once, and what was saved before or is saved afterwards is good."""
     for process in range(2):
         found = read(folder, "apart", process)
         assert found["local"] and found["alone"] and found["equal"] and not found["afterwards"]

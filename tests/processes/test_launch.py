@@ -44,8 +44,8 @@ def test_the_echo_of_a_loss_is_neither_named_nor_shown(capfd, monkeypatch, echo)
 def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
     deadlines = launch.Deadlines(peer_s=5.0, grace_s=0.5)
     assert launch.supervise(fake(p1="frozen"), processes=2, deadlines=deadlines) == 1
-    told = re.sub(r"for \d+ s", "for N s", plain(capfd.readouterr().err))
-    assert told == KILLED.replace(
+    reported = re.sub(r"for \d+ s", "for N s", plain(capfd.readouterr().err))
+    assert reported == KILLED.replace(
         "it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer",
         "it gave no sign of life for N s: stopped, frozen, or its machine is gone",
     )
@@ -54,22 +54,22 @@ def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
 def test_a_worker_that_never_comes_up_is_lost_after_the_init_timeout(capfd):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
     assert launch.supervise(command, processes=2, deadlines=launch.Deadlines(init_s=0.5, grace_s=0.1)) == 1
-    told = capfd.readouterr().err
-    assert "Process 0 of 2 was lost" in told and "no step was reported yet" in told
-    assert "no checkpoint was written yet" in told and "the same command with --resume" in told
+    reported = capfd.readouterr().err
+    assert "Process 0 of 2 was lost" in reported and "no step was reported yet" in reported
+    assert "no checkpoint was written yet" in reported and "the same command with --resume" in reported
 
 
 def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
     assert launch.supervise(fake(p1="fails"), processes=2, deadlines=QUICK) == 1
-    told = plain(capfd.readouterr().err)
-    assert told.startswith(
+    reported = plain(capfd.readouterr().err)
+    assert reported.startswith(
         "[process 1] Traceback (most recent call last):\n[process 1] KeyError: 3\nRunError: Process 1"
     )
-    assert "why:   it ended with exit code 1.\n" in told
+    assert "why:   it ended with exit code 1.\n" in reported
 
 
 @pytest.mark.parametrize(
-    ("actions", "code", "told"),
+    ("actions", "code", "reported"),
     [
         # All say the same: it is said once.
         ({"p0": "refuses", "p1": "refuses"}, 2, "ShardingError: There is no recipe.\n  do:    --recipe tiny\n"),
@@ -78,10 +78,10 @@ def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
         ({"p0": "blames a peer", "p1": "fails and tells"}, 1, "[process 1] RunError: The disk is full.\n"),
     ],
 )  # fmt: skip
-def test_a_worker_that_has_told_the_reason_itself_needs_no_report(capfd, actions, code, told):
+def test_a_worker_that_has_told_the_reason_itself_needs_no_report(capfd, actions, code, reported):
     deadlines = PATIENT if len(actions) == 2 else QUICK
     assert launch.supervise(fake(**actions), processes=2, deadlines=deadlines) == code
-    assert capfd.readouterr().err == told
+    assert capfd.readouterr().err == reported
 
 
 def test_a_good_end_has_the_output_of_the_first_process(capfd):
@@ -150,13 +150,13 @@ def test_real_processes_meet_work_and_leave(capfd):
     assert "native chatter" in err and "Gloo" not in err
 
     assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
-    told = plain(capfd.readouterr().err)
-    assert told.endswith(
+    reported = plain(capfd.readouterr().err)
+    assert reported.endswith(
         KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
     )
-    assert "failed" not in told and "Terminating process" not in told
+    assert "failed" not in reported and "Terminating process" not in reported
 
-    # What a worker has told itself, be it before it met the others, needs no report.
+    # What a worker has reported itself, even before it met the others, needs no report.
     assert launch.supervise([*real, "0"], processes=2, deadlines=PATIENT) == 1
     assert capfd.readouterr().err.replace("native chatter\n", "") == (
         "RunError: The disk is full.\n  where: /data\n  why:   0 bytes are free.\n  do:    df -h\n"
@@ -189,10 +189,10 @@ def test_the_cause_among_several_endings():
     order = [refused, killed, silent, failed, aborted, blames]
     for i in range(len(order)):
         assert cause(order[i:]) is cause(order[i:][::-1]) is order[i]
-    # Among equals the first that was seen, but of those that have told the same reason the lowest process.
+    # Among equals the first that was seen, but of those that have reported the same reason the lowest process.
     assert cause([failed, Ending(process=0, host="a", code=1)]) is failed
-    told = [Ending(process=process, host="x", code=1, explained=True) for process in (1, 0)]
-    assert cause(told).process == 0
+    reported = [Ending(process=process, host="x", code=1, explained=True) for process in (1, 0)]
+    assert cause(reported).process == 0
 
 
 @pytest.mark.parametrize(("value", "bad"), [(0.0, True), (-1.0, True), (float("nan"), True), (5.0, False)])
@@ -277,7 +277,7 @@ The variables that describe the cluster are half set.
 
 
 @pytest.mark.parametrize(
-    ("environ", "told"),
+    ("environ", "reported"),
     [
         ({**JAX, "JAX_PROCESS_ID": ""}, HALF_SET),
         ({**JAX, "JAX_PROCESS_ID": "3"}, "process 3 of 3; ids go from 0 to 2."),
@@ -290,10 +290,10 @@ The variables that describe the cluster are half set.
         ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not say where its processes meet."),
     ],
 )
-def test_variables_that_make_no_sense_are_refused(environ, told):
+def test_variables_that_make_no_sense_are_refused(environ, reported):
     with pytest.raises(js.ShardingError) as info:
         launch.detect(environ)
-    assert told in str(info.value)
+    assert reported in str(info.value)
 
 
 def test_a_pod_of_an_indexed_job_is_asked_about(monkeypatch):

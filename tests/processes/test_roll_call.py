@@ -277,10 +277,10 @@ def test_all_supervisors_name_the_lost_process_and_not_its_echo(ports, capfd):
 
 def test_a_request_refused_by_all_is_told_by_process_0(ports, capfd):
     assert supervise_all(ports, {"p0": "refuses", "p1": "refuses"}, 2) == [2, 2]
-    told = capfd.readouterr().err
-    assert told.count("ShardingError: There is no recipe.\n  do:    --recipe tiny\n") == 1
-    assert told.count("ShardingError: Process 0 of 2 refused the request.\n") == 1
-    assert told.count("ShardingError") == 2
+    reported = capfd.readouterr().err
+    assert reported.count("ShardingError: There is no recipe.\n  do:    --recipe tiny\n") == 1
+    assert reported.count("ShardingError: Process 0 of 2 refused the request.\n") == 1
+    assert reported.count("ShardingError") == 2
 
 
 def test_a_good_end_needs_no_report(ports, capfd):

@@ -215,7 +215,7 @@ def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
     assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
 
     tried.clear()
-    with monkeypatch.context() as patch:  # what is told before the first step
+    with monkeypatch.context() as patch:  # what is reported before the first step
         done = Finished(step=2, val_loss=None, stopped_by=None, out=path / "run", checkpoint=None, sample=None)
         patch.setattr(_training, "run_recipe", lambda *_, **__: done)
         assert train("--auto", "--steps", "2", "--out", "again", *small) == 0

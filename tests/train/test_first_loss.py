@@ -87,7 +87,7 @@ def batch_of(rows):
     return js.shard_batch({key: np.stack([row[key] for row in rows[:8]]) for key in rows[0]}, js.mesh())
 
 
-def told(model_file, recipe, batch, wrong="loss"):
+def reported(model_file, recipe, batch, wrong="loss"):
     model = new_model(model_file, recipe, js.mesh())
     settings = {"step": 1, "wrong": {wrong: float("nan")}, "source": "as it is initialised"}
     return text_of(explained(model_file, recipe, model, batch, **settings))
@@ -125,7 +125,7 @@ def test_a_token_beyond_the_table_is_named(build, tmp_path):
 
 
 def test_a_position_beyond_the_table_is_named():
-    found = told(file(), recipe(length=12), batch_of(samples(length=12)))
+    found = reported(file(), recipe(length=12), batch_of(samples(length=12)))
     assert found.startswith("Row 8 of places does not exist.\n")
     assert line("jnp.take(self.places") in found and "not from the batch" in found
     assert "--set model.block_size=12, or --set sequence_length=8" in found
@@ -149,7 +149,7 @@ def log_of_nothing(model, batch):
 
 
 def test_a_log_of_zero_is_named_and_a_mask_is_not():
-    found = told(file(log_of_nothing), recipe(), batch_of(samples()))
+    found = reported(file(log_of_nothing), recipe(), batch_of(samples()))
     assert found.startswith("`log` makes a value that is not finite.\n")
     assert f"where: {line('jnp.log(picked)')}: log" in found
 
@@ -163,7 +163,7 @@ def root_in_a_scan(model, batch):
 
 
 def test_a_line_inside_a_scan_is_named():
-    found = told(file(root_in_a_scan), recipe(), batch_of(samples()))
+    found = reported(file(root_in_a_scan), recipe(), batch_of(samples()))
     assert f"where: {line('jnp.sqrt(row * 0 - 1)')}: sqrt" in found
 
 
@@ -173,7 +173,7 @@ def length_of_nothing(model, batch):
 
 
 def test_a_gradient_that_is_not_finite_is_looked_into():
-    found = told(file(length_of_nothing), recipe(), batch_of(samples()), wrong="grad_norm")
+    found = reported(file(length_of_nothing), recipe(), batch_of(samples()), wrong="grad_norm")
     assert f"where: {line('jnp.sqrt(distance)')}: " in found
     assert "grad_norm = nan at step 1" in found
 
@@ -185,13 +185,13 @@ def weighted(model, batch):
 def test_a_batch_that_is_not_finite_is_named():
     rows = [{**row, "weights": np.ones(LENGTH, np.float32)} for row in samples()]
     rows[5]["weights"][2] = np.inf
-    found = told(file(weighted), recipe(), batch_of(rows))
+    found = reported(file(weighted), recipe(), batch_of(rows))
     assert 'batch["weights"][5, 2] = inf' in found and "1 of its 64 values" in found
 
 
 def test_an_id_that_the_model_computes_is_named_with_what_it_is_from():
     shifted = lambda model, batch: model(batch["inputs"] + 100).mean()
-    found = told(file(shifted), recipe(), batch_of(samples()))
+    found = reported(file(shifted), recipe(), batch_of(samples()))
     assert found.startswith("Row 107 of table/embedding does not exist.\n")
     assert 'index 107, computed from batch["inputs"]' in found
 
@@ -203,14 +203,14 @@ def two_lookups(model, batch):
 
 
 def test_of_two_equal_lookups_the_right_line_is_named():
-    found = told(file(two_lookups), recipe(), batch_of(samples(token=20)))
+    found = reported(file(two_lookups), recipe(), batch_of(samples(token=20)))
     assert f"{line('far = jnp.take')}: lookup in places" in found and 'batch["inputs"][0, 3] = 20' in found
 
 
 def test_a_label_beyond_the_logits_is_named():
     rows = samples()
     rows[2]["targets"][4] = 50
-    found = told(file(), recipe(), batch_of(rows))
+    found = reported(file(), recipe(), batch_of(rows))
     assert 'batch["targets"][2, 4] = 50' in found and "model_file.py" in found
 
 

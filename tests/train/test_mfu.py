@@ -49,9 +49,9 @@ def test_the_peak_of_a_device(kind, flops_per_s):
     ],
 )
 def test_a_device_that_is_only_like_one_of_the_table_has_no_peak(kind):
-    with pytest.warns(UserWarning, match=f"The peak of {kind} is not known, so no MFU is shown") as told:
+    with pytest.warns(UserWarning, match=f"The peak of {kind} is not known, so no MFU is shown") as reported:
         assert mfu.device_peak(devices(kind)) is None
-    assert len(told) == 1
+    assert len(reported) == 1
 
 
 def test_devices_of_two_kinds_have_no_peak():

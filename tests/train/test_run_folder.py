@@ -190,7 +190,7 @@ def test_a_child_that_outlives_a_killed_run_does_not_hold_its_lock(tmp_path):
     with process:
         assert process.stdout is not None
         child = {int(process.stdout.readline()) for _ in range(2)}
-        assert len(child) == 1  # told by both
+        assert len(child) == 1  # reported by both
         refused(tmp_path, RunError, resume=True)
         process.kill()
         process.wait()

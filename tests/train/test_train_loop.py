@@ -23,7 +23,7 @@ MESH = js.mesh()
 
 
 class Step:
-    """Counts its calls; the loss is the mean of the batch, unless told otherwise."""
+    """Counts its calls; the loss is the mean of the batch, unless set otherwise."""
 
     mesh = MESH
 
@@ -91,9 +91,9 @@ def test_every_step_is_told_with_its_own_loss():
 
 def test_the_host_is_one_step_ahead_and_no_further():
     _, log, _ = run()
-    starts, told = ({e.split()[1]: i for i, e in enumerate(log) if e.startswith(kind)} for kind in ("start", "log"))
+    starts, reported = ({e.split()[1]: i for i, e in enumerate(log) if e.startswith(kind)} for kind in ("start", "log"))
     for step in range(1, 5):
-        assert starts[str(step + 1)] < told[str(step)] < starts[str(step + 2)]
+        assert starts[str(step + 1)] < reported[str(step)] < starts[str(step + 2)]
 
 
 def test_evaluations_and_checkpoints_come_in_order_and_after_the_last_step():

@@ -16,7 +16,7 @@ from jshard.train.trackers import Trackers
 
 
 class Fake:
-    """Notes what it is told; raises from the first call after `fails`."""
+    """Notes what it is given; raises from the first call after `fails`."""
 
     def __init__(self, fails=math.inf):
         self.calls, self.fails = [], fails

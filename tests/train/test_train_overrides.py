@@ -1,4 +1,4 @@
-"""`--set key=value`: values are read by their annotation, and every bad one is told in one message."""
+"""`--set key=value`: values are read by their annotation, and every bad one is reported in one message."""
 
 import dataclasses
 import enum

@@ -1,4 +1,4 @@
-"""Text files become data; what is no text is told, all of it at once."""
+"""Text files become data; what is no text is reported, all of it at once."""
 
 import os
 import zlib
