@@ -43,7 +43,7 @@ def place_of(processes: int | None, environ: Mapping[str, str] = os.environ) -> 
     """The place of this session.
 
     Args:
-        processes: on this machine; None: as the variables of a launcher say (Slurm, Open MPI, Kubernetes, ...), or JAX's own,
+        processes: on this machine; None: as the variables of a launcher (Slurm, Kubernetes, ...) or JAX's own say,
             where every task is a session of one process, and 1 without a launcher.
         environ: the environment variables.
     """

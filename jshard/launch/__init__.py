@@ -14,9 +14,20 @@ what all workers write to stderr.
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
 """
 
-from jshard.launch.cluster import Cluster, Deadlines
+from jshard.launch.cluster import Cluster, Deadlines, stopped_code
 from jshard.launch.launchers import ONE_POD, detect
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import is_worker, leave, note, start_worker
 
-__all__ = ["ONE_POD", "Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "supervise"]
+__all__ = [
+    "ONE_POD",
+    "Cluster",
+    "Deadlines",
+    "detect",
+    "is_worker",
+    "leave",
+    "note",
+    "start_worker",
+    "stopped_code",
+    "supervise",
+]

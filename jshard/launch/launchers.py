@@ -63,10 +63,11 @@ def _of_torchrun(environ: Environ) -> str:
 
 def _of_open_mpi(environ: Environ) -> str:
     """The first address of mpirun's machine, as "4096000.0;tcp://10.96.0.1,10.148.0.1:34911"; not since Open MPI 5."""
-    found = re.match(
-        r"(\d+)\..*?(?:tcp://|tcp6://\[)([^,\]]+?)(?:[,\]]|:\d+$)", environ.get("OMPI_MCA_orte_hnp_uri", "")
-    )
-    return found[2] + _port(environ, int(found[1]) // 4096) if found else ""
+    found = re.match(r"(\d+)\..*?(?:tcp://([^,:]+)|tcp6://\[([^,\]]+))", environ.get("OMPI_MCA_orte_hnp_uri", ""))
+    if found is None:
+        return ""
+    host = found[2] or f"[{found[3]}]"
+    return host + _port(environ, int(found[1]) // 4096)
 
 
 def _of_slurm(environ: Environ) -> str:
@@ -82,8 +83,8 @@ def first_host(nodes: str) -> str:
     Raises:
         ShardingError: it is no such list.
     """
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])*", nodes)
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else "")
+    first = re.match(r"((?:[^,\[\]]|\[[^\[\]]*\])*)(?:,|$)", nodes)
+    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[1] if first else "")
     if not re.fullmatch(r"[\w.-]+", host):
         raise ShardingError(
             "The list of Slurm's nodes cannot be read.",
@@ -258,7 +259,7 @@ def _filled(
             return None
         return {**found, **given}
     number = given.get("JAX_NUM_PROCESSES") or environ.get(launcher.size)
-    if number is None:
+    if not number and launcher.kind == "kubernetes":
         raise ShardingError(
             "Kubernetes does not say how many processes the job has.",
             where=_lines(seen),
@@ -266,7 +267,8 @@ def _filled(
             do='in the container of the job, its completions: env: [{name: JAX_NUM_PROCESSES, value: "8"}]\n'
             'or "1", if each pod is a run of its own.',
         )
-    if _number(launcher.size, number, low=1) == 1 and "JAX_PROCESS_ID" not in given:
+    number = str(_number(launcher.size, number or "", low=1))
+    if number == "1" and "JAX_PROCESS_ID" not in given:
         return None
     address = given.get("JAX_COORDINATOR_ADDRESS") or launcher.address(environ)
     if not address:
