@@ -104,6 +104,8 @@ class SlurmCluster:
         for name in reversed(list(self._daemons)):
             self._kill(name)
         for node in range(1, self.nodes + 1):
+            # The link by itself: that of a namespace goes some time after it.
+            subprocess.run(["ip", "link", "del", f"jsv{node}"], capture_output=True)
             subprocess.run(["ip", "netns", "del", f"jsn{node}"], capture_output=True)
         subprocess.run(["ip", "link", "del", BRIDGE], capture_output=True)
 
