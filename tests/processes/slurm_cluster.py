@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 PACKAGES = ("slurm-wlm", "munge")
-TOOLS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare")
+TOOLS = ("slurmctld", "slurmd", "munged", "ip", "nsenter", "unshare", "setpriv")
 NETWORK = "10.231.77"
 BRIDGE = "jshard0"
 PARTITIONS = """\
@@ -74,13 +74,14 @@ class SlurmCluster:
         folder: for the configuration, logs and state; short, as a path of a socket is.
         nodes: how many.
         node_timeout_s: SlurmdTimeout; 300 where nothing is set.
-        kill_wait_s: KillWait, from SIGTERM to SIGKILL; 30 where nothing is set.
+        kill_wait_s: KillWait, from SIGTERM to SIGKILL; 30 where nothing is set. (Of a preemption and a time limit
+            the end is the grace time.)
     """
 
     folder: Path
     nodes: int = 2
     node_timeout_s: int = 300
-    kill_wait_s: int = 20
+    kill_wait_s: int = 5
     _daemons: dict[str, subprocess.Popen] = dataclasses.field(default_factory=dict)
 
     def __enter__(self) -> SlurmCluster:
@@ -144,6 +145,12 @@ class SlurmCluster:
             time.sleep(0.2)
         return time.monotonic() - began
 
+    def set_node_timeout(self, seconds: int) -> None:
+        """After how long the controller takes a silent node for down."""
+        self.node_timeout_s = seconds
+        self._write_conf()
+        self.call("scontrol", "reconfigure")
+
     def boot(self, node: int) -> None:
         """Starts a node, also after `power_off`."""
         self._run("ip", "link", "set", f"jsv{node}", "up")
@@ -172,6 +179,10 @@ class SlurmCluster:
         nodes = range(1, self.nodes + 1)
         hosts = [f"{NETWORK}.{node} jsn{node}" for node in nodes] + [f"{NETWORK}.254 jsctl"]
         (self.folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *hosts, ""]))
+        self._write_conf()
+
+    def _write_conf(self) -> None:
+        nodes = range(1, self.nodes + 1)
         lines = [f"NodeName=jsn{node} NodeAddr={NETWORK}.{node} CPUs=2 RealMemory=1000 State=UNKNOWN" for node in nodes]
         (self.folder / "slurm.conf").write_text(self._conf() + "\n".join([*lines, PARTITIONS]))
 
@@ -229,6 +240,7 @@ SchedulerParameters=sched_interval=5,bf_interval=5
         assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
     def _start(self, name: str, *command: str) -> None:
+        command = ("setpriv", "--pdeathsig", "KILL", *command)  # nothing stays, whatever ends this process
         with (self.folder / f"{name}.out").open("ab") as log:
             self._daemons[name] = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
