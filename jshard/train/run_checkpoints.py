@@ -130,6 +130,7 @@ class RunCheckpoints:
         until_s = time.monotonic() + self._series.timeout_s
         while self._series.is_saving and self._left_s() is None and time.monotonic() < until_s:
             time.sleep(_LOOK_S)  # the signal may come while it waits
+            self._series.check()
         self._series.wait(self._left_s())
 
     def latest(self) -> Path | None:
