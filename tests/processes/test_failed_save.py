@@ -12,7 +12,7 @@ from tests.processes.test_two_processes import TWO, Command
 @pytest.mark.parametrize("process", [0, 1])
 def test_one_process_that_cannot_write_ends_all(tmp_path, process):
     """A limit on the size of its files stands for a quota, or a full disk of one node."""
-    run = Command(tmp_path, "run", *TWO, "--steps", "100000")
+    run = Command(tmp_path, "run", *TWO, steps=100_000)
     run.reaches(9)  # the save of step 8 has waited for that of step 4
     resource.prlimit(run.workers()[process], resource.RLIMIT_FSIZE, (1000, 1000))
     since_s = time.monotonic()
