@@ -107,7 +107,7 @@ def publish_failure(topic: str, error: Exception) -> None:
     """Lets the others know at once that this process cannot go on, wherever they wait; see `failures`."""
     if jax.process_count() > 1:
         key = f"jshard/failures/{topic}/{jax.process_index()}"
-        with contextlib.suppress(Exception):  # the service is gone: there is another failure, and it is being told
+        with contextlib.suppress(Exception):  # the service is gone, and that is reported elsewhere
             coordinator().key_value_set(key, json.dumps(_described(error)), allow_overwrite=True)
 
 

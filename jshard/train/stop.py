@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from types import FrameType
+from typing import Self
 
 from jax.sharding import Mesh
 
@@ -33,16 +34,38 @@ class StopSignal(Signals):
     """
 
     _asked_s: float | None = None
+    _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which gets the number of a signal at once
+    _old_wakeup: int = -1
 
     def report(self) -> None:
         """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
         self._asked_s = self._asked_s or time.monotonic()
 
-    def left_s(self, deadline_s: float | None) -> float | None:
-        """What is left of a deadline that counts from the signal; None if there is no deadline, or no signal yet."""
-        if deadline_s is None or self._asked_s is None:
-            return None
-        return max(0.0, self._asked_s + deadline_s - time.monotonic())
+    def asked_s(self) -> float | None:
+        """When the run was first asked to stop, of `time.monotonic`; None if it was not. Any thread may ask.
+
+        Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
+        """
+        if self._wakeup is not None:
+            with contextlib.suppress(BlockingIOError):
+                if any(number in set(os.read(self._wakeup[0], 4096)) for number in self._before):
+                    self.report()
+        return self._asked_s
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._before:
+            self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._old_wakeup)
+            wakeup, self._wakeup = self._wakeup, None
+            for fd in wakeup:
+                os.close(fd)
+        super().__exit__(*error)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first = self.received is None

@@ -188,13 +188,13 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
     assert agreement.asked(None, step) is None and agreement.asked(None, step, is_idle=True) == signal.SIGTERM
 
 
-def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypatch):
+def test_when_a_run_was_asked_to_stop_is_when_it_was_first_heard(monkeypatch):
     stop = StopSignal()
-    assert stop.left_s(90) is None
-    for now_s, left_s in ((10.0, 90), (30.0, 70), (200.0, 0)):  # by a signal, or by what another process says
+    assert stop.asked_s() is None
+    for now_s in (10.0, 30.0):  # by a signal, or by what another process says
         monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
         stop.report()
-        assert stop.left_s(90) == left_s and stop.left_s(None) is None
+        assert stop.asked_s() == 10.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
