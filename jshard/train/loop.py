@@ -229,7 +229,8 @@ class _Loop:
         done = self.saved = start_step
         while done < num_steps and self.stopped_by is None:
             doing(stall.DATA)
-            batch = self._next(arriving, done)
+            with self.agreement.spent.on("data_s"):
+                batch = self._next(arriving, done)
             doing(stall.STEP)
             if batch is None:
                 break
@@ -291,7 +292,7 @@ class _Loop:
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
             step_done(step)
             doing(stall.OTHER)
-            scalars |= self.meter.done(step)
+            scalars |= {**self.meter.done(step), **self.agreement.slowest}
             if self.tracker is not None:
                 self.tracker.log(step, scalars)
             self._check_finite(step, batch, scalars)
@@ -323,7 +324,8 @@ class _Loop:
     def _save(self, step: int) -> None:
         if self.checkpoint is not None:
             doing(stall.SAVE)
-            self.checkpoint.do(step)
+            with self.agreement.spent.on("save_s"):
+                self.checkpoint.do(step)
             doing(stall.OTHER)
             self.saved = step
 

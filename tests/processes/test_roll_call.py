@@ -278,6 +278,17 @@ def test_all_supervisors_name_the_lost_process_and_not_its_echo(ports, capfd):
     assert len(reported.splitlines()) == len(killed(3).splitlines()) + 2  # one tells, the others have a line
 
 
+@pytest.mark.parametrize("behind", ["is behind", "frozen"])
+def test_of_a_stall_the_process_that_is_behind_is_named(ports, capfd, behind):
+    """Process 2 notices; process 1 is asked where it stands, by its own supervisor if it cannot say it."""
+    assert supervise_all(ports, {"p0": "is on time", "p1": behind, "p2": "stalls"}, 3) == [75, 75, 75]
+    reported = plain(capfd.readouterr().err, ports)
+    named = {"is behind": "waiting for data", "frozen": "starting, T (stopped)"}[behind]
+    assert reported.count(f"RunError: Process 1 of 3 is stalled: {named}.\n") == 1
+    assert "why:   no progress for 8 s; allowed: 8 s (--stall-timeout).\n" in reported
+    assert reported.count("the run ends: process 1 (pid N, host H): it is stalled") == 2
+
+
 def test_a_request_refused_by_all_is_told_by_process_0(ports, capfd):
     assert supervise_all(ports, {"p0": "refuses", "p1": "refuses"}, 2) == [2, 2]
     reported = capfd.readouterr().err
