@@ -12,10 +12,12 @@ what all workers write to stderr.
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
+    in any run          with StallWatch().over(...): doing("waiting for data"), step_done(12)
 """
 
 from jshard.launch.cluster import Cluster, Deadlines, stopped_code
 from jshard.launch.launchers import ONE_POD, detect
+from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import is_worker, leave, note, start_worker
 
@@ -23,11 +25,14 @@ __all__ = [
     "ONE_POD",
     "Cluster",
     "Deadlines",
+    "StallWatch",
     "detect",
+    "doing",
     "is_worker",
     "leave",
     "note",
     "start_worker",
+    "step_done",
     "stopped_code",
     "supervise",
 ]
