@@ -124,7 +124,7 @@ _LAUNCHERS = (
         local=("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
         address=_of_torchrun,
         further=("MASTER_ADDR", "MASTER_PORT"),
-        starts="torchrun --nproc-per-node={n} --no-python",
+        starts="torchrun --nproc_per_node={n} --no_python",
     ),
     _Launcher(
         kind="open mpi",
@@ -149,7 +149,7 @@ _LAUNCHERS = (
         rank="SLURM_PROCID",
         local=("SLURM_LOCALID", ""),
         address=_of_slurm,
-        further=("SLURM_JOB_ID", "SLURM_STEP_NODELIST"),
+        further=("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_STEP_NODELIST"),
     ),
     _Launcher(
         kind="kubernetes",

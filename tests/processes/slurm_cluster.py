@@ -68,7 +68,7 @@ def install() -> str:
 
 @dataclasses.dataclass(kw_only=True)
 class SlurmCluster:
-    """A controller and nodes jsn1, jsn2, ... with two CPUs each.
+    """A controller and nodes jsn1, jsn2, ... with two CPUs each; one at a time on a machine.
 
     Args:
         folder: for the configuration, logs and state; short, as a path of a socket is.
@@ -85,6 +85,7 @@ class SlurmCluster:
     _daemons: dict[str, subprocess.Popen] = dataclasses.field(default_factory=dict)
 
     def __enter__(self) -> SlurmCluster:
+        self._unlink()  # what a cluster left that was killed
         try:
             self._configure()
             self._run("ip", "link", "add", BRIDGE, "type", "bridge")
@@ -104,6 +105,9 @@ class SlurmCluster:
     def __exit__(self, *_: object) -> None:
         for name in reversed(list(self._daemons)):
             self._kill(name)
+        self._unlink()
+
+    def _unlink(self) -> None:
         for node in range(1, self.nodes + 1):
             # The link by itself: that of a namespace goes some time after it.
             subprocess.run(["ip", "link", "del", f"jsv{node}"], capture_output=True)

@@ -142,7 +142,7 @@ open mpi does not say where its processes meet.
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, "in none of its steps"),
         (OPEN_MPI_5, NO_ADDRESS),
         (MPICH, "12345; mpiexec -n 2 jshard train gpt"),
-        (TORCHRUN, "12345; torchrun --nproc-per-node=4 --no-python jshard train gpt"),
+        (TORCHRUN, "12345; torchrun --nproc_per_node=4 --no_python jshard train gpt"),
         ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "prterun-1"}, "PMIx does not say how many processes there are."),
         ({**INDEXED, "JAX_NUM_PROCESSES": ""}, "Kubernetes does not say how many processes the job has."),
         # The name of this pod ends with another index: there is no subdomain that the index belongs to.

@@ -66,7 +66,7 @@ class Job:
     ):
         self.cluster, self.out, self.log = cluster, folder / "run", folder / "log"
         path = os.pathsep.join([variables.pop("bin", ""), str(ROOT / ".venv" / "bin"), os.environ["PATH"]])
-        environ = environment(programs=programs) | {"PATH": path.lstrip(os.pathsep), "NODE_GRACE": "10"} | variables
+        environ = environment(programs=programs) | {"PATH": path.lstrip(os.pathsep), "WAIT": "10"} | variables
         where = [f"--nodes={NODES}", "--ntasks-per-node=1", "--partition=low", "--output", str(self.log), *sbatch]
         run = [
             str(MODEL),
@@ -223,10 +223,14 @@ def test_a_task_that_never_starts_does_not_keep_the_job(submit, tmp_path):
     job.frees_its_nodes()
 
 
-def test_a_run_that_fails_ends_the_job(submit):
-    job = submit("--set", "model.sample_s=-1")  # the samples cannot be read
+@pytest.mark.parametrize(
+    ("option", "code", "reason"), [("learning_rate=1e38", 1, "became NaN"), ("nonsense=1", 2, "nonsense")]
+)
+def test_a_run_that_fails_or_is_refused_ends_the_job(cluster, submit, option, code, reason):
+    job = submit("--set", option)
     job.ends("FAILED")
-    assert job.state() == ("FAILED", 0) and "ValueError" in job.text()
+    assert job.state() == ("FAILED", 0) and reason in job.text()
+    assert cluster.job(job.number)["ExitCode"] == f"{code}:0"
 
 
 def test_a_batch_script_without_srun_is_refused(submit, tmp_path):
