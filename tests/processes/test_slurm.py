@@ -110,6 +110,7 @@ class Job:
         self._until(lambda state, restarts: restarts > 0 and state == "PENDING", "queued again")
         if begins:
             self.frees_its_nodes()
+            time.sleep(2)  # a node refuses what was allowed within the second of the end ("credential revoked")
             self.cluster.call("scontrol", "update", f"JobId={self.number}", "StartTime=now")
 
     def ends(self, state):
@@ -159,7 +160,7 @@ def test_a_preempted_job_saves_and_goes_on(cluster, submit):
 
 
 def test_a_job_whose_time_is_up_saves_and_is_queued_again(submit):
-    job = submit("--set", "model.sample_s=0.2", sbatch=["--time=2", "--signal=TERM@58"])
+    job = submit("--steps", "2000", sbatch=["--time=2", "--signal=TERM@58"])
     job.is_queued_again(begins=False)
     assert "stopped by SIGTERM after step" in job.text()
     job.frees_its_nodes()
