@@ -107,8 +107,8 @@ def _elementwise() -> dict[str, list[Case]]:
     for name in "eq_to le_to lt_to".split():
         found[name] = [Case(bind(name), (floats(*x), floats(*y)))]
     for name in "igamma igammac igamma_grad_a zeta polygamma".split():
-        found[name] = [Case(bind(name), (floats(*x) + 1, floats(*y) + 1))]
-    found["regularized_incomplete_beta"] = [Case(lax.betainc, (floats(8, 8), floats(8, 8), floats(8, 8)))]
+        found[name] = [Case(bind(name), (floats(8) + 1, floats(8) + 1))]  # long loops: in few states
+    found["regularized_incomplete_beta"] = [Case(lax.betainc, (floats(8), floats(8), floats(8)))]
     for name in "and or xor".split():
         function = getattr(lax, f"bitwise_{name}")
         found[name] = [
@@ -212,9 +212,8 @@ def _shapes() -> dict[str, list[Case]]:
         "random_bits": [Case(lambda a: jax.vmap(lambda k: jax.random.bits(k, (3,)))(wrap(a)), (keys(8),))],
         "random_clone": [Case(lambda a: unwrap(jax.random.clone(wrap(a))), (keys(8),))],
         "random_gamma": [
-            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8) + 1)),
-            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8, 16) + 1)),
-            Case(lambda a, b: jax.random.gamma(wrap(a), b), (keys(), floats(8, 16) + 1), sharded=False),
+            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8, 2) + 1)),
+            Case(lambda a, b: jax.random.gamma(wrap(a), b), (keys(), floats(8, 2) + 1), sharded=False),
             Case(lambda a: jax.random.gamma(wrap(a), 0.4, (8, 16)), (keys(),), sharded=False),
         ],
     }
@@ -474,10 +473,11 @@ def _indexing() -> dict[str, list[Case]]:
         ],
     }
     for name, method in {"add": "add", "sub": "subtract", "mul": "multiply", "min": "min", "max": "max"}.items():
-        found[f"scatter-{name}"] = [
-            Case(updates(method), (floats(4, 8), ints(16, below=4), floats(16, 8))),
-            Case(windows(method), (floats(8, 16), floats(8, 2))),
-            Case(counted(method), (table, labels, floats(16))),
+        found[f"scatter-{name}"] = [Case(updates(method), (floats(4, 8), ints(16, below=4), floats(16, 8)))]
+    for name in ("add", "max"):  # a sum, and what is none
+        found[f"scatter-{name}"] += [
+            Case(windows(name), (floats(8, 16), floats(8, 2))),
+            Case(counted(name), (table, labels, floats(16))),
         ]
     found["scatter-add"] += [
         Case(batched, (floats(8, 16), ints(8, 3), floats(8, 3))),
