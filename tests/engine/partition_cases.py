@@ -254,12 +254,13 @@ def _keys_of_first() -> list[Case]:
         "bits": lambda k, n: jax.random.bits(k, (3,)),
         "split": lambda k, n: jax.random.key_data(jax.random.split(k, 3)),
         "fold_in": lambda k, n: jax.random.key_data(jax.random.fold_in(k, n)),
-        "gamma": lambda k, n: jax.random.gamma(k, n + 1.0),
     }
     run = lambda draw, impl, a, n: jax.vmap(draw)(jax.random.wrap_key_data(a, impl=impl), n)
     args = ints(8, 4, below=2**31, dtype=np.uint32), np.arange(8)
     cases = [functools.partial(run, draw, "unsafe_rbg") for draw in draws.values()]
-    return [Case(case, args, sharded=False) for case in (*cases, functools.partial(run, draws["bits"], "rbg"))]
+    cases.append(functools.partial(run, draws["bits"], "rbg"))
+    gamma = lambda a: run(lambda k, n: jax.random.gamma(k, n + 1.0), "unsafe_rbg", a, np.arange(8))
+    return [*(Case(case, args, sharded=False) for case in cases), Case(gamma, args[:1], sharded=False)]
 
 
 KEYS_OF_FIRST = _keys_of_first()
