@@ -41,7 +41,7 @@ def note_signal(signum, _):
         # Long enough to hear a second one, if there is.
         time.sleep(0.5)
         print("saved", flush=True)
-        sys.exit(128 + signum)
+        sys.exit(130 if signum == signal.SIGINT else 75)
 
 
 if action != "unprepared":
@@ -64,6 +64,12 @@ if action == "killed":
     if len(sys.argv) > 2:
         Path(sys.argv[2], "child").write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
+if action == "stalls":
+    tell(phase="in a step", marks=9, idle_s=8.0, deadline="8 s (--stall-timeout)", stalled="stalled")
+if action == "is on time":
+    tell(phase="in a step", marks=9, idle_s=7.0)
+if action == "is behind":
+    tell(phase="waiting for data", marks=5, idle_s=7.0)
 if action == "frozen":
     os.kill(os.getpid(), signal.SIGSTOP)
 if action == "refuses":
