@@ -119,7 +119,8 @@ class LinenModel(nn.Module):
     ("gradients", "jitted", "how"),
     [(True, True, how) for how in ("", "remat", "scan")]
     + [(True, False, ""), (False, True, ""), (False, True, "remat"), (False, False, "scan")]
-    + [wide(True, False, "scan"), wide(True, False, "remat"), wide(False, False, "remat")],
+    + [wide(True, False, "scan"), wide(True, False, "remat"), wide(False, True, "scan")]
+    + [wide(False, False, ""), wide(False, False, "remat")],
 )
 def test_a_linen_models_python_runs_once(gradients: bool, jitted: bool, how: str):
     plain = LinenModel(how)
