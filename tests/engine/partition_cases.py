@@ -106,9 +106,6 @@ def _elementwise() -> dict[str, list[Case]]:
     found["complex"] = [Case(lax.complex, (floats(*x), floats(*y)))]
     for name in "eq_to le_to lt_to".split():
         found[name] = [Case(bind(name), (floats(*x), floats(*y)))]
-    for name in "igamma igammac igamma_grad_a zeta polygamma".split():
-        found[name] = [Case(bind(name), (floats(8) + 1, floats(8) + 1))]  # long loops: in few states
-    found["regularized_incomplete_beta"] = [Case(lax.betainc, (floats(8), floats(8), floats(8)))]
     for name in "and or xor".split():
         function = getattr(lax, f"bitwise_{name}")
         found[name] = [
@@ -152,6 +149,13 @@ def _elementwise() -> dict[str, list[Case]]:
     found["device_put"] = [Case(lambda a: jax.device_put(a, jax.memory.Space.Device), (floats(*x),))]
     found["tie"] = [Case(lambda a, b: bind("tie")(a, b), (floats(8), floats(*x)))]
     return found
+
+
+def _special() -> dict[str, list[Case]]:
+    """Elementwise too, and loops that compile long: in few states, and for `-m wide`."""
+    names = "igamma igammac igamma_grad_a zeta polygamma".split()
+    found = {name: [Case(bind(name), (floats(8) + 1, floats(8) + 1))] for name in names}
+    return found | {"regularized_incomplete_beta": [Case(lax.betainc, (floats(8), floats(8), floats(8)))]}
 
 
 def _shapes() -> dict[str, list[Case]]:
@@ -546,6 +550,7 @@ def _calls() -> dict[str, list[Case]]:
 
 FAMILIES: dict[str, dict[str, list[Case]]] = {
     "elementwise": _elementwise(),
+    "special": _special(),
     "shapes": _shapes(),
     "along": _along(),
     "contraction": _contraction(),
