@@ -17,7 +17,7 @@ from tests.wide import wide
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOLLOWED = ("your_model.md",)  # its blocks are files and commands: test_your_model.py
-READ_FIRST = ("README.md", "sharding_a_model.md", "checkpoints.md")
+READ_FIRST = ("README.md",)
 
 
 def blocks(page):

@@ -457,7 +457,7 @@ def gathered_again() -> None:
         model.out.kernel[...] = 2 * model.out.kernel[...]
         return model(x).mean() + first.mean()
 
-    js.value_and_grad(loss, accumulate=2, sync="last")(annotated(), X)
+    nnx.jit(js.value_and_grad(loss, accumulate=2, sync="last")).lower(annotated(), X)
 
 
 def every_device_computes(*shapes: tuple[int, ...]) -> None:
@@ -509,9 +509,9 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: products of too few examples": lambda: every_device_computes((3, 340, 1024)),
     "warning: products of the examples beside the batch": lambda: every_device_computes((1024, 1024), (1020, 1024)),
     "warning: products of another dim of examples": lambda: every_device_computes((16, 1024), (12, 16, 64, 1024)),
-    "warning: layers that are no unit": lambda: call(layers_in_a_loop(), X),
-    "warning: replicated": lambda: js.shard_init(lambda: Odd(64, nnx.Rngs(0)), shard),
-    "warning: no parameters, and large": lambda: js.shard_init(lambda: Average(nnx.Rngs(0)), shard),
+    "warning: layers that are no unit": lambda: nnx.eval_shape(call, layers_in_a_loop(), X),
+    "warning: replicated": lambda: js.abstract_init(lambda: Odd(64, nnx.Rngs(0)), shard),
+    "warning: no parameters, and large": lambda: js.abstract_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: gathered again": gathered_again,
     "warning: scan_layers": lambda: scan_stacked(prefetch=1),

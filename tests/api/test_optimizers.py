@@ -15,6 +15,7 @@ import jshard as js
 from benchmarks.optimizers import OPTIMIZERS, STEPS
 from tests.helpers import placed
 from tests.parity import flat
+from tests.wide import wide
 
 WIDTH, HIDDEN = 32, 64  # Shampoo takes roots of matrices as wide
 LOOK_AT_MATRICES = ("adam, clip by the global norm", "adafactor", "lamb", "muon", "shampoo")
@@ -172,7 +173,9 @@ def flat_state(optimizer: nnx.Optimizer) -> dict[str, np.ndarray]:
 # ZeRO-1: the optimizer's state of replicated parameters, sharded over the replicas.
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd, Nesterov momentum", "adam, clip by the global norm"])
+@pytest.mark.parametrize(
+    "name", ["adamw", "adam, clip by the global norm", wide("lion"), wide("sgd, Nesterov momentum")]
+)
 def test_zero1_shards_the_state_and_not_the_parameters(name):
     mesh = js.mesh(replica=-1, fsdp=1)
     model = sharded(mesh)

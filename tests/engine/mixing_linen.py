@@ -26,7 +26,7 @@ from tests.engine.mixing_models import (
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class LinenCase:
     """A model, its loss of what the call gives and of the whole batch, and how it is called."""
 

@@ -140,15 +140,15 @@ def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> 
     return [*outs, *others], list(grads)
 
 
-def check(fn: Callable, *args: Any, **how: Any) -> list[Found]:
-    """Asserts that results and gradients on 8 and on 2 x 4 devices are those of one; what was found on both."""
-    return [check_on(mesh_of(*shape), fn, *args, **how) for shape in (ONE_BY_8, TWO_BY_4)]
+def check(fn: Callable, *args: Any, **how: Any) -> Found:
+    """Asserts that results and gradients on 2 x 4 devices are those of one; what was found."""
+    return check_on(mesh_of(*TWO_BY_4), fn, *args, **how)
 
 
 def check_on(
     mesh: Mesh, fn: Callable, *args: Any, tolerance: float = 2e-6, batch: int = 32, gradients: bool = True
 ) -> Found:
-    """The same on one mesh."""
+    """The same on any mesh."""
     outs, grads = one_device(fn, args, gradients=gradients)
     found = on_shards(fn, args, mesh, batch=batch, gradients=gradients)
     for kind, wanted, got in (("result", outs, found.outs), ("gradient", grads, found.grads)):

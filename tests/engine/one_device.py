@@ -170,7 +170,7 @@ def _nnx_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
 
 def _linen_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
     plain = LinenBodies(group, names)
-    variables = jax.jit(plain.init)(jax.random.key(0), X)
+    variables = _variables_of_bodies(plain)
     model = js.fully_shard(plain, mesh=mesh(on), units=LinenBody) if on else plain
 
     @jax.jit
@@ -186,6 +186,11 @@ def _linen_bodies(group: str, names: tuple[str, ...], on: str | None) -> Any:
 
 
 @functools.cache
+def _variables_of_bodies(plain: LinenBodies) -> Any:
+    return jax.jit(plain.init)(jax.random.key(0), X)
+
+
+@functools.cache
 def of_bodies(group: str, names: tuple[str, ...], linen: bool) -> dict[str, Any]:
     return body_results(group, names, None, linen)
 
@@ -198,10 +203,14 @@ def streams() -> dict[str, jax.Array]:
     return {name: jax.random.key(i) for i, name in enumerate(("params", "dropout", "mixup", "noise"))}
 
 
+@functools.cache
+def _variables_of(case: Any) -> Any:
+    return jax.jit(case.model.init)(streams(), *case.batch[: case.inputs])
+
+
 def linen_results(case: Any, on: str | None = None) -> Any:
     """((loss, changed variables), gradients) of one jitted call of plain Linen."""
-    arguments = case.batch[: case.inputs]
-    variables = jax.jit(case.model.init)(streams(), *arguments)
+    variables = _variables_of(case)
     model = js.fully_shard(case.model, mesh=mesh(on), units=case.units) if on else case.model
     params, state = variables["params"], {k: v for k, v in variables.items() if k != "params"}
 

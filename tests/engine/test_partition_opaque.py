@@ -74,16 +74,16 @@ flash.defvjp(flash_forward, flash_backward)
 
 def test_a_kernel_runs_on_the_examples_of_a_shard():
     """Seen to fail with the rule turned down: the operand is gathered."""
-    for found in check(js.per_example(pallas_rows, in_axes=(0, None)), X, W, gradients=False):
-        assert not found.moved
+    found = check(js.per_example(pallas_rows, in_axes=(0, None)), X, W, gradients=False)
+    assert not found.moved
     assert (
         "32x16"
         not in on_shards(js.per_example(pallas_rows, in_axes=(0, None)), (X, W), MESHES[0], gradients=False)
         .text.split("sdy.manual_computation")[1]
         .split("sdy.return")[0]
     )
-    for found in check(pallas_rows, X, W, gradients=False):
-        assert [m.kind for m in found.moved] == ["whole"]
+    found = check(pallas_rows, X, W, gradients=False)
+    assert [m.kind for m in found.moved] == ["whole"]
 
 
 def test_residuals_stay_on_their_shard():
@@ -98,21 +98,21 @@ def test_residuals_stay_on_their_shard():
         lambda q, w: js.per_example(jax.checkpoint(flash))(q, q @ w),
         lambda q, w: lax.cond(q.sum() > 0, attend, lambda q, k: q, q, q @ w),
     ):
-        for found in check(fn, Q, K):
-            assert not whole(found)
+        found = check(fn, Q, K)
+        assert not whole(found)
 
 
 def test_gradients_of_what_all_examples_share_are_summed():
     """Seen to fail with PARTIAL left out: eight times too small."""
     project = js.per_example(lambda x, w: jnp.tanh(x @ w["a"] + w["b"][None]), in_axes=(0, None))
-    for found in check(lambda x, a, b: project(x, {"a": a, "b": b}), X, W, W[0]):
-        assert not whole(found)
+    found = check(lambda x, a, b: project(x, {"a": a, "b": b}), X, W, W[0])
+    assert not whole(found)
 
 
 def test_results_of_integers_and_static_arguments():
     pick = js.per_example(lambda x, n, *, scale: {"top": x.argmax(-1), "y": x * n * scale}, in_axes=(0, None))
-    for found in check(lambda x: pick(jnp.sin(x), 3, scale=2.0), X):
-        assert not found.moved
+    found = check(lambda x: pick(jnp.sin(x), 3, scale=2.0), X)
+    assert not found.moved
 
 
 def test_second_derivatives():
@@ -205,8 +205,8 @@ def test_rows_in_groups_are_multiplied_where_they_are():
     """Tokens sorted by expert. Seen to fail with the group sizes of the whole batch."""
     experts = np.stack([W, W * 2, -W, W.T])
     sizes = jnp.array([10, 0, 17, 5], jnp.int32)
-    for found in check(lambda x, e: lax.ragged_dot(jnp.sin(x), e, sizes), X, experts):
-        assert not whole(found)
+    found = check(lambda x, e: lax.ragged_dot(jnp.sin(x), e, sizes), X, experts)
+    assert not whole(found)
 
     def sorted_by_expert(x, e):
         choice = (x[:, 0] > 0) * 2 + (x[:, 1] > 0)
@@ -215,8 +215,8 @@ def test_rows_in_groups_are_multiplied_where_they_are():
         return jnp.zeros_like(y).at[order].set(y)
 
     check(sorted_by_expert, X, experts)
-    for found in check(js.per_example(sorted_by_expert, in_axes=(0, None)), X, experts):
-        assert not whole(found)
+    found = check(js.per_example(sorted_by_expert, in_axes=(0, None)), X, experts)
+    assert not whole(found)
 
 
 def test_calls_with_a_program_are_opened():
@@ -228,12 +228,12 @@ def test_calls_with_a_program_are_opened():
         partition=lambda mesh, args, result: (mesh, lambda x: jnp.sin(x) * 2, result.sharding, [args[0].sharding]),
         sharding_rule="i j -> i j",
     )
-    for found in check(lambda x: double(x) + x, X, gradients=False):
-        assert not found.moved
+    found = check(lambda x: double(x) + x, X, gradients=False)
+    assert not found.moved
     solve = lambda a, b: jnp.linalg.solve(a, b)
     systems = X[:, :9].reshape(32, 3, 3) + 5 * np.eye(3, dtype="f")
-    for found in check(solve, systems, X[:, :3, None], tolerance=5e-5):
-        assert not found.moved
+    found = check(solve, systems, X[:, :3, None], tolerance=5e-5)
+    assert not found.moved
     check(lambda x, b: jax.scipy.sparse.linalg.cg(lambda v: v + x.T @ (x @ v), b)[0], X, W[0], tolerance=2e-5)
 
 

@@ -12,8 +12,9 @@ from flax import nnx
 
 import jshard as js
 from tests.helpers import placed
+from tests.wide import wide
 
-WIDTH, LAYERS = 32, 3
+WIDTH, LAYERS = 32, 2
 X = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
 RUNS: collections.Counter[str] = collections.Counter()
 
@@ -114,10 +115,14 @@ class LinenModel(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("how", ["", "remat", "scan"])
-@pytest.mark.parametrize("jitted", [True, False])
-@pytest.mark.parametrize("gradients", [True, False])
-def test_a_linen_models_python_runs_once(how: str, jitted: bool, gradients: bool):
+@pytest.mark.parametrize(
+    ("gradients", "jitted", "how"),
+    [(True, True, how) for how in ("", "remat", "scan")]
+    + [(True, False, ""), (False, True, ""), (False, True, "remat"), (False, False, "scan")]
+    + [wide(True, False, "scan"), wide(True, False, "remat"), wide(False, True, "scan")]
+    + [wide(False, False, ""), wide(False, False, "remat")],
+)
+def test_a_linen_models_python_runs_once(gradients: bool, jitted: bool, how: str):
     plain = LinenModel(how)
     variables = jax.jit(plain.init)(jax.random.key(0), X)
     state = {"batch_stats": variables["batch_stats"]}

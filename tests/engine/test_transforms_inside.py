@@ -11,6 +11,7 @@ from flax import nnx
 from jax.experimental import checkify
 
 import jshard as js
+from tests.wide import wide
 
 X = np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32)
 
@@ -74,8 +75,12 @@ def step():
     return nnx.jit(nnx.value_and_grad(lambda model, x: (model(x) ** 2).mean()))
 
 
-@pytest.mark.parametrize("units", [True, False], ids=["units", "root"])
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("form", "units"),
+    [(form, True) for form in FORMS]
+    + [("a decorated method", False), ("cond", False)]
+    + [wide(form, False) for form in FORMS if form not in ("a decorated method", "cond")],
+)
 def test_equal_to_one_device(form, units):
     block, call = FORMS[form]
     model = js.fully_shard(model_of(block, call), mesh=js.mesh(), **({"units": block} if units else {}))

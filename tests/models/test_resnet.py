@@ -21,6 +21,7 @@ from tests.models.model_files import (
     smaller,
     tiny,
 )
+from tests.wide import wide
 
 resnet = module("resnet")
 
@@ -50,7 +51,7 @@ def test_flops_of_resnet50_are_the_published_4_1_billion_products_an_image():
     assert flops / 6 / recipe.batch_size == pytest.approx(4.09e9, rel=0.005)
 
 
-@pytest.mark.parametrize("degrees", [{}, {"replica": 2, "fsdp": 4}], ids=["zero3", "hsdp"])
+@pytest.mark.parametrize("degrees", [{}, wide({"replica": 2, "fsdp": 4})], ids=["zero3", "hsdp"])
 def test_trains_sharded_as_on_one_device_running_averages_included(degrees):
     assert_parity_of("resnet", MICRO, **degrees)
 

@@ -21,6 +21,7 @@ from tests.models.model_files import (
     smaller,
     tiny,
 )
+from tests.wide import wide
 
 FILE, t5, spans = model_file("t5"), module("t5"), neighbour("spans")
 RECIPE = smaller(tiny("t5"), sequence_length=64, n_head=2, d_model=64, d_kv=16, d_ff=96)
@@ -205,7 +206,7 @@ def test_every_product_is_in_the_dtype_of_computation(variant):
 # ---- Sharded -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("degrees", [{}, {"replica": 2, "fsdp": 4}], ids=["zero3", "hsdp"])
+@pytest.mark.parametrize("degrees", [{}, wide({"replica": 2, "fsdp": 4})], ids=["zero3", "hsdp"])
 def test_sharded_training_is_that_of_one_device(degrees):
     real = [(batch["targets"] != spans.PAD).sum(-1) for batch in first_batches("t5", RECIPE)]
     assert len({int(number) for number in np.concatenate(real)}) > 1  # shards have different numbers of tokens

@@ -165,6 +165,7 @@ def test_zero3_trains_as_one_device():
     print(assert_parity_of("vdit", MICRO))
 
 
+@pytest.mark.wide
 def test_hsdp_trains_as_one_device():
     print(assert_parity_of("vdit", MICRO, replica=2, fsdp=4))
 

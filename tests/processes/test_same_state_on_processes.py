@@ -50,7 +50,7 @@ def test_two_processes_have_the_state_of_trained_alone(tmp_path):
             found.setdefault(mesh, {}).setdefault(name, {})[path] = stored[key]
     with jax.numpy_rank_promotion("allow"):
         wanted = {name: trained_alone(name) for name in NAMES}
-    assert len(found) == 2
+    assert len(found) == 2 and sorted(name for of_mesh in found.values() for name in of_mesh) == sorted(NAMES)
     for mesh, of_mesh in found.items():
-        for name in NAMES:
-            assert max(apart(of_mesh[name], wanted[name]).values()) <= AFTER_STEPS, (mesh, name)
+        for name, arrays in of_mesh.items():
+            assert max(apart(arrays, wanted[name]).values()) <= AFTER_STEPS, (mesh, name)
