@@ -18,14 +18,16 @@ what all workers write to stderr.
 from jshard.launch.cluster import Cluster, Deadlines, detect, stopped_code
 from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
-from jshard.launch.worker import is_worker, leave, note, start_worker
+from jshard.launch.worker import END_S, end_within, is_worker, leave, note, start_worker
 
 __all__ = [
+    "END_S",
     "Cluster",
     "Deadlines",
     "StallWatch",
     "detect",
     "doing",
+    "end_within",
     "is_worker",
     "leave",
     "note",
