@@ -21,10 +21,7 @@ def run(argv: Sequence[str]) -> int:
     with loading():
         from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
 
-    code = train(args)
-    if not launch.is_worker():  # one of several first waits for the others
-        launch.end_within(launch.END_S, code)
-    return code
+    return train(args)
 
 
 def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | None) -> int:

@@ -87,7 +87,8 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
         import jax
 
         jax.distributed.shutdown()
-        end_within(END_S, code)
+        if is_worker():
+            end_within(END_S, code)
         sys.exit(code)
     if is_worker():
         blames_peer = _blames_peer(error)
