@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,10 @@ STALLS: dict[str, tuple[Callable[[Run, int], str], tuple[str, ...]]] = {
 }
 
 
-def stalls(folder: Path, rounds: int, deadline_s: float) -> Iterator[dict[str, Any]]:
+def stalls(folder: Path, rounds: int, deadline_s: float, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Each kind of stall, with 2 and 4 processes, in each process by turns."""
     for number in range(rounds):
-        for kind, (inject, options) in STALLS.items():
+        for kind, (inject, options) in ((kind, STALLS[kind]) for kind in kinds):
             for processes in _PROCESSES:
                 process = number % processes
                 run = Run(folder, processes, "--stall-timeout", str(deadline_s), *options)
@@ -197,6 +197,7 @@ def main() -> None:
     parser.add_argument("what", choices=["stalls", "none"])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deadline", type=float, default=10.0, metavar="SECONDS")
+    parser.add_argument("--kinds", nargs="+", choices=STALLS, default=list(STALLS), help="of stalls")
     parser.add_argument("--load", type=int, default=0, metavar="N", help="busy loops beside the runs of none")
     parser.add_argument("--seconds", type=float, default=60.0, help="that a run of none trains")
     parser.add_argument("--out", type=Path, metavar="FILE", help="JSON rows are appended to it")
@@ -205,7 +206,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="jshard-faults-") as folder:
         where = Path(folder)
         found = (
-            stalls(where, args.rounds, args.deadline)
+            stalls(where, args.rounds, args.deadline, args.kinds)
             if args.what == "stalls"
             else none(where, args.rounds, args.deadline, load=args.load, seconds=args.seconds)
         )

@@ -16,6 +16,10 @@ def run() -> NoReturn:
     atexit.register(gc.freeze)
     code = main()
     leave_if_worker(code)
+    if sys.argv[1:2] == ["train"]:
+        from jshard.launch import END_S, end_within
+
+        end_within(END_S, code)
     sys.exit(code)
 
 

@@ -19,15 +19,17 @@ from jshard.launch.cluster import Cluster, Deadlines, stopped_code
 from jshard.launch.launchers import ONE_POD, detect
 from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
-from jshard.launch.worker import is_worker, leave, note, start_worker
+from jshard.launch.worker import END_S, end_within, is_worker, leave, note, start_worker
 
 __all__ = [
     "ONE_POD",
+    "END_S",
     "Cluster",
     "Deadlines",
     "StallWatch",
     "detect",
     "doing",
+    "end_within",
     "is_worker",
     "leave",
     "note",

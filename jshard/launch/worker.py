@@ -19,6 +19,9 @@ from jshard.errors import FourPartError, RunError
 from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines
 
+END_S = 30.0
+"""From the end of a run's work, when all have said so, to the end of each process."""
+
 _PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
 # Words of the libraries that carry collectives, in the errors they raise when another process is gone.
@@ -84,6 +87,8 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
         import jax
 
         jax.distributed.shutdown()
+        if is_worker():
+            end_within(END_S, code)
         sys.exit(code)
     if is_worker():
         blames_peer = _blames_peer(error)
@@ -94,6 +99,25 @@ def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
         with contextlib.suppress(OSError, ValueError):  # its reader may be gone
             stream.flush()
     os._exit(code)
+
+
+def end_within(seconds: float, code: int) -> None:
+    """Bounds the end of a process whose work is done: Python waits for threads, and one may read data that never come.
+
+    Args:
+        seconds: from now on.
+        code: the exit code.
+    """
+
+    def end() -> None:
+        time.sleep(seconds)
+        with contextlib.suppress(OSError):
+            os.write(
+                2, f"the run is over, and a thread of it does not end after {seconds:.0f} s: left behind.\n".encode()
+            )
+        os._exit(code)
+
+    threading.Thread(target=end, daemon=True, name="jshard-end").start()
 
 
 class _Reporter:

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import jshard as js
 from jshard.launch import StallWatch, stall
 from jshard.launch.peers import Ending, cause
 from jshard.launch.stall import Stand
-from tests.processes.test_two_processes import TWO, Command
+from tests.processes.test_two_processes import TWO, Command, last_step
 
 MODEL = Path(__file__).parents[2] / "benchmarks" / "faults_model.py"
 
@@ -73,11 +74,27 @@ def test_the_deadline_of_a_stop_holds_for_the_step_as_well(stalling):
 
     def at(run):
         stalling.sleep("1 data")
+        step = None
+        while step != (step := last_step(run.out)):  # what was read before is used up
+            time.sleep(3)
         run.process.send_signal(signal.SIGTERM)
 
     code, said, _ = stalling(*TWO, "--stop-deadline=3", at=at, timeout="--stall-timeout=600")
     assert code == 75 and "RunError: Process 1 of 2 did not stop in time: waiting for data." in said, said
     assert "asked to stop, and did not within 3 s (--stop-deadline)" in said, said
+
+
+@pytest.mark.wide
+def test_a_run_whose_data_hang_when_it_is_asked_to_stop_ends(stalling):
+    """It may have batches for that step still; then the thread that reads hangs when all is saved."""
+
+    def at(run):
+        stalling.sleep("1 data")
+        run.process.send_signal(signal.SIGTERM)
+
+    code, said, _ = stalling(*TWO, at=at)
+    assert code == 75, said
+    assert "is saved" in said or "Process 1 of 2 is stalled" in said, said
 
 
 def test_the_deadline_of_a_step_hangs_on_the_steps_before():
