@@ -18,6 +18,16 @@ def init_options(mesh: jax.sharding.Mesh) -> dict[str, str] | None:
     return {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED", "xla_disable_hlo_passes": "algsimp"}
 
 
+def use_program_cache(cache: Any, folder: str) -> None:
+    """Lets JAX keep compiled programs in a cache of our own; in a folder as JAX writes it, where JAX has changed."""
+    from jax._src import compilation_cache
+
+    if hasattr(compilation_cache, "get_file_cache"):
+        compilation_cache.get_file_cache = lambda path: (cache, path)
+    compilation_cache.reset_cache()
+    jax.config.update("jax_compilation_cache_dir", folder)
+
+
 def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:
     """A function whose operations run on another stream of the GPU, beside those of the program around it."""
     from jax.experimental import compute_on as module

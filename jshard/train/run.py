@@ -31,6 +31,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.state import check_source
 from jshard.recipes.step import EvalStep, TrainStep
+from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
@@ -75,6 +76,7 @@ def run_recipe(
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
     stop_deadline_s: float | None = None,
+    programs: str | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -100,6 +102,8 @@ def run_recipe(
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
         stop_deadline_s: how long after the signal a run that is asked to stop waits for its saves; no limit by default.
+        programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
+            default as JAX is set.
         say: prints a line.
 
     Returns:
@@ -126,6 +130,8 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
+        if programs is not None:
+            say(keep_programs(Path(out).parent, None if programs == "beside" else programs))
         stop = StopSignal()
         left_s = lambda: stop.left_s(stop_deadline_s)
         job = _Job(

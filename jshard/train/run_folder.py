@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
@@ -133,6 +134,7 @@ class RunFolder:
             "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
+            "compile_cache": jax.config.values["jax_compilation_cache_dir"],
             "changes": self.notices,
         }
         stored = _read(self.path)
