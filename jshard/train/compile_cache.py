@@ -13,6 +13,8 @@ import os
 import platform
 import re
 import stat
+import threading
+import time
 from pathlib import Path
 
 import jax
@@ -23,6 +25,8 @@ from jshard._text import human_bytes
 _SUFFIX, _MOST_BYTES, _SUM_BYTES = ".program", 4 << 30, 32
 _VARIABLE = "JAX_COMPILATION_CACHE_DIR"
 _DIR, _LEAST_S = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+_AFTER_FIRST_S = 3.0
+_ABANDONED_S = 3600.0
 _WORTH_S = 0.1  # programs that take longer are kept; JAX keeps those of a second
 
 
@@ -83,7 +87,25 @@ class ProgramCache:
         return data[_SUM_BYTES:]
 
     def put(self, key: str, value: bytes) -> None:
-        """Keeps a program; several processes may do so at once. A disk that fails is no reason to end a run."""
+        """Keeps a program, in a thread of its own."""
+        # On GPUs all processes have the same: the first one writes it, and the others find it there.
+        first_s = 0.0 if jax.process_index() == 0 else _AFTER_FIRST_S
+        writer = threading.Thread(target=self.write, args=(key, value, first_s), daemon=True, name="jshard-programs")
+        writer.start()
+        if first_s == 0.0:
+            writer.join()
+
+    def write(self, key: str, value: bytes, after_s: float = 0.0) -> None:
+        """Writes a program; several processes may do so at once. A disk that fails is no reason to end a run.
+
+        Args:
+            key: of the program.
+            value: the program.
+            after_s: how long to wait first; what another process has written by then stays.
+        """
+        time.sleep(after_s)
+        if (self._path / f"{key}{_SUFFIX}").exists():
+            return
         draft = self._path / f".{key}.{os.getpid()}.{platform.node()}.tmp"
         with contextlib.suppress(OSError):
             try:
@@ -102,6 +124,10 @@ class ProgramCache:
         return f"{len(sizes)} there, {human_bytes(sum(sizes))}" if sizes else "none there yet"
 
     def _make_room(self) -> None:
+        for draft in self._path.glob(".*.tmp"):  # of processes that were killed
+            with contextlib.suppress(OSError):
+                if time.time() - draft.stat().st_mtime > _ABANDONED_S:
+                    draft.unlink()
         files = sorted(self._files())
         left = sum(size for _, size, _ in files)
         for _, size, path in files[:-1]:
