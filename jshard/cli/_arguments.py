@@ -203,8 +203,12 @@ class TrainArgs(RecipeArgs):
     checkpoints, or safetensors; the model file's `hf_names` says what others call them. A run that is resumed goes on
     with its own, and reads them again only if it has saved none."""
     stop_deadline: Seconds | None = None
-    """How long after the signal a run that is asked to stop (SIGTERM) waits for its saves; by default as long as they
-    take."""
+    """How long after the signal a run that is asked to stop (SIGTERM) has to end its step and to save; by default as
+    long as it takes."""
+    stall_timeout: Seconds | None = None
+    """How long a step, a batch or a batch of an evaluation may take before the run ends as stalled (exit code 75); by
+    default 20 times the median step, from 60 to 1800 seconds. A save has 1800, or this if it is longer. There is no
+    limit while the run starts and compiles, and after its last save."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256
