@@ -1,8 +1,8 @@
 """Runs under faults: each goes on by itself, with the numbers of a run that was left alone.
 
-    python -m benchmarks.faults kills --times 30      # kill -9 of a worker, of process 0's, of a supervisor, on fewer
-    python -m benchmarks.faults kills --no-cache      # the same, and every restart compiles
-    python -m benchmarks.faults ettr --minutes 20     # a fault a minute: measured ETTR against the formula
+    python -m benchmarks.kills kills --times 30       # kill -9 of a worker, of process 0's, of a supervisor, on fewer
+    python -m benchmarks.kills kills --no-cache      # the same, and every restart compiles
+    python -m benchmarks.kills ettr --minutes 20     # a fault a minute: measured ETTR against the formula
 
 Everything runs on this machine: processes with a supervisor each stand for nodes, and a loop that starts a killed
 supervisor again for a kubelet.
@@ -284,7 +284,7 @@ def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 1 if a run did not go on as it should."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kills", description=__doc__.splitlines()[0])
     parser.add_argument("case", choices=["kills", "ettr"])
     parser.add_argument("--times", type=int, default=30)
     parser.add_argument("--steps", type=int, default=40)
