@@ -207,8 +207,8 @@ class TrainArgs(RecipeArgs):
     long as it takes."""
     stall_timeout: Seconds | None = None
     """How long a step, a batch or a batch of an evaluation may take before the run ends as stalled (exit code 75); by
-    default 20 times the median step, from 60 to 1800 seconds. A save has 1800, or this if it is longer. There is no
-    limit while the run starts and compiles, and after its last save."""
+    default 20 times the median step, from 60 to 1800 seconds. A save and the first step have 1800, or this if it is
+    longer. There is no limit while the run starts and compiles, and after its last save."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256
