@@ -63,7 +63,7 @@ def _train(request: Request) -> int:
     say(data.description)
     out = Path(exchange("folder of the run", str(request.folder()))[0])
     again = request.given.again(out)
-    launch.note(again=again)
+    launch.note(again=again, folder=str(out))
     watch = launch.StallWatch(timeout_s=args.stall_timeout, stop_s=args.stop_deadline, again=again)
     finished = run_recipe(
         request.model_file,
@@ -80,6 +80,7 @@ def _train(request: Request) -> int:
         sample_tokens=args.sample_tokens,
         compiler_options=compiler_options,
         init_from=args.init_from,
+        programs=args.compile_cache or "beside",
         watch=watch,
         say=say,
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from jshard import launch
 from jshard.cli import loading
 from jshard.cli._arguments import TrainArgs, num_devices, parse, parse_mesh
+from jshard.cli._restarts import restarts_of
 from jshard.errors import ShardingError
 
 
@@ -18,7 +19,7 @@ def run(argv: Sequence[str]) -> int:
     args = parse(TrainArgs, argv, command="jshard train")
     if not (args.dry_run or args.print_config or launch.is_worker()):
         cluster = launch.detect(command=shlex.join(["jshard", "train", *argv]))
-        if cluster is not None or args.processes != 1:
+        if cluster is not None or args.processes != 1 or args.max_restarts:
             return _supervise(args, argv, cluster)
         if "KUBERNETES_SERVICE_HOST" in os.environ and "JAX_NUM_PROCESSES" not in os.environ:
             print(launch.ONE_POD, file=sys.stderr)
@@ -50,4 +51,5 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
         again=args.again(),
+        restarts=restarts_of(args, argv, cluster),
     )

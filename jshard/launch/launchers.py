@@ -23,6 +23,7 @@ Environ = Mapping[str, str]
 
 _JAX = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 _FIRST_PORT, _PORTS = 61440, 4096  # where a launcher gives no port: one of the last 4096, by the number of the job
+_STEP_PORTS = 89
 _POD_PORT = "1234"
 ONE_POD = """\
 This pod is no pod of an indexed job, so it is a run of one process. Several need completionMode: Indexed and
@@ -72,7 +73,9 @@ def _of_open_mpi(environ: Environ) -> str:
 
 def _of_slurm(environ: Environ) -> str:
     host = first_host(environ["SLURM_STEP_NODELIST"])
-    return host + _port(environ, _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", ""), low=0))
+    # Several sruns of one allocation may share a first node.
+    step = _number("SLURM_STEP_ID", environ.get("SLURM_STEP_ID", "0"), low=0)
+    return host + _port(environ, _number("SLURM_JOB_ID", environ.get("SLURM_JOB_ID", ""), low=0) + _STEP_PORTS * step)
 
 
 def first_host(nodes: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 from jshard import _stacks
-from jshard.errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines
 
@@ -54,10 +54,13 @@ def start_worker(environ: Mapping[str, str] = os.environ) -> None:
     _stacks.ready(f"process {environ['JAX_PROCESS_ID']}")
     _keep_stdout_for_python()
     _start_reports(environ)
-    _connect(environ, _deadlines(environ))
+    if environ["JAX_NUM_PROCESSES"] != "1":
+        _connect(environ, _deadlines(environ))
 
 
-def note(*, step: int | None = None, checkpoint: str | None = None, again: str | None = None) -> None:
+def note(
+    *, step: int | None = None, checkpoint: str | None = None, again: str | None = None, folder: str | None = None
+) -> None:
     """Lets the supervisor know how far the run is, for the report if a process is lost. Without one it does nothing.
 
     Costs some microseconds, and never waits.
@@ -66,9 +69,10 @@ def note(*, step: int | None = None, checkpoint: str | None = None, again: str |
         step: the step that was done last.
         checkpoint: the checkpoint that was completed last.
         again: the command line that goes on from there.
+        folder: of the run.
     """
     if _reporter is not None:
-        given = {"step": step, "checkpoint": checkpoint, "again": again}
+        given = {"step": step, "checkpoint": checkpoint, "again": again, "folder": folder}
         _reporter.note({key: value for key, value in given.items() if value is not None})
 
 
@@ -191,6 +195,7 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
     import jax
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
+    _check_secured(environ, jax.config.values)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
         # It handles SIGTERM in native code, and our own handler, which saves, would never be called.
@@ -212,6 +217,20 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             why=str(error).strip().partition("\n")[0],
             do="see that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
         ) from error
+
+
+def _check_secured(environ: Mapping[str, str], known: Mapping[str, Any]) -> None:
+    """Later versions of JAX take these variables from the environment; earlier ones would pass over them in silence."""
+    asked = [
+        name for name in environ if name.startswith("JAX_MTLS_") or name == "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS"
+    ]
+    if asked and "jax_mtls_cert_file" not in known:
+        raise ShardingError(
+            "This JAX cannot secure its connections.",
+            where=[f"{name}={environ[name]}" for name in asked],
+            why="its coordination service knows no mutual TLS, and the run would be open.",
+            do="pip install -U jax  # 0.12 has it; or unset the variables.",
+        )
 
 
 def _blames_peer(error: BaseException | None) -> bool:

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jshard._live import at_work
 from jshard._processes import is_primary
 from jshard.checkpoint.lookup import OF_A_RUN, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
-from jshard.errors import RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import stall
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
@@ -31,6 +32,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.state import check_source
 from jshard.recipes.step import EvalStep, TrainStep
+from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
@@ -74,6 +76,7 @@ def run_recipe(
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
+    programs: str | None = None,
     watch: launch.StallWatch | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
@@ -99,6 +102,8 @@ def run_recipe(
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
+        programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
+            default as JAX is set.
         watch: ends this process, or has its supervisor end the run, when it makes no progress, or does not stop in
             time when it is asked to; none by default.
         say: prints a line.
@@ -127,6 +132,8 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
+        if programs is not None:
+            say(keep_programs(Path(out).parent, None if programs == "beside" else programs))
         stop = StopSignal()
         job = _Job(
             model_file=model_file,
@@ -183,11 +190,21 @@ class _Job:
                     fitted = Fitted(start_step)
                     asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
                     self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
-            return self._finish(model, fitted)
+            finished = self._finish(model, fitted)
+            self._end("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
+            return finished
         except Exception as error:
+            if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which
+                with contextlib.suppress(FourPartError):
+                    self.folder.ended(f"{type(error).__name__}: {error.what}")
             if self.checkpoints.is_begun:
                 error.add_note(self.checkpoints.how_to_go_on())
             raise
+
+    def _end(self, cause: str) -> None:
+        self.folder.ended(cause)
+        if (line := self.folder.said_of_attempts()) is not None:
+            self.say(line)
 
     def _watching(self) -> contextlib.AbstractContextManager[object]:
         if self.watch is None:
@@ -204,6 +221,8 @@ class _Job:
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
         self.folder.started(step=start_step, mesh=self.mesh)
+        if (line := self.folder.said_of_attempts()) is not None:
+            self.say(line)
         self.checkpoints.is_begun = True
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
@@ -225,6 +244,7 @@ class _Job:
             checkpoints.worth(done, val_loss)
             return val_loss
 
+        self.folder.trains()
         try:
             with checkpoints:  # whatever comes, a save at work comes to its end
                 fitted = fit(
@@ -269,7 +289,7 @@ class _Job:
             return _Notes(), self.say
         folder, resume_after = self.folder, start_step if self.folder.is_resumed else None
         optional = open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
-        record = Jsonl(folder.metrics, resume_after=resume_after)
+        record = _Timed(folder.metrics, resume_after=resume_after)
         progress = Progress(self.recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
         return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note), progress.note
 
@@ -319,6 +339,13 @@ class _Job:
                 self.say(f"sample.txt or loss.png could not be written: {error}")
         latest = self.checkpoints.latest()
         return Finished(**vars(fitted), out=folder.path, checkpoint=latest, sample=sample)
+
+
+class _Timed(Jsonl):
+    """The record of the run, with the time of each line."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        super().log(step, {**scalars, "time": round(time.time(), 3)})
 
 
 class _Notes:

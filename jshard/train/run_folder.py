@@ -23,17 +23,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
-from jshard import _processes
+from jshard import _processes, launch
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
+from jshard.train import attempts
 from jshard.train.run_record import RunLock, RunRecord, check_agree
 
 _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
 _NEEDED = ("recipe", "data", "options", "versions", "starts")
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_LETS_GO_S = 120.0
 _SHOWN_S = 30.0  # network file systems show late what another process wrote
 
 
@@ -59,6 +62,7 @@ class RunFolder:
         self.config, self._record = record.recipe, record
         self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
         self._lock: RunLock | None = None
+        self._attempts = list[attempts.Attempt]()
 
     @classmethod
     def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
@@ -131,13 +135,36 @@ class RunFolder:
             "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
+            "compile_cache": jax.config.values["jax_compilation_cache_dir"],
             "changes": self.notices,
         }
         stored = _read(self.path)
         with _writing(self.path):
             # A run that was begun by an older jshard has the size of its batches in the recipe alone.
             before = [{"batch_size": stored["recipe"]["batch_size"], **old} for old in stored["starts"]]
-            _write(self.path, stored | self._record.as_json() | {"starts": [*before, start]})
+            known = launch.of_this_attempt()
+            self._attempts = attempts.begin(stored.get("attempts", ()), self.metrics, step=step, known=known)
+            record = stored | self._record.as_json() | {"starts": [*before, start], "attempts": self._attempts}
+            _write(self.path, record | {"ettr": attempts.ettr(self._attempts)})
+
+    def trains(self) -> None:
+        """Notes in run.json that the first step of this start may begin."""
+        if self._attempts:
+            self._note_attempts(attempts.ready(self._attempts))
+
+    def ended(self, cause: str) -> None:
+        """Notes in run.json how this start has ended."""
+        if self._attempts:
+            self._note_attempts(attempts.end(self._attempts, self.metrics, cause=cause))
+
+    def said_of_attempts(self) -> str | None:
+        """What the attempts of the run have come to, in a line; None for a single one."""
+        return attempts.describe(self._attempts) if len(self._attempts) > 1 else None
+
+    def _note_attempts(self, found: list[attempts.Attempt]) -> None:
+        self._attempts = found
+        with _writing(self.path):
+            _write(self.path, _read(self.path) | {"attempts": found, "ettr": attempts.ettr(found)})
 
     def close(self) -> None:
         """Lets others have the folder."""
@@ -216,7 +243,8 @@ class RunFolder:
 
     def _take_up(self, record: RunRecord, token: str) -> None:
         where = str(self.path / _RECORD)
-        RunLock.check_free(self.path / _LOCK)
+        # After a loss the process that held it may be frozen, or on a machine that is cut off, and is yet to be ended.
+        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.of_this_attempt() else 0.0)
         stored = _read(self.path)
         self.notices += record.check_continues(stored, where=where)
         self._batch_sizes = _batch_sizes(stored)

@@ -2,7 +2,8 @@
 
 python fake_worker.py '{"0": "wait", "1": "killed"}' [FOLDER]
 
-With a folder, it leaves the file up-PROCESS there when it listens to signals.
+With a folder, it leaves the file up-PROCESS there when it listens to signals. "killed then done": the second is for
+the second attempt and all after it.
 """
 
 import json
@@ -15,7 +16,9 @@ import time
 from pathlib import Path
 
 process = os.environ["JAX_PROCESS_ID"]
-action = json.loads(sys.argv[1]).get(process, "wait")
+attempt = json.loads(os.environ.get("JSHARD_ATTEMPT", "{}")).get("attempt", 1)
+actions = json.loads(sys.argv[1]).get(process, "wait").split(" then ")
+action = actions[min(attempt, len(actions)) - 1]
 reports = int(os.environ["JSHARD_REPORT_FD"])
 
 
@@ -47,10 +50,11 @@ def note_signal(signum, _):
 if action != "unprepared":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note_signal)
-tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume")
+tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume", folder="runs/a")
 threading.Thread(target=beat, daemon=True).start()
-print(f"process {process} is up", flush=True)
-if len(sys.argv) > 2:
+of, resumed = os.environ["JAX_NUM_PROCESSES"], sys.argv[-1] if sys.argv[-1].startswith("folder=") else ""
+print(f"process {process} is up" + (f": attempt {attempt}, of {of}, {resumed}" if resumed else ""), flush=True)
+if len(sys.argv) > 2 and not resumed:
     Path(sys.argv[2], f"up-{process}").touch()
 if action == "done":
     print("[Gloo] Rank [Gloo] Rank 0 is connected to 1 peer ranks. Expected number", file=sys.stderr)
@@ -61,7 +65,7 @@ time.sleep(0.3)
 if action == "killed":
     # What it started must not outlive it.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and not resumed:
         Path(sys.argv[2], "child").write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 if action == "stalls":

@@ -59,6 +59,8 @@ def _pod(monkeypatch):
         ({**JAX, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
         ({**SLURM, **JAX}, ("jax variables", "node1:1234", 3, 2, 0, 1)),
         (SLURM, ("slurm", "node007:62344", 4, 3, 0, 1)),
+        ({**SLURM, "SLURM_STEP_ID": "0"}, ("slurm", "node007:62344", 4, 3, 0, 1)),
+        ({**SLURM, "SLURM_STEP_ID": "2"}, ("slurm", "node007:62522", 4, 3, 0, 1)),  # another srun of the allocation
         ({**SLURM, "SLURM_NODEID": "0"}, ("slurm", "node007:62344", 4, 3, 0, 2)),
         ({**SLURM, "JAX_COORDINATOR_PORT": "999"}, ("slurm", "node007:999", 4, 3, 0, 1)),
         ({**SLURM, "JAX_COORDINATOR_ADDRESS": "ib0:77"}, ("slurm", "ib0:77", 4, 3, 0, 1)),
