@@ -23,8 +23,8 @@ from jshard.launch.supervisor import supervise
 from jshard.launch.worker import END_S, end_within, is_worker, leave, note, start_worker
 
 __all__ = [
-    "ONE_POD",
     "END_S",
+    "ONE_POD",
     "Cluster",
     "Deadlines",
     "Restarts",
