@@ -40,7 +40,6 @@ from jshard._compat.tracing import fast_shape_tracing as fast_shape_tracing
 from jshard._compat.tracing import is_same_rule as is_same_rule
 from jshard._compat.tracing import is_tracer as is_tracer
 from jshard._compat.tracing import manual_axes as manual_axes
-from jshard._compat.tracing import note_call as note_call
 from jshard._compat.tracing import running as running
 from jshard._compat.tracing import scan_arguments as scan_arguments
 from jshard._compat.tracing import scope_of as scope_of

@@ -1,11 +1,11 @@
 """What a trace says of itself: axes that are manual or split by the compiler, tracers, equations, and who made them."""
 
 import contextlib
-import contextvars
 import inspect
 import itertools
 import pathlib
 import sysconfig
+import traceback
 import warnings
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -216,20 +216,11 @@ def user_frames(eqn: Any, *, below: str) -> tuple[str, ...]:
     return tuple(map(_line, users or named[:1]))
 
 
-_called: contextvars.ContextVar[Any] = contextvars.ContextVar("called", default=None)
-
-
-def note_call() -> None:
-    """Notes who calls a model, for `warn_user`: where JAX traces a function, its own notes go no further than that."""
-    _called.set(source_info_util.current())
-
-
 def warn_user(text: str) -> None:
     """Warns with the file and line of the user's code that has called: the innermost outside jax, flax and jshard."""
-    with source_info_util.user_context(None):  # else the stack of the equation that is being read
-        frames = _frames(source_info_util.current()) + _frames(_called.get())
-    frame = next((frame for frame in frames if not _is_no_users(frame.file_name)), frames[-1])
-    warnings.warn_explicit(text, UserWarning, frame.file_name, frame.line_num)
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_stack(None)]
+    file, line = next((place for place in frames if not _is_no_users(place[0])), frames[-1])
+    warnings.warn_explicit(text, UserWarning, file, line)
 
 
 def _is_no_users(file: str) -> bool:
@@ -247,8 +238,8 @@ def _line(frame: Any) -> str:
 
 
 def _frames(source_info: Any) -> list[Any]:
-    traceback = getattr(source_info, "traceback", None)
-    return list(traceback.frames) if traceback is not None else []
+    noted = getattr(source_info, "traceback", None)
+    return list(noted.frames) if noted is not None else []
 
 
 def scope_of(eqn: Any) -> str:

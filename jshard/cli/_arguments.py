@@ -175,8 +175,8 @@ class TrainArgs(RecipeArgs):
     """Trains a recipe of a model file fully sharded.
 
     Writes run.json, metrics.jsonl, loss.png, sample.txt and checkpoints/ into a folder of its own. SIGTERM and Ctrl-C
-    save and stop; --resume goes on. Exit codes: 0 done, 1 the run failed, 2 the request was wrong, 130 and 143 stopped
-    by Ctrl-C and SIGTERM.
+    save and stop; --resume goes on. Exit codes: 0 done, 2 the request was wrong, 75 stopped by SIGTERM, or a process
+    was lost (the same command with --resume goes on), 1 the run failed, 130 stopped by Ctrl-C.
     """
 
     steps: Count | None = None

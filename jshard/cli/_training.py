@@ -84,7 +84,7 @@ def _train(request: Request) -> int:
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
         say(whole_line(f"it goes on with: {request.given.again(out)}"))
-        return 128 + finished.stopped_by
+        return launch.stopped_code(finished.stopped_by)
     _say_result(request, finished, say)
     return 0
 

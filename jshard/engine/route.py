@@ -123,7 +123,6 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
             raise called_inside(f"{name}: {call.where}")
         settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
         return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
-    _compat.note_call()
     refuse_manual(unit.mesh, call.where)
     refuse_absent(unit, call.where)
     return open_region(call, unit) if unit.placement.gathered else run_ungathered(call, unit)

@@ -14,8 +14,8 @@ what all workers write to stderr.
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
 """
 
-from jshard.launch.cluster import Cluster, Deadlines, detect
+from jshard.launch.cluster import Cluster, Deadlines, detect, stopped_code
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import is_worker, leave, note, start_worker
 
-__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "supervise"]
+__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "stopped_code", "supervise"]

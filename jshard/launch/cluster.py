@@ -13,9 +13,16 @@ from jshard.errors import ShardingError
 TICK_S = 0.1
 """A supervisor looks at its workers and peers this often."""
 REQUEST = 2
-"""Exit code of a worker that refused what was asked of it."""
-GOOD = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM, 128 + signal.SIGHUP)
+"""Exit code of a run that refused what was asked of it: the same command again would be refused again."""
+RESUME = 75
+"""Exit code of a run that stopped, or lost a peer: the same command with --resume goes on. (EX_TEMPFAIL.)"""
+GOOD = (0, 128 + signal.SIGINT, RESUME)
 """Exit codes of a worker that did its work, or stopped because it was asked to."""
+
+
+def stopped_code(signum: int) -> int:
+    """The exit code of a run that was stopped by a signal: 130 after Ctrl-C, else that of a run to be resumed."""
+    return 128 + signum if signum == signal.SIGINT else RESUME
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

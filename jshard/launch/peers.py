@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jshard.launch.cluster import GOOD, REQUEST, Deadlines
+from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
 
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS = {
@@ -51,12 +51,19 @@ class Ending:
     @property
     def good(self) -> bool:
         """Whether the worker did its work, or stopped because it was asked to."""
-        return self.code in GOOD
+        return self.code in GOOD and not self.explained
 
     @property
     def echo(self) -> bool:
         """Whether it looks like the consequence of another process's end."""
         return self.blames_peer or self.code in _ABORTED
+
+    @property
+    def run_code(self) -> int:
+        """The exit code of the run that it ends: a process that is gone does not make the run a bad one."""
+        if self.code in (REQUEST, RESUME):
+            return self.code
+        return RESUME if self.code is None or self.code < 0 or self.echo else 1
 
     @property
     def who(self) -> str:

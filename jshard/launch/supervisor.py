@@ -10,7 +10,7 @@ from typing import Any
 
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import rendezvous, worker_process
-from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines
+from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.peers import Ending, Peers, cause
 from jshard.launch.signals import Signals
 from jshard.launch.worker_process import WorkerProcess
@@ -44,8 +44,8 @@ def supervise(
         again: the command line that goes on after a loss; a worker's `note(again=...)` takes its place.
 
     Returns:
-        0 if all have done their work; 130 or 143 if they stopped after a signal; 2 if a worker refused the request;
-        1 if a process was lost or did not come.
+        0 if all have done their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
+        a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
     """
     deadlines = deadlines or Deadlines()
     peers = None
@@ -56,7 +56,7 @@ def supervise(
             else:
                 peers = rendezvous.meet(cluster, deadlines, stopped=lambda: signals.received is not None)
                 if peers is None:
-                    return 128 + (signals.received or 0)
+                    return stopped_code(signals.received or 0)
                 workers, number = [WorkerProcess(command, cluster, deadlines)], cluster.num_processes
             run = _Run(
                 workers=workers,
@@ -102,7 +102,7 @@ class _Run:
                 if lost is not None:
                     return self._end_badly(lost)
                 time.sleep(TICK_S)
-            return 128 + (self.forwarded or 0)
+            return stopped_code(self.forwarded or 0)
         finally:
             for worker in self.workers:
                 worker.close()
@@ -163,14 +163,14 @@ class _Run:
             self._report(lost)
         self._give_grace()
         if was_asked:
-            return 128 + (self.forwarded or 0)
-        return REQUEST if lost.code == REQUEST else 1
+            return stopped_code(self.forwarded or 0)
+        return lost.run_code
 
     def _was_asked(self, lost: Ending) -> bool:
         """Whether it ended by the signal that was forwarded, before it had begun to listen, or because a peer did."""
         if self.forwarded is None:
             return False
-        codes = (-self.forwarded, 128 + self.forwarded)
+        codes = (-self.forwarded, stopped_code(self.forwarded))
         others = [worker.ending.code for worker in self.workers if worker.ending is not None]
         return lost.code == -self.forwarded or (lost.echo and any(code in codes for code in others))
 

@@ -66,7 +66,7 @@ def note(*, step: int | None = None, checkpoint: str | None = None, again: str |
 def leave(code: int, *, error: BaseException | None = None) -> NoReturn:
     """Ends the worker with an exit code.
 
-    After success, or a stop that all agreed on (0, 130, 143), it waits for the others as JAX demands. After a failure
+    After success, or a stop that all agreed on (0, 130, 75), it waits for the others as JAX demands. After a failure
     it ends at once: the others cannot come to that meeting.
 
     Args:

@@ -136,7 +136,7 @@ def test_a_linen_model_says_it_too():
         warnings.simplefilter("error")
         variables = js.shard_init(lambda: made.init(jax.random.key(0), x), made)
     with pytest.warns(UserWarning, match=r"LinenTower.__call__: every device") as caught:
-        jax.jit(lambda variables, x: made.apply(variables, x)).lower(variables, x)
+        jax.jit(made.apply).lower(variables, x)
     assert [one.filename for one in caught] == [__file__]
 
 

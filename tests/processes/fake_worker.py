@@ -41,7 +41,7 @@ def note_signal(signum, _):
         # Long enough to hear a second one, if there is.
         time.sleep(0.5)
         print("saved", flush=True)
-        sys.exit(128 + signum)
+        sys.exit(130 if signum == signal.SIGINT else 75)
 
 
 if action != "unprepared":

@@ -26,24 +26,24 @@ KILLED = killed(2)
 
 
 def test_a_killed_worker_is_named_and_takes_the_run_along(capfd, tmp_path):
-    assert launch.supervise(fake(tmp_path, p1="killed"), processes=2, deadlines=QUICK) == 1
+    assert launch.supervise(fake(tmp_path, p1="killed"), processes=2, deadlines=QUICK) == 75
     assert plain(capfd.readouterr().err) == KILLED
     until(lambda: gone(int((tmp_path / "child").read_text())))
 
 
 @pytest.mark.parametrize("echo", ["aborts after", "blames a peer"])
 def test_the_echo_of_a_loss_is_neither_named_nor_shown(capfd, monkeypatch, echo):
-    assert launch.supervise(fake(p0=echo, p1="killed"), processes=2, deadlines=PATIENT) == 1
+    assert launch.supervise(fake(p0=echo, p1="killed"), processes=2, deadlines=PATIENT) == 75
     assert plain(capfd.readouterr().err) == KILLED
     monkeypatch.setenv("JSHARD_DEBUG", "1")
-    assert launch.supervise(fake(p0=echo, p1="killed"), processes=2, deadlines=PATIENT) == 1
+    assert launch.supervise(fake(p0=echo, p1="killed"), processes=2, deadlines=PATIENT) == 75
     shown = plain(capfd.readouterr().err)
     assert shown.endswith(KILLED) and len(shown) > len(KILLED)
 
 
 def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
     deadlines = launch.Deadlines(peer_s=5.0, grace_s=0.5)
-    assert launch.supervise(fake(p1="frozen"), processes=2, deadlines=deadlines) == 1
+    assert launch.supervise(fake(p1="frozen"), processes=2, deadlines=deadlines) == 75
     reported = re.sub(r"for \d+ s", "for N s", plain(capfd.readouterr().err))
     assert reported == KILLED.replace(
         "it was killed by signal 9 (SIGKILL): often the kernel's out-of-memory killer",
@@ -53,7 +53,7 @@ def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
 
 def test_a_worker_that_never_comes_up_is_lost_after_the_init_timeout(capfd):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    assert launch.supervise(command, processes=2, deadlines=launch.Deadlines(init_s=0.5, grace_s=0.1)) == 1
+    assert launch.supervise(command, processes=2, deadlines=launch.Deadlines(init_s=0.5, grace_s=0.1)) == 75
     reported = capfd.readouterr().err
     assert "Process 0 of 2 was lost" in reported and "no step was reported yet" in reported
     assert "no checkpoint was written yet" in reported and "the same command with --resume" in reported
@@ -114,17 +114,17 @@ def supervise_and_signal(folder, actions, signals, deadlines=QUICK):
     return code
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_reaches_the_workers_once(capfd, harmless, tmp_path, signum):
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_a_signal_reaches_the_workers_once(capfd, harmless, tmp_path, signum, code):
     # Launchers send it twice: it is one.
-    assert supervise_and_signal(tmp_path, {}, [(0, signum), (0.05, signum)]) == 128 + signum
+    assert supervise_and_signal(tmp_path, {}, [(0, signum), (0.05, signum)]) == code
     out, err = capfd.readouterr()
     assert out.count(f"signal {signum.value}") == out.count("saved") == 1 and err == ""
 
 
 def test_a_second_signal_kills(capfd, harmless, tmp_path):
     actions = {"p0": "deaf", "p1": "deaf"}
-    assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM), (1.2, signal.SIGTERM)]) == 143
+    assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM), (1.2, signal.SIGTERM)]) == 75
     out, err = capfd.readouterr()
     assert "signal 15" in out and err == ""
 
@@ -137,7 +137,7 @@ def test_a_second_signal_kills(capfd, harmless, tmp_path):
     ],
 )
 def test_what_a_stop_brings_about_is_no_loss(capfd, harmless, tmp_path, actions):
-    assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM)]) == 143
+    assert supervise_and_signal(tmp_path, actions, [(0, signal.SIGTERM)]) == 75
     assert capfd.readouterr().err == ""
 
 
@@ -149,7 +149,7 @@ def test_real_processes_meet_work_and_leave(capfd):
     assert out == "total 3, 2 of 4 devices\n"
     assert "native chatter" in err and "Gloo" not in err
 
-    assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 1
+    assert launch.supervise([*real, "20", "1"], processes=2, again=AGAIN) == 75
     reported = plain(capfd.readouterr().err)
     assert reported.endswith(
         KILLED.replace("reported: 12", "reported: 10").replace("runs/a/checkpoints/10", "checkpoints/10")
@@ -193,6 +193,8 @@ def test_the_cause_among_several_endings():
     assert cause([failed, Ending(process=0, host="a", code=1)]) is failed
     reported = [Ending(process=process, host="x", code=1, explained=True) for process in (1, 0)]
     assert cause(reported).process == 0
+    # What is worth the same command once more: a process that is gone, and not one that has failed.
+    assert [ending.run_code for ending in order] == [2, 75, 75, 1, 75, 75]
 
 
 @pytest.mark.parametrize(("value", "bad"), [(0.0, True), (-1.0, True), (float("nan"), True), (5.0, False)])
@@ -316,5 +318,5 @@ def test_a_program_without_supervisor_is_no_worker():
     assert not launch.is_worker({}) and launch.is_worker({"JSHARD_WORKER": "1"})
     launch.note(step=3)
     with pytest.raises(SystemExit) as info:
-        launch.leave(143)
-    assert info.value.code == 143
+        launch.leave(75)
+    assert info.value.code == 75

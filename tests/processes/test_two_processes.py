@@ -160,7 +160,7 @@ def lost_with_a_report(folder):
     lost.reaches(9)  # the save of step 8 has waited for that of step 4
     os.kill(lost.workers()[1], signal.SIGKILL)
     code, stdout, stderr = lost.ends()
-    assert code == 1
+    assert code == 75
     assert stdout.startswith("4 x cpu (simulated")
     assert "2 processes" in stdout
     assert re.search(r"process 1 .*pid \d+", stderr), stderr
@@ -180,7 +180,7 @@ def stopped_where_it_is_saved(folder):
     stopped.reaches(lost[-1][0] + 1)
     stopped.process.send_signal(signal.SIGTERM)
     code, stdout, stderr = stopped.ends()
-    assert code == 143, stderr
+    assert code == 75, stderr
     assert re.search(rf"resumed from {stopped.out}/checkpoints/[48]\n", stdout), stdout
     assert record(stopped.out)[: len(lost)] == lost
     at = last_step(stopped.out)
