@@ -68,7 +68,7 @@ class Packing:
         described = _manifest.to_json(Manifest(leaves=stored, files={}, step=self._step))
         index = json.dumps({"manifest": described, "values": self._values, "pieces": places}).encode()
         head = len(index).to_bytes(_HEAD_BYTES, "little")
-        data = [memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8)) for *_, values in self._pieces]
+        data = [np.ascontiguousarray(values).reshape(-1).view(np.uint8).data for *_, values in self._pieces]
         return [memoryview(head + index), *data]
 
     def _total(self, key: str) -> tuple[int, int] | None:
@@ -86,8 +86,8 @@ class PackedCheckpoint(Opened):
         RunError: something of them is damaged.
     """
 
-    def __init__(self, name: str, parts: Sequence[Read]) -> None:
-        self.path = Path(name)
+    def __init__(self, name: Path, parts: Sequence[Read]) -> None:
+        self.path = name
         indexes = [(read, *self._index(read)) for read in parts]
         manifests = [_manifest.from_json(index["manifest"]) for _, index, _ in indexes]
         sums = {key: add(m.leaves[key].sums or (0, 0) for m in manifests) for key in manifests[0].leaves}

@@ -353,7 +353,7 @@ def boxes_bytes(like: Any) -> int:
     """Bytes of the boxes that the devices of this process are to hold of a leaf."""
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None:
         return getattr(like, "nbytes", 0)
-    shard = math.prod(like.sharding.shard_shape(like.shape)) * jnp.dtype(like.dtype).itemsize
+    shard = math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
     return shard * len(like.sharding.addressable_devices)
 
 

@@ -205,6 +205,9 @@ class TrainArgs(RecipeArgs):
     stop_deadline: Seconds | None = None
     """How long after the signal a run that is asked to stop (SIGTERM) waits for its saves; by default as long as they
     take."""
+    keep_in_memory: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
+    """Every so many steps, keep a copy of the state in the memory of another machine; a run that is started again after
+    a loss goes on from there. By default there are only checkpoints."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256

@@ -79,6 +79,7 @@ def _train(request: Request) -> int:
         compiler_options=compiler_options,
         init_from=args.init_from,
         stop_deadline_s=args.stop_deadline,
+        keep_in_memory=args.keep_in_memory,
         say=say,
     )
     if finished.stopped_by is not None:

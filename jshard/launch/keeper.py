@@ -4,10 +4,10 @@ A *part* is what one process leaves of the state after a step: bytes, which the 
 once all of it has come, so that a worker that dies in the middle leaves nothing. Workers write and read over TCP, also
 those of other machines: a line of JSON with the keeper's token and one request, and after a put its bytes.
 
-    {"put": part, "bytes": n, "beside": [run, step]}, n bytes   takes a part; of its process, only that one stays beside it
+    {"put": part, "bytes": n, "beside": [run, step]}, n bytes   of its process, only that part stays beside the new one
     {"read": part, "begin": i, "bytes": n}                      -> {"bytes": n}, n bytes
-    {"list": 1}                                                 -> {"parts": [part, ...], "bytes": in all}
-    {"forget": [run, step]}                                     all parts before that one
+    {"list": 1}                                                 -> {"parts": [part, ...], "held_bytes": n}
+    {"forget": [run, step]}                                     drops the parts of other runs, and of steps before it
 
 What comes in is data of strangers until its token is seen: it is parsed as JSON, and never executed.
 """
@@ -73,11 +73,12 @@ class Keeper:
 
     def __init__(self, cluster: Cluster | None = None) -> None:
         host = "127.0.0.1" if cluster is None else _own_address(cluster)
-        is_hidden = cluster is not None and _is_loopback(host) and not _is_loopback(cluster.host)
-        self._server = _Server(host, secrets.token_hex(16), everywhere=is_hidden)
-        if is_hidden:  # here the name of process 0's machine stands for the loopback, and elsewhere for an address
-            host = cluster.host
-        self.environ = {ADDRESS: f"{host}:{self._server.server_address[1]}", TOKEN: self._server.token}
+        known = host
+        if cluster is not None and _is_loopback(host) and not _is_loopback(cluster.host):
+            # On its own machine the name of process 0's stands for the loopback, and elsewhere for an address.
+            host, known = "", cluster.host
+        self._server = _Server(host, secrets.token_hex(16))
+        self.environ = {ADDRESS: f"{known}:{self._server.server_address[1]}", TOKEN: self._server.token}
         threading.Thread(target=self._server.serve_forever, daemon=True, name="jshard-keeper").start()
 
     def close(self) -> None:
@@ -180,13 +181,13 @@ class _Server(socketserver.ThreadingTCPServer):
 
     daemon_threads, allow_reuse_address, request_queue_size = True, True, 1024
 
-    def __init__(self, host: str, token: str, *, everywhere: bool) -> None:
+    def __init__(self, host: str, token: str) -> None:
         self.token = token
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.parts: dict[KeptPart, mmap.mmap] = {}
         self.lock = threading.Lock()
         self._free = threading.BoundedSemaphore(_CONNECTIONS)
-        super().__init__(("" if everywhere else host, 0), _Visit)
+        super().__init__((host, 0), _Visit)
 
     def put(self, part: KeptPart, size: int, beside: Any) -> mmap.mmap:
         """Room for a part; of its process, one other stays."""

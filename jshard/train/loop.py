@@ -152,6 +152,7 @@ def fit(
     meter: Meter | None = None,
     evaluation: Every | None = None,
     checkpoint: Every | None = None,
+    copies: Every | None = None,
     stop: StopSignal | None = None,
     profile: StepProfile | None = None,
     first_loss: FirstLoss | None = None,
@@ -169,6 +170,7 @@ def fit(
         evaluation: its `do` returns the validation loss.
         checkpoint: its `do` saves. Also done when the run is asked to stop, and in a single process when the data
             fail.
+        copies: its `do` copies the state to memory. Not after the last step, nor when the run is asked to stop.
         stop: asks to stop; in several processes the request of any one counts.
         profile: records some of the steps; the devices are idle when it begins and ends.
         first_loss: makes the error where loss or gradients are not finite before any update.
@@ -185,6 +187,7 @@ def fit(
         meter=meter or Meter(),
         evaluation=evaluation,
         checkpoint=checkpoint,
+        copies=copies,
         stop=stop or StopSignal(),
         profile=profile,
         first_loss=first_loss or unexplained,
@@ -202,6 +205,7 @@ class _Loop:
     meter: Meter
     evaluation: Every | None
     checkpoint: Every | None
+    copies: Every | None
     stop: StopSignal
     profile: StepProfile | None
     first_loss: FirstLoss
@@ -289,7 +293,8 @@ class _Loop:
         self._ask(step, is_idle=evaluates or saves)
         if self.profile is not None and self.profile.is_recording and step == self.profile.steps[-1]:
             self._idle(then=self.profile.end)
-        if not (evaluates or saves or self.stopped_by):
+        copies = self.copies is not None and step < last and self.copies.is_due(step, last)
+        if not (evaluates or saves or copies or self.stopped_by):
             return
         self._wait(in_flight=0)
         if self.stopped_by is not None:  # whoever asked may not wait for an evaluation
@@ -300,9 +305,13 @@ class _Loop:
             if self.tracker is not None:
                 self.tracker.log(step, {"val_loss": val_loss})
         # After the evaluation: whoever continues from here finds its result in the record.
+        if copies and self.stopped_by is None:
+            assert self.copies is not None
+            self.copies.do(step)
         if saves and self.stopped_by is None:
             self._save(step)
-        self.meter.pause()
+        if evaluates or saves:
+            self.meter.pause()
 
     def _save(self, step: int) -> None:
         if self.checkpoint is not None:

@@ -15,6 +15,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,16 +73,15 @@ class MemoryCopies:
         _check_room(self._seats, partners, part_bytes, every)
         client = lambda process: KeeperClient(self._seats[process].address, self._seats[process].token)
         self._clients = {seat.address: client(process) for process, seat in enumerate(self._seats)}
-        own = [me] if partners[me] is None else [me, partners[me]]
-        self._targets = [self._clients[self._seats[process].address] for process in own]
+        addresses = dict.fromkeys(self._seats[process].address for process in (me, partners[me]))
+        self._targets = [self._clients[address] for address in addresses]
         self._run = self._seats[0].run
         self._kept: tuple[str, int] | None = None
         self._thread: threading.Thread | None = None
         self._problem = self._said = ""
-        where = "of its supervisor"
-        if partners[me] is not None:
-            where += f" and of that of process {partners[me]} on {self._seats[partners[me]].host}"
-        say(f"copies in memory: {human_bytes(part_bytes, 1)} a process, every {every} steps, in the memory {where}")
+        other, size = self._seats[partners[me]], human_bytes(part_bytes, 1)
+        beside = "" if partners[me] == me else f" and of that of process {partners[me]} on {other.host}"
+        say(f"copies in memory: every {every} steps, {size} a process, in the memory of its supervisor{beside}")
 
     def restore(self, *, newer_than: int | None) -> dict[str, Any] | None:
         """The state of the newest copy that is whole; None if there is none, or none newer than a step on the disk."""
@@ -106,7 +106,9 @@ class MemoryCopies:
         """
         self.wait()
         packing = Packing(state, step=step)
-        self._thread = threading.Thread(target=self._send, args=(packing, step, before), daemon=True, name="jshard-copy")
+        self._thread = threading.Thread(
+            target=self._send, args=(packing, step, before), daemon=True, name="jshard-copy"
+        )
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -161,13 +163,14 @@ class MemoryCopies:
 
     def _read(self, run: str, step: int) -> dict[str, Any]:
         opened, error = None, None
-        name = f"copy in memory of step {step}"
+        name = Path(f"copy in memory of step {step}")
         try:
             opened = PackedCheckpoint(name, [self._reader(part) for part in self._parts(run, step)])
         except Exception as caught:
             error = caught if isinstance(caught, FourPartError) else unreadable(name, reason(caught))
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
-        all_or_none(name, None, error, failed=lambda failures: unreadable(name, why(failures)), timeout_s=TIMEOUT_S)
+        failed = lambda failures: unreadable(name, why(failures))
+        all_or_none(str(name), None, error, failed=failed, timeout_s=TIMEOUT_S)
         assert opened is not None
         return Restoring(opened, self._like).run(verify=True, timeout_s=TIMEOUT_S)
 
@@ -182,10 +185,10 @@ class MemoryCopies:
         return functools.partial(self._clients[nearest.address].read, part)
 
 
-def neighbours(places: Sequence[tuple[str, str]]) -> list[int | None]:
-    """Whose keeper has a second copy of each process's part: of one on the next machine, the one of the same rank.
+def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
+    """Whose keeper has a second copy of each process's part: of the processes of the next machine, one in its turn.
 
-    Where all are on one machine, each keeper counts as one, as in tests; None where there is one keeper.
+    Where all are on one machine, each keeper counts as one, as in tests; with one keeper each process is its own.
 
     Args:
         places: machine and address of the keeper of every process.
@@ -194,12 +197,10 @@ def neighbours(places: Sequence[tuple[str, str]]) -> list[int | None]:
     machines: dict[str, list[int]] = {}
     for process, (host, address) in enumerate(places):
         machines.setdefault(host if is_spread else address, []).append(process)
-    found: list[int | None] = [None] * len(places)
-    members = list(machines.values())
+    members, found = list(machines.values()), {}
     for here, there in zip(members, members[1:] + members[:1], strict=True):
-        for rank, process in enumerate(here) if len(members) > 1 else ():
-            found[process] = there[rank % len(there)]
-    return found
+        found |= {process: there[rank % len(there)] for rank, process in enumerate(here)}
+    return [found[process] for process in range(len(places))]
 
 
 def _meet() -> list[_Seat]:
@@ -247,11 +248,11 @@ def _state_bytes(like: Mapping[str, Any]) -> int:
     return sum(_manifest.describe(leaf).nbytes for leaf in _leaves.flatten(like).values())
 
 
-def _check_room(seats: Sequence[_Seat], partners: Sequence[int | None], part_bytes: int, every: int) -> None:
+def _check_room(seats: Sequence[_Seat], partners: Sequence[int], part_bytes: int, every: int) -> None:
     """Compares, for each machine, what is free with what copies take while a new one takes the place of an old one."""
     for host in dict.fromkeys(seat.host for seat in seats):
         here = [seat for seat in seats if seat.host == host]
-        guests = sum(partner is not None and seats[partner].host == host for partner in partners)
+        guests = sum(seats[p].host == host for process, p in enumerate(partners) if p != process)
         held_bytes = sum({seat.address: seat.held_bytes for seat in here}.values())
         free = min(seat.free_bytes for seat in here) + held_bytes
         needed = part_bytes * (3 * len(here) + 2 * guests)

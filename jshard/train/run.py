@@ -28,11 +28,12 @@ from jshard.recipes.loss_scale import loss_scale_of
 from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.state import check_source
+from jshard.recipes.state import abstract_state, check_source
 from jshard.recipes.step import EvalStep, TrainStep
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
+from jshard.train.memory_copies import MemoryCopies
 from jshard.train.profile import StepProfile, check_profile, left_to_profile
 from jshard.train.progress import Meter, Progress
 from jshard.train.run_checkpoints import RunCheckpoints
@@ -74,6 +75,7 @@ def run_recipe(
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
     stop_deadline_s: float | None = None,
+    keep_in_memory: int | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -99,6 +101,7 @@ def run_recipe(
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
         stop_deadline_s: how long after the signal a run that is asked to stop waits for its saves; no limit by default.
+        keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
         say: prints a line.
 
     Returns:
@@ -121,6 +124,7 @@ def run_recipe(
     if init_from is not None and not (resume and steps_in(Path(out) / OF_A_RUN)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
+    copies = None if keep_in_memory is None else _copies(keep_in_memory, model_file, recipe, mesh, say)
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
@@ -133,7 +137,7 @@ def run_recipe(
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s, copies=copies),
             say=say,
             stop=stop,
             track=track,
@@ -227,6 +231,7 @@ class _Job:
                         do=lambda done: checkpoints.save(step, done),
                         check=checkpoints.check,
                     ),
+                    copies=checkpoints.every_copy(step),
                     stop=self.stop,
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),
@@ -318,6 +323,19 @@ class _Notes:
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:
     rows = local_rows(batch_size, mesh)
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
+
+
+def _copies(
+    every: int, model_file: ModelFile, recipe: Recipe, mesh: Mesh, say: Callable[[str], object]
+) -> MemoryCopies:
+    if every < 1:
+        raise ShardingError(
+            "The copies in memory cannot be so frequent.",
+            where=f"--keep-in-memory {every}",
+            why="it is the number of steps from one copy to the next, from 1.",
+            do="--keep-in-memory 100",
+        )
+    return MemoryCopies(every, abstract_state(model_file, recipe, mesh), say)
 
 
 def _check_sample(num_tokens: int) -> None:
