@@ -1,0 +1,81 @@
+"""The keeper holds whole parts alone, gives any bytes of them, and talks to nobody without its token."""
+
+import json
+import socket
+
+import pytest
+
+from jshard.launch.keeper import ADDRESS, TOKEN, Keeper, KeeperClient, KeptPart
+from jshard.train.memory_copies import neighbours
+
+
+@pytest.fixture
+def keeper():
+    with Keeper() as keeper:
+        yield keeper
+
+
+@pytest.fixture
+def client(keeper):
+    client = KeeperClient.of_supervisor(keeper.environ)
+    yield client
+    client.close()
+
+
+def names(client):
+    return [(part.run, part.step, part.process) for part in client.parts()[0]]
+
+
+def put(client, run, step, process=0, beside=None):
+    client.put(
+        KeptPart(run, step, process, 2), [memoryview(b"head"), memoryview(bytes(range(256)) * 4096)], beside=beside
+    )
+
+
+def test_parts_are_kept_until_a_newer_copy_is_whole(client):
+    put(client, "a", 5)
+    put(client, "a", 5, process=1)
+    put(client, "a", 10, beside=("a", 5))
+    assert names(client) == [("a", 5, 0), ("a", 5, 1), ("a", 10, 0)]
+    put(client, "b", 10, beside=("a", 5))  # started again: of the copy that was not whole nothing stays
+    assert names(client) == [("a", 5, 0), ("a", 5, 1), ("b", 10, 0)]
+    put(client, "b", 15, process=1)  # another process may be ahead
+    client.forget_before("b", 10)
+    assert names(client) == [("b", 10, 0), ("b", 15, 1)]
+    assert client.read(KeptPart("b", 10, 0, 2), 2, 6) == b"ad\x00\x01\x02\x03"
+    with pytest.raises(ConnectionError, match="beyond the end"):
+        client.read(KeptPart("b", 10, 0, 2), 1 << 20, 6)
+    with pytest.raises(ConnectionError, match="KeyError"):
+        client.read(KeptPart("a", 5, 0, 2), 0, 6)
+
+
+def test_a_worker_that_dies_in_the_middle_leaves_nothing(keeper, client):
+    put(client, "a", 5)
+    host, _, port = keeper.environ[ADDRESS].rpartition(":")
+    with socket.create_connection((host, int(port))) as dying:
+        request = {"token": keeper.environ[TOKEN], "put": ["a", 10, 0, 2], "bytes": 1000, "beside": ["a", 5]}
+        dying.sendall(json.dumps(request).encode() + b"\n" + b"x" * 999)
+        dying.shutdown(socket.SHUT_WR)
+        assert b"cut off" in dying.recv(1000)
+    assert names(client) == [("a", 5, 0)]
+
+
+@pytest.mark.parametrize(
+    "line", [b'{"token": "guess", "list": 1}\n', b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff" * 99999]
+)
+def test_strangers_hear_nothing(keeper, client, line):
+    host, _, port = keeper.environ[ADDRESS].rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as stranger:
+        stranger.sendall(line)
+        try:
+            assert stranger.recv(1000) == b""
+        except ConnectionResetError:
+            pass
+    assert names(client) == []
+
+
+def test_the_second_copy_is_on_another_machine():
+    four = [("a", "a:1"), ("a", "a:2"), ("b", "b:1"), ("b", "b:2"), ("c", "c:1")]
+    assert neighbours(four) == [2, 3, 4, 4, 0]
+    assert neighbours([("a", "a:1"), ("a", "a:2"), ("a", "a:3")]) == [1, 2, 0]
+    assert neighbours([("a", "a:1"), ("a", "a:1")]) == [0, 1]
