@@ -221,6 +221,11 @@ class TrainArgs(RecipeArgs):
     """How long the processes of a run wait for each other at the start."""
     peer_timeout: Seconds = launch.Deadlines.peer_s
     """How long a process may give no sign of life before the run ends."""
+    max_restarts: Count = 0
+    """Go on by itself, from the last checkpoint, after the loss of a process, or a stall: so many times."""
+    min_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
+    """On a cluster: processes that may go on without the others, more than half; the mesh shrinks, its data axes first.
+    By default a restart needs all."""
     dry_run: bool = False
     """Print the plan and stop: needs no device and no memory for parameters."""
     print_config: bool = False
@@ -228,7 +233,11 @@ class TrainArgs(RecipeArgs):
 
     def again(self, out: Path | None = None) -> str:
         """The command line that goes on with the run."""
-        words = ["jshard", "train", str(self.model)]
+        return shlex.join(["jshard", "train", *self.words(out), "--resume"])
+
+    def words(self, out: Path | None = None) -> list[str]:
+        """The arguments, but for --resume."""
+        words = [str(self.model)]
         given = dataclasses.replace(self, out=self.out or out, resume=False)
         for field in dataclasses.fields(given)[1:]:
             value, option = getattr(given, field.name), f"--{field.name.replace('_', '-')}"
@@ -237,4 +246,4 @@ class TrainArgs(RecipeArgs):
             elif value != field.default:
                 values = value if isinstance(value, tuple) else () if value is True else (value,)
                 words += [option, *map(str, values)]
-        return shlex.join([*words, "--resume"])
+        return words

@@ -62,7 +62,7 @@ def _train(request: Request) -> int:
     say(explained(request, mesh, data))
     say(data.description)
     out = Path(exchange("folder of the run", str(request.folder()))[0])
-    launch.note(again=request.given.again(out))
+    launch.note(again=request.given.again(out), folder=str(out))
     finished = run_recipe(
         request.model_file,
         request.recipe,

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from jshard import launch
 from jshard.cli import loading
 from jshard.cli._arguments import TrainArgs, num_devices, parse, parse_mesh
+from jshard.cli._restarts import restarts_of
 from jshard.errors import ShardingError
 
 
@@ -16,7 +17,7 @@ def run(argv: Sequence[str]) -> int:
     args = parse(TrainArgs, argv, command="jshard train")
     if not (args.dry_run or args.print_config or launch.is_worker()):
         cluster = launch.detect()
-        if cluster is not None or args.processes != 1:
+        if cluster is not None or args.processes != 1 or args.max_restarts:
             return _supervise(args, argv, cluster)
     with loading():
         from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
@@ -46,4 +47,5 @@ def _supervise(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | N
         cluster=cluster,
         deadlines=launch.Deadlines(init_s=args.init_timeout, peer_s=args.peer_timeout),
         again=args.again(),
+        restarts=restarts_of(args, argv, cluster),
     )

@@ -15,7 +15,20 @@ what all workers write to stderr.
 """
 
 from jshard.launch.cluster import Cluster, Deadlines, detect, stopped_code
+from jshard.launch.restarts import Restarts, of_this_attempt
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import is_worker, leave, note, start_worker
 
-__all__ = ["Cluster", "Deadlines", "detect", "is_worker", "leave", "note", "start_worker", "stopped_code", "supervise"]
+__all__ = [
+    "Cluster",
+    "Deadlines",
+    "Restarts",
+    "detect",
+    "is_worker",
+    "leave",
+    "note",
+    "of_this_attempt",
+    "start_worker",
+    "stopped_code",
+    "supervise",
+]

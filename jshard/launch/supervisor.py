@@ -12,6 +12,7 @@ from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import rendezvous, worker_process
 from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.peers import Ending, Peers, cause
+from jshard.launch.restarts import History, Restarts
 from jshard.launch.signals import Signals
 from jshard.launch.worker_process import WorkerProcess
 
@@ -26,6 +27,7 @@ def supervise(
     cluster: Cluster | None = None,
     deadlines: Deadlines | None = None,
     again: str = "the same command with --resume",
+    restarts: Restarts | None = None,
 ) -> int:
     """Runs the workers of this machine to their end, and prints a report if a process of the run is lost.
 
@@ -42,37 +44,100 @@ def supervise(
         cluster: this process's place in a cluster, from `detect`.
         deadlines: how long the processes wait for each other.
         again: the command line that goes on after a loss; a worker's `note(again=...)` takes its place.
+        restarts: whether the run is started again after a loss; by default it is not.
 
     Returns:
         0 if all have done their work; 130 if they stopped after Ctrl-C; 75 if they stopped after SIGTERM or SIGHUP, or
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
     """
     deadlines = deadlines or Deadlines()
-    peers = None
     with Signals() as signals:
+        run = _Supervised(command, processes or 1, cluster, deadlines, again, restarts, signals)
         try:
-            if cluster is None:
-                workers, number = worker_process.start_local(command, processes or 1, deadlines), processes or 1
-            else:
-                peers = rendezvous.meet(cluster, deadlines, stopped=lambda: signals.received is not None)
-                if peers is None:
-                    return stopped_code(signals.received or 0)
-                workers, number = [WorkerProcess(command, cluster, deadlines)], cluster.num_processes
-            run = _Run(
-                workers=workers,
-                num_processes=number,
-                peers=peers,
-                deadlines=deadlines,
-                signals=signals,
-                again=again,
-            )
-            return run.watch()
+            return run.to_its_end()
         except FourPartError as error:
             _print(error)
             return REQUEST if isinstance(error, ShardingError) else 1
-        finally:
-            if peers is not None:
-                peers.close()
+
+
+@dataclasses.dataclass
+class _Supervised:
+    """A run, in as many attempts as it needs and may have."""
+
+    command: Sequence[str]
+    processes: int
+    cluster: Cluster | None
+    deadlines: Deadlines
+    again: str
+    restarts: Restarts | None
+    signals: Signals
+    history: History = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.history = History(left=0 if self.restarts is None else self.restarts.most)
+
+    def to_its_end(self) -> int:
+        """The exit code."""
+        while True:
+            attempt = self._begin()
+            if attempt is None:
+                return stopped_code(self.signals.received or 0)
+            try:
+                code = attempt.watch()
+            finally:
+                if attempt.peers is not None:
+                    attempt.peers.close()
+            if attempt.lost is None or not self.history.allows(attempt.lost):
+                return code
+            self._note(attempt, attempt.lost)
+            if not self._pause():
+                return stopped_code(self.signals.received or 0)
+
+    def _begin(self) -> _Run | None:
+        """Starts the workers of this machine; None if the run was stopped before."""
+        self.history.attempt += 1
+        peers, number, extra = None, self.processes, self.history.environ()
+        if self.cluster is None:
+            self._say_restart(number)
+            workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=extra)
+        else:
+            peers = rendezvous.meet(self.cluster, self.deadlines, stopped=lambda: self.signals.received is not None)
+            if peers is None:
+                return None
+            workers, number = [WorkerProcess(self._worker(), self.cluster, self.deadlines)], self.cluster.num_processes
+        return _Run(
+            workers=workers,
+            num_processes=number,
+            peers=peers,
+            deadlines=self.deadlines,
+            signals=self.signals,
+            again=self.again,
+            history=self.history,
+        )
+
+    def _worker(self, mesh: str | None = None) -> Sequence[str]:
+        """The command of a worker: as it was given, and from the second attempt on one that goes on."""
+        if self.restarts is None or self.history.lost is None:
+            return self.command
+        return self.restarts.command(self.history.folder, mesh)
+
+    def _note(self, attempt: _Run, lost: Ending) -> None:
+        reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder")}
+        self.history.note(lost, reported)
+        self.history.left -= 1
+        self.history.check_worth()
+
+    def _say_restart(self, number: int) -> None:
+        if self.history.lost is not None:
+            sys.stderr.write(f"{self.history.line(num_processes=number)}\n")
+            sys.stderr.flush()
+
+    def _pause(self) -> bool:
+        """Waits before the next attempt; whether nobody has asked to stop meanwhile."""
+        ends_at = time.monotonic() + self.history.pause_s
+        while self.signals.received is None and time.monotonic() < ends_at:
+            time.sleep(TICK_S)
+        return self.signals.received is None
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -85,6 +150,8 @@ class _Run:
     deadlines: Deadlines
     signals: Signals
     again: str
+    history: History
+    lost: Ending | None = None
     forwarded: int | None = None
     seen: set[int] = dataclasses.field(default_factory=set)
     bad: list[Ending] = dataclasses.field(default_factory=list)
@@ -98,9 +165,9 @@ class _Run:
                 code = self._good_end()
                 if code is not None:
                     return code
-                lost = self._lost()
-                if lost is not None:
-                    return self._end_badly(lost)
+                cause = self._cause()
+                if cause is not None:
+                    return self._end_badly(cause)
                 time.sleep(TICK_S)
             return stopped_code(self.forwarded or 0)
         finally:
@@ -121,7 +188,7 @@ class _Run:
                 if self.peers is not None:
                     self.peers.report(ending)
         if self.peers is not None:
-            for ending in self.peers.poll(self._last("step")):
+            for ending in self.peers.poll(self.last("step")):
                 self._note_ending(ending)
 
     def _note_ending(self, ending: Ending) -> None:
@@ -142,7 +209,7 @@ class _Run:
                 worker.output.show()
         return max(ending.code or 0 for ending in endings if ending is not None)
 
-    def _lost(self) -> Ending | None:
+    def _cause(self) -> Ending | None:
         """The process that was lost, once that is sure."""
         if self.peers is not None and self.peers.verdict is not None:
             return self.peers.verdict
@@ -159,6 +226,10 @@ class _Run:
         if self.peers is not None and self.peers.decides:
             self.peers.announce(lost)
         was_asked = self._was_asked(lost)
+        self.lost = None if was_asked or self.signals.received is not None else lost
+        if self.lost is not None and self.history.allows(lost):
+            self._show(lost)
+            return lost.run_code
         if not was_asked:
             self._report(lost)
         self._give_grace()
@@ -174,7 +245,8 @@ class _Run:
         others = [worker.ending.code for worker in self.workers if worker.ending is not None]
         return lost.code == -self.forwarded or (lost.echo and any(code in codes for code in others))
 
-    def _report(self, lost: Ending) -> None:
+    def _show(self, lost: Ending) -> bool:
+        """Shows what the lost process wrote; whether it was one of this machine."""
         is_own = False
         for worker in self.workers:
             is_cause = worker.process_id == lost.process
@@ -183,15 +255,18 @@ class _Run:
                 # What process 0 has shown already is not shown again: a warning that all of them give.
                 known = () if worker is self.workers[0] else self.workers[0].output.shown
                 worker.output.show(prefix=f"[process {worker.process_id}] " if worker.process_id else "", known=known)
-        if is_own and (lost.explained or lost.code == REQUEST):
+        return is_own
+
+    def _report(self, lost: Ending) -> None:
+        if self._show(lost) and (lost.explained or lost.code == REQUEST):
             return
-        steps = [step for step in (lost.step, self._last("step")) if step is not None]
+        steps = [step for step in (lost.step, self.last("step")) if step is not None]
         report = _lost_error(
             lost,
             num_processes=self.num_processes,
             step=max(steps, default=None),
-            checkpoint=self._last("checkpoint") or lost.checkpoint,
-            again=self._last("again") or self.again,
+            checkpoint=self.last("checkpoint") or lost.checkpoint,
+            again=self.last("again") or self.again,
         )
         _print(report)
 
@@ -203,7 +278,7 @@ class _Run:
                 return
             time.sleep(TICK_S)
 
-    def _last(self, key: str) -> Any:
+    def last(self, key: str) -> Any:
         """What the workers reported under a name; the largest, where they differ."""
         return max((worker.state[key] for worker in self.workers if worker.state.get(key) is not None), default=None)
 

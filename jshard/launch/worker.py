@@ -45,10 +45,13 @@ def start_worker(environ: Mapping[str, str] = os.environ) -> None:
     """
     _keep_stdout_for_python()
     _start_reports(environ)
-    _connect(environ, _deadlines(environ))
+    if environ["JAX_NUM_PROCESSES"] != "1":
+        _connect(environ, _deadlines(environ))
 
 
-def note(*, step: int | None = None, checkpoint: str | None = None, again: str | None = None) -> None:
+def note(
+    *, step: int | None = None, checkpoint: str | None = None, again: str | None = None, folder: str | None = None
+) -> None:
     """Lets the supervisor know how far the run is, for the report if a process is lost. Without one it does nothing.
 
     Costs some microseconds, and never waits.
@@ -57,9 +60,10 @@ def note(*, step: int | None = None, checkpoint: str | None = None, again: str |
         step: the step that was done last.
         checkpoint: the checkpoint that was completed last.
         again: the command line that goes on from there.
+        folder: of the run.
     """
     if _reporter is not None:
-        given = {"step": step, "checkpoint": checkpoint, "again": again}
+        given = {"step": step, "checkpoint": checkpoint, "again": again, "folder": folder}
         _reporter.note({key: value for key, value in given.items() if value is not None})
 
 

@@ -267,8 +267,16 @@ class WorkerProcess:
         )
 
 
-def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> list[WorkerProcess]:
+def start_local(
+    command: Sequence[str], number: int, deadlines: Deadlines, *, extra: Mapping[str, str] | None = None
+) -> list[WorkerProcess]:
     """Starts all workers of a run on this machine; they meet at a free port of 127.0.0.1.
+
+    Args:
+        command: program and arguments of each.
+        number: of workers.
+        deadlines: of the run.
+        extra: further environment variables.
 
     Raises:
         RunError: the system starts no more processes.
@@ -282,8 +290,9 @@ def start_local(command: Sequence[str], number: int, deadlines: Deadlines) -> li
         for process, ids in enumerate(devices):
             place = Cluster(kind="local", coordinator=address, num_processes=number, process_id=process, variables={})
             # A run on one machine needs nothing that is open to the network.
-            extra = {"JAX_COORDINATOR_BIND_ADDRESS": address} | ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
-            workers.append(WorkerProcess(command, place, deadlines, extra=extra, has_stdout=process == 0))
+            own = {"JAX_COORDINATOR_BIND_ADDRESS": address} | ({} if ids is None else {"JAX_LOCAL_DEVICE_IDS": ids})
+            own |= extra or {}
+            workers.append(WorkerProcess(command, place, deadlines, extra=own, has_stdout=process == 0))
             undo.callback(workers[-1].close)
         undo.pop_all()
     return workers

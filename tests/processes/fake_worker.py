@@ -2,7 +2,8 @@
 
 python fake_worker.py '{"0": "wait", "1": "killed"}' [FOLDER]
 
-With a folder, it leaves the file up-PROCESS there when it listens to signals.
+With a folder, it leaves the file up-PROCESS there when it listens to signals. "killed then done": the second is for
+the second attempt and all after it.
 """
 
 import json
@@ -15,7 +16,9 @@ import time
 from pathlib import Path
 
 process = os.environ["JAX_PROCESS_ID"]
-action = json.loads(sys.argv[1]).get(process, "wait")
+attempt = json.loads(os.environ.get("JSHARD_ATTEMPT", "{}")).get("attempt", 1)
+actions = json.loads(sys.argv[1]).get(process, "wait").split(" then ")
+action = actions[min(attempt, len(actions)) - 1]
 reports = int(os.environ["JSHARD_REPORT_FD"])
 
 
@@ -47,7 +50,7 @@ def note_signal(signum, _):
 if action != "unprepared":
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note_signal)
-tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume")
+tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume", folder="runs/a")
 threading.Thread(target=beat, daemon=True).start()
 print(f"process {process} is up", flush=True)
 if len(sys.argv) > 2:
