@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import rendezvous, worker_process
 from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines, stopped_code
+from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
 from jshard.launch.restarts import History, Restarts
 from jshard.launch.signals import Signals
@@ -51,8 +53,9 @@ def supervise(
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
     """
     deadlines = deadlines or Deadlines()
-    with Signals() as signals:
-        run = _Supervised(command, processes or 1, cluster, deadlines, again, restarts, signals)
+    with Signals() as signals, contextlib.ExitStack() as held:
+        keeper = held.enter_context(Keeper(cluster)) if restarts is not None and restarts.keeps_copies else None
+        run = _Supervised(command, processes or 1, cluster, deadlines, again, restarts, signals, keeper)
         try:
             return run.to_its_end()
         except FourPartError as error:
@@ -71,6 +74,7 @@ class _Supervised:
     again: str
     restarts: Restarts | None
     signals: Signals
+    keeper: Keeper | None
     history: History = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -96,7 +100,8 @@ class _Supervised:
     def _begin(self) -> _Run | None:
         """Starts the workers of this machine; None if the run was stopped before."""
         self.history.attempt += 1
-        peers, number, extra = None, self.processes, self.history.environ()
+        peers, number = None, self.processes
+        extra = self.history.environ() | ({} if self.keeper is None else self.keeper.environ)
         if self.cluster is None:
             self._say_restart(number)
             workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=extra)
@@ -104,7 +109,8 @@ class _Supervised:
             peers = rendezvous.meet(self.cluster, self.deadlines, stopped=lambda: self.signals.received is not None)
             if peers is None:
                 return None
-            workers, number = [WorkerProcess(self._worker(), self.cluster, self.deadlines)], self.cluster.num_processes
+            workers = [WorkerProcess(self._worker(), self.cluster, self.deadlines, extra=extra)]
+            number = self.cluster.num_processes
         return _Run(
             workers=workers,
             num_processes=number,
@@ -122,7 +128,7 @@ class _Supervised:
         return self.restarts.command(self.history.folder, mesh)
 
     def _note(self, attempt: _Run, lost: Ending) -> None:
-        reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder")}
+        reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder", "copy")}
         self.history.note(lost, reported)
         self.history.left -= 1
         self.history.check_worth()

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from jshard import launch
 from jshard._processes import all_or_none, exchange
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
@@ -93,6 +94,7 @@ class MemoryCopies:
                     self._say(f"the copy in memory of step {step} is not used: {error.why}")
                 else:
                     self._kept = run, step
+                    launch.note(copy=step)
                     return restored
         return None
 
@@ -143,6 +145,7 @@ class MemoryCopies:
             failures = [f"process {process}: {each}" for process, each in enumerate(heard) if each is not None]
             if not failures:
                 self._kept = self._run, step
+                launch.note(copy=step)
                 for target in self._targets:
                     target.forget_before(*self._kept)
         except (OSError, RunError) as error:
