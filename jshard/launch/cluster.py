@@ -101,6 +101,11 @@ class Cluster:
         return self.coordinator.rpartition(":")[0].strip("[]")
 
     @property
+    def is_local(self) -> bool:
+        """Whether only processes of this machine can take part."""
+        return self.host in ("localhost", "::1") or self.host.startswith("127.")
+
+    @property
     def port(self) -> int:
         """The port of JAX's service."""
         return int(self.coordinator.rpartition(":")[2])

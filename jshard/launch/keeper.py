@@ -65,18 +65,17 @@ class Keeper:
     """A store that listens, in threads of its own, until it is closed: then all parts are gone.
 
     Args:
-        cluster: this process's place; None where all processes are on this machine.
+        place: of this process; None where all processes are on this machine.
 
     Attributes:
         environ: the variables that a worker needs.
     """
 
-    def __init__(self, cluster: Cluster | None = None) -> None:
-        host = "127.0.0.1" if cluster is None else _own_address(cluster)
-        known = host
-        if cluster is not None and _is_loopback(host) and not _is_loopback(cluster.host):
+    def __init__(self, place: Cluster | None = None) -> None:
+        host = known = "127.0.0.1" if place is None else _own_address(place)
+        if place is not None and _is_loopback(host) and not _is_loopback(place.host):
             # On its own machine the name of process 0's stands for the loopback, and elsewhere for an address.
-            host, known = "", cluster.host
+            host, known = "", place.host
         self._server = _Server(host, secrets.token_hex(16))
         self.environ = {ADDRESS: f"{known}:{self._server.server_address[1]}", TOKEN: self._server.token}
         threading.Thread(target=self._server.serve_forever, daemon=True, name="jshard-keeper").start()
@@ -283,11 +282,11 @@ class _Visit(socketserver.StreamRequestHandler):
                 self.wfile.write(data)
 
 
-def _own_address(cluster: Cluster) -> str:
+def _own_address(place: Cluster) -> str:
     """The address of this machine that the machine of process 0 sees; no packet is sent for it."""
-    family = socket.getaddrinfo(cluster.host, cluster.port, type=socket.SOCK_DGRAM)[0][0]
+    family = socket.getaddrinfo(place.host, place.port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((cluster.host, cluster.port))
+        probe.connect((place.host, place.port))
         return probe.getsockname()[0]
 
 

@@ -148,6 +148,10 @@ class Link:
 
     Args:
         sock: a connected socket, which the link owns from then on.
+
+    Attributes:
+        peer: the address of the other side.
+        closed: whether nothing more will come.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -155,6 +159,7 @@ class Link:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
+        self.peer = _peer(sock)
         self._received = b""
         self._pending = b""
         self._sent_at = self.heard_at = time.monotonic()
@@ -203,6 +208,11 @@ class Link:
         """Closes when the other side has read what was sent, or after `GOODBYE_S`."""
         close_all([self])
 
+    def drop(self) -> None:
+        """Closes at once, whatever is on its way."""
+        self._socket.close()
+        self.closed = True
+
     def finish(self, deadline: float) -> None:
         """Says that nothing more will come; `close_all` does the rest."""
         with contextlib.suppress(OSError):
@@ -230,6 +240,14 @@ class Link:
         except OSError:
             # What the other side said before it went is still to be read: `receive` will find the end.
             self._pending = b""
+
+
+def _peer(sock: socket.socket) -> str:
+    try:
+        name = sock.getpeername()
+    except OSError:  # it has gone again
+        return "unknown"
+    return str(name[0]).removeprefix("::ffff:") if isinstance(name, tuple) else "local"
 
 
 def close_all(links: Iterable[Link]) -> None:

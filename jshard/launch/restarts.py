@@ -88,6 +88,43 @@ class History:
         self.copy = reported.get("copy") or self.copy
         self.lost = f"{lost.who}: {lost.how}", time.time()
 
+    def as_message(self) -> dict[str, Any]:
+        """For the other supervisors."""
+        return {**dataclasses.asdict(self), "checkpoints": self.checkpoints[-1:]}
+
+    @classmethod
+    def from_message(cls, message: Any) -> History | None:
+        """From the network: None for what is no history."""
+        try:
+            at = message["lost"]
+            return cls(
+                **{name: int(message[name]) for name in ("left", "attempt", "fruitless")},
+                step=None if message["step"] is None else int(message["step"]),
+                checkpoints=[str(path) for path in message["checkpoints"]],
+                folder=None if message["folder"] is None else str(message["folder"]),
+                lost=None if at is None else (str(at[0]), float(at[1])),
+            )
+        except (KeyError, TypeError, ValueError, IndexError):
+            return None
+
+    def merge(self, others: Sequence[History | None]) -> None:
+        """Takes what the others know, as the one that leads: those that know of no attempt have nothing to say."""
+        known = [one for one in (self, *others) if one is not None and one.attempt]
+        if known:
+            newest = max(known, key=lambda one: one.attempt)
+            self.left, self.fruitless = min(one.left for one in known), min(one.fruitless for one in known)
+            self.step = max((one.step for one in known if one.step is not None), default=None)
+            self.folder = next((one.folder for one in known if one.folder), None)
+            self.lost, self.attempt = newest.lost, newest.attempt
+            self.checkpoints += [path for one in known for path in one.checkpoints if path not in self.checkpoints]
+        self.attempt += 1
+
+    def adopt(self, leaders: History | None) -> None:
+        """Takes what the one that leads knows."""
+        if leaders is not None:
+            before = [path for path in self.checkpoints if path not in leaders.checkpoints]
+            vars(self).update(vars(leaders) | {"checkpoints": before + leaders.checkpoints})
+
     def allows(self, lost: Ending) -> bool:
         """Whether the run is to be started again after a loss. A failure that has a reason would have it again."""
         return self.left > 0 and lost.run_code == RESUME

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import sys
 import time
@@ -10,10 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshard.errors import FourPartError, RunError, ShardingError
-from jshard.launch import rendezvous, worker_process
-from jshard.launch.cluster import REQUEST, TICK_S, Cluster, Deadlines, stopped_code
+from jshard.launch import worker_process
+from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
+from jshard.launch.rendezvous import Group, RollCall
 from jshard.launch.restarts import History, Restarts
 from jshard.launch.signals import Signals
 from jshard.launch.worker_process import WorkerProcess
@@ -53,14 +53,17 @@ def supervise(
         a process was lost: the run can be resumed; 2 if a worker refused the request; 1 if one failed, or did not come.
     """
     deadlines = deadlines or Deadlines()
-    with Signals() as signals, contextlib.ExitStack() as held:
-        keeper = held.enter_context(Keeper(cluster)) if restarts is not None and restarts.keeps_copies else None
-        run = _Supervised(command, processes or 1, cluster, deadlines, again, restarts, signals, keeper)
+    with Signals() as signals:
+        run = _Supervised(command, processes or 1, cluster, deadlines, again, restarts, signals)
         try:
             return run.to_its_end()
         except FourPartError as error:
             _print(error)
-            return REQUEST if isinstance(error, ShardingError) else 1
+            return REQUEST if isinstance(error, ShardingError) else RESUME if isinstance(error, NotRestarted) else 1
+
+
+class NotRestarted(RunError):
+    """The run has lost a process, and too few came for it to go on now."""
 
 
 @dataclasses.dataclass
@@ -74,7 +77,7 @@ class _Supervised:
     again: str
     restarts: Restarts | None
     signals: Signals
-    keeper: Keeper | None
+    keeper: Keeper | None = None
     history: History = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,8 +85,18 @@ class _Supervised:
 
     def to_its_end(self) -> int:
         """The exit code."""
+        call = None if self.cluster is None else RollCall(self.cluster, self.deadlines, self.restarts)
+        try:
+            return self._attempts(call)
+        finally:
+            if call is not None:
+                call.close()
+            if self.keeper is not None:
+                self.keeper.close()
+
+    def _attempts(self, call: RollCall | None) -> int:
         while True:
-            attempt = self._begin()
+            attempt = self._begin(call)
             if attempt is None:
                 return stopped_code(self.signals.received or 0)
             try:
@@ -97,29 +110,49 @@ class _Supervised:
             if not self._pause():
                 return stopped_code(self.signals.received or 0)
 
-    def _begin(self) -> _Run | None:
+    def _begin(self, call: RollCall | None) -> _Run | None:
         """Starts the workers of this machine; None if the run was stopped before."""
-        self.history.attempt += 1
         peers, number = None, self.processes
-        extra = self.history.environ() | ({} if self.keeper is None else self.keeper.environ)
-        if self.cluster is None:
+        if call is None:
+            self.history.merge([])
             self._say_restart(number)
-            workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=extra)
+            workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=self._environ())
         else:
-            peers = rendezvous.meet(self.cluster, self.deadlines, stopped=lambda: self.signals.received is not None)
-            if peers is None:
+            group = self._meet(call)
+            if group is None:
                 return None
-            workers = [WorkerProcess(self._worker(), self.cluster, self.deadlines, extra=extra)]
-            number = self.cluster.num_processes
+            peers, number = group.peers, group.place.num_processes
+            extra = {**self._environ(group.place), **group.bind}
+            workers = [WorkerProcess(self._worker(group.mesh), group.place, self.deadlines, extra=extra)]
         return _Run(
             workers=workers,
             num_processes=number,
             peers=peers,
+            call=call,
             deadlines=self.deadlines,
             signals=self.signals,
             again=self.again,
             history=self.history,
         )
+
+    def _meet(self, call: RollCall) -> Group | None:
+        try:
+            group = call.meet(self.history, stopped=lambda: self.signals.received is not None)
+        except RunError as error:
+            if self.history.lost is None:
+                raise
+            raise NotRestarted(error.what, where=error.where, why=error.why, do=error.do) from error
+        if group is not None:
+            self.history.check_worth()
+            if group.place.process_id == 0:
+                self._say_restart(group.place.num_processes)
+        return group
+
+    def _environ(self, place: Cluster | None = None) -> dict[str, str]:
+        """What a worker is to know of the attempts, and of what is kept for it here: from the first one to the last."""
+        if self.keeper is None and self.restarts is not None and self.restarts.keeps_copies:
+            self.keeper = Keeper(place)
+        return {**self.history.environ(), **({} if self.keeper is None else self.keeper.environ)}
 
     def _worker(self, mesh: str | None = None) -> Sequence[str]:
         """The command of a worker: as it was given, and from the second attempt on one that goes on."""
@@ -131,7 +164,8 @@ class _Supervised:
         reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder", "copy")}
         self.history.note(lost, reported)
         self.history.left -= 1
-        self.history.check_worth()
+        if self.cluster is None:  # else all find it together
+            self.history.check_worth()
 
     def _say_restart(self, number: int) -> None:
         if self.history.lost is not None:
@@ -153,6 +187,7 @@ class _Run:
     workers: Sequence[WorkerProcess]
     num_processes: int
     peers: Peers | None
+    call: RollCall | None
     deadlines: Deadlines
     signals: Signals
     again: str
@@ -193,6 +228,8 @@ class _Run:
                 self._note_ending(ending)
                 if self.peers is not None:
                     self.peers.report(ending)
+        if self.call is not None:
+            self.call.attend()
         if self.peers is not None:
             for ending in self.peers.poll(self.last("step")):
                 self._note_ending(ending)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from jshard._live import at_work
 from jshard._processes import is_primary
 from jshard.checkpoint.lookup import OF_A_RUN, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
-from jshard.errors import RunError, ShardingError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
 from jshard.recipes.loss_scale import loss_scale_of
@@ -184,17 +185,29 @@ class _Job:
                     fitted = Fitted(start_step)
                     asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
                     self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
-            return self._finish(model, fitted)
+            finished = self._finish(model, fitted)
+            self._end("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
+            return finished
         except Exception as error:
+            if isinstance(error, FourPartError):  # else a process may be lost, and the supervisor knows which
+                with contextlib.suppress(FourPartError):
+                    self.folder.ended(f"{type(error).__name__}: {error.what}")
             if self.checkpoints.is_begun:
                 error.add_note(self.checkpoints.how_to_go_on())
             raise
+
+    def _end(self, cause: str) -> None:
+        self.folder.ended(cause)
+        if (line := self.folder.said_of_attempts()) is not None:
+            self.say(line)
 
     def _at_work(self, what: str) -> contextlib.AbstractContextManager[object]:
         return at_work(what, say=self.say, stream=sys.stdout if self.folder.is_primary else None)
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:
         self.folder.started(step=start_step, mesh=self.mesh)
+        if (line := self.folder.said_of_attempts()) is not None:
+            self.say(line)
         self.checkpoints.is_begun = True
         like = batch_like(self.data, self.recipe.batch_size, self.mesh)
         how = {"accumulate": self.recipe.accumulate, "compiler_options": self.compiler_options}
@@ -216,6 +229,7 @@ class _Job:
             checkpoints.worth(done, val_loss)
             return val_loss
 
+        self.folder.trains()
         try:
             with checkpoints:  # whatever comes, a save at work comes to its end
                 fitted = fit(
@@ -258,7 +272,7 @@ class _Job:
             return _Notes(), self.say
         folder, resume_after = self.folder, start_step if self.folder.is_resumed else None
         optional = open_trackers(self.track, out=folder.path, config=folder.config, resume_after=resume_after)
-        record = Jsonl(folder.metrics, resume_after=resume_after)
+        record = _Timed(folder.metrics, resume_after=resume_after)
         progress = Progress(self.recipe.num_steps, peak_label=peak_bytes(self._devices, step.peak_bytes)[1])
         return Trackers(_Notes(), record, progress, optional=optional, warn=progress.note), progress.note
 
@@ -308,6 +322,13 @@ class _Job:
                 self.say(f"sample.txt or loss.png could not be written: {error}")
         latest = self.checkpoints.latest()
         return Finished(**vars(fitted), out=folder.path, checkpoint=latest, sample=sample)
+
+
+class _Timed(Jsonl):
+    """The record of the run, with the time of each line."""
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        super().log(step, {**scalars, "time": round(time.time(), 3)})
 
 
 class _Notes:

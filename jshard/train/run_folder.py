@@ -25,10 +25,11 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from jshard import _processes
+from jshard import _processes, launch
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
+from jshard.train import attempts
 from jshard.train.run_record import RunLock, RunRecord, check_agree
 
 _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
@@ -59,6 +60,7 @@ class RunFolder:
         self.config, self._record = record.recipe, record
         self.notices, self._batch_sizes = list[str](), list[tuple[int, int]]()
         self._lock: RunLock | None = None
+        self._attempts = list[attempts.Attempt]()
 
     @classmethod
     def open(cls, path: str | Path, record: RunRecord, *, resume: bool = False) -> RunFolder:
@@ -137,7 +139,29 @@ class RunFolder:
         with _writing(self.path):
             # A run that was begun by an older jshard has the size of its batches in the recipe alone.
             before = [{"batch_size": stored["recipe"]["batch_size"], **old} for old in stored["starts"]]
-            _write(self.path, stored | self._record.as_json() | {"starts": [*before, start]})
+            known = launch.of_this_attempt()
+            self._attempts = attempts.begin(stored.get("attempts", ()), self.metrics, step=step, known=known)
+            record = stored | self._record.as_json() | {"starts": [*before, start], "attempts": self._attempts}
+            _write(self.path, record | {"ettr": attempts.ettr(self._attempts)})
+
+    def trains(self) -> None:
+        """Notes in run.json that the first step of this start may begin."""
+        if self._attempts:
+            self._note_attempts(attempts.ready(self._attempts))
+
+    def ended(self, cause: str) -> None:
+        """Notes in run.json how this start has ended."""
+        if self._attempts:
+            self._note_attempts(attempts.end(self._attempts, self.metrics, cause=cause))
+
+    def said_of_attempts(self) -> str | None:
+        """What the attempts of the run have come to, in a line; None for a single one."""
+        return attempts.describe(self._attempts) if len(self._attempts) > 1 else None
+
+    def _note_attempts(self, found: list[attempts.Attempt]) -> None:
+        self._attempts = found
+        with _writing(self.path):
+            _write(self.path, _read(self.path) | {"attempts": found, "ettr": attempts.ettr(found)})
 
     def close(self) -> None:
         """Lets others have the folder."""

@@ -52,8 +52,9 @@ if action != "unprepared":
         signal.signal(number, note_signal)
 tell(step=12, checkpoint="runs/a/checkpoints/10", again="jshard train gpt.py --out runs/a --resume", folder="runs/a")
 threading.Thread(target=beat, daemon=True).start()
-print(f"process {process} is up", flush=True)
-if len(sys.argv) > 2:
+of, resumed = os.environ["JAX_NUM_PROCESSES"], sys.argv[-1] if sys.argv[-1].startswith("folder=") else ""
+print(f"process {process} is up" + (f": attempt {attempt}, of {of}, {resumed}" if resumed else ""), flush=True)
+if len(sys.argv) > 2 and not resumed:
     Path(sys.argv[2], f"up-{process}").touch()
 if action == "done":
     print("[Gloo] Rank [Gloo] Rank 0 is connected to 1 peer ranks. Expected number", file=sys.stderr)
@@ -64,7 +65,7 @@ time.sleep(0.3)
 if action == "killed":
     # What it started must not outlive it.
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    if len(sys.argv) > 2:
+    if len(sys.argv) > 2 and not resumed:
         Path(sys.argv[2], "child").write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 if action == "frozen":

@@ -1,6 +1,12 @@
 """A run that loses a process goes on by itself, as often as it may, and not where that would be in vain."""
 
+import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 
 import pytest
 
@@ -8,7 +14,7 @@ import jshard as js
 from jshard import launch
 from jshard.cli._arguments import TrainArgs
 from jshard.cli._restarts import restarts_of, shrunk
-from tests.processes.launching import fake, plain
+from tests.processes.launching import HERE, children, fake, gone, plain, until
 
 QUICK = launch.Deadlines(grace_s=0.5)
 
@@ -107,3 +113,122 @@ def test_the_counts_that_work_are_named_and_the_others_too(capfd, monkeypatch):
     words = found.command("runs/a", "fsdp=6")
     assert re.search(r"--mesh fsdp=6 .*--out runs/a .*--resume$", " ".join(words))
     assert "--resume" not in found.command(None, None)
+
+
+# A cluster: a supervisor per process, each in a process of its own, all on this machine.
+
+
+class ClusterOf:
+    """Supervisors of fake workers; all are gone in the end."""
+
+    def __init__(self, number, actions, **options):
+        self.number, self.options = number, {"grace_s": 0.5, "init_s": 300.0, "most": 3, **options}
+        self.actions = {f"p{process}": action for process, action in actions.items()}
+        with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.1", 0)) as other:
+            self.ports = one.getsockname()[1], other.getsockname()[1]
+        self.processes = {}
+
+    def start(self, process):
+        self.processes[process] = subprocess.Popen(
+            [sys.executable, str(HERE / "supervise.py"), json.dumps(self.options), *fake(**self.actions)],
+            env={
+                **os.environ,
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{self.ports[0]}",
+                "JAX_NUM_PROCESSES": str(self.number),
+                "JAX_PROCESS_ID": str(process),
+                "JSHARD_ROLL_CALL_PORT": str(self.ports[1]),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def __enter__(self):
+        for process in range(self.number):
+            self.start(process)
+        return self
+
+    def __exit__(self, *error):
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+    def reads(self, process, text):
+        stdout = self.processes[process].stdout
+        while text not in (line := stdout.readline()):
+            assert line, self.processes[process].stderr.read()
+        return line
+
+    def kill(self, process, *, worker=False):
+        """Kills a supervisor, or its worker alone."""
+        supervisor = self.processes[process]
+        (pid,) = children(supervisor.pid)
+        os.kill(pid if worker else supervisor.pid, signal.SIGKILL)
+        if not worker:
+            supervisor.communicate()
+            until(lambda: gone(pid))
+
+    def ends(self):
+        """Exit codes and stderr by process."""
+        ended = {process: each.communicate(timeout=300) for process, each in self.processes.items()}
+        return {p: each.returncode for p, each in self.processes.items()}, {p: err for p, (_, err) in ended.items()}
+
+
+@pytest.mark.parametrize("lost", [0, 2])
+def test_a_killed_worker_of_a_cluster_starts_all_again(lost):
+    with ClusterOf(3, dict.fromkeys(range(3), "wait then done")) as cluster:
+        for process in range(3):
+            cluster.reads(process, f"process {process} is up")
+        cluster.kill(lost, worker=True)
+        for process in range(3):
+            assert "attempt 2, of 3, folder=runs/a mesh=None" in cluster.reads(process, f"process {process} is up")
+        codes, err = cluster.ends()
+    assert set(codes.values()) == {0}
+    assert "with 3 processes; restarts left: 2." in err[0] and err[1] == err[2] == ""
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_supervisor_that_is_started_anew_joins_again(lost):
+    with ClusterOf(3, dict.fromkeys(range(3), "wait then done")) as cluster:
+        for process in range(3):
+            cluster.reads(process, f"process {process} is up")
+        cluster.kill(lost)
+        cluster.start(lost)  # as a kubelet does
+        for process in range(3):
+            assert "attempt 2, of 3, folder=runs/a" in cluster.reads(process, f"process {process} is up")
+        codes, err = cluster.ends()
+    assert set(codes.values()) == {0} and "restarts left: 2." in err[0]
+
+
+def test_fewer_go_on_without_process_0_and_all_again_when_it_is_back():
+    actions = {0: "wait then wait then done", 1: "wait then wait then done", 2: "wait then wait then done"}
+    with ClusterOf(3, actions, meshes={2: "fsdp=4"}, wait_s=3.0) as cluster:
+        for process in range(3):
+            cluster.reads(process, f"process {process} is up")
+        cluster.kill(0)
+        # The lowest that is left leads; ids go from 0 again.
+        assert "attempt 2, of 2, folder=runs/a mesh=fsdp=4" in cluster.reads(1, "process 0 is up")
+        assert "attempt 2, of 2, folder=runs/a mesh=fsdp=4" in cluster.reads(2, "process 1 is up")
+        cluster.start(0)
+        cluster.kill(2, worker=True)
+        for process in range(3):
+            assert "attempt 3, of 3, folder=runs/a mesh=None" in cluster.reads(process, f"process {process} is up")
+        codes, _ = cluster.ends()
+    assert set(codes.values()) == {0}
+
+
+def test_a_part_that_is_too_small_does_not_go_on():
+    with ClusterOf(3, {}, meshes={2: "fsdp=4"}, wait_s=1.0, init_s=6.0) as cluster:
+        for process in range(3):
+            cluster.reads(process, f"process {process} is up")
+        cluster.kill(0)
+        cluster.kill(1)
+        code = cluster.processes[2].wait(timeout=300)
+        err = cluster.processes[2].stderr.read()
+    assert code == 75 and "2 of 3 processes did not come: 0, 1." in err
+
+
+def test_a_failure_with_a_reason_ends_the_whole_cluster():
+    with ClusterOf(2, {1: "fails and tells"}) as cluster:
+        codes, err = cluster.ends()
+    assert codes == {0: 1, 1: 1} and "restarts left" not in err[0] + err[1]

@@ -19,6 +19,7 @@ from jshard.errors import RunError
 from jshard.launch import peers as peers_module
 from jshard.launch import rendezvous
 from jshard.launch.peers import Ending, Link, Peers, from_message
+from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
 HOST = socket.gethostname()
@@ -55,7 +56,8 @@ def gather(*places, deadlines=DEADLINES, before=lambda: None):
 
     def attend(index):
         try:
-            results[index] = rendezvous.meet(places[index], deadlines)
+            with contextlib.closing(rendezvous.RollCall(places[index], deadlines)) as call:
+                results[index] = call.meet(History(left=0)).peers
         except Exception as error:
             results[index] = error
 
@@ -168,7 +170,9 @@ def test_strangers_on_the_port_are_passed_over(ports):
 
 def test_a_stop_ends_the_waiting(ports):
     asked = []
-    assert rendezvous.meet(place(ports, 0), DEADLINES, stopped=lambda: len(asked) > 2 or asked.append(1)) is None
+    call = rendezvous.RollCall(place(ports, 0), DEADLINES)
+    assert call.meet(History(left=0), stopped=lambda: len(asked) > 2 or asked.append(1)) is None
+    call.close()
 
 
 @pytest.mark.parametrize(
