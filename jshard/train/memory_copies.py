@@ -61,11 +61,12 @@ class MemoryCopies:
         say: prints a line.
 
     Raises:
-        ShardingError: a process has no keeper, or a machine has no room for the copies.
+        ShardingError: there is no such interval, a process has no keeper, or a machine has no room for the copies.
         RunError: a keeper does not answer.
     """
 
     def __init__(self, every: int, like: Mapping[str, Any], say: Callable[[str], object]) -> None:
+        _check_every(every)
         self.every, self._like, self._say = every, like, say
         self._seats = _meet()
         me = jax.process_index()
@@ -206,6 +207,16 @@ def neighbours(places: Sequence[tuple[str, str]]) -> list[int]:
     return [found[process] for process in range(len(places))]
 
 
+def _check_every(every: int) -> None:
+    if every < 1:
+        raise ShardingError(
+            "The copies in memory cannot be so frequent.",
+            where=f"--keep-in-memory {every}",
+            why="it is the number of steps from one copy to the next, from 1.",
+            do="--keep-in-memory 100",
+        )
+
+
 def _meet() -> list[_Seat]:
     """Every process says where its keeper is, and what it holds."""
     keeper, error, seat = KeeperClient.of_supervisor(os.environ), None, None
@@ -263,8 +274,8 @@ def _check_room(seats: Sequence[_Seat], partners: Sequence[int], part_bytes: int
             raise ShardingError(
                 "There is no room for the copies in memory.",
                 where=[f"--keep-in-memory {every}", f"{host}, with {len(here)} of {len(seats)} processes"],
-                why=f"{human_bytes(needed, 1)} are needed: a part has {human_bytes(part_bytes, 1)}, and two of each of "
-                f"{len(here) + guests} parts are kept while a third is on its way from {len(here)}; "
+                why=f"{human_bytes(needed, 1)} are needed: the part of a process has {human_bytes(part_bytes, 1)}; of "
+                f"{len(here) + guests} the new one is kept beside the old, and {len(here)} are on their way; "
                 f"{human_bytes(free, 1)} of memory are free.",
                 do="leave out --keep-in-memory, and save more often: --set checkpoint_every=100",
             )

@@ -125,7 +125,9 @@ def run_recipe(
     if init_from is not None and not (resume and steps_in(Path(out) / OF_A_RUN)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
-    copies = None if keep_in_memory is None else _copies(keep_in_memory, model_file, recipe, mesh, say)
+    copies = None
+    if keep_in_memory is not None:
+        copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
@@ -344,19 +346,6 @@ class _Notes:
 def _loader(data: Data, recipe: Recipe, batch_size: int, mesh: Mesh, workers: int = 0) -> Loader:
     rows = local_rows(batch_size, mesh)
     return Loader(data=data, batch_size=batch_size, seed=recipe.seed, rows=rows, workers=workers)
-
-
-def _copies(
-    every: int, model_file: ModelFile, recipe: Recipe, mesh: Mesh, say: Callable[[str], object]
-) -> MemoryCopies:
-    if every < 1:
-        raise ShardingError(
-            "The copies in memory cannot be so frequent.",
-            where=f"--keep-in-memory {every}",
-            why="it is the number of steps from one copy to the next, from 1.",
-            do="--keep-in-memory 100",
-        )
-    return MemoryCopies(every, abstract_state(model_file, recipe, mesh), say)
 
 
 def _check_sample(num_tokens: int) -> None:

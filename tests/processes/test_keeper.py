@@ -4,10 +4,13 @@ import contextlib
 import json
 import socket
 
+import numpy as np
 import pytest
 
+from jshard.errors import ShardingError
 from jshard.launch.keeper import ADDRESS, TOKEN, Keeper, KeeperClient, KeptPart
-from jshard.train.memory_copies import neighbours
+from jshard.train import memory_copies
+from jshard.train.memory_copies import MemoryCopies, neighbours
 
 
 @pytest.fixture
@@ -78,3 +81,17 @@ def test_the_second_copy_is_on_another_machine():
     assert neighbours(four) == [2, 3, 4, 4, 0]
     assert neighbours([("a", "a:1"), ("a", "a:2"), ("a", "a:3")]) == [1, 2, 0]
     assert neighbours([("a", "a:1"), ("a", "a:1")]) == [0, 1]
+
+
+def test_copies_that_nobody_keeps_or_that_have_no_room_are_refused(keeper, monkeypatch):
+    """Before anything is trained: parameters of 3 MiB are a part, and three of it have no room in 8."""
+    state = {"x": np.zeros((3, 1 << 18), np.float32)}
+    with pytest.raises(ShardingError, match="--keep-in-memory 100 --max-restarts 3"):
+        MemoryCopies(5, state, print)
+    for name, value in keeper.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda: 8 << 20)
+    with pytest.raises(ShardingError, match=r"9\.0 MiB are needed: .* 3\.0 MiB.* 8\.0 MiB of memory"):
+        MemoryCopies(5, state, print)
+    monkeypatch.setattr(memory_copies, "free_bytes", lambda: 10 << 20)
+    MemoryCopies(5, state, print)
