@@ -226,6 +226,9 @@ class TrainArgs(RecipeArgs):
     min_processes: Annotated[int | None, tyro.conf.arg(metavar="N")] = None
     """On a cluster: processes that may go on without the others, more than half; the mesh shrinks, its data axes first.
     By default a restart needs all."""
+    compile_cache: Annotated[str | None, tyro.conf.arg(metavar="FOLDER")] = None
+    """Folder of compiled programs, for restarts; "none" compiles each time. By default JAX_COMPILATION_CACHE_DIR, or
+    .compiled beside --out."""
     dry_run: bool = False
     """Print the plan and stop: needs no device and no memory for parameters."""
     print_config: bool = False

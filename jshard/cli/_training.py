@@ -80,6 +80,7 @@ def _train(request: Request) -> int:
         init_from=args.init_from,
         stop_deadline_s=args.stop_deadline,
         keep_in_memory=args.keep_in_memory,
+        programs=args.compile_cache or "beside",
         say=say,
     )
     if finished.stopped_by is not None:

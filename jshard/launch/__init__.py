@@ -8,7 +8,7 @@ of process 0 by a small TCP connection, the roll call.
 
 The roll call is at the port after that of JAX's coordinator (under Slurm and Open MPI 4096 below it), or at
 JSHARD_ROLL_CALL_PORT; both ports must be open between the machines. All waits are in `Deadlines`. JSHARD_DEBUG=1 shows
-what all workers write to stderr.
+what all workers write to stderr. With `Restarts` a run that loses a process is started again, see `rendezvous`.
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)

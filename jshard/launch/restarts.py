@@ -99,7 +99,7 @@ class History:
             at = message["lost"]
             return cls(
                 **{name: int(message[name]) for name in ("left", "attempt", "fruitless")},
-                step=None if message["step"] is None else int(message["step"]),
+                **{name: None if message[name] is None else int(message[name]) for name in ("step", "copy")},
                 checkpoints=[str(path) for path in message["checkpoints"]],
                 folder=None if message["folder"] is None else str(message["folder"]),
                 lost=None if at is None else (str(at[0]), float(at[1])),
@@ -115,6 +115,7 @@ class History:
             self.left, self.fruitless = min(one.left for one in known), min(one.fruitless for one in known)
             self.step = max((one.step for one in known if one.step is not None), default=None)
             self.folder = next((one.folder for one in known if one.folder), None)
+            self.copy = max((one.copy for one in known if one.copy is not None), default=None)
             self.lost, self.attempt = newest.lost, newest.attempt
             self.checkpoints += [path for one in known for path in one.checkpoints if path not in self.checkpoints]
         self.attempt += 1

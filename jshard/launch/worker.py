@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from jshard.errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch.cluster import GOOD, Deadlines
 
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
@@ -165,6 +165,7 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
     import jax
 
     address = environ["JAX_COORDINATOR_ADDRESS"]
+    _check_secured(environ, jax.config.values)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if "jax_enable_preemption_service" in jax.config.values:
         # It handles SIGTERM in native code, and our own handler, which saves, would never be called.
@@ -186,6 +187,20 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             why=str(error).strip().partition("\n")[0],
             do="see that the port is free and open between the machines, or name another: JAX_COORDINATOR_ADDRESS",
         ) from error
+
+
+def _check_secured(environ: Mapping[str, str], known: Mapping[str, Any]) -> None:
+    """Later versions of JAX take these variables from the environment; earlier ones would pass over them in silence."""
+    asked = [
+        name for name in environ if name.startswith("JAX_MTLS_") or name == "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS"
+    ]
+    if asked and "jax_mtls_cert_file" not in known:
+        raise ShardingError(
+            "This JAX cannot secure its connections.",
+            where=[f"{name}={environ[name]}" for name in asked],
+            why="its coordination service knows no mutual TLS, and the run would be open.",
+            do="pip install -U jax  # 0.12 has it; or unset the variables.",
+        )
 
 
 def _detection(environ: Mapping[str, str]) -> str | None:

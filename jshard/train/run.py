@@ -31,6 +31,7 @@ from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
 from jshard.recipes.state import abstract_state, check_source
 from jshard.recipes.step import EvalStep, TrainStep
+from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
@@ -77,6 +78,7 @@ def run_recipe(
     init_from: Path | None = None,
     stop_deadline_s: float | None = None,
     keep_in_memory: int | None = None,
+    programs: str | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -103,6 +105,8 @@ def run_recipe(
             checkpoints of its own goes on from these, and does not read it again.
         stop_deadline_s: how long after the signal a run that is asked to stop waits for its saves; no limit by default.
         keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
+        programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
+            default as JAX is set.
         say: prints a line.
 
     Returns:
@@ -132,6 +136,8 @@ def run_recipe(
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
             say(notice)
+        if programs is not None:
+            say(keep_programs(Path(out).parent, None if programs == "beside" else programs))
         stop = StopSignal()
         left_s = lambda: stop.left_s(stop_deadline_s)
         job = _Job(

@@ -23,6 +23,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
@@ -35,6 +36,7 @@ from jshard.train.run_record import RunLock, RunRecord, check_agree
 _RECORD, _DRAFT, _LOCK = "run.json", ".run.json.tmp", ".lock"
 _NEEDED = ("recipe", "data", "options", "versions", "starts")
 _BROKEN_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+_LETS_GO_S = 120.0
 _SHOWN_S = 30.0  # network file systems show late what another process wrote
 
 
@@ -133,6 +135,7 @@ class RunFolder:
             "processes": num_processes(mesh) if isinstance(mesh, Mesh) else 1,
             "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "versions": versions(),
+            "compile_cache": jax.config.values["jax_compilation_cache_dir"],
             "changes": self.notices,
         }
         stored = _read(self.path)
@@ -240,7 +243,8 @@ class RunFolder:
 
     def _take_up(self, record: RunRecord, token: str) -> None:
         where = str(self.path / _RECORD)
-        RunLock.check_free(self.path / _LOCK)
+        # After a loss the process that held it may be frozen, or on a machine that is cut off, and is yet to be ended.
+        RunLock.check_free(self.path / _LOCK, wait_s=_LETS_GO_S if launch.of_this_attempt() else 0.0)
         stored = _read(self.path)
         self.notices += record.check_continues(stored, where=where)
         self._batch_sizes = _batch_sizes(stored)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -202,12 +203,27 @@ class RunLock:
         return lines[1] if len(lines) > 1 else None
 
     @staticmethod
-    def check_free(path: Path) -> None:
+    def check_free(path: Path, *, wait_s: float = 0.0) -> None:
         """Looks whether a live process holds it, and changes nothing.
+
+        Args:
+            path: the file.
+            wait_s: how long to wait for it to let go.
 
         Raises:
             RunError: one does.
         """
+        until_s = time.monotonic() + wait_s
+        while True:
+            try:
+                return RunLock._look(path)
+            except RunError:
+                if time.monotonic() >= until_s:
+                    raise
+            time.sleep(0.2)
+
+    @staticmethod
+    def _look(path: Path) -> None:
         try:
             file = os.open(path, os.O_RDONLY)
         except OSError:

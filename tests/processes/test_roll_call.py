@@ -16,8 +16,8 @@ import pytest
 import jshard as js
 from jshard import launch
 from jshard.errors import RunError
+from jshard.launch import door, rendezvous, worker
 from jshard.launch import peers as peers_module
-from jshard.launch import rendezvous
 from jshard.launch.peers import Ending, Link, Peers, from_message
 from jshard.launch.restarts import History
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
@@ -316,3 +316,97 @@ def test_a_stop_of_all_needs_no_report(ports):
         process.send_signal(signal.SIGTERM)
     ended = [process.communicate(timeout=800) for process in processes]
     assert [(process.returncode, err) for process, (_, err) in zip(processes, ended, strict=True)] == [(75, "")] * 2
+
+
+# Who may come in.
+
+
+def test_a_hello_with_another_token_is_refused_and_ends_no_run(ports, capfd, monkeypatch):
+    monkeypatch.setenv("JSHARD_TOKEN", "theirs")
+    stale = rendezvous.RollCall(place(ports, 1), SHORT)
+    monkeypatch.setenv("JSHARD_TOKEN", "ours")
+
+    refused = []
+
+    def come():
+        try:
+            stale.meet(History(left=0))
+        except RunError as error:
+            refused.append(error)
+
+    with contextlib.closing(rendezvous.RollCall(place(ports, 0), DEADLINES)) as call:
+        threading.Thread(target=come).start()
+        begun = time.monotonic()
+        assert call.meet(History(left=0), stopped=lambda: bool(refused) or time.monotonic() - begun > 60) is None
+        assert call.door is not None and call.door.refused
+    assert "another token" in str(refused[0])
+    assert capfd.readouterr().err.startswith(f"port {ports[1]}: a hello with another token refused, from 127.0.0.1\n")
+    results = gather(place(ports, 0), place(ports, 1))
+    assert all(isinstance(peers, Peers) for peers in results)
+    close(results)
+
+
+def test_a_hello_is_of_no_use_a_second_time(ports):
+    """Who has heard one cannot say it again: the number that it proves is another one."""
+    with contextlib.closing(rendezvous.RollCall(place(ports, 0), DEADLINES)) as call:
+        hello = {"hello": 1, "process": 1, "of": 2, "at": "x", "host": "h", "waited_s": 0.0, "port": 0, "nonce": "n"}
+        heard = door.signed({**hello, "history": {}}, call.token, "an earlier number")
+        with socket.create_connection(("127.0.0.1", ports[1])) as again:
+            again.sendall(json.dumps(heard).encode() + b"\n")
+            until(lambda: call.door.knocks() == [] and call.door.refused == 1)
+
+
+def test_the_token_is_a_secret_where_it_is_given(tmp_path):
+    of = lambda **environ: door.token_of(dataclasses.replace(SLURM, variables=environ), environ)
+    assert of(SLURM_JOB_ID="7") == of(SLURM_JOB_ID="7") != of(SLURM_JOB_ID="8")
+    assert of(SLURM_JOB_ID="7", SLURM_STEP_ID="1") != of(SLURM_JOB_ID="7", SLURM_STEP_ID="2")
+    assert of(JSHARD_TOKEN="x", SLURM_JOB_ID="7") == b"x"
+    path = tmp_path / "token"
+    path.write_text("secret\n")
+    path.chmod(0o600)
+    assert of(JSHARD_TOKEN_FILE=str(path)) == b"secret"
+    path.chmod(0o640)
+    with pytest.raises(js.ShardingError, match="others may read it: its mode is 0640"):
+        of(JSHARD_TOKEN_FILE=str(path))
+    with pytest.raises(js.ShardingError, match="No such file"):
+        of(JSHARD_TOKEN_FILE=str(tmp_path / "none"))
+
+
+SLURM = launch.Cluster(kind="slurm", coordinator="node1:62344", num_processes=2, process_id=0, variables={})
+
+
+@pytest.mark.parametrize(
+    ("address", "environ", "expected"),
+    [
+        ("10.1.2.3", {}, "10.1.2.3"),
+        ("127.0.1.1", {}, ""),  # as Debian has it: other machines cannot reach that
+        (None, {}, ""),  # the name of a service that leads elsewhere
+        ("10.1.2.3", {"JAX_COORDINATOR_BIND_ADDRESS": "[::]:1234"}, ""),
+        ("10.1.2.3", {"JAX_COORDINATOR_BIND_ADDRESS": "10.9.9.9:1234"}, "10.9.9.9"),
+    ],
+)
+def test_ports_listen_on_the_address_of_process_0(monkeypatch, address, environ, expected):
+    def resolve(*_, **__):
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address or "192.0.2.1", 0))]
+
+    monkeypatch.setattr(door.socket, "getaddrinfo", resolve)
+    if address is not None:
+        monkeypatch.setattr(door.socket.socket, "bind", lambda self, at: None)
+    assert door.bind_host(SLURM, environ) == expected
+
+
+def test_what_jax_listens_on():
+    assert door.coordinator_bind("10.1.2.3", 77, {}) == {"JAX_COORDINATOR_BIND_ADDRESS": "10.1.2.3:77"}
+    assert door.coordinator_bind("fe80::1", 77, {}) == {"JAX_COORDINATOR_BIND_ADDRESS": "[fe80::1]:77"}
+    assert door.coordinator_bind("", 77, {}) == {}
+    assert door.coordinator_bind("", 77, {"JAX_COORDINATOR_BIND_ADDRESS": "[::]:5"}) == {
+        "JAX_COORDINATOR_BIND_ADDRESS": "[::]:77"
+    }
+
+
+def test_mutual_tls_is_used_or_refused():
+    asked = {"JAX_MTLS_CERT_FILE": "cert.pem"}
+    worker._check_secured(asked, {"jax_mtls_cert_file": None})
+    worker._check_secured({}, {})
+    with pytest.raises(js.ShardingError, match="cannot secure its connections"):
+        worker._check_secured(asked, {})
