@@ -99,7 +99,8 @@ class History:
             at = message["lost"]
             return cls(
                 **{name: int(message[name]) for name in ("left", "attempt", "fruitless")},
-                **{name: None if message[name] is None else int(message[name]) for name in ("step", "copy")},
+                step=None if message["step"] is None else int(message["step"]),
+                copy=None if message["copy"] is None else int(message["copy"]),
                 checkpoints=[str(path) for path in message["checkpoints"]],
                 folder=None if message["folder"] is None else str(message["folder"]),
                 lost=None if at is None else (str(at[0]), float(at[1])),
