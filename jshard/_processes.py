@@ -5,6 +5,7 @@ So any thread may call these while the devices are busy, a wait ends after a tim
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import sys
@@ -100,6 +101,25 @@ def all_or_none(
     if failures := {number: parts for number, (parts, _) in enumerate(heard) if parts is not None}:
         raise failed(failures)
     return [other for _, other in heard]
+
+
+def publish_failure(topic: str, error: Exception) -> None:
+    """Lets the others know at once that this process cannot go on, wherever they wait; see `failures`."""
+    if jax.process_count() > 1:
+        key = f"jshard/failures/{topic}/{jax.process_index()}"
+        with contextlib.suppress(Exception):  # the service is gone, and that is reported elsewhere
+            coordinator().key_value_set(key, json.dumps(_described(error)), allow_overwrite=True)
+
+
+def failures(topic: str) -> dict[int, dict[str, Any]]:
+    """What `publish_failure` has published for a topic, by process: the parts of their errors. It does not wait."""
+    if jax.process_count() == 1:
+        return {}
+    try:
+        found = coordinator().key_value_dir_get(f"jshard/failures/{topic}/")
+    except Exception:  # the service is gone; whoever waits for it says so
+        return {}
+    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
 
 def show_threads() -> None:

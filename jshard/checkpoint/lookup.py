@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.storage import COMMIT_MARK, is_committed
-from jshard.errors import RunError
+from jshard.errors import FourPartError, RunError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
@@ -75,7 +75,7 @@ def no_such_step(folder: Path, step: int | None) -> CheckpointError:
     return CheckpointError(f"There is no {wanted} to restore.", where=str(folder), why=why, do=do)
 
 
-def not_written(path: Path, steps: Sequence[int], error: RunError) -> RunError:
+def not_written(path: Path, steps: Sequence[int], error: FourPartError) -> RunError:
     """The error for a checkpoint of a series that could not be written; `steps` are those that are there."""
     good = (
         f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."

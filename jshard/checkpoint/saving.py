@@ -13,15 +13,18 @@ import contextlib
 import ctypes
 import dataclasses
 import functools
+import itertools
+import math
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from jshard._compat import before_threads_end, orbax_operations, versions
-from jshard._processes import all_or_none, is_primary, show_threads
+from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
@@ -34,6 +37,7 @@ from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import FourPartError, RunError
 
 _SUMMING_THREADS = 2
+_numbers = itertools.count()  # the saves of a program come in the same order in all its processes
 _END_S = 2400.0  # the longest that the end of a program waits by default
 
 
@@ -67,6 +71,7 @@ class Saving:
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
+        self._failures = f"save {next(_numbers)}"
         self._held = contextlib.ExitStack()  # what ends with the save
         self._owner: Owner | None = None
         try:
@@ -79,7 +84,9 @@ class Saving:
             with self.phases("device_to_host"), self._errors_named():
                 self._wait = storage.save_async(self._draft, leaves, on_written=self._note_written, timeout_s=timeout_s)
             self._finish_sums(sums)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):
+                publish_failure(self._failures, error)
             self._held.close()
             raise
         self.blocked_s = self.phases.now_s()
@@ -102,6 +109,11 @@ class Saving:
                 self._wait()  # what is written already would stand in the way of another save
             self._held.close()
             raise write_failed(self.path, reason(error)) from error
+
+    def failure(self) -> FourPartError | None:
+        """What another process, or this one, could not write, while the rest may still wait for it in Orbax."""
+        found = failures(self._failures)
+        return self._others_failed(found) if found else None
 
     def finish(self) -> None:
         """Waits until the checkpoint is complete and on the disk, in all processes.
@@ -200,6 +212,8 @@ class Saving:
         timeout_s = self._timeout_s / 4 if isinstance(error, TimeoutError) else self._timeout_s
         if own is not None and own is not error:
             own.__cause__ = error
+        if own is not None:
+            publish_failure(self._failures, own)
         heard = all_or_none(f"{topic} {self.path}", given, own, failed=self._others_failed, timeout_s=timeout_s)
         return kept, heard
 
@@ -253,6 +267,9 @@ def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
 
 # Work in the background.
 
+LOOK_S = 0.2
+"""Whoever waits for a save looks this often for what else has happened."""
+
 _unheard: set[Pending] = set()  # at work, or failed with nobody informed
 
 
@@ -282,11 +299,21 @@ class Pending:
         """Whether it has ended, well or not."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout_s: float | None = None) -> Any:
+    def ends_within(self, timeout_s: float) -> bool:
+        """Waits for its end, for so long; whether it has ended, well or not."""
+        self._thread.join(timeout_s)
+        return self.is_done()
+
+    def give_up(self) -> None:
+        """The end of the program does not wait for it any more: whoever calls this has heard of it."""
+        _unheard.discard(self)
+
+    def wait(self, timeout_s: float | None = None, *, look: Callable[[], object] = lambda: None) -> Any:
         """Waits for its end.
 
         Args:
             timeout_s: how long; for ever by default.
+            look: called now and then meanwhile; what it raises ends the wait.
 
         Returns:
             What the work returned.
@@ -294,8 +321,10 @@ class Pending:
         Raises:
             RunError: it failed, or did not end in time.
         """
-        self._thread.join(timeout_s)
-        _unheard.discard(self)  # whoever waits hears of it now, or has given it up
+        until_s = time.monotonic() + (math.inf if timeout_s is None else timeout_s)
+        while not self.ends_within(min(LOOK_S, max(0.0, until_s - time.monotonic()))) and time.monotonic() < until_s:
+            look()
+        self.give_up()
         if self._thread.is_alive():
             show_threads()
             raise RunError(

@@ -16,9 +16,11 @@ from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, refuse_buckets, steps_in
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import Pending, Saving
+from jshard.checkpoint.saving import LOOK_S, Pending, Saving
 from jshard.checkpoint.series_folder import Keep, SeriesFolder, check_shared, is_shown, warn
 from jshard.errors import RunError
+
+_MEETING_S = 2.0  # what a meeting of all about a failure may take
 
 
 class Checkpointer:
@@ -80,6 +82,8 @@ class Checkpointer:
             )
         self._on_failure = on_failure
         self._pending: Pending | None = None
+        self._saving: Saving | None = None  # what the pending one does
+        self._look_at = 0.0
         self._given_up: Pending | None = None  # still at work, and waited for in vain
         self.completed: int | None = None
         self._restores: list[dict[str, Any]] = []  # noted with the next save: who only reads leaves the folder alone
@@ -196,6 +200,8 @@ class Checkpointer:
         """
         if self._pending is not None and self._pending.is_done():
             self.wait()
+        elif self._pending is not None:
+            self._hear(self._pending)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Waits until no save is at work.
@@ -296,6 +302,7 @@ class Checkpointer:
             self._failed(step, error)
             raise not_written(path, self.steps(), error) from error
         self._passed_over.discard(step)
+        self._saving = saving
         self._pending = saving.in_background(lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
     def _check_folder(self) -> None:
@@ -310,12 +317,24 @@ class Checkpointer:
         if pending is None:
             return
         try:
-            pending.wait(timeout_s)
+            pending.wait(timeout_s, look=lambda: self._hear(pending))
         finally:
             if pending.is_done():
-                self._pending = None
+                self._pending = self._saving = None
             else:  # one that did not end in time is still at work
                 self._given_up = pending
+
+    def _hear(self, pending: Pending) -> None:
+        """Raises what another process could not write, where this one's part of the save waits for that in vain."""
+        if self._on_failure != "raise" or self._saving is None or time.monotonic() < self._look_at:
+            return
+        self._look_at = time.monotonic() + LOOK_S
+        # Most failures come to all within a meeting. But a wait of Orbax for another process cannot be ended.
+        if (error := self._saving.failure()) is None or pending.ends_within(_MEETING_S):
+            return
+        pending.give_up()
+        self._given_up = pending
+        raise not_written(self._saving.path, self.steps(), error)
 
     def _finish(self, saving: Saving, step: int) -> None:
         """The part of a save that happens while training goes on."""

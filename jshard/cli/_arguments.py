@@ -203,8 +203,12 @@ class TrainArgs(RecipeArgs):
     checkpoints, or safetensors; the model file's `hf_names` says what others call them. A run that is resumed goes on
     with its own, and reads them again only if it has saved none."""
     stop_deadline: Seconds | None = None
-    """How long after the signal a run that is asked to stop (SIGTERM) waits for its saves; by default as long as they
-    take."""
+    """How long after the signal a run that is asked to stop (SIGTERM) has to end its step and to save; by default as
+    long as it takes."""
+    stall_timeout: Seconds | None = None
+    """How long a step, a batch or a batch of an evaluation may take before the run ends as stalled (exit code 75); by
+    default 20 times the median step, from 60 to 1800 seconds. A save has 1800, or this if it is longer. There is no
+    limit while the run starts and compiles, and after its last save."""
     keep_in_memory: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
     """Every so many steps, keep a copy of the state in the memory of another machine; a run that is started again after
     a loss goes on from there. By default there are only checkpoints."""

@@ -62,7 +62,9 @@ def _train(request: Request) -> int:
     say(explained(request, mesh, data))
     say(data.description)
     out = Path(exchange("folder of the run", str(request.folder()))[0])
-    launch.note(again=request.given.again(out), folder=str(out))
+    again = request.given.again(out)
+    launch.note(again=again, folder=str(out))
+    watch = launch.StallWatch(timeout_s=args.stall_timeout, stop_s=args.stop_deadline, again=again)
     finished = run_recipe(
         request.model_file,
         request.recipe,
@@ -78,14 +80,14 @@ def _train(request: Request) -> int:
         sample_tokens=args.sample_tokens,
         compiler_options=compiler_options,
         init_from=args.init_from,
-        stop_deadline_s=args.stop_deadline,
         keep_in_memory=args.keep_in_memory,
         programs=args.compile_cache or "beside",
+        watch=watch,
         say=say,
     )
     if finished.stopped_by is not None:
         say(f"\nstopped by {finished.stopped_by.name} after step {finished.step}: {finished.checkpoint} is saved.")
-        say(whole_line(f"it goes on with: {request.given.again(out)}"))
+        say(whole_line(f"it goes on with: {again}"))
         return launch.stopped_code(finished.stopped_by)
     _say_result(request, finished, say)
     return 0

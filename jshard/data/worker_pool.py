@@ -21,6 +21,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from jshard import _stacks
 from jshard.data.source import Reader, Sample
 from jshard.errors import RunError, ShardingError
 
@@ -176,6 +177,7 @@ def _work(pipe: Connection, name: str) -> None:
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _LEFT_TO_THE_RUN)
     _leave_the_accelerators()
+    _stacks.ready(name)
     try:
         pickled = pipe.recv_bytes()
         try:

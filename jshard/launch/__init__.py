@@ -12,10 +12,12 @@ what all workers write to stderr. With `Restarts` a run that loses a process is 
 
     in the command      supervise(command, processes=2) or supervise(command, cluster=detect())
     in the worker       start_worker(), note(step=..., checkpoint=...), leave(code)
+    in any run          with StallWatch().over(...): doing("waiting for data"), step_done(12)
 """
 
 from jshard.launch.cluster import Cluster, Deadlines, detect, stopped_code
 from jshard.launch.restarts import Restarts, of_this_attempt
+from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import is_worker, leave, note, start_worker
 
@@ -23,12 +25,15 @@ __all__ = [
     "Cluster",
     "Deadlines",
     "Restarts",
+    "StallWatch",
     "detect",
+    "doing",
     "is_worker",
     "leave",
     "note",
     "of_this_attempt",
     "start_worker",
+    "step_done",
     "stopped_code",
     "supervise",
 ]

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
+from jshard.launch.stall import Stand
 
 _ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 _HINTS = {
@@ -36,6 +37,7 @@ class Ending:
         blames_peer: it failed because another process did not answer.
         step: the last training step that it reported.
         checkpoint: the last checkpoint that it reported.
+        stand: where it stood, if the run is stalled or it was silent.
     """
 
     process: int
@@ -47,6 +49,12 @@ class Ending:
     blames_peer: bool = False
     step: int | None = None
     checkpoint: str | None = None
+    stand: Stand | None = None
+
+    @property
+    def stalled(self) -> bool:
+        """Whether it was ended because the run made no progress."""
+        return self.stand is not None and self.silent_s is None
 
     @property
     def good(self) -> bool:
@@ -74,7 +82,14 @@ class Ending:
     def how(self) -> str:
         """In words."""
         if self.silent_s is not None:
-            return f"it gave no sign of life for {self.silent_s:.0f} s: stopped, frozen, or its machine is gone"
+            state = self.stand.state if self.stand is not None else ""
+            seen = f"{state}, {self.stand.phase}" if self.stand is not None and state else ""
+            return (
+                f"it gave no sign of life for {self.silent_s:.0f} s: "
+                f"{seen or 'stopped, frozen, or its machine is gone'}"
+            )
+        if self.stand is not None and self.stalled:
+            return f"it is stalled, {self.stand.phase}"
         if self.code is None:
             return "the connection to it broke: its machine or its supervisor is gone"
         if self.code >= 0:
@@ -88,12 +103,14 @@ def cause(endings: Sequence[Ending]) -> Ending:
     """The ending that brought about the others.
 
     A process that loses a peer aborts, or fails in a collective; one that was killed from outside, or refused the
-    request, did not do so because of a peer. Among equals, that which was seen first; but where each has given the
-    same reason, that of the lowest process.
+    request, did not do so because of a peer. Of a stall it is the one that is behind. Among equals, that which was
+    seen first; but where each has given the same reason, that of the lowest process.
     """
 
-    def key(index: int) -> tuple[int, int]:
+    def key(index: int) -> tuple[Any, ...]:
         ending = endings[index]
+        if ending.stalled and ending.stand is not None:
+            return _rank(ending), *ending.stand.order, ending.process
         return _rank(ending), ending.process if ending.explained or ending.code == REQUEST else len(endings) + index
 
     return endings[min(range(len(endings)), key=key)]
@@ -103,8 +120,10 @@ def _rank(ending: Ending) -> int:
     if ending.code == REQUEST:
         return 0
     if ending.blames_peer:
-        return 5
+        return 6
     if ending.code in _ABORTED:
+        return 5
+    if ending.stalled:
         return 4
     if ending.code is None:
         return 2
@@ -124,7 +143,10 @@ def from_message(message: Any) -> Ending | None:
         and all(isinstance(text, str) and len(text) < 4096 for text in texts)
     )
     flags = {name: fields[name] is True for name in ("explained", "blames_peer")}
-    return Ending(**{**fields, **flags}) if is_one else None
+    stand = Stand.read(fields["stand"])
+    if not is_one or (stand is None) != (fields["stand"] is None):
+        return None
+    return Ending(**{**fields, **flags, "stand": stand})
 
 
 def hostname() -> str:
@@ -268,11 +290,15 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
+# What beats say of a worker, and what it is.
+_BEATEN = {"step": (int,), "marks": (int,), "phase": (str,), "idle_s": (int, float), "warn_s": (int, float)}
+
+
 class Peers:
     """The other supervisors, as one of them sees them: process 0 is linked to all, the others to process 0.
 
-    Messages: {"beat": 1, "step": n}, {"ended": ending of the sender's worker}, and from process 0
-    {"verdict": the ending that was the cause}.
+    Messages: {"beat": 1, "step": n} with what the worker does, {"ended": ending of the sender's worker}, and from
+    process 0 {"stalled": 1}, which asks all where they stand, and {"verdict": the ending that was the cause}.
 
     Args:
         process_id: whose view this is.
@@ -289,7 +315,8 @@ class Peers:
         self._links = dict(links)
         self._hosts = dict(hosts)
         self._deadlines = deadlines
-        self._steps: dict[int, int] = {}
+        self.noted: dict[int, dict[str, Any]] = {}
+        self.stalled = False
         self._over: set[int] = set()
 
     @property
@@ -297,12 +324,13 @@ class Peers:
         """Whether it is for this supervisor to say which process was lost: for that of process 0, if it is there."""
         return self.process_id == 0 or not self._links
 
-    def poll(self, step: int | None) -> list[Ending]:
+    def poll(self, noted: Mapping[str, Any]) -> list[Ending]:
         """Sends a sign of life, and returns the bad endings heard of since the last call.
 
         Args:
-            step: the last one that our worker reported, for the others to know.
+            noted: what our worker reported, for the others to know how far it is.
         """
+        ours = {name: noted.get(name) for name in _BEATEN}
         found = []
         for process, link in list(self._links.items()):
             ending = self._hear(process, link)
@@ -315,7 +343,7 @@ class Peers:
                 del self._links[process]
                 link.close()
             else:
-                link.beat(self._deadlines.beat_s, step=step)
+                link.beat(self._deadlines.beat_s, **ours)
         return found
 
     def report(self, ending: Ending) -> None:
@@ -325,6 +353,20 @@ class Peers:
     def announce(self, verdict: Ending) -> None:
         """Lets the others know which process was lost; process 0 does."""
         self._send({"verdict": dataclasses.asdict(verdict)})
+
+    def ask_all(self) -> None:
+        """Asks the others where they stand, as the run is stalled; process 0 does."""
+        self.stalled = True
+        if self.process_id == 0:
+            self._send({"stalled": 1})
+
+    def silent(self) -> list[Ending]:
+        """The processes that have not said where they stand, as if they were lost."""
+        return [
+            Ending(process=process, host=self._hosts.get(process, "unknown"), silent_s=link.silent_s)
+            for process, link in self._links.items()
+            if process not in self._over and link.silent_s > 2 * self._deadlines.beat_s
+        ]
 
     def close(self) -> None:
         """Ends the links, when the others have read what was sent."""
@@ -338,8 +380,11 @@ class Peers:
     def _hear(self, process: int, link: Link) -> Ending | None:
         ending = None
         for message in link.receive():
-            if type(message.get("step")) is int:
-                self._steps[process] = message["step"]
+            if "beat" in message:
+                self.noted[process] = {
+                    name: message[name] for name, kinds in _BEATEN.items() if type(message.get(name)) in kinds
+                }
+            self.stalled |= message.get("stalled") == 1
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = from_message(message.get("verdict"))
             ended = from_message(message.get("ended"))
@@ -350,5 +395,5 @@ class Peers:
         silent_s = link.silent_s if link.silent_s > self._deadlines.peer_s else None
         if silent_s is None and not link.closed:
             return None
-        host, step = self._hosts.get(process, "unknown"), self._steps.get(process)
+        host, step = self._hosts.get(process, "unknown"), self.noted.get(process, {}).get("step")
         return Ending(process=process, host=host, silent_s=silent_s, step=step)

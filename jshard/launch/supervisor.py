@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jshard.errors import FourPartError, RunError, ShardingError
-from jshard.launch import worker_process
+from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
 from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
@@ -197,12 +197,14 @@ class _Run:
     seen: set[int] = dataclasses.field(default_factory=set)
     bad: list[Ending] = dataclasses.field(default_factory=list)
     first_bad_at: float = 0.0
+    warned_s: float = 0.0
 
     def watch(self) -> int:
         """Until all is over: the exit code."""
         try:
             while not self.signals.repeated:
                 self._look()
+                self._warn()
                 code = self._good_end()
                 if code is not None:
                     return code
@@ -220,6 +222,8 @@ class _Run:
             self.forwarded = self.signals.received
             for worker in self.workers:
                 worker.forward(self.forwarded)
+        if any(ending.stalled for ending in self.bad) or (self.peers is not None and self.peers.stalled):
+            self._ask_all()
         for worker in self.workers:
             worker.output.pass_on()
             ending = worker.look()
@@ -231,8 +235,30 @@ class _Run:
         if self.call is not None:
             self.call.attend()
         if self.peers is not None:
-            for ending in self.peers.poll(self.last("step")):
+            for ending in self.peers.poll(self.workers[0].state):
                 self._note_ending(ending)
+
+    def _ask_all(self) -> None:
+        """The run is stalled: every process says where it stands, for the one that is behind to be found."""
+        for worker in self.workers:
+            worker.end_stalled()
+        if self.peers is not None and not self.peers.stalled:
+            self.peers.ask_all()
+
+    def _warn(self) -> None:
+        """Says that there was no step for some time, and whom the others wait for."""
+        if self.bad or (self.peers is not None and not self.peers.decides):
+            return
+        noted = {worker.process_id: worker.state for worker in self.workers}
+        noted |= {} if self.peers is None else self.peers.noted
+        first_s = min((one["warn_s"] for one in noted.values() if one.get("warn_s")), default=None)
+        if first_s is None:
+            return
+        idle_s = max(one.get("idle_s", 0.0) for one in noted.values() if one.get("warn_s"))
+        stopped = {worker.process_id: worker.stopped for worker in self.workers} if idle_s >= first_s else {}
+        behind = min(noted, key=lambda process: (not stopped.get(process), noted[process].get("marks", 0)))
+        where = f"process {behind} of {self.num_processes} is {stopped.get(behind) or noted[behind].get('phase')}"
+        self.warned_s = stall.warn(idle_s, self.warned_s, first_s, where, _say)
 
     def _note_ending(self, ending: Ending) -> None:
         if ending.good:
@@ -259,11 +285,23 @@ class _Run:
         if not self.bad:
             return None
         wait_s = self.deadlines.settle_s
+        if self.peers is not None and self.peers.stalled and len(self.bad) < self.num_processes:
+            wait_s += VERDICT_S
         if self.peers is not None and not self.peers.decides:
             wait_s += VERDICT_S
         if self.peers is None and not any(worker.running for worker in self.workers):
             wait_s = 0.0  # there is no one left to hear of
-        return cause(self.bad) if time.monotonic() - self.first_bad_at >= wait_s else None
+        if time.monotonic() - self.first_bad_at < wait_s:
+            return None
+        is_stalled = self.peers is not None and self.peers.stalled
+        lost = cause([*self.bad, *(self.peers.silent() if self.peers is not None and is_stalled else ())])
+        # One that is stopped does not know what it had, nor since when.
+        stands = [ending.stand for ending in self.bad if ending.stand is not None and ending.stand.deadline]
+        if lost.stand is not None and not lost.stand.deadline and stands:
+            known = max(stands, key=lambda one: one.idle_s)
+            again = dataclasses.replace(lost.stand, idle_s=known.idle_s, deadline=known.deadline, asked=known.asked)
+            return dataclasses.replace(lost, stand=again)
+        return lost
 
     def _end_badly(self, lost: Ending) -> int:
         if self.peers is not None and self.peers.decides:
@@ -303,6 +341,9 @@ class _Run:
     def _report(self, lost: Ending) -> None:
         if self._show(lost) and (lost.explained or lost.code == REQUEST):
             return
+        if self.peers is not None and self.peers.verdict is not None:  # process 0 has said it
+            _say(f"the run ends: {lost.who}: {lost.how}. Process 0 has the report.")
+            return
         steps = [step for step in (lost.step, self.last("step")) if step is not None]
         report = _lost_error(
             lost,
@@ -338,6 +379,15 @@ def _lost_error(
         checkpoint: the last checkpoint that any process reported.
         again: the command line that goes on from there, or starts anew.
     """
+    if ending.stalled and ending.stand is not None:
+        return stall.stalled_error(
+            ending.stand,
+            who=ending.who,
+            what=f"Process {ending.process} of {num_processes}",
+            lines=_so_far(step, checkpoint),
+            others="\nThe others wait for it and are stopped." if num_processes > 1 else "",
+            again=again,
+        )
     if ending.code == REQUEST:
         return ShardingError(
             f"Process {ending.process} of {num_processes} refused the request.",
@@ -348,17 +398,25 @@ def _lost_error(
     explained = f"; its own output on {ending.host} says why" if ending.explained else ""
     return RunError(
         f"Process {ending.process} of {num_processes} was lost.",
-        where=[
-            ending.who,
-            "no step was reported yet" if step is None else f"last step reported: {step}",
-            "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",
-        ],
+        where=[ending.who, *_so_far(step, checkpoint)],
         why=f"{ending.how}{explained}.\nThe others cannot go on without it and are stopped.",
         do=again,
     )
 
 
+def _so_far(step: int | None, checkpoint: str | None) -> list[str]:
+    """How far the run is, and what of it is kept."""
+    return [
+        "no step was reported yet" if step is None else f"last step reported: {step}",
+        "no checkpoint was written yet" if checkpoint is None else f"last good checkpoint: {checkpoint}",
+    ]
+
+
 def _print(error: FourPartError) -> None:
+    _say(f"{type(error).__name__}: {error}")
+
+
+def _say(text: str) -> None:
     # In one piece: several supervisors may share a terminal.
-    sys.stderr.write(f"{type(error).__name__}: {error}\n")
+    sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

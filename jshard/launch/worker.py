@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import math
 import os
@@ -13,9 +14,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from jshard import _stacks
 from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.launch import stall
 from jshard.launch.cluster import GOOD, Deadlines
 
+_PR_SET_PDEATHSIG = 1
 _MESSAGE_BYTES = 4096  # what a pipe takes in one piece
 # Words of the libraries that carry collectives, in the errors they raise when another process is gone.
 _PEER_WORDS = (
@@ -43,6 +47,8 @@ def start_worker(environ: Mapping[str, str] = os.environ) -> None:
     Raises:
         RunError: JAX could not connect the processes.
     """
+    _end_with_supervisor()
+    _stacks.ready(f"process {environ['JAX_PROCESS_ID']}")
     _keep_stdout_for_python()
     _start_reports(environ)
     if environ["JAX_NUM_PROCESSES"] != "1":
@@ -116,7 +122,7 @@ class _Reporter:
     def note(self, state: dict[str, Any]) -> None:
         with self._lock:
             self._state.update(state)
-            line = json.dumps(self._state).encode() + b"\n"
+            line = json.dumps(self._state | stall.noted()).encode() + b"\n"
             try:
                 os.write(self._fd, line if len(line) <= _MESSAGE_BYTES else b"{}\n")
             except BlockingIOError:
@@ -148,6 +154,12 @@ def _end_without_supervisor() -> NoReturn:
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
+
+
+def _end_with_supervisor() -> None:
+    """The system ends this process when its parent dies, even if no thread of it runs any more."""
+    with contextlib.suppress(OSError, AttributeError):  # Linux has it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _keep_stdout_for_python() -> None:

@@ -18,7 +18,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
+from jshard import _stacks
 from jshard.errors import RunError, ShardingError
+from jshard.launch import stall
 from jshard.launch.cluster import Cluster, Deadlines
 from jshard.launch.peers import Ending, hostname
 
@@ -220,7 +222,18 @@ class WorkerProcess:
             silent_s = time.monotonic() - self._heard_at
             if code is not None or silent_s > limit_s:
                 self.ending = self._ended(code, silent_s)
+            elif self.state.get("stalled"):
+                self.end_stalled()
         return self.ending
+
+    def end_stalled(self) -> None:
+        """Ends it for us because the run is stalled, whether it is the one that is behind or not."""
+        self.ending = self.ending or self._ended(None, None)
+
+    @property
+    def stopped(self) -> str:
+        """What the system says of it where a signal has stopped it: "T (stopped)"; else empty."""
+        return state if (state := _stacks.state(self._process.pid))[:1] == "T" else ""
 
     @property
     def running(self) -> bool:
@@ -253,7 +266,8 @@ class WorkerProcess:
         except BlockingIOError:
             pass
 
-    def _ended(self, code: int | None, silent_s: float) -> Ending:
+    def _ended(self, code: int | None, silent_s: float | None) -> Ending:
+        step = self.state.get("step")
         return Ending(
             process=self.process_id,
             host=hostname(),
@@ -262,8 +276,11 @@ class WorkerProcess:
             silent_s=silent_s if code is None else None,
             explained=bool(self.state.get("explained")),
             blames_peer=bool(self.state.get("blames_peer")),
-            step=self.state.get("step"),
+            step=step,
             checkpoint=self.state.get("checkpoint"),
+            stand=stall.stand(self._process.pid, self.state, process=self.process_id, step=step)
+            if code is None
+            else None,
         )
 
 

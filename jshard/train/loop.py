@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 
 from jshard.data import Data, local_rows
 from jshard.errors import RunError
+from jshard.launch import doing, stall, step_done
 from jshard.plans.mesh import data_degree, shard_batch
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.step import EvalStep, Scalars, TrainStep, inference_view
@@ -134,11 +135,15 @@ def evaluate(step: TrainStep, eval_step: EvalStep, batches: Iterable[Any]) -> fl
         The mean; it waits for the devices.
     """
     leaves, losses = step.model_leaves, []
+    doing(stall.DATA)
     with contextlib.closing(to_devices(batches, step.mesh)) as arriving:
         for batch in arriving:
+            doing(stall.EVALUATION)
             losses.append(eval_step(leaves, batch))
             if len(losses) > _AHEAD:
                 losses[-1 - _AHEAD].block_until_ready()  # else every batch is in flight at once
+            doing(stall.DATA)
+    doing(stall.EVALUATION)
     return sum(map(float, jax.device_get(losses))) / len(losses)
 
 
@@ -227,7 +232,10 @@ class _Loop:
     def _steps(self, arriving: Iterator[Any], start_step: int, num_steps: int) -> Fitted:
         done = self.saved = start_step
         while done < num_steps and self.stopped_by is None:
-            batch = self._next(arriving, done)
+            doing(stall.DATA)
+            with self.agreement.spent.on("data_s"):
+                batch = self._next(arriving, done)
+            doing(stall.STEP)
             if batch is None:
                 break
             done += 1
@@ -244,7 +252,9 @@ class _Loop:
 
     def _ask(self, step: int, *, is_idle: bool) -> None:
         """Whether the run is to stop here."""
+        doing(stall.MEETING)
         self.stopped_by = self.agreement.asked(self.stop.received, step, is_idle=is_idle)
+        doing(stall.OTHER)
         if self.stopped_by is not None:
             self.stop.report()
 
@@ -262,7 +272,9 @@ class _Loop:
         """Does something while the devices have nothing to do."""
         self._wait(in_flight=0)
         jax.block_until_ready(self.step.model_leaves)  # on every device: a loss is read from one
+        doing(stall.PROFILE)
         then()
+        doing(stall.STEP)
         self.meter.pause()
 
     def _next(self, arriving: Iterator[Any], done: int) -> Any:
@@ -279,9 +291,12 @@ class _Loop:
     def _wait(self, *, in_flight: int) -> None:
         """Reads the scalars of the oldest steps until so many are left at work."""
         while len(self.in_flight) > in_flight:
+            doing(stall.STEP)
             step, batch, on_devices = self.in_flight.popleft()
             scalars = {name: float(value) for name, value in on_devices.items()}  # waits; jax.device_get costs more
-            scalars |= self.meter.done(step)
+            step_done(step)
+            doing(stall.OTHER)
+            scalars |= {**self.meter.done(step), **self.agreement.slowest}
             if self.tracker is not None:
                 self.tracker.log(step, scalars)
             self._check_finite(step, batch, scalars)
@@ -301,13 +316,14 @@ class _Loop:
             self._save(step)
         if evaluates:
             assert self.evaluation is not None
+            doing(stall.EVALUATION)
             self.val_loss = val_loss = float(self.evaluation.do(step))
+            doing(stall.OTHER)
             if self.tracker is not None:
                 self.tracker.log(step, {"val_loss": val_loss})
         # After the evaluation: whoever continues from here finds its result in the record.
         if copies and self.stopped_by is None:
-            assert self.copies is not None
-            self.copies.do(step)
+            self._do_saving(self.copies, step)
         if saves and self.stopped_by is None:
             self._save(step)
         if evaluates or saves:
@@ -315,8 +331,15 @@ class _Loop:
 
     def _save(self, step: int) -> None:
         if self.checkpoint is not None:
-            self.checkpoint.do(step)
+            self._do_saving(self.checkpoint, step)
             self.saved = step
+
+    def _do_saving(self, what: Every | None, step: int) -> None:
+        assert what is not None
+        doing(stall.SAVE)
+        with self.agreement.spent.on("save_s"):
+            what.do(step)
+        doing(stall.OTHER)
 
     def _check_finite(self, step: int, batch: Any, scalars: dict[str, float]) -> None:
         wrong = {name: scalars[name] for name in ("loss", "grad_norm") if not math.isfinite(scalars[name])}

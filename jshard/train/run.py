@@ -23,6 +23,7 @@ from jshard._processes import is_primary
 from jshard.checkpoint.lookup import OF_A_RUN, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
 from jshard.errors import FourPartError, RunError, ShardingError
+from jshard.launch import stall
 from jshard.plans.plan import plan
 from jshard.recipes.building import batch_like
 from jshard.recipes.loss_scale import loss_scale_of
@@ -76,9 +77,9 @@ def run_recipe(
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
-    stop_deadline_s: float | None = None,
     keep_in_memory: int | None = None,
     programs: str | None = None,
+    watch: launch.StallWatch | None = None,
     say: Callable[[str], object] = print,
 ) -> Finished:
     """Trains a recipe, and writes the record of the run and its checkpoints into `out`.
@@ -103,10 +104,11 @@ def run_recipe(
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
-        stop_deadline_s: how long after the signal a run that is asked to stop waits for its saves; no limit by default.
         keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
         programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
             default as JAX is set.
+        watch: ends this process, or has its supervisor end the run, when it makes no progress, or does not stop in
+            time when it is asked to; none by default.
         say: prints a line.
 
     Returns:
@@ -139,16 +141,16 @@ def run_recipe(
         if programs is not None:
             say(keep_programs(Path(out).parent, None if programs == "beside" else programs))
         stop = StopSignal()
-        left_s = lambda: stop.left_s(stop_deadline_s)
         job = _Job(
             model_file=model_file,
             recipe=recipe,
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, left_s=left_s, copies=copies),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies),
             say=say,
             stop=stop,
+            watch=watch,
             track=track,
             profile=profile,
             compiler_options=compiler_options,
@@ -170,6 +172,7 @@ class _Job:
     checkpoints: RunCheckpoints
     say: Callable[[str], object]
     stop: StopSignal
+    watch: launch.StallWatch | None
     track: Sequence[str]
     profile: range | None
     compiler_options: Mapping[str, Any] | None
@@ -179,7 +182,7 @@ class _Job:
     def run(self, loader: Loader, eval_loader: Loader) -> Finished:
         """Trains; an error carries a note on how to go on after it."""
         try:
-            with self.stop:
+            with self.stop, self._watching():
                 model, optimizer, start_step = self.checkpoints.state(self.init_from)
                 if (scale := loss_scale_of(optimizer)) is not None:
                     why = "units are in float16" if self.recipe.loss_scale == "auto" else "the recipe says so"
@@ -208,6 +211,15 @@ class _Job:
         self.folder.ended(cause)
         if (line := self.folder.said_of_attempts()) is not None:
             self.say(line)
+
+    def _watching(self) -> contextlib.AbstractContextManager[object]:
+        if self.watch is None:
+            return contextlib.nullcontext()
+        alone = None if launch.is_worker() else self.checkpoints.kept
+        return self.watch.over(self.folder.path / "stalls", asked_at=self.stop.asked_s, alone=alone, say=self._warn)
+
+    def _warn(self, line: str) -> None:
+        print(f"\n{line}", file=sys.stderr, flush=True)
 
     def _at_work(self, what: str) -> contextlib.AbstractContextManager[object]:
         return at_work(what, say=self.say, stream=sys.stdout if self.folder.is_primary else None)
@@ -258,9 +270,11 @@ class _Job:
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),
                 )
+                launch.doing(stall.SAVE)
                 checkpoints.wait()
             return fitted
         finally:
+            launch.doing("ending")
             with contextlib.suppress(ValueError):  # the thread that reads has it, and waits for data that never come
                 batches.close()
             tracker.close()
@@ -269,6 +283,7 @@ class _Job:
         self, trained: TrainStep, start_step: int, step: int, batch: Any, wrong: Mapping[str, float]
     ) -> RunError:
         """Looks for the cause with the parameters from before the step, whose arrays make room for them."""
+        launch.doing("looking for a NaN")
         self.say(f"looking for where {' and '.join(wrong)} of step {step} got NaN/inf, operation by operation ...")
         trained.delete()
         model, source = self.checkpoints.model_before(start_step, self.init_from)

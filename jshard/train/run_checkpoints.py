@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,6 @@ from jshard.train.loop import Every
 from jshard.train.memory_copies import MemoryCopies
 from jshard.train.run_folder import RunFolder
 
-_LOOK_S = 0.02
-
 State = tuple[nnx.Module, nnx.Optimizer[Any], int]
 
 
@@ -38,7 +35,6 @@ class RunCheckpoints:
         mesh: the devices.
         folder: of the run.
         say: prints a line.
-        left_s: how long a wait for a save may take; None for as long as it needs.
         copies: in memory, beside those on the disk.
 
     Attributes:
@@ -53,14 +49,14 @@ class RunCheckpoints:
         folder: RunFolder,
         say: Callable[[str], object],
         *,
-        left_s: Callable[[], float | None] = lambda: None,
         copies: MemoryCopies | None = None,
     ) -> None:
         self._model_file, self._recipe, self._mesh, self._folder, self._say = model_file, recipe, mesh, folder, say
-        self._left_s, self._copies = left_s, copies
+        self._copies = copies
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by its step
         self._noted: int | None = None
+        self._newest: Path | None = None  # known without a look at the disk
         self._is_from_memory = False
         self.is_begun = False
 
@@ -107,6 +103,7 @@ class RunCheckpoints:
         self._series.set_aside_newer(state[2])
         self._say(f"resumed from {path}")
         launch.note(step=state[2], checkpoint=str(path))
+        self._newest = path
         return state
 
     def model_before(self, start_step: int, init_from: Path | None) -> tuple[nnx.Module, str]:
@@ -149,16 +146,17 @@ class RunCheckpoints:
         self._note()
 
     def wait(self) -> None:
-        """Waits until no save is at work; from the signal on that ends the run, as long as there is time for it."""
-        until_s = time.monotonic() + self._series.timeout_s
-        while self._series.is_saving and self._left_s() is None and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)  # the signal may come while it waits
-        self._series.wait(self._left_s())
+        """Waits until no save is at work."""
+        self._series.wait()
 
     def latest(self) -> Path | None:
         """The newest one."""
         latest = self._series.latest()
         return None if latest is None else self._path(latest)
+
+    def kept(self) -> str:
+        """What of the run is kept, from memory: for a report while the disk may hang."""
+        return "no checkpoint was written yet" if self._newest is None else f"last good checkpoint: {self._newest}"
 
     def how_to_go_on(self) -> str:
         """The note that goes with an error."""
@@ -194,4 +192,5 @@ class RunCheckpoints:
         """Tells the supervisor of a checkpoint that has become complete."""
         if (done := self._series.completed) != self._noted and done is not None:
             self._noted = done
-            launch.note(checkpoint=str(self._path(done)))
+            self._newest = self._path(done)
+            launch.note(checkpoint=str(self._newest))

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import dataclasses
 import math
 import os
 import signal
 import time
+from collections.abc import Iterator, Sequence
 from types import FrameType
+from typing import Self
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jshard._processes import exchange
@@ -17,6 +22,8 @@ from jshard.launch.worker import is_worker
 from jshard.plans.mesh import num_processes
 
 _EVERY_S, _SHARE = 0.1, 0.1
+_MEETINGS = 15  # that the slowest process is found from
+_SLOW_S, _SLOW_SHARE = 0.001, 0.05  # of a step: less than both names nobody
 
 
 class StopSignal(Signals):
@@ -33,16 +40,38 @@ class StopSignal(Signals):
     """
 
     _asked_s: float | None = None
+    _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which gets the number of a signal at once
+    _old_wakeup: int = -1
 
     def report(self) -> None:
         """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
         self._asked_s = self._asked_s or time.monotonic()
 
-    def left_s(self, deadline_s: float | None) -> float | None:
-        """What is left of a deadline that counts from the signal; None if there is no deadline, or no signal yet."""
-        if deadline_s is None or self._asked_s is None:
-            return None
-        return max(0.0, self._asked_s + deadline_s - time.monotonic())
+    def asked_s(self) -> float | None:
+        """When the run was first asked to stop, of `time.monotonic`; None if it was not. Any thread may ask.
+
+        Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
+        """
+        if self._wakeup is not None:
+            with contextlib.suppress(BlockingIOError):
+                if any(number in set(os.read(self._wakeup[0], 4096)) for number in self._before):
+                    self.report()
+        return self._asked_s
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        if self._before:
+            self._wakeup = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            self._old_wakeup = signal.set_wakeup_fd(self._wakeup[1], warn_on_full_buffer=False)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._wakeup is not None:
+            signal.set_wakeup_fd(self._old_wakeup)
+            wakeup, self._wakeup = self._wakeup, None
+            for fd in wakeup:
+                os.close(fd)
+        super().__exit__(*error)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_first = self.received is None
@@ -58,6 +87,28 @@ class StopSignal(Signals):
             signal.raise_signal(number)
 
 
+@dataclasses.dataclass(kw_only=True)
+class Spent:
+    """What the main thread of a process has waited for since the last meeting, in seconds.
+
+    Attributes:
+        data_s: for batches.
+        save_s: for saves.
+    """
+
+    data_s: float = 0.0
+    save_s: float = 0.0
+
+    @contextlib.contextmanager
+    def on(self, part: str) -> Iterator[None]:
+        """Adds the time of a block."""
+        begin_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, part, getattr(self, part) + time.perf_counter() - begin_s)
+
+
 class Agreement:
     """Whether any process was asked to stop, known to all after the same step: the save is the work of all.
 
@@ -65,11 +116,17 @@ class Agreement:
     seldom as keeps it below a tenth of the time, and wherever the devices are idle anyway. After how many steps follows
     from what all of them said the last time, and is the same for all.
 
+    At the same meetings they find the slowest of them: the one that comes last, or waits longest for data or a save.
+
     Args:
         mesh: the devices of all processes.
 
     Attributes:
         alone: whether there is one process, which has nobody to ask.
+        spent: for the loop to add to.
+        slowest: of the slowest process "slow_process", and by how much it is slower than the fastest, per step: in
+            all "slow_s"; waiting for batches "slow_data_s" and saves "slow_save_s"; coming to meetings "slow_step_s".
+            Empty while none is slower by a twentieth of a step.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -77,6 +134,8 @@ class Agreement:
         self._last: tuple[int, float] | None = None  # step and time
         self._took_s = 0.0
         self._due = 0
+        self._meetings: collections.deque[np.ndarray] = collections.deque(maxlen=_MEETINGS)
+        self.spent, self.slowest = Spent(), dict[str, float]()
 
     def asked(self, received: signal.Signals | None, step: int, *, is_idle: bool = False) -> signal.Signals | None:
         """The signal that ends the run after a step. All processes call it after each step."""
@@ -85,9 +144,33 @@ class Agreement:
         begin_s, step_s = time.monotonic(), math.inf
         if self._last is not None and step > self._last[0]:
             step_s = max(1e-6, begin_s - self._last[1]) / (step - self._last[0])
-        numbers, steps_s, took_s = zip(*exchange("stop", [received or 0, step_s, self._took_s]), strict=True)
+        said = [received or 0, step_s, self._took_s, self.spent.data_s, self.spent.save_s]
+        numbers, steps_s, took_s, *waits_s = zip(*exchange("stop", said), strict=True)
         end_s = time.monotonic()
+        if self._last is not None and step > self._last[0]:
+            waited_s = np.array(waits_s) / (step - self._last[0])
+            self._compare([*waited_s, max(took_s) - np.array(took_s)], max(steps_s))
+        self.spent = Spent()
         self._last, self._took_s = (step, end_s), end_s - begin_s
         # Who came last to the meeting has waited least: that time is what it costs.
         self._due = step + max(1, int(max(_EVERY_S, min(took_s) / _SHARE) / max(steps_s)))
         return signal.Signals(max(numbers)) if any(numbers) else None
+
+    def _compare(self, parts_s: Sequence[np.ndarray], step_s: float) -> None:
+        """Finds the slowest process.
+
+        Args:
+            parts_s: per step and process, what it has waited for data, for saves, and how late it came to the meeting.
+            step_s: of the slowest.
+        """
+        self._meetings.append(np.array(parts_s))
+        seen = np.array(self._meetings)
+        late_s = np.median(seen[:, 2], axis=0)  # one that is late once is not slow
+        data_s, save_s = (each - each.min() for each in seen[:, :2].mean(axis=0))
+        process = int(np.argmax(np.max([data_s, save_s, late_s], axis=0)))
+        parts = {"data": data_s[process], "save": save_s[process], "step": late_s[process]}
+        slow_s = float(max(parts.values()))
+        self.slowest = {}
+        if slow_s > max(_SLOW_S, _SLOW_SHARE * step_s):
+            self.slowest = {"slow_process": process, "slow_s": slow_s}
+            self.slowest |= {f"slow_{part}_s": float(each_s) for part, each_s in parts.items()}

@@ -68,6 +68,12 @@ if action == "killed":
     if len(sys.argv) > 2 and not resumed:
         Path(sys.argv[2], "child").write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
+if action == "stalls":
+    tell(phase="in a step", marks=9, idle_s=8.0, deadline="8 s (--stall-timeout)", stalled="stalled")
+if action == "is on time":
+    tell(phase="in a step", marks=9, idle_s=7.0)
+if action == "is behind":
+    tell(phase="waiting for data", marks=5, idle_s=7.0)
 if action == "frozen":
     os.kill(os.getpid(), signal.SIGSTOP)
 if action == "refuses":

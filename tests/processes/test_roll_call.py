@@ -83,7 +83,7 @@ def test_all_meet_and_know_each_other(ports):
     assert all(isinstance(peers, Peers) for peers in results)
     assert [peers.process_id for peers in results] == [2, 0, 1]
     assert [peers.decides for peers in results] == [False, True, False]
-    assert all(peers.poll(5) == [] for peers in results)
+    assert all(peers.poll({"step": 5}) == [] for peers in results)
     close(results)
 
 
@@ -276,15 +276,28 @@ def supervise_all(ports, actions, number):
 
 def test_all_supervisors_name_the_lost_process_and_not_its_echo(ports, capfd):
     assert supervise_all(ports, {"p0": "blames a peer", "p1": "killed", "p2": "wait"}, 3) == [75, 75, 75]
-    assert plain(capfd.readouterr().err, ports) == killed(3) * 3
+    reported = plain(capfd.readouterr().err, ports)
+    line = "the run ends: process 1 (pid N, host H): it was killed by signal 9 (SIGKILL): often the kernel's "
+    assert reported.count(killed(3)) == 1 and reported.count(line) == 2 == reported.count("Process 0 has the report")
+    assert len(reported.splitlines()) == len(killed(3).splitlines()) + 2  # one tells, the others have a line
+
+
+@pytest.mark.parametrize("behind", ["is behind", "frozen"])
+def test_of_a_stall_the_process_that_is_behind_is_named(ports, capfd, behind):
+    """Process 2 notices; process 1 is asked where it stands, by its own supervisor if it cannot say it."""
+    assert supervise_all(ports, {"p0": "is on time", "p1": behind, "p2": "stalls"}, 3) == [75, 75, 75]
+    reported = plain(capfd.readouterr().err, ports)
+    named = {"is behind": "waiting for data", "frozen": "starting, T (stopped)"}[behind]
+    assert reported.count(f"RunError: Process 1 of 3 is stalled: {named}.\n") == 1
+    assert "why:   no progress for 8 s; allowed: 8 s (--stall-timeout).\n" in reported
+    assert reported.count("the run ends: process 1 (pid N, host H): it is stalled") == 2
 
 
 def test_a_request_refused_by_all_is_told_by_process_0(ports, capfd):
     assert supervise_all(ports, {"p0": "refuses", "p1": "refuses"}, 2) == [2, 2]
     reported = capfd.readouterr().err
     assert reported.count("ShardingError: There is no recipe.\n  do:    --recipe tiny\n") == 1
-    assert reported.count("ShardingError: Process 0 of 2 refused the request.\n") == 1
-    assert reported.count("ShardingError") == 2
+    assert reported.count("the run ends: process 0 (pid ") == 1 == reported.count("ShardingError")
 
 
 def test_a_good_end_needs_no_report(ports, capfd):

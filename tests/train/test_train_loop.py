@@ -4,7 +4,9 @@ A step is stood in for by a program that costs nothing; the real one is tested i
 """
 
 import contextlib
+import io
 import os
+import re
 import signal
 import time
 
@@ -18,6 +20,7 @@ from jshard.train import Every, Meter, StopSignal, fit, to_devices
 from jshard.train import loop as loop_module
 from jshard.train import stop as stop_module
 from jshard.train.loop import Fitted
+from jshard.train.progress import Progress
 
 MESH = js.mesh()
 
@@ -186,15 +189,49 @@ def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is
     assert apart[0] == 1 and all(19 <= steps <= 21 for steps in apart[1:])  # 0.02 s: a tenth of 20 steps
     step += 1
     assert agreement.asked(None, step) is None and agreement.asked(None, step, is_idle=True) == signal.SIGTERM
+    assert agreement.slowest == {}
 
 
-def test_what_is_left_of_a_deadline_counts_from_when_it_was_first_heard(monkeypatch):
+@pytest.mark.parametrize("part", ["data", "step", None])
+def test_the_slowest_process_is_named(monkeypatch, part):
+    """The second process waits 5 ms per step for its data, or comes 5 ms late to every meeting."""
+    agreement, now_s, other = stop_module.Agreement(MESH), [0.0], {"took_s": 0.0}
+    agreement.alone = False
+    step = 0
+
+    def exchange(topic, mine):
+        late_s = 0.005 if part == "step" else 0.0
+        now_s[0] += 0.02
+        number, step_s, _, _, _ = mine
+        steps = max(1, step - other.get("step", 0))
+        others = [number, step_s, other["took_s"], 0.005 * steps if part == "data" else 0.0, 0.0]
+        other.update(took_s=0.02 - late_s, step=step)
+        return [mine, others]
+
+    monkeypatch.setattr(stop_module, "exchange", exchange)
+    monkeypatch.setattr("time.monotonic", lambda: now_s[0])
+    for step in range(1, 300):
+        now_s[0] += 0.01
+        with agreement.spent.on("data_s"):
+            pass
+        assert agreement.asked(None, step) is None
+    found = agreement.slowest
+    if part is None:
+        assert found == {}
+        return
+    assert found["slow_process"] == 1 and found["slow_s"] == found[f"slow_{part}_s"]
+    assert found["slow_s"] == pytest.approx(0.005, rel=0.1)
+    line = Progress(300, stream=io.StringIO())._describe(299, {"loss": 1.0, "step_s": 0.01, **found})[-1]
+    assert re.fullmatch(rf"slowest: process 1, \+[45](\.\d+)? ms/step, {part}", line), line
+
+
+def test_when_a_run_was_asked_to_stop_is_when_it_was_first_heard(monkeypatch):
     stop = StopSignal()
-    assert stop.left_s(90) is None
-    for now_s, left_s in ((10.0, 90), (30.0, 70), (200.0, 0)):  # by a signal, or by what another process says
+    assert stop.asked_s() is None
+    for now_s in (10.0, 30.0):  # by a signal, or by what another process says
         monkeypatch.setattr("time.monotonic", lambda now_s=now_s: now_s)
         stop.report()
-        assert stop.left_s(90) == left_s and stop.left_s(None) is None
+        assert stop.asked_s() == 10.0
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import threading
 from pathlib import Path
 
 import jax
@@ -20,7 +19,7 @@ from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.state import create_from, restore
-from jshard.train import StopSignal, load_model_file, run_recipe
+from jshard.train import load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
 from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, micro
@@ -274,30 +273,3 @@ def test_a_source_that_does_not_fit_leaves_no_run_behind(whole, data, tmp_path):
                 init_from=source,
             )
         assert not hasattr(caught.value, "__notes__") and not (tmp_path / "run").exists()
-
-
-def test_the_deadline_of_a_stop_counts_from_the_signal_and_for_the_save_before(data, tmp_path, monkeypatch):
-    """The save of step 3 is stuck, that of step 6 waits for it, and the signal comes: the wait has an end now."""
-    stuck, waits, left = threading.Event(), threading.Event(), []
-    left_s = StopSignal.left_s
-
-    def spied(stop, given_s):
-        left.append(left_s(stop, given_s))
-        if len(left) > 3:  # it looks again and again
-            waits.set()
-        return left[-1]
-
-    def write(folder, manifest):
-        if tmp_path in folder.parents:  # not a save that another test has given up
-            waits.wait(250)
-            os.kill(os.getpid(), signal.SIGTERM)
-            stuck.wait(250)
-
-    monkeypatch.setattr(saving._manifest, "write", write)
-    monkeypatch.setattr(StopSignal, "left_s", spied)
-    try:
-        with pytest.raises(RunError, match=r"(?s)does not come to an end.*checkpoints/3\n"):
-            trained(data, tmp_path / "run", stop_deadline_s=0.3)
-    finally:
-        stuck.set()
-    assert left[0] is None and 0 <= left[-1] < 0.3  # nobody had asked for the save of step 3

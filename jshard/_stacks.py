@@ -1,0 +1,127 @@
+"""Where the threads of a process stand, seen from outside: also of one that is deep in native code, or stopped.
+
+A process that has called `ready` answers SIGUSR2 with the Python stacks of its threads, written in C into a file in
+memory, which another process of the same user finds in /proc. Nothing of it is on the disk until somebody asks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import faulthandler
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_SIGNAL = signal.SIGUSR2
+_MEMORY = "jshard-stacks"
+_ANSWER_S, _LOOK_S = 1.0, 0.02
+_STATES = {"T": "stopped", "t": "stopped by a debugger", "D": "waiting in the kernel", "Z": "dead, not yet buried"}
+_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x0*([0-9a-f]+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stacks:
+    """The stacks of a process.
+
+    Attributes:
+        name: of the process.
+        text: as faulthandler writes them; empty where the process did not answer.
+        main: the main thread's frames, innermost first, as "FILE:LINE in FUNCTION".
+        others: the frames of the other threads.
+    """
+
+    name: str
+    text: str = ""
+    main: tuple[str, ...] = ()
+    others: tuple[tuple[str, ...], ...] = ()
+
+
+def ready(name: str) -> None:
+    """From now on this process answers with its stacks, once and for all. A SIGUSR2 of the user's stays his."""
+    if _memory(os.getpid()) or not hasattr(os, "memfd_create") or signal.getsignal(_SIGNAL) != signal.SIG_DFL:
+        return
+    memory = os.memfd_create(_MEMORY)
+    os.write(memory, f"{name}\n{threading.main_thread().ident:x}\n".encode())
+    faulthandler.register(_SIGNAL, file=memory, all_threads=True)
+
+
+def stacks(pid: int) -> Stacks | None:
+    """The stacks of a process now; None of one that is not `ready`, or is gone."""
+    memory = _memory(pid)
+    if memory is None:
+        return None
+    with contextlib.suppress(OSError):
+        before = memory.read_text(errors="replace")
+        name, ident, _ = before.split("\n", 2)
+        if _listens(pid) and state(pid) != _described("T"):
+            os.kill(pid, _SIGNAL)
+            text = _answer(memory, before)
+            main, others = _threads(text, ident)
+            return Stacks(name=name, text=text, main=main, others=others)
+        return Stacks(name=name)
+    return None
+
+
+def state(pid: int) -> str:
+    """What the system says of a process that does not run, such as "T (stopped)"; empty for one that does."""
+    with contextlib.suppress(OSError, IndexError):
+        return _described(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0])
+    return ""
+
+
+def children(pid: int) -> list[int]:
+    """The processes that one has started."""
+    found: list[int] = []
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (task / "children").read_text().split())
+    return sorted(found)
+
+
+def _described(letter: str) -> str:
+    return f"{letter} ({_STATES[letter]})" if letter in _STATES else ""
+
+
+def _memory(pid: int) -> Path | None:
+    with contextlib.suppress(OSError):
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                if os.readlink(fd).startswith(f"/memfd:{_MEMORY}"):
+                    return fd
+    return None
+
+
+def _listens(pid: int) -> bool:
+    """Whether the signal is caught: it would end a process that does not."""
+    caught = re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return caught is not None and bool(int(caught[1], 16) >> (_SIGNAL - 1) & 1)
+
+
+def _answer(memory: Path, before: str) -> str:
+    """What was added, once it grows no more."""
+    text, until_s = before, time.monotonic() + _ANSWER_S
+    while time.monotonic() < until_s:
+        time.sleep(_LOOK_S)
+        last, text = text, memory.read_text(errors="replace")
+        if text == last != before:
+            break
+    return text[len(before) :]
+
+
+def _threads(text: str, main: str) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    by_ident = dict(_parsed(text))
+    own = by_ident.pop(main.lstrip("0"), ())
+    return own, tuple(by_ident.values())
+
+
+def _parsed(text: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for block in re.split(r"\n(?=(?:Current thread|Thread) 0x)", text):
+        if (head := _THREAD.match(block)) is not None:
+            yield head[1], tuple(f"{file}:{line} in {name}" for file, line, name in _FRAME.findall(block))

@@ -1,0 +1,352 @@
+"""Stalls: a run that makes no progress is reported, with the process that is behind and the place, and ends.
+
+The loop says what it does (`doing`) and which steps are done (`step_done`). A watch in a thread of its own looks
+whether anything has changed within the deadline. In a run of a single process it reports and ends the process; with a
+supervisor it lets that know, which asks all processes where they stand and names the one that is behind.
+
+All processes of a run come through the same marks in the same order. So whoever has passed the fewest is behind; among
+those that have passed as many, one that is stopped, and then one whose main thread does not wait for others.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import os
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from jshard import _stacks
+from jshard.errors import RunError, ShardingError
+from jshard.launch.cluster import RESUME
+
+DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
+MEETING, PROFILE, OTHER = "meeting the others between two steps", "writing a profile", "at work between two steps"
+_LONG = (SAVE, PROFILE)
+LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
+"""A step has so many times the median of those before, within these bounds; a save has the upper one."""
+_WARN_S = 60.0
+_NEEDED = 5  # steps, for a median
+_TICK_S = 0.25
+_FRAMES, _TEXT = 4, 300
+# Where a main thread is that waits for the devices, for Orbax, or for a meeting of the processes.
+_WAITS = ("/jax/_src/", "/jaxlib/", "/orbax/", "/tensorstore/", "jshard/_processes.py:")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stand:
+    """Where a process stands in a run that is stalled.
+
+    Args:
+        phase: what it does, in words.
+        marks: how many it has passed.
+        idle_s: seconds since the last one.
+        deadline: what it had, and why, in words.
+        state: of the process, if it does not run: "T (stopped)".
+        waits: whether its main thread waits for other processes.
+        place: the innermost frames; of whoever reads the data, where it waits for these.
+        asked: it was asked to stop, and has not in time.
+        folder: where the stacks are written.
+    """
+
+    phase: str = "starting"
+    marks: int = 0
+    idle_s: float = 0.0
+    deadline: str = ""
+    state: str = ""
+    waits: bool = False
+    place: tuple[str, ...] = ()
+    asked: bool = False
+    folder: str = ""
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Sorts the one that is behind to the front."""
+        return self.state[:1].upper() != "T", self.marks, self.waits
+
+    @classmethod
+    def read(cls, message: Any) -> Stand | None:
+        """From another process, where anything may come from: None for what is not one."""
+        if not isinstance(message, Mapping):
+            return None
+        found = {field.name: message.get(field.name) for field in dataclasses.fields(cls)}
+        texts = [found[name] for name in ("phase", "deadline", "state", "folder")]
+        place = found["place"] if isinstance(found["place"], list) else [None]
+        is_one = (
+            type(found["marks"]) is int
+            and type(found["idle_s"]) in (int, float)
+            and all(isinstance(text, str) and len(text) <= 4096 for text in texts)
+            and len(place) <= 4 * _FRAMES
+            and all(isinstance(line, str) and len(line) <= _TEXT for line in place)
+        )
+        if not is_one:
+            return None
+        return cls(**{**found, "waits": found["waits"] is True, "asked": found["asked"] is True, "place": tuple(place)})
+
+
+def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None) -> Stand:
+    """Where a process of this machine stands; its stacks go into the folder of the run.
+
+    Args:
+        pid: of the process.
+        noted: what its watch has said of it (`StallWatch.noted`).
+        process: its id in the run.
+        step: the last one that it has done.
+    """
+    phase = str(noted.get("phase", "starting"))
+    main, *others = [(one, _stacks.stacks(one)) for one in (pid, *_stacks.children(pid))]
+    workers = [(worker, one) for worker, one in others if one is not None]
+    own = main[1]
+    place = () if own is None else own.main[:_FRAMES]
+    if phase == DATA:
+        place = _place_of_data(own, workers) or place
+    folder = str(noted.get("stalls") or "")
+    if folder:
+        name = f"step-{step or 0}-process-{process}.txt"
+        text = "\n".join(f"{one.name}, {phase}\n{one.text}" for one in (own, *(one for _, one in workers)) if one)
+        with contextlib.suppress(OSError):  # a full disk: the report has the place that matters
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_text(text)
+    return Stand(
+        phase=phase,
+        marks=int(noted.get("marks", 0)),
+        idle_s=float(noted.get("idle_s", 0.0)),
+        deadline=str(noted.get("deadline", "")),
+        state=_stacks.state(pid),
+        waits=bool(place) and any(words in place[0] for words in _WAITS),
+        place=tuple(line[-_TEXT:] for line in place),
+        asked=noted.get("stalled") == "asked",
+        folder=folder,
+    )
+
+
+def _place_of_data(main: _stacks.Stacks | None, workers: list[tuple[int, _stacks.Stacks]]) -> tuple[str, ...]:
+    """Where the data are: in a worker process that is stopped, or reads a sample, or in a thread."""
+    for pid, one in workers:
+        stopped = _stacks.state(pid)
+        if stopped[:1] == "T" or (one.main and "multiprocessing/connection.py" not in one.main[0]):
+            return f"{one.name} (pid {pid}){f', {stopped}' if stopped else ''}", *one.main[:_FRAMES]
+    for frames in () if main is None else main.others:
+        if any("jshard/data/" in line for line in frames):
+            return frames[:_FRAMES]
+    return ()
+
+
+def stalled_error(one: Stand, *, who: str, what: str, lines: list[str], others: str, again: str) -> RunError:
+    """A run that is stalled, or did not stop in time.
+
+    Args:
+        one: where the process that is behind stands.
+        who: id, number and machine of it.
+        what: how it is called at the beginning of a sentence.
+        lines: what else is known of the run.
+        others: what becomes of the others.
+        again: the command line that goes on.
+    """
+    phase = f"{one.phase}{f', {one.state}' if one.state else ''}"
+    ended = (
+        f"It was asked to stop, and did not within {one.deadline}"
+        if one.asked
+        else (f"no progress for {one.idle_s:.0f} s; allowed: {one.deadline}")
+    )
+    kept = f"\nthe stacks of all processes: {one.folder}" if one.folder else ""
+    return RunError(
+        f"{what} did not stop in time: {phase}." if one.asked else f"{what} is stalled: {phase}.",
+        where=[who, *one.place, *lines],
+        why=f"{ended}.{others}{kept}",
+        do=again,
+    )
+
+
+class StallWatch:
+    """Watches the progress of this process's part of a run.
+
+    Args:
+        timeout_s: what a step, a batch, or a batch of an evaluation has; by default 20 times the median of the steps
+            before, from 60 to 1800 seconds. Saves and profiles have 1800 seconds, or this if it is longer. While a run
+            starts, initialises, restores or compiles, and after the last save, there is no limit.
+        stop_s: what a run that is asked to stop has to do so; no limit by default.
+        again: the command line that goes on with the run.
+
+    Raises:
+        ShardingError: a time-out is not a positive number.
+    """
+
+    def __init__(self, *, timeout_s: float | None = None, stop_s: float | None = None, again: str = "") -> None:
+        for option, value in (("--stall-timeout", timeout_s), ("--stop-deadline", stop_s)):
+            if value is not None and not 0 < value < 1e7:  # not `<= 0`: a NaN is refused as well
+                raise ShardingError(
+                    "The time-out is not a positive number of seconds.",
+                    where=f"{option} {value}",
+                    why="it is how long a run may stand still before it is ended.",
+                    do=f"{option} 600",
+                )
+        self.timeout_s, self.stop_s = timeout_s, stop_s
+        self.phase, self.marks, self.step = "starting", 0, 0
+        self._asked_at: Callable[[], float | None] = lambda: None
+        self._say: Callable[[str], object] = lambda line: None
+        self._alone: Callable[[], str] | None = None
+        self._again, self._folder = again, ""
+        self._idle_s, self._warned_s, self._stalled = 0.0, 0.0, ""
+        self._spans: collections.deque[float] = collections.deque(maxlen=101)
+        self._done_at = 0.0
+        self._over = threading.Event()
+
+    @contextlib.contextmanager
+    def over(
+        self,
+        folder: Path,
+        *,
+        asked_at: Callable[[], float | None],
+        alone: Callable[[], str] | None,
+        say: Callable[[str], object],
+    ) -> Iterator[None]:
+        """Watches while it is entered.
+
+        Args:
+            folder: for the stacks of a stall; made when there is one.
+            asked_at: when the run was asked to stop, of `time.monotonic`.
+            alone: of a process without supervisor, which ends itself: what of the run is kept, in words. None for the
+                others.
+            say: prints the line of a run that makes no progress.
+        """
+        global _watch
+        self._folder, self._asked_at, self._alone, self._say = str(folder), asked_at, alone, say
+        _stacks.ready("the run")
+        _watch, before = self, _watch
+        thread = threading.Thread(target=self._run, daemon=True, name="jshard-stall")
+        thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            _watch = before
+
+    def doing(self, phase: str) -> None:
+        """A mark: from now on the main thread does this."""
+        self.phase = phase
+        self.marks += 1
+
+    def step_done(self, step: int) -> None:
+        """A step's result was read."""
+        now_s = time.monotonic()
+        if self._done_at:
+            self._spans.append(now_s - self._done_at)
+        self._done_at, self.step = now_s, step
+
+    @property
+    def deadline_s(self) -> float | None:
+        """What the phase has; None without limit."""
+        if self.phase in _LONG:
+            return max(self.timeout_s or 0.0, MOST_S)
+        if self.phase not in (DATA, STEP, EVALUATION, MEETING, OTHER):
+            return None
+        return self.timeout_s or self._measured_s()
+
+    def _measured_s(self) -> float:
+        if len(self._spans) < _NEEDED:
+            return MOST_S
+        return max(LEAST_S, min(MOST_S, MEDIANS * statistics.median(self._spans)))
+
+    def _why(self) -> str:
+        """The deadline in words."""
+        if self._stalled == "asked":
+            return f"{self.stop_s:.0f} s (--stop-deadline)"
+        limit = f"{self.deadline_s or 0.0:.0f} s"
+        if self.phase in _LONG:
+            return limit
+        if self.timeout_s is not None:
+            return f"{limit} (--stall-timeout)"
+        if len(self._spans) < _NEEDED:
+            return f"{limit} (fewer than {_NEEDED} steps are measured)"
+        median = statistics.median(self._spans)
+        return f"{limit} ({MEDIANS} x the median step of {median:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
+
+    def noted(self) -> dict[str, Any]:
+        """For the supervisor."""
+        deadline_s = self.deadline_s
+        found: dict[str, Any] = {
+            "phase": self.phase,
+            "marks": self.marks,
+            "idle_s": round(self._idle_s, 1),
+            "stalls": self._folder,
+            "warn_s": None if deadline_s is None else min(_WARN_S, deadline_s / 4),
+        }
+        if self._stalled:
+            found |= {"stalled": self._stalled, "deadline": self._why()}
+        return found
+
+    def _run(self) -> None:
+        seen, last_s = self.marks, time.monotonic()
+        while not self._over.wait(_TICK_S):
+            now_s = time.monotonic()
+            # Not the clock: time that this thread has not seen either, as of a stopped process, is no stall.
+            passed_s, last_s = min(now_s - last_s, 4 * _TICK_S), now_s
+            self._idle_s = self._idle_s + passed_s if self.marks == seen else 0.0
+            seen = self.marks
+            self._look(now_s)
+
+    def _look(self, now_s: float) -> None:
+        deadline_s, asked_s = self.deadline_s, self._asked_at()
+        if self.stop_s is not None and asked_s is not None and now_s - asked_s > self.stop_s:
+            self._stalled = "asked"
+        elif deadline_s is not None and self._idle_s > deadline_s:
+            self._stalled = "stalled"
+        else:
+            self._stalled = ""
+        if self._alone is None:  # the next sign of life says it to the supervisor
+            return
+        if self._stalled:
+            self._end_alone(self._alone())
+        elif deadline_s is not None:
+            self._warned_s = warn(self._idle_s, self._warned_s, min(_WARN_S, deadline_s / 4), self.phase, self._say)
+
+    def _end_alone(self, kept: str) -> None:
+        one = stand(os.getpid(), self.noted(), process=0, step=self.step)
+        error = stalled_error(
+            one,
+            who=f"pid {os.getpid()}",
+            what="The run",
+            lines=[f"last step: {self.step}", kept],
+            others="",
+            again=self._again or "the same command with --resume",
+        )
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
+        os._exit(RESUME)
+
+
+def warn(idle_s: float, warned_s: float, first_s: float, where: str, say: Callable[[str], object]) -> float:
+    """Says that there was no step for so long: at first, and whenever that has doubled. The time of the last line."""
+    if idle_s < first_s:
+        return 0.0
+    if idle_s < 2 * warned_s:
+        return warned_s
+    say(f"no step for {idle_s:.0f} s: {where}")
+    return idle_s
+
+
+_watch: StallWatch | None = None
+
+
+def doing(phase: str) -> None:
+    """What the main thread does from now on; without a watch it is nothing."""
+    if _watch is not None:
+        _watch.doing(phase)
+
+
+def step_done(step: int) -> None:
+    """A step's result was read; without a watch it is nothing."""
+    if _watch is not None:
+        _watch.step_done(step)
+
+
+def noted() -> dict[str, Any]:
+    """What the watch of this process has to say to the supervisor."""
+    return {} if _watch is None else _watch.noted()

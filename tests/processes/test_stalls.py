@@ -1,0 +1,122 @@
+"""A run that makes no progress ends with the code for "resume me", and names the process that is behind, and where."""
+
+import json
+import os
+import signal
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+import jshard as js
+from jshard.launch import StallWatch, stall
+from jshard.launch.peers import Ending, cause
+from jshard.launch.stall import Stand
+from tests.processes.test_two_processes import TWO, Command
+
+MODEL = Path(__file__).with_name("stalling_model.py")
+
+
+@pytest.fixture
+def stalling(tmp_path, monkeypatch):
+    """Starts a run; after ten steps something stops it, and it ends: its exit code, what it wrote, and its folder."""
+    monkeypatch.setenv("SLEEP", str(tmp_path / "sleep"))
+
+    def run(*options, at, timeout="--stall-timeout=5"):
+        started = Command(tmp_path, "run", timeout, *options, steps=100_000, model=MODEL)
+        started.reaches(10)
+        at(started)
+        code, stdout, stderr = started.ends()
+        return code, stdout + stderr, started.out
+
+    run.sleep = lambda where: (tmp_path / "sleep").write_text(where)
+    return run
+
+
+def test_data_that_do_not_come_are_named(stalling):
+    code, said, out = stalling(*TWO, at=lambda run: stalling.sleep("1 data"))
+    assert code == 75, said
+    assert "RunError: Process 1 of 2 is stalled: waiting for data." in said
+    assert "stalling_model.py:" in said and "in fall_asleep" in said
+    assert "5 s (--stall-timeout)" in said and f"last good checkpoint: {out}/checkpoints/" in said
+    assert "no step for 1 s: process 1 of 2 is waiting for data" in said.replace("for 2 s", "for 1 s")
+    assert "--resume" in said and "Traceback" not in said
+    kept = sorted(path.name.rpartition("-")[2] for path in (out / "stalls").iterdir())
+    assert kept == ["0.txt", "1.txt"]  # of each process, with the main thread of the one that waits
+    assert all("in _steps" in path.read_text() for path in (out / "stalls").iterdir())
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_main_thread_that_sleeps_is_named(stalling, process):
+    code, said, _ = stalling(*TWO, at=lambda run: stalling.sleep(f"{process} main"))
+    assert code == 75 and f"RunError: Process {process} of 2 is stalled: in a step." in said, said
+    assert "in fall_asleep" in said
+
+
+@pytest.mark.wide
+def test_a_process_that_is_stopped_is_named(stalling):
+    code, said, _ = stalling(*TWO, at=lambda run: os.kill(run.workers()[0], signal.SIGSTOP))
+    assert code == 75 and "RunError: Process 0 of 2 is stalled: " in said and "T (stopped)" in said, said
+
+
+@pytest.mark.wide
+def test_a_run_of_one_process_names_its_data_worker(stalling):
+    code, said, out = stalling("--workers=2", "--mesh=fsdp=2", at=lambda run: stalling.sleep("0 data"))
+    assert code == 75 and "RunError: The run is stalled: waiting for data." in said, said
+    assert "data worker " in said and "in fall_asleep" in said and f"{out}/checkpoints/" in said, said
+
+
+@pytest.mark.wide
+def test_the_deadline_of_a_stop_holds_for_the_step_as_well(stalling):
+    """Process 0 waits in native code, where Python hands no signal to its main thread."""
+
+    def at(run):
+        stalling.sleep("1 data")
+        run.process.send_signal(signal.SIGTERM)
+
+    code, said, _ = stalling(*TWO, "--stop-deadline=3", at=at, timeout="--stall-timeout=600")
+    assert code == 75 and "RunError: Process 1 of 2 did not stop in time: waiting for data." in said, said
+    assert "asked to stop, and did not within 3 s (--stop-deadline)" in said, said
+
+
+def test_the_deadline_of_a_step_hangs_on_the_steps_before():
+    watch = StallWatch()
+    assert watch.deadline_s is None  # while the run starts
+    watch.doing(stall.STEP)
+    assert watch.deadline_s == 1800
+    for span_s, deadline_s in ((0.1, 60), (10.0, 200), (1000.0, 1800)):
+        watch._spans.clear()
+        watch._spans.extend([span_s] * 9 + [9999.0])
+        assert watch.deadline_s == deadline_s
+    watch.doing(stall.SAVE)
+    assert watch.deadline_s == 1800
+    with pytest.raises(js.ShardingError, match="--stall-timeout nan"):
+        StallWatch(timeout_s=float("nan"))
+
+
+def test_the_one_that_is_behind_among_several():
+    def ending(process, **stand):
+        return Ending(process=process, host="a", stand=Stand(**stand))
+
+    stopped = ending(3, marks=9, state="T (stopped)")
+    behind = ending(2, marks=5, waits=True)
+    busy, waiting = ending(1, marks=6), ending(0, marks=6, waits=True)
+    order = [stopped, behind, busy, waiting]
+    for i in range(len(order)):
+        assert cause(order[i:]) is cause(order[i:][::-1]) is order[i]
+    assert cause([waiting, killed := Ending(process=3, host="d", code=-9)]) is killed
+
+
+def test_stands_travel_and_nonsense_does_not():
+    one = Stand(phase=stall.DATA, marks=3, idle_s=2.5, place=("a.py:3 in f",), waits=True)
+    good = json.loads(json.dumps(asdict(one)))
+    assert Stand.read(good) == one
+    for bad in (
+        {"marks": "3"},
+        {"phase": "x" * 9999},
+        {"place": ["x" * 9999]},
+        {"place": ["x"] * 99},
+        {"idle_s": None},
+    ):
+        assert Stand.read(good | bad) is None
