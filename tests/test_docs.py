@@ -63,6 +63,11 @@ def test_the_readmes_losses_are_those_of_the_plain_model():
     assert found["kernel"].addressable_shards[0].data.size * 8 == 128 * 512
 
 
+def test_the_job_script_of_the_docs_is_the_one_that_is_tried():
+    (shown,) = re.findall(r"^```sh\n(#!/bin/bash\n.*?)^```", (ROOT / "docs" / "training.md").read_text(), re.M | re.S)
+    assert shown == (ROOT / "launch" / "train.slurm").read_text()
+
+
 def first_column(page, title):
     """The names in the first column of the table under a title."""
     section = re.search(rf"^## {title}\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL)[1]

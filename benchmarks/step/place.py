@@ -7,10 +7,9 @@ import os
 import socket
 from collections.abc import Mapping
 
-from jshard.launch.cluster import detect
+from jshard.launch import detect
 
 _FIRST_PORT = 23456
-_LOCAL = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +43,7 @@ def place_of(processes: int | None, environ: Mapping[str, str] = os.environ) -> 
     """The place of this session.
 
     Args:
-        processes: on this machine; None: as the launcher's variables say (Slurm, Open MPI, Kubernetes, or JAX's own),
+        processes: on this machine; None: as the variables of a launcher (Slurm, Kubernetes, ...) or JAX's own say,
             where every task is a session of one process, and 1 without a launcher.
         environ: the environment variables.
     """
@@ -55,7 +54,7 @@ def place_of(processes: int | None, environ: Mapping[str, str] = os.environ) -> 
     return Place(
         processes=cluster.num_processes,
         mine=(cluster.process_id,),
-        first_position=int(next((environ[name] for name in _LOCAL if name in environ), 0)),
+        first_position=cluster.local_id or 0,
         host=cluster.host,
         first_port=int(environ.get("BENCHMARK_PORT", _FIRST_PORT)),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -16,9 +18,11 @@ def run(argv: Sequence[str]) -> int:
     """The command: `argv` are the arguments after `jshard train`."""
     args = parse(TrainArgs, argv, command="jshard train")
     if not (args.dry_run or args.print_config or launch.is_worker()):
-        cluster = launch.detect()
+        cluster = launch.detect(command=shlex.join(["jshard", "train", *argv]))
         if cluster is not None or args.processes != 1 or args.max_restarts:
             return _supervise(args, argv, cluster)
+        if "KUBERNETES_SERVICE_HOST" in os.environ and "JAX_NUM_PROCESSES" not in os.environ:
+            print(launch.ONE_POD, file=sys.stderr)
     with loading():
         from jshard.cli._training import train  # here: it brings jax, and whoever only starts others does without
 

@@ -15,13 +15,15 @@ what all workers write to stderr. With `Restarts` a run that loses a process is 
     in any run          with StallWatch().over(...): doing("waiting for data"), step_done(12)
 """
 
-from jshard.launch.cluster import Cluster, Deadlines, detect, stopped_code
+from jshard.launch.cluster import Cluster, Deadlines, stopped_code
+from jshard.launch.launchers import ONE_POD, detect
 from jshard.launch.restarts import Restarts, of_this_attempt
 from jshard.launch.stall import StallWatch, doing, step_done
 from jshard.launch.supervisor import supervise
 from jshard.launch.worker import is_worker, leave, note, start_worker
 
 __all__ = [
+    "ONE_POD",
     "Cluster",
     "Deadlines",
     "Restarts",

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jshard.errors import printable
 from jshard.launch.cluster import GOOD, REQUEST, RESUME, Deadlines
 from jshard.launch.stall import Stand
 
@@ -290,6 +291,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     return message if isinstance(message, dict) else None
 
 
+_PHASE = 80  # characters
 # What beats say of a worker, and what it is.
 _BEATEN = {"step": (int,), "marks": (int,), "phase": (str,), "idle_s": (int, float), "warn_s": (int, float)}
 
@@ -381,9 +383,8 @@ class Peers:
         ending = None
         for message in link.receive():
             if "beat" in message:
-                self.noted[process] = {
-                    name: message[name] for name, kinds in _BEATEN.items() if type(message.get(name)) in kinds
-                }
+                said = {name: message[name] for name, kinds in _BEATEN.items() if type(message.get(name)) in kinds}
+                self.noted[process] = said | {"phase": printable(said.get("phase", "")[:_PHASE])}
             self.stalled |= message.get("stalled") == 1
             if self.process_id != 0 and self.verdict is None:
                 self.verdict = from_message(message.get("verdict"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import multiprocessing
 import os
 import statistics
 import sys
@@ -28,7 +29,7 @@ from jshard.launch.cluster import RESUME
 
 DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
 MEETING, PROFILE, OTHER = "meeting the others between two steps", "writing a profile", "at work between two steps"
-_LONG = (SAVE, PROFILE)
+_LONG, _SHORT = (SAVE, PROFILE), (DATA, STEP, EVALUATION, MEETING, OTHER)
 LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
 """A step has so many times the median of those before, within these bounds; a save has the upper one."""
 _WARN_S = 60.0
@@ -169,8 +170,8 @@ class StallWatch:
 
     Args:
         timeout_s: what a step, a batch, or a batch of an evaluation has; by default 20 times the median of the steps
-            before, from 60 to 1800 seconds. Saves and profiles have 1800 seconds, or this if it is longer. While a run
-            starts, initialises, restores or compiles, and after the last save, there is no limit.
+            before, from 60 to 1800 seconds. Saves, profiles and the first step have 1800 seconds, or this if it is
+            longer. While a run starts, initialises, restores or compiles, and after the last save, there is no limit.
         stop_s: what a run that is asked to stop has to do so; no limit by default.
         again: the command line that goes on with the run.
 
@@ -195,6 +196,7 @@ class StallWatch:
         self._again, self._folder = again, ""
         self._idle_s, self._warned_s, self._stalled = 0.0, 0.0, ""
         self._spans: collections.deque[float] = collections.deque(maxlen=101)
+        self._median_s: float | None = None  # of them, once there are enough; the watch's thread computes it
         self._done_at = 0.0
         self._over = threading.Event()
 
@@ -226,6 +228,7 @@ class StallWatch:
             yield
         finally:
             self._over.set()
+            thread.join(1.0)
             _watch = before
 
     def doing(self, phase: str) -> None:
@@ -243,30 +246,31 @@ class StallWatch:
     @property
     def deadline_s(self) -> float | None:
         """What the phase has; None without limit."""
-        if self.phase in _LONG:
-            return max(self.timeout_s or 0.0, MOST_S)
-        if self.phase not in (DATA, STEP, EVALUATION, MEETING, OTHER):
+        if self.phase not in (*_LONG, *_SHORT):
             return None
-        return self.timeout_s or self._measured_s()
+        if self._is_long:
+            return max(self.timeout_s or 0.0, MOST_S)
+        if self.timeout_s is not None or self._median_s is None:
+            return self.timeout_s or MOST_S
+        return max(LEAST_S, min(MOST_S, MEDIANS * self._median_s))
 
-    def _measured_s(self) -> float:
-        if len(self._spans) < _NEEDED:
-            return MOST_S
-        return max(LEAST_S, min(MOST_S, MEDIANS * statistics.median(self._spans)))
+    @property
+    def _is_long(self) -> bool:
+        """Whether this takes long, or waits for processes that still compile: before its first step."""
+        return self.phase in _LONG or not self._done_at
 
     def _why(self) -> str:
         """The deadline in words."""
         if self._stalled == "asked":
             return f"{self.stop_s:.0f} s (--stop-deadline)"
         limit = f"{self.deadline_s or 0.0:.0f} s"
-        if self.phase in _LONG:
+        if self._is_long:
             return limit
         if self.timeout_s is not None:
             return f"{limit} (--stall-timeout)"
-        if len(self._spans) < _NEEDED:
+        if self._median_s is None:
             return f"{limit} (fewer than {_NEEDED} steps are measured)"
-        median = statistics.median(self._spans)
-        return f"{limit} ({MEDIANS} x the median step of {median:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
+        return f"{limit} ({MEDIANS} x the median step of {self._median_s:.3g} s, from {LEAST_S:.0f} to {MOST_S:.0f} s)"
 
     def noted(self) -> dict[str, Any]:
         """For the supervisor."""
@@ -290,7 +294,12 @@ class StallWatch:
             passed_s, last_s = min(now_s - last_s, 4 * _TICK_S), now_s
             self._idle_s = self._idle_s + passed_s if self.marks == seen else 0.0
             seen = self.marks
+            self._measure()
             self._look(now_s)
+
+    def _measure(self) -> None:
+        spans = list(self._spans)
+        self._median_s = statistics.median(spans) if len(spans) >= _NEEDED else None
 
     def _look(self, now_s: float) -> None:
         deadline_s, asked_s = self.deadline_s, self._asked_at()
@@ -319,6 +328,8 @@ class StallWatch:
         )
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n")
         sys.stderr.flush()
+        for worker in multiprocessing.active_children():  # one that sleeps would not notice that we are gone
+            worker.kill()
         os._exit(RESUME)
 
 

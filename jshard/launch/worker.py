@@ -187,7 +187,7 @@ def _connect(environ: Mapping[str, str], deadlines: Deadlines) -> None:
             address,
             num_processes=int(environ["JAX_NUM_PROCESSES"]),
             process_id=int(environ["JAX_PROCESS_ID"]),
-            cluster_detection_method=_detection(environ),
+            cluster_detection_method="deactivate",  # the place is known, and JAX_LOCAL_DEVICE_IDS has its GPUs
             initialization_timeout=math.ceil(deadlines.init_s),
             # The supervisor's report comes first: JAX ends the process with no more than a trace.
             heartbeat_timeout_seconds=math.ceil(max(100.0, 2 * deadlines.peer_s)),
@@ -213,13 +213,6 @@ def _check_secured(environ: Mapping[str, str], known: Mapping[str, Any]) -> None
             why="its coordination service knows no mutual TLS, and the run would be open.",
             do="pip install -U jax  # 0.12 has it; or unset the variables.",
         )
-
-
-def _detection(environ: Mapping[str, str]) -> str | None:
-    """The switch of JAX's own detection, which is still to choose one GPU for each process of a launcher."""
-    has_local_id = "SLURM_LOCALID" in environ or "OMPI_COMM_WORLD_LOCAL_RANK" in environ
-    kind = environ["JSHARD_CLUSTER"]
-    return "deactivate" if kind == "local" or (kind == "jax variables" and not has_local_id) else None
 
 
 def _blames_peer(error: BaseException | None) -> bool:

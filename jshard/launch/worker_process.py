@@ -120,6 +120,20 @@ def local_device_ids(num_processes: int, environ: Mapping[str, str] = os.environ
     return [",".join(str(share * process + i) for i in range(share)) for process in range(num_processes)]
 
 
+def device_ids_of(place: Cluster, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """JAX_LOCAL_DEVICE_IDS of a process that a launcher started: its share of the machine's GPUs.
+
+    Nothing where it is given, or the process is alone on its machine, or the launcher shows it a single GPU. Where the
+    GPUs cannot be counted or shared out, JAX's own rule: that of the process's number.
+    """
+    number, mine = _num_gpus(environ), place.local_id
+    if mine is None or place.local_size == 1 or number == 1 or environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return {}
+    share, rest = divmod(number, place.local_size or number or 1)
+    ids = [mine] if rest or not share else range(share * mine, share * (mine + 1))
+    return {"JAX_LOCAL_DEVICE_IDS": ",".join(map(str, ids))}
+
+
 def _num_gpus(environ: Mapping[str, str]) -> int:
     platforms = environ.get("JAX_PLATFORMS", "")
     if platforms and "cuda" not in platforms and "gpu" not in platforms:
@@ -183,6 +197,7 @@ class WorkerProcess:
             "JAX_COORDINATOR_ADDRESS": place.coordinator,
             "JAX_NUM_PROCESSES": str(place.num_processes),
             "JAX_PROCESS_ID": str(place.process_id),
+            **device_ids_of(place),
             **(extra or {}),
         }
         inherited = None if has_stdout else subprocess.DEVNULL

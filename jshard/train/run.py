@@ -222,6 +222,7 @@ class _Job:
         print(f"\n{line}", file=sys.stderr, flush=True)
 
     def _at_work(self, what: str) -> contextlib.AbstractContextManager[object]:
+        launch.doing(what)
         return at_work(what, say=self.say, stream=sys.stdout if self.folder.is_primary else None)
 
     def _step(self, model: nnx.Module, optimizer: nnx.Optimizer[Any], start_step: int) -> TrainStep:

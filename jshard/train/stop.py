@@ -53,7 +53,7 @@ class StopSignal(Signals):
         Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
         """
         if self._wakeup is not None:
-            with contextlib.suppress(BlockingIOError):
+            with contextlib.suppress(OSError):  # there is none
                 if any(number in set(os.read(self._wakeup[0], 4096)) for number in self._before):
                     self.report()
         return self._asked_s

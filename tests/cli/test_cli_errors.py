@@ -164,16 +164,6 @@ def test_a_process_that_only_starts_others_does_without_jax():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_that_asks_for_a_launcher_does_without_flax():
-    program = (
-        "import sys; from jshard import launch\n"
-        "launch.detect({'SLURM_JOB_ID': '1'})\n"
-        "sys.exit('jax' not in sys.modules or 'flax' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stderr
-
-
 def config(capsys, line):
     assert cli.main(["train", "gpt", "--print-config", *line.split()]) == 0
     return json.loads(capsys.readouterr().out)

@@ -12,8 +12,8 @@ import time
 import pytest
 
 import jshard as js
-from jshard import _compat, launch
-from jshard.launch import worker, worker_process
+from jshard import launch
+from jshard.launch import worker_process
 from jshard.launch.peers import Ending, cause
 from tests.processes.launching import HERE, children, fake, gone, killed, plain, until
 
@@ -216,102 +216,6 @@ def test_gpus_are_shared_out(monkeypatch):
     with pytest.raises(js.ShardingError, match="cannot be shared out") as info:
         ids(2, {"CUDA_VISIBLE_DEVICES": "0"})
     assert "JAX_PLATFORMS=cpu" in info.value.do
-
-
-SLURM = {
-    "SLURM_JOB_ID": "5000",
-    "SLURM_NTASKS": "4",
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NODELIST": "node[007-008],gpu1",
-    "SLURM_STEP_NUM_TASKS": "4",
-}
-OPEN_MPI = {
-    "OMPI_MCA_orte_hnp_uri": "4096000.0;tcp://10.96.0.1,10.148.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "2",
-    "OMPI_COMM_WORLD_RANK": "1",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-}
-JAX = {"JAX_COORDINATOR_ADDRESS": "node1:1234", "JAX_NUM_PROCESSES": "3", "JAX_PROCESS_ID": "2"}
-
-
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ({}, None),
-        (JAX, ("jax variables", "node1:1234", 3, 2)),
-        ({**JAX, "JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0"}, None),
-        ({**SLURM, **JAX}, ("jax variables", "node1:1234", 3, 2)),
-        (SLURM, ("slurm", "node007:62344", 4, 3)),
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu1,gpu2"}, ("slurm", "gpu1:62344", 4, 3)),
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu1"}, ("slurm", "gpu1:62344", 4, 3)),
-        ({**SLURM, "JAX_COORDINATOR_PORT": "999"}, ("slurm", "node007:999", 4, 3)),
-        ({**SLURM, "JAX_COORDINATOR_ADDRESS": "ib0:77"}, ("slurm", "ib0:77", 4, 3)),
-        ({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
-        # The shells of salloc: without a step, and as a step of one task in an allocation of four.
-        ({"SLURM_JOB_ID": "5000", "SLURM_NTASKS": "4"}, None),
-        ({**SLURM, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
-        (OPEN_MPI, ("open mpi", "10.96.0.1:62440", 2, 1)),
-        # A pod that is no indexed job.
-        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, None),
-    ],
-)
-def test_clusters_are_detected(environ, expected):
-    before = dict(os.environ)
-    found = launch.detect(environ)
-    assert dict(os.environ) == before
-    if expected is None:
-        assert found is None
-    else:
-        assert found is not None
-        assert (found.kind, found.coordinator, found.num_processes, found.process_id) == expected
-        assert found.variables.items() <= environ.items() and found.variables
-
-
-HALF_SET = """\
-The variables that describe the cluster are half set.
-  where: JAX_COORDINATOR_ADDRESS=node1:1234
-         JAX_NUM_PROCESSES=3
-         JAX_PROCESS_ID is not set
-  why:   2 of 3 are set, and there is no launcher (srun, mpirun, Kubernetes) to give the rest.
-  do:    set all: JAX_COORDINATOR_ADDRESS=HOST:PORT JAX_NUM_PROCESSES=N JAX_PROCESS_ID=I
-         or none, for one process: env -u JAX_COORDINATOR_ADDRESS -u JAX_NUM_PROCESSES jshard train ..."""
-
-
-@pytest.mark.parametrize(
-    ("environ", "reported"),
-    [
-        ({**JAX, "JAX_PROCESS_ID": ""}, HALF_SET),
-        ({**JAX, "JAX_PROCESS_ID": "3"}, "process 3 of 3; ids go from 0 to 2."),
-        ({**JAX, "JAX_PROCESS_ID": "-1"}, "JAX_PROCESS_ID is not a number of use."),
-        ({**JAX, "JAX_NUM_PROCESSES": "two"}, "JAX_NUM_PROCESSES is not a number of use."),
-        ({**JAX, "JAX_NUM_PROCESSES": "0"}, "it is a whole number, 1 or more."),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1"}, "The address of process 0 cannot be read."),
-        ({**JAX, "JAX_COORDINATOR_ADDRESS": "node1:99999"}, "a port from 1 to 65535"),
-        ({**SLURM, "SLURM_NTASKS": "four"}, "What the cluster's launcher says cannot be read."),
-        ({k: v for k, v in OPEN_MPI.items() if "orte" not in k}, "Open MPI 5 does not say where its processes meet."),
-    ],
-)
-def test_variables_that_make_no_sense_are_refused(environ, reported):
-    with pytest.raises(js.ShardingError) as info:
-        launch.detect(environ)
-    assert reported in str(info.value)
-
-
-def test_a_pod_of_an_indexed_job_is_asked_about(monkeypatch):
-    asked = []
-    monkeypatch.setattr(_compat, "launcher_cluster", lambda environ: asked.append(dict(environ)))
-    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}
-    assert launch.detect(pod) is launch.detect({**pod, "JOB_COMPLETION_INDEX": "1"}) is None
-    assert asked == [{**pod, "JOB_COMPLETION_INDEX": "1"}]
-
-
-def test_jax_chooses_the_gpu_of_a_launchers_process():
-    def detection(kind, **environ):
-        return worker._detection({"JSHARD_CLUSTER": kind, **environ})
-
-    assert detection("slurm", SLURM_LOCALID="1") is detection("jax variables", SLURM_LOCALID="1") is None
-    assert detection("jax variables") == detection("local", SLURM_LOCALID="1") == "deactivate"
 
 
 def test_a_program_without_supervisor_is_no_worker():
