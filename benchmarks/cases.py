@@ -34,4 +34,5 @@ CASES = {
     "memory": Case("memory", "memory of a step, estimated and compiled for GPU clusters; needs plan-gpu, and no GPU"),
     "optimizers": Case("optimizers", "how far each Optax optimizer is from one device on sharded state"),
     "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
+    "copies": Case("copies", "what copies in memory cost beside none, and beside checkpoints as often"),
 }

@@ -140,7 +140,7 @@ def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes a manifest, and returns when it is on the disk."""
-    body = json.dumps(_to_json(manifest))
+    body = json.dumps(to_json(manifest))
     write_text(folder / NAME, json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body}))
 
 
@@ -175,7 +175,7 @@ def read(folder: Path) -> Manifest | None:
             f"this jshard reads formats up to {FORMAT}.",
             do="pip install --upgrade jshard",
         )
-    return _from_json(fields)
+    return from_json(fields)
 
 
 def damage(folder: Path, manifest: Manifest) -> list[str]:
@@ -205,14 +205,16 @@ def _spec(leaf: Any) -> str | None:
     return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
 
 
-def _to_json(manifest: Manifest) -> dict[str, Any]:
+def to_json(manifest: Manifest) -> dict[str, Any]:
+    """A manifest in values of JSON."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
     given = {path: dataclasses.asdict(leaf) for path, leaf in manifest.leaves.items()}
     leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
     return {"format": FORMAT, **fields, "leaves": leaves}
 
 
-def _from_json(fields: Mapping[str, Any]) -> Manifest:
+def from_json(fields: Mapping[str, Any]) -> Manifest:
+    """The inverse of `to_json`."""
     given = _known(Manifest, fields)
     given["leaves"] = {path: StoredLeaf(**_known(StoredLeaf, leaf)) for path, leaf in fields["leaves"].items()}
     given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}

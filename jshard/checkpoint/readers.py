@@ -254,7 +254,7 @@ class ForeignCheckpoint(Opened):
 
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
         """See `Opened.in_flight_bytes`: the boxes of one leaf for all devices here."""
-        return max(map(_boxes_bytes, reads.values()), default=0)
+        return max(map(boxes_bytes, reads.values()), default=0)
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """See `Opened.load`; host memory holds the boxes of one leaf."""
@@ -278,7 +278,7 @@ class ForeignCheckpoint(Opened):
         assert like.sharding is not None
         read = functools.partial(self.read, name)
         leaf = jax.make_array_from_callback(
-            like.shape, like.sharding, lambda box: _padded(read, box or (), like, stored.shape)
+            like.shape, like.sharding, lambda box: padded(read, box or (), like, stored.shape)
         )
         return jax.block_until_ready(leaf)  # before the next one is read
 
@@ -349,14 +349,15 @@ def _without_layers(path: str) -> str:
     return "/".join(key for key in path.split("/") if not key.isdecimal())
 
 
-def _boxes_bytes(like: Any) -> int:
+def boxes_bytes(like: Any) -> int:
+    """Bytes of the boxes that the devices of this process are to hold of a leaf."""
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None:
         return getattr(like, "nbytes", 0)
-    shard = math.prod(like.sharding.shard_shape(like.shape)) * jnp.dtype(like.dtype).itemsize
+    shard = math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
     return shard * len(like.sharding.addressable_devices)
 
 
-def _padded(
+def padded(
     read: Callable[[Box], np.ndarray], box: Box, like: jax.ShapeDtypeStruct, shape: tuple[int, ...]
 ) -> np.ndarray:
     """A box of a stored array, with zeros where it reaches beyond its shape."""

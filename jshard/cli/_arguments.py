@@ -209,6 +209,9 @@ class TrainArgs(RecipeArgs):
     """How long a step, a batch or a batch of an evaluation may take before the run ends as stalled (exit code 75); by
     default 20 times the median step, from 60 to 1800 seconds. A save and the first step have 1800, or this if it is
     longer. There is no limit while the run starts and compiles, and after its last save."""
+    keep_in_memory: Annotated[int | None, tyro.conf.arg(metavar="STEPS")] = None
+    """Every so many steps, keep a copy of the state in the memory of another machine; a run that is started again after
+    a loss goes on from there. By default there are only checkpoints."""
     track: Annotated[tuple[str, ...] | None, tyro.conf.arg(metavar="NAME")] = None
     """Further records: tensorboard, wandb. By default tensorboard where that extra is installed."""
     sample_tokens: Count = 256

@@ -46,7 +46,9 @@ def restarts_of(args: TrainArgs, argv: Sequence[str], cluster: launch.Cluster | 
         return [sys.executable, "-m", "jshard", "train", *words, *(["--resume"] if is_begun else [])]
 
     meshes = None if args.min_processes is None else _meshes(args, argv, cluster)
-    return launch.Restarts(most=args.max_restarts, command=command, meshes=meshes)
+    return launch.Restarts(
+        most=args.max_restarts, command=command, meshes=meshes, keeps_copies=args.keep_in_memory is not None
+    )
 
 
 def shrunk(sizes: Mapping[str, int], *, processes: int, of: int) -> dict[str, int] | None:

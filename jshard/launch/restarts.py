@@ -31,12 +31,14 @@ class Restarts:
         meshes: numbers of processes that can take part, and the mesh of each, where it is another than that of all.
             None: all have to.
         wait_s: how long those that can go on wait for the others.
+        keeps_copies: whether the supervisors have room for copies of the state in their memory.
     """
 
     most: int
     command: Resumed
     meshes: Mapping[int, str] | None = None
     wait_s: float = 60.0
+    keeps_copies: bool = False
 
     def usable(self, came: int, of: int) -> int:
         """How many of those that came can take part; 0 if they are too few."""
@@ -55,6 +57,7 @@ class History:
         step: the highest step that was reported.
         checkpoints: those that were reported, in order.
         folder: of the run.
+        copy: step of the last copy in memory.
         lost: what ended the attempt before, and when.
     """
 
@@ -64,6 +67,7 @@ class History:
     step: int | None = None
     checkpoints: list[str] = dataclasses.field(default_factory=list)
     folder: str | None = None
+    copy: int | None = None
     lost: tuple[str, float] | None = None
 
     def note(self, lost: Ending, reported: Mapping[str, Any]) -> None:
@@ -71,7 +75,7 @@ class History:
 
         Args:
             lost: the process that was lost.
-            reported: what the workers reported last: "step", "checkpoint", "folder".
+            reported: what the workers reported last: "step", "checkpoint", "folder", "copy".
         """
         steps = [step for step in (lost.step, reported.get("step")) if step is not None]
         saved = [path for path in (lost.checkpoint, reported.get("checkpoint")) if path is not None]
@@ -81,6 +85,7 @@ class History:
         self.step = max([*steps, *([] if self.step is None else [self.step])], default=None)
         self.checkpoints += [path for path in dict.fromkeys(saved) if path not in self.checkpoints]
         self.folder = reported.get("folder") or self.folder
+        self.copy = reported.get("copy") or self.copy
         self.lost = f"{lost.who}: {lost.how}", time.time()
 
     def as_message(self) -> dict[str, Any]:
@@ -95,6 +100,7 @@ class History:
             return cls(
                 **{name: int(message[name]) for name in ("left", "attempt", "fruitless")},
                 step=None if message["step"] is None else int(message["step"]),
+                copy=None if message["copy"] is None else int(message["copy"]),
                 checkpoints=[str(path) for path in message["checkpoints"]],
                 folder=None if message["folder"] is None else str(message["folder"]),
                 lost=None if at is None else (str(at[0]), float(at[1])),
@@ -110,6 +116,7 @@ class History:
             self.left, self.fruitless = min(one.left for one in known), min(one.fruitless for one in known)
             self.step = max((one.step for one in known if one.step is not None), default=None)
             self.folder = next((one.folder for one in known if one.folder), None)
+            self.copy = max((one.copy for one in known if one.copy is not None), default=None)
             self.lost, self.attempt = newest.lost, newest.attempt
             self.checkpoints += [path for one in known for path in one.checkpoints if path not in self.checkpoints]
         self.attempt += 1
@@ -146,7 +153,9 @@ class History:
     def line(self, *, num_processes: int) -> str:
         """What is printed when the run is started again."""
         what, _ = self.lost or ("a process was lost", 0.0)
-        origin = f"from {self.checkpoints[-1]}" if self.checkpoints else "(no checkpoint was reported yet)"
+        origins = [] if self.copy is None else [f"the copy in memory of step {self.copy}"]
+        origins += self.checkpoints[-1:]
+        origin = f"from {', or '.join(origins)}" if origins else "(no checkpoint was reported yet)"
         number = f"{num_processes} process{'es' if num_processes > 1 else ''}"
         return f"lost {what}. It goes on {origin} with {number}; restarts left: {self.left}."
 

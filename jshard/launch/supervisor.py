@@ -11,6 +11,7 @@ from typing import Any
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import stall, worker_process
 from jshard.launch.cluster import REQUEST, RESUME, TICK_S, Cluster, Deadlines, stopped_code
+from jshard.launch.keeper import Keeper
 from jshard.launch.peers import Ending, Peers, cause
 from jshard.launch.rendezvous import Group, RollCall
 from jshard.launch.restarts import History, Restarts
@@ -76,6 +77,7 @@ class _Supervised:
     again: str
     restarts: Restarts | None
     signals: Signals
+    keeper: Keeper | None = None
     history: History = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,6 +91,8 @@ class _Supervised:
         finally:
             if call is not None:
                 call.close()
+            if self.keeper is not None:
+                self.keeper.close()
 
     def _attempts(self, call: RollCall | None) -> int:
         while True:
@@ -112,13 +116,13 @@ class _Supervised:
         if call is None:
             self.history.merge([])
             self._say_restart(number)
-            workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=self.history.environ())
+            workers = worker_process.start_local(self._worker(), number, self.deadlines, extra=self._environ())
         else:
             group = self._meet(call)
             if group is None:
                 return None
             peers, number = group.peers, group.place.num_processes
-            extra = {**self.history.environ(), **group.bind}
+            extra = {**self._environ(group.place), **group.bind}
             workers = [WorkerProcess(self._worker(group.mesh), group.place, self.deadlines, extra=extra)]
         return _Run(
             workers=workers,
@@ -144,6 +148,12 @@ class _Supervised:
                 self._say_restart(group.place.num_processes)
         return group
 
+    def _environ(self, place: Cluster | None = None) -> dict[str, str]:
+        """What a worker is to know of the attempts, and of what is kept for it here: from the first one to the last."""
+        if self.keeper is None and self.restarts is not None and self.restarts.keeps_copies:
+            self.keeper = Keeper(place)
+        return {**self.history.environ(), **({} if self.keeper is None else self.keeper.environ)}
+
     def _worker(self, mesh: str | None = None) -> Sequence[str]:
         """The command of a worker: as it was given, and from the second attempt on one that goes on."""
         if self.restarts is None or self.history.lost is None:
@@ -151,7 +161,7 @@ class _Supervised:
         return self.restarts.command(self.history.folder, mesh)
 
     def _note(self, attempt: _Run, lost: Ending) -> None:
-        reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder")}
+        reported = {key: attempt.last(key) for key in ("step", "checkpoint", "folder", "copy")}
         self.history.note(lost, reported)
         self.history.left -= 1
         if self.cluster is None:  # else all find it together

@@ -59,7 +59,12 @@ def start_worker(environ: Mapping[str, str] = os.environ) -> None:
 
 
 def note(
-    *, step: int | None = None, checkpoint: str | None = None, again: str | None = None, folder: str | None = None
+    *,
+    step: int | None = None,
+    checkpoint: str | None = None,
+    copy: int | None = None,
+    again: str | None = None,
+    folder: str | None = None,
 ) -> None:
     """Lets the supervisor know how far the run is, for the report if a process is lost. Without one it does nothing.
 
@@ -68,11 +73,12 @@ def note(
     Args:
         step: the step that was done last.
         checkpoint: the checkpoint that was completed last.
+        copy: the step of the last copy in memory.
         again: the command line that goes on from there.
         folder: of the run.
     """
     if _reporter is not None:
-        given = {"step": step, "checkpoint": checkpoint, "again": again, "folder": folder}
+        given = {"step": step, "checkpoint": checkpoint, "copy": copy, "again": again, "folder": folder}
         _reporter.note({key: value for key, value in given.items() if value is not None})
 
 

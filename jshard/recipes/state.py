@@ -52,10 +52,15 @@ def restore(
         CheckpointError: there is no checkpoint, or the model and its optimizer do not fit it.
         RunError: all are damaged, or cannot be read.
     """
+    state = checkpoints.restore(abstract_state(model_file, recipe, mesh), step, fall_back=True)
+    return state["model"], state["optimizer"], int(state["step"])
+
+
+def abstract_state(model_file: ModelFile, recipe: Recipe, mesh: Mesh) -> dict[str, Any]:
+    """What a checkpoint of a run holds, without values."""
     model = abstract_model(model_file, recipe, mesh)
     optimizer = abstract_optimizer(model, optimizer_of(recipe, model), wrt=model_file.wrt)
-    state = checkpoints.restore({"model": model, "optimizer": optimizer, "step": 0}, step, fall_back=True)
-    return state["model"], state["optimizer"], int(state["step"])
+    return {"model": model, "optimizer": optimizer, "step": 0}
 
 
 def create_from(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) -> tuple[nnx.Module, nnx.Optimizer[Any]]:

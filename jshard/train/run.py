@@ -30,12 +30,13 @@ from jshard.recipes.loss_scale import loss_scale_of
 from jshard.recipes.mfu import Mfu, device_peak, peak_bytes
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe, check_batch, check_recipe
-from jshard.recipes.state import check_source
+from jshard.recipes.state import abstract_state, check_source
 from jshard.recipes.step import EvalStep, TrainStep
 from jshard.train.compile_cache import keep_programs
 from jshard.train.first_loss import explained
 from jshard.train.jsonl import Jsonl, plot_loss
 from jshard.train.loop import Every, Fitted, evaluate, fit, sample_text
+from jshard.train.memory_copies import MemoryCopies
 from jshard.train.profile import StepProfile, check_profile, left_to_profile
 from jshard.train.progress import Meter, Progress
 from jshard.train.run_checkpoints import RunCheckpoints
@@ -76,6 +77,7 @@ def run_recipe(
     profile: range | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     init_from: Path | None = None,
+    keep_in_memory: int | None = None,
     programs: str | None = None,
     watch: launch.StallWatch | None = None,
     say: Callable[[str], object] = print,
@@ -102,6 +104,7 @@ def run_recipe(
         compiler_options: for the step, as `js.compiler_options()` gives them; none by default.
         init_from: a checkpoint whose parameters a new run begins with; what `jshard.checkpoint` reads. A run that has
             checkpoints of its own goes on from these, and does not read it again.
+        keep_in_memory: steps from one copy of the state in the memory of the supervisors to the next; None for none.
         programs: the folder that keeps compiled programs; "beside" for one beside `out`, "none" to compile anew. By
             default as JAX is set.
         watch: ends this process, or has its supervisor end the run, when it makes no progress, or does not stop in
@@ -128,6 +131,9 @@ def run_recipe(
     if init_from is not None and not (resume and steps_in(Path(out) / OF_A_RUN)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
+    copies = None
+    if keep_in_memory is not None:
+        copies = MemoryCopies(keep_in_memory, abstract_state(model_file, recipe, mesh), say)
     record = RunRecord.of(recipe, name=name, model_file=model_file.name, data=data, options=options or {})
     with RunFolder.open(out, record, resume=resume) as folder:
         for notice in folder.notices:
@@ -141,7 +147,7 @@ def run_recipe(
             mesh=mesh,
             data=data,
             folder=folder,
-            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say),
+            checkpoints=RunCheckpoints(model_file, recipe, mesh, folder, say, copies=copies),
             say=say,
             stop=stop,
             watch=watch,
@@ -260,6 +266,7 @@ class _Job:
                         do=lambda done: checkpoints.save(step, done),
                         check=checkpoints.check,
                     ),
+                    copies=checkpoints.every_copy(step),
                     stop=self.stop,
                     profile=profile,
                     first_loss=functools.partial(self._first_loss, step, start_step),

@@ -34,16 +34,16 @@ SETTINGS = ("checkpoint_every=4", "eval_every=5", "model.dropout=0.1", "model.n_
 class Command:
     """`jshard train` on the spied model, in a process group of its own."""
 
-    def __init__(self, folder, name, *options, steps=STEPS, model=MODEL):
+    def __init__(self, folder, name, *options, steps=STEPS, model=MODEL, settings=SETTINGS, **variables):
         self.out = folder / name
         self.spy = folder / f"{name}-samples-{len(list(folder.iterdir()))}"
         self.spy.mkdir()
         env = environment(programs=folder / "programs") | {"SPY_FOLDER": str(self.spy), "PYTHONUNBUFFERED": "1"}
-        settings = [f"--set={key}" for key in SETTINGS]
+        settings = [f"--set={key}" for key in settings]
         arguments = ["train", str(model), "--out", str(self.out), "--steps", str(steps), "--track", *settings, *options]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "jshard", *arguments],
-            env=env,
+            env=env | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

@@ -1,0 +1,60 @@
+"""A packed state comes back under every strategy, bit for bit, without what follows changing it; damage is found."""
+
+from pathlib import Path
+
+import jax
+import pytest
+from flax import nnx
+
+from jshard.checkpoint.packed import PackedCheckpoint, Packing
+from jshard.checkpoint.restoring import Restoring
+from jshard.errors import RunError
+from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
+
+
+def packed(state, step=1):
+    return b"".join(Packing(state, step=step).finish())
+
+
+def restored(data, layout):
+    read = lambda begin, size: data[begin : begin + size]
+    opened = PackedCheckpoint(Path("copy"), [read])
+    return Restoring(opened, abstract(layout)).run(verify=True, timeout_s=60)
+
+
+@pytest.mark.parametrize("source", ["hsdp", "all axes"])
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_every_layout_is_read_onto_every_other(source, target):
+    data = packed(filled(source, 3))
+    assert differences(restored(data, target), target, 3) == []
+
+
+def test_replicas_and_padding_are_packed_once():
+    sizes = {layout: len(packed(filled(layout, 0))) for layout in ("one device", "replicate")}
+    arrays = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(filled("one device", 0)["model"])))
+    assert abs(sizes["replicate"] - sizes["one device"]) < 10_000  # as many bytes of arrays, in more pieces
+    assert sizes["replicate"] > 3 * arrays
+
+
+def test_what_the_next_step_does_to_the_arrays_is_not_in_the_copy():
+    state = filled("zero3", 0)
+    packing = Packing(state, step=1)
+    step = jax.jit(lambda x: jax.tree.map(lambda leaf: leaf * 0, x), donate_argnums=0)
+    jax.block_until_ready(step(nnx.state(state["model"], nnx.Param)))
+    assert differences(restored(b"".join(packing.finish()), "zero3"), "zero3", 0) == []
+
+
+@pytest.mark.parametrize("place", [-3, -3000])
+def test_another_byte_is_found(place):
+    data = bytearray(packed(filled("zero3", 0)))
+    data[place] ^= 1
+    with pytest.raises(RunError, match="sums differ"):
+        restored(bytes(data), "zero3")
+
+
+def test_a_part_that_is_missing_is_found():
+    data = packed(filled("zero3", 0))
+    size = int.from_bytes(data[:8], "little")
+    without = data[8 : 8 + size].replace(b'"pieces": [[', b'"pieces": [], "others": [[', 1)
+    with pytest.raises(RunError, match="in none of the parts"):
+        restored(len(without).to_bytes(8, "little") + without + data[8 + size :], "zero3")
