@@ -69,6 +69,7 @@ if action == "killed":
         Path(sys.argv[2], "child").write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
 if action == "stalls":
+    time.sleep(4)  # all others have said where they stand
     tell(phase="in a step", marks=9, idle_s=8.0, deadline="8 s (--stall-timeout)", stalled="stalled")
 if action == "is on time":
     tell(phase="in a step", marks=9, idle_s=7.0)
@@ -79,7 +80,7 @@ if action == "frozen":
 if action == "refuses":
     sys.stderr.write("ShardingError: There is no recipe.\n  do:    --recipe tiny\n")
     sys.exit(2)
-if action == "fails and tells":
+if action == "fails and says why":
     tell(explained=True)
     sys.stderr.write("RunError: The disk is full.\n")
     sys.exit(1)

@@ -74,8 +74,8 @@ def test_a_worker_that_fails_is_named_and_its_output_shown(capfd):
         # All say the same: it is said once.
         ({"p0": "refuses", "p1": "refuses"}, 2, "ShardingError: There is no recipe.\n  do:    --recipe tiny\n"),
         ({"p1": "refuses"}, 2, "[process 1] ShardingError: There is no recipe.\n[process 1]   do:    --recipe tiny\n"),
-        ({"p0": "fails and tells", "p1": "fails and tells"}, 1, "RunError: The disk is full.\n"),
-        ({"p0": "blames a peer", "p1": "fails and tells"}, 1, "[process 1] RunError: The disk is full.\n"),
+        ({"p0": "fails and says why", "p1": "fails and says why"}, 1, "RunError: The disk is full.\n"),
+        ({"p0": "blames a peer", "p1": "fails and says why"}, 1, "[process 1] RunError: The disk is full.\n"),
     ],
 )  # fmt: skip
 def test_a_worker_that_has_told_the_reason_itself_needs_no_report(capfd, actions, code, reported):

@@ -31,6 +31,7 @@ def copy_in(stdout):
     return int(re.search(r"resumed from the copy in memory of step (\d+)", stdout)[1])
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(2 * TIMEOUT_S)
 def test_a_lost_worker_costs_an_interval_at_most(tmp_path):
     whole = command(tmp_path, "whole", *TWO)

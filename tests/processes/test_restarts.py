@@ -59,7 +59,7 @@ def test_attempts_that_come_nowhere_end_the_run(capfd):
     assert "The last 3 attempts came nowhere" in err and "did a step after 12" in err
 
 
-@pytest.mark.parametrize(("action", "code"), [("fails and tells", 1), ("fails", 1), ("refuses", 2)])
+@pytest.mark.parametrize(("action", "code"), [("fails and says why", 1), ("fails", 1), ("refuses", 2)])
 def test_a_failure_with_a_reason_would_come_again(capfd, action, code):
     assert supervised(3, p1=action) == code
     assert "restarts left" not in capfd.readouterr().err
@@ -229,6 +229,6 @@ def test_a_part_that_is_too_small_does_not_go_on():
 
 
 def test_a_failure_with_a_reason_ends_the_whole_cluster():
-    with ClusterOf(2, {1: "fails and tells"}) as cluster:
+    with ClusterOf(2, {1: "fails and says why"}) as cluster:
         codes, err = cluster.ends()
     assert codes == {0: 1, 1: 1} and "restarts left" not in err[0] + err[1]

@@ -279,7 +279,7 @@ def test_all_supervisors_name_the_lost_process_and_not_its_echo(ports, capfd):
     reported = plain(capfd.readouterr().err, ports)
     line = "the run ends: process 1 (pid N, host H): it was killed by signal 9 (SIGKILL): often the kernel's "
     assert reported.count(killed(3)) == 1 and reported.count(line) == 2 == reported.count("Process 0 has the report")
-    assert len(reported.splitlines()) == len(killed(3).splitlines()) + 2  # one tells, the others have a line
+    assert len(reported.splitlines()) == len(killed(3).splitlines()) + 2  # one reports, the others have a line
 
 
 @pytest.mark.parametrize("behind", ["is behind", "frozen"])

@@ -47,21 +47,13 @@ def test_a_folder_where_others_may_write_is_not_used(tmp_path):
         compile_cache._make_private(tmp_path / "own" / "cpu")
 
 
+@pytest.mark.wide
 def test_a_run_that_finds_its_programs_has_the_same_numbers(tmp_path):
     def train(name):
-        command = [sys.executable, "-m", "jshard", "train", "gpt", "--recipe", "tiny", "--steps", "3", "--track"]
-        command += [
-            "--mesh",
-            "fsdp=2",
-            "--processes",
-            "2",
-            "--sample-tokens",
-            "0",
-            "--set",
-            "eval_every=3",
-            "--out",
-            str(tmp_path / name),
-        ]
+        words = (
+            "train gpt --recipe tiny --steps 3 --track --mesh fsdp=2 --processes 2 --sample-tokens 0 --set eval_every=3"
+        )
+        command = [sys.executable, "-m", "jshard", *words.split(), "--out", str(tmp_path / name)]
         ran = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
         assert ran.returncode == 0, ran.stderr
         (start,) = json.loads((tmp_path / name / "run.json").read_text())["starts"]
