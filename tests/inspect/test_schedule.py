@@ -119,9 +119,9 @@ def test_windows_across_the_edge_of_a_loop():
     assert [schedule.steps[-1]] == [Wait(token) for _, token in around.leaves]
 
 
-@pytest.mark.parametrize(("opcode", "called"), [("async", "calls"), ("call", "to_apply")])
+@pytest.mark.parametrize(("opcode", "called"), [("async", "calls"), ("fusion", "calls"), ("call", "to_apply")])
 def test_a_computation_wrapped_to_run_beside(opcode: str, called: str):
-    """GPU: async-start. TPU, on its sparse cores: call-start."""
+    """GPU: async-start, and fusion-start since jax 0.12. TPU, on its sparse cores: call-start."""
     wrapped = computation(
         "wrapped", f"ROOT %rs = f32[250000]{{0}} reduce-scatter(%p), channel_id=1, {EIGHT}, to_apply=%add"
     )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import time
 from dataclasses import asdict
@@ -40,7 +41,7 @@ def test_data_that_do_not_come_are_named(stalling):
     assert "RunError: Process 1 of 2 is stalled: waiting for data." in said
     assert "faults_model.py:" in said and "in fall_asleep" in said
     assert "5 s (--stall-timeout)" in said and f"last good checkpoint: {out}/checkpoints/" in said
-    assert "no step for 1 s: process 1 of 2 is waiting for data" in said.replace("for 2 s", "for 1 s")
+    assert re.search(r"no step for \d s: process 1 of 2 is waiting for data", said), said
     assert "--resume" in said and "Traceback" not in said
     kept = sorted(path.name.rpartition("-")[2] for path in (out / "stalls").iterdir())
     assert kept == ["0.txt", "1.txt"]  # of each process, with the main thread of the one that waits

@@ -47,7 +47,9 @@ def _joined_names(op_name: str) -> list[str]:
 # The ways in which compilers write a collective that runs beside the computation: its start, its end.
 
 _WRAPPED = ("async", "call")  # async-start, call-start
-_PRINTING = frozenset("fusion call async-start async-update async-done call-start call-update call-done".split())
+_PRINTING = frozenset(
+    "fusion fusion-start call async-start async-update async-done call-start call-update call-done".split()
+)
 _DEPTH = 6  # of calls in calls
 
 
@@ -76,7 +78,7 @@ class Forms:
             raise cannot(instruction.text, f"{instruction.opcode} is not one of {', '.join(KINDS)}.")
         if base in KINDS:
             return self._plain(instruction, base, instruction)
-        if base in _WRAPPED and instruction.opcode.endswith("-start"):
+        if base in (*_WRAPPED, "fusion") and instruction.opcode.endswith("-start"):
             inner = self._first(instruction)
             return self._plain(instruction, base_opcode(inner.opcode), inner) if inner is not None else None
         if base in _WRAPPED and instruction.opcode.endswith("-done"):

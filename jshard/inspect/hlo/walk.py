@@ -114,6 +114,8 @@ class Walk:
                 self._seen.update(c.name for c in printed)
                 self._channels.update(map(channel, printed))
                 self._collective(body, instruction, role)
+            elif instruction.opcode == "fusion-done" and self._ended_by(body, instruction) in body.under_way:
+                self._end(body, instruction, self._ended_by(body, instruction))
             elif instruction.opcode == "while":
                 self._loop_step(body, instruction)
             elif instruction.opcode == "call":
@@ -136,7 +138,7 @@ class Walk:
 
     def _collective(self, body: _Body, instruction: Instruction, role: Role) -> None:
         if role.collective is None:
-            self._end(body, instruction, role.key or body.token(body.home.operand(instruction, 0)))
+            self._end(body, instruction, role.key or self._ended_by(body, instruction))
             return
         token = role.key or instruction.name
         group = group_of(role.collective, base_opcode(role.collective.opcode), self._module.num_devices)
@@ -175,6 +177,10 @@ class Walk:
             mixing=mixing,
             is_mixing=is_mixing,
         )
+
+    def _ended_by(self, body: _Body, done: Instruction) -> str | None:
+        """The token of what an end waits for; of an asynchronous fusion it may be computation alone."""
+        return body.token(body.home.operand(done, 0))
 
     def _end(self, body: _Body, instruction: Instruction, token: str | None) -> None:
         if token is not None and _ARRIVING in token:
