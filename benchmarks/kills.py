@@ -2,6 +2,7 @@
 
     python -m benchmarks.kills kills --times 30       # kill -9 of a worker, of process 0's, of a supervisor, on fewer
     python -m benchmarks.kills kills --no-cache      # the same, and every restart compiles
+    python -m benchmarks.kills kills --keep-in-memory 2   # the same, with copies in memory every other step
     python -m benchmarks.kills ettr --minutes 20     # a fault a minute: measured ETTR against the formula
 
 Everything runs on this machine: processes with a supervisor each stand for nodes, and a loop that starts a killed
@@ -26,13 +27,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import markdown_table
+from jshard.checkpoint.timeline_report import Ettr
 
 _LIMIT_S = 900.0
-_SETTINGS = ("checkpoint_every=8", "eval_every=16", "eval_sequences=12", "batch_size=12", "model.dropout=0.1")
+_CHECKPOINT_EVERY = 8
+_SETTINGS = (
+    f"checkpoint_every={_CHECKPOINT_EVERY}",
+    "eval_every=16",
+    "eval_sequences=12",
+    "batch_size=12",
+    "model.dropout=0.1",
+)
 _TOLERANCE = 1e-5
 
 
@@ -181,7 +191,9 @@ def _until(condition: Any) -> None:
 # Kills.
 
 
-def kills(*, times: int, steps: int, kinds: Iterable[str], cache: bool, folder: Path) -> list[dict[str, Any]]:
+def kills(
+    *, times: int, steps: int, kinds: Iterable[str], options: Sequence[str], folder: Path
+) -> list[dict[str, Any]]:
     """Kills something in so many runs, each at a step of its own; what came of each."""
     rows, plain = [], {}
     names = list(kinds)
@@ -193,14 +205,16 @@ def kills(*, times: int, steps: int, kinds: Iterable[str], cache: bool, folder: 
             out = folder / f"plain-{kind.processes}-{'cluster' if kind.is_cluster else 'local'}"
             job = Job(out, kind, steps=steps)
             plain[key] = out if job.ends() == [0] * len(job._supervisors) else None
-        row = _kill(name, kind, plain[key], folder / f"{number}", steps=steps, cache=cache)
+        row = _kill(name, kind, plain[key], folder / f"{number}", steps=steps, options=options)
         rows.append(row)
         print(json.dumps(row), flush=True)
     return rows
 
 
-def _kill(name: str, kind: Kind, plain: Path | None, out: Path, *, steps: int, cache: bool) -> dict[str, Any]:
-    options = ["--max-restarts", "3", *(() if cache else ("--compile-cache", "none"))]
+def _kill(
+    name: str, kind: Kind, plain: Path | None, out: Path, *, steps: int, options: Sequence[str]
+) -> dict[str, Any]:
+    options = ["--max-restarts", "3", *options]
     if not kind.comes_back:
         options += ["--min-processes", str(kind.processes - 1)]
     job = Job(out, kind, steps=steps, options=options)
@@ -218,6 +232,7 @@ def _kill(name: str, kind: Kind, plain: Path | None, out: Path, *, steps: int, c
         "codes": codes,
         "to_next_step_s": round(min(now) - at, 1) if now else None,
         "steps_lost": sum(one.get("steps_lost", 0) for one in attempts),
+        "from_memory": "resumed from the copy in memory" in out.with_suffix(".log").read_text(),
         "attempts": len(attempts),
         "each_step_once": [line[0] for line in expected] == [line[0] for line in found],
         "far": far,
@@ -232,17 +247,6 @@ def _far(expected: tuple[Any, ...], found: tuple[Any, ...]) -> float:
 
 
 # The effective training time ratio.
-
-
-def expected_ettr(*, faults_per_s: float, restart_s: float, interval_s: float) -> float:
-    """That of Kokolis et al. 2024 (arXiv:2410.21680), without time in a queue: 1 - r (u0 + dt / 2).
-
-    Args:
-        faults_per_s: r, of the whole run.
-        restart_s: u0, from a fault to the moment that the next step may begin.
-        interval_s: dt, between two checkpoints.
-    """
-    return 1.0 - faults_per_s * (restart_s + interval_s / 2)
 
 
 def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
@@ -262,25 +266,39 @@ def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
     codes = job.ends()
     record = json.loads((out / "run.json").read_text())
     attempts = record["attempts"]
-    at = lambda text: datetime.datetime.fromisoformat(text).timestamp()
-    readies = [at(one["ready"]) for one in attempts if one["ready"]]
-    lost = [min((ready for ready in readies if ready > kill), default=kill) - kill for kill in kills_at]
-    start_s = readies[0] - at(attempts[0]["begin"])
-    wall_s = at(attempts[-1]["end"]) - readies[0]  # the formula knows of no first start
+    time_of = lambda text: datetime.datetime.fromisoformat(text).timestamp()
+    readies = [time_of(one["ready"]) for one in attempts if one["ready"]]
+    wall_s = time_of(attempts[-1]["end"]) - readies[0]  # the formula knows of no first start
+    start_s = readies[0] - time_of(attempts[0]["begin"])
+    # From the first fault in an attempt to the next one that was ready; further faults before that are a part of it.
+    firsts = [
+        (min((at for at in kills_at if at > before), default=ready), ready) for before, ready in pairwise(readies)
+    ]
+    lost = [ready - at for at, ready in firsts if at < ready]
     steps = sum(one["last_step"] - one["first_step"] for one in attempts)
     step_s = sum(one["productive_s"] for one in attempts) / max(1, steps)
-    restart_s, interval_s = statistics.mean(lost) if lost else 0.0, 8 * step_s
-    known = {"faults_per_s": (len(attempts) - 1) / wall_s, "restart_s": restart_s, "interval_s": interval_s}
+    saved = [json.loads(line) for line in (out / "checkpoints" / "history.jsonl").read_text().splitlines()]
+    saves_s = [max(one["phases"][-1][2] for one in save["processes"]) for save in saved if save["kind"] == "save"]
+    known = {
+        "interval_s": _CHECKPOINT_EVERY * step_s,
+        "stall_s": 0.0,  # what a save holds up is a part of the interval, here and in run.json
+        "save_s": statistics.mean(saves_s),
+        "load_s": statistics.mean(lost),
+        "mtbf_s": wall_s / len(lost),
+    }
     return {
         "codes": codes,
-        "faults": len(attempts) - 1,
+        "faults": len(lost),
+        "attempts": len(attempts),
         "wall_s": round(wall_s, 1),
+        "step_s": round(step_s, 3),
         "steps_lost": sum(one.get("steps_lost", 0) for one in attempts),
         "start_s": round(start_s, 1),
-        **{name: round(value, 4) for name, value in known.items()},
+        **{name: round(value, 2) for name, value in known.items()},
+        "seconds_lost": round(sum(one.get("seconds_lost", 0.0) for one in attempts), 1),
         "in_run_json": round(record["ettr"], 4),
         "measured": round(record["ettr"] * (wall_s + start_s) / wall_s, 4),
-        "expected": round(expected_ettr(**known), 4),
+        "expected": round(Ettr(**known).value, 4),
     }
 
 
@@ -292,6 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--kinds", nargs="*", default=list(KINDS), choices=list(KINDS))
     parser.add_argument("--no-cache", action="store_true")
+    parser.add_argument("--keep-in-memory", metavar="STEPS")
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--every", type=float, default=60.0, metavar="SECONDS")
     args = parser.parse_args(argv)
@@ -300,8 +319,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.case == "ettr":
             print(json.dumps(ettr(minutes=args.minutes, every_s=args.every, folder=folder), indent=2))
             return 0
-        rows = kills(times=args.times, steps=args.steps, kinds=args.kinds, cache=not args.no_cache, folder=folder)
-        shown = ("kind", "at_step", "to_next_step_s", "steps_lost", "each_step_once", "far", "good")
+        options = ["--compile-cache", "none"] if args.no_cache else []
+        options += ["--keep-in-memory", args.keep_in_memory] if args.keep_in_memory else []
+        rows = kills(times=args.times, steps=args.steps, kinds=args.kinds, options=options, folder=folder)
+        shown = ("kind", "at_step", "to_next_step_s", "steps_lost", "from_memory", "each_step_once", "far", "good")
         print(*markdown_table(shown, [[str(row[name]) for name in shown] for row in rows]), sep="\n")
         return 0 if all(row["good"] for row in rows) else 1
     finally:

@@ -28,8 +28,9 @@ from jshard.errors import RunError, ShardingError
 from jshard.launch.cluster import RESUME
 
 DATA, STEP, EVALUATION, SAVE = "waiting for data", "in a step", "evaluating", "saving"
-MEETING, PROFILE, OTHER = "meeting the others between two steps", "writing a profile", "at work between two steps"
-_LONG, _SHORT = (SAVE, PROFILE), (DATA, STEP, EVALUATION, MEETING, OTHER)
+MEETING, OTHER = "meeting the others between two steps", "at work between two steps"
+PROFILE, SAMPLE = "writing a profile", "writing the sample"
+_LONG, _SHORT = (SAVE, PROFILE, SAMPLE), (DATA, STEP, EVALUATION, MEETING, OTHER)
 LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
 """A step has so many times the median of those before, within these bounds; a save has the upper one."""
 _WARN_S = 60.0
@@ -170,8 +171,8 @@ class StallWatch:
 
     Args:
         timeout_s: what a step, a batch, or a batch of an evaluation has; by default 20 times the median of the steps
-            before, from 60 to 1800 seconds. Saves, profiles and the first step have 1800 seconds, or this if it is
-            longer. While a run starts, initialises, restores or compiles, and after the last save, there is no limit.
+            before, from 60 to 1800 seconds. Saves, profiles, the sample and the first step have 1800 seconds, or this if
+            it is longer. While a run starts, initialises, restores or compiles, there is no limit.
         stop_s: what a run that is asked to stop has to do so; no limit by default.
         again: the command line that goes on with the run.
 

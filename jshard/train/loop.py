@@ -238,6 +238,8 @@ class _Loop:
             doing(stall.STEP)
             if batch is None:
                 break
+            if done == start_step:
+                self.agreement.begin()
             done += 1
             scalars = self._do(batch, done)
             self.in_flight.append((done, None if self.is_updated else batch, scalars))

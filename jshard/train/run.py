@@ -182,21 +182,23 @@ class _Job:
     def run(self, loader: Loader, eval_loader: Loader) -> Finished:
         """Trains; an error carries a note on how to go on after it."""
         try:
-            with self.stop, self._watching():
-                model, optimizer, start_step = self.checkpoints.state(self.init_from)
-                if (scale := loss_scale_of(optimizer)) is not None:
-                    why = "units are in float16" if self.recipe.loss_scale == "auto" else "the recipe says so"
-                    self.say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
-                if start_step < self.recipe.num_steps:
-                    step = self._step(model, optimizer, start_step)
-                    del model, optimizer  # the step holds them, and gives their memory to its results
-                    fitted = self._fit(step, start_step, loader, eval_loader)
-                    model = step.model
-                else:
-                    fitted = Fitted(start_step)
-                    asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
-                    self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
-            finished = self._finish(model, fitted)
+            with self._watching():
+                with self.stop:
+                    model, optimizer, start_step = self.checkpoints.state(self.init_from)
+                    if (scale := loss_scale_of(optimizer)) is not None:
+                        why = "units are in float16" if self.recipe.loss_scale == "auto" else "the recipe says so"
+                        self.say(f"loss scale: dynamic, now {float(scale.scale):g}, as {why}")
+                    if start_step < self.recipe.num_steps:
+                        step = self._step(model, optimizer, start_step)
+                        del model, optimizer  # the step holds them, and gives their memory to its results
+                        fitted = self._fit(step, start_step, loader, eval_loader)
+                        model = step.model
+                    else:
+                        fitted = Fitted(start_step)
+                        asked = f"{self.recipe.num_steps} were asked for; --steps {2 * start_step} goes on."
+                        self.say(f"nothing is left to train: {start_step} steps are done, and {asked}")
+                sample = self._sample(model, fitted)
+            finished = self._finish(sample, fitted)
             self._end("done" if fitted.stopped_by is None else f"stopped by {fitted.stopped_by.name}")
             return finished
         except Exception as error:
@@ -332,11 +334,16 @@ class _Job:
     def _devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
 
-    def _finish(self, model: nnx.Module, fitted: Fitted) -> Finished:
-        sample, folder = None, self.folder
-        if fitted.stopped_by is None and self.sample_tokens:
-            how = {"num_tokens": self.sample_tokens, "seed": self.recipe.seed}
-            sample = sample_text(self.model_file, model, self.data, self.mesh, **how)
+    def _sample(self, model: nnx.Module, fitted: Fitted) -> str | None:
+        """What the model writes in the end: the work of all processes, one of which may not come to it."""
+        if fitted.stopped_by is not None or not self.sample_tokens:
+            return None
+        launch.doing(stall.SAMPLE)
+        how = {"num_tokens": self.sample_tokens, "seed": self.recipe.seed}
+        return sample_text(self.model_file, model, self.data, self.mesh, **how)
+
+    def _finish(self, sample: str | None, fitted: Fitted) -> Finished:
+        folder = self.folder
         if folder.is_primary:
             try:
                 if sample is not None:

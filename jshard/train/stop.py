@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -42,6 +43,7 @@ class StopSignal(Signals):
     _asked_s: float | None = None
     _wakeup: tuple[int, int] | None = None  # the ends of a pipe, which gets the number of a signal at once
     _old_wakeup: int = -1
+    _lock = threading.Lock()  # for the pipe: the thread that asks may still do so when it is closed
 
     def report(self) -> None:
         """Notes that the run is asked to stop, by whichever process: its deadline counts from the first time."""
@@ -52,10 +54,9 @@ class StopSignal(Signals):
 
         Also of a signal that Python has not handed to the main thread yet, which may be deep in native code.
         """
-        if self._wakeup is not None:
-            with contextlib.suppress(OSError):  # there is none
-                if any(number in set(os.read(self._wakeup[0], 4096)) for number in self._before):
-                    self.report()
+        with self._lock, contextlib.suppress(OSError):  # there is none
+            if self._wakeup is not None and set(os.read(self._wakeup[0], 4096)) & set(self._before):
+                self.report()
         return self._asked_s
 
     def __enter__(self) -> Self:
@@ -68,9 +69,10 @@ class StopSignal(Signals):
     def __exit__(self, *error: object) -> None:
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._old_wakeup)
-            wakeup, self._wakeup = self._wakeup, None
-            for fd in wakeup:
-                os.close(fd)
+            with self._lock:
+                wakeup, self._wakeup = self._wakeup, None
+                for fd in wakeup:
+                    os.close(fd)
         super().__exit__(*error)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -136,6 +138,11 @@ class Agreement:
         self._due = 0
         self._meetings: collections.deque[np.ndarray] = collections.deque(maxlen=_MEETINGS)
         self.spent, self.slowest = Spent(), dict[str, float]()
+
+    def begin(self) -> None:
+        """Waits for all before the first step: they may still compile, and gloo's first meeting fails after 30 s."""
+        if not self.alone:
+            exchange("first step", None)
 
     def asked(self, received: signal.Signals | None, step: int, *, is_idle: bool = False) -> signal.Signals | None:
         """The signal that ends the run after a step. All processes call it after each step."""

@@ -136,6 +136,15 @@ def test_a_signal_saves_and_stops(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_is_known_before_python_hands_it_to_the_main_thread(number):
+    with StopSignal() as stop:
+        assert stop.asked_s() is None
+        os.write(stop._wakeup[1], bytes([number]))  # as the interpreter does, while that is in native code
+        assert stop.asked_s() is not None and stop.received is None
+    assert stop.asked_s() is not None
+
+
 def test_a_stop_saves_before_it_evaluates():
     with StopSignal() as stop:
         at_step_4 = lambda entry: os.kill(os.getpid(), signal.SIGTERM) if entry == "start 4" else None

@@ -18,6 +18,7 @@ from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
+from jshard.launch import StallWatch
 from jshard.recipes.state import create_from, restore
 from jshard.train import load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
@@ -117,6 +118,19 @@ def test_a_run_leaves_its_record(whole):
     assert run["recipe"]["model"]["dropout"] == 0.1
     assert [start["step"] for start in run["starts"]] == [0]
     assert any(line.startswith("MFU = flops per step / step time / peak") for line in lines)
+
+
+def test_the_sample_in_the_end_has_a_deadline(whole, data, tmp_path):
+    shutil.copytree(whole[0].out, tmp_path / "run")
+    watch, seen = StallWatch(), []
+
+    def generate(model, prompt, num_tokens, *, key):
+        seen.append((watch.phase, watch.deadline_s))
+        return prompt
+
+    file = dataclasses.replace(MODEL_FILE, generate=generate)
+    run_recipe(file, RECIPE, mesh=js.mesh(), data=data, out=tmp_path / "run", resume=True, watch=watch, sample_tokens=8)
+    assert seen == [("writing the sample", 1800.0)]
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
