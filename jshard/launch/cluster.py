@@ -28,12 +28,13 @@ class Deadlines:
     """How long the processes of a run wait for each other.
 
     A process that ends is reported within `settle_s` and a second, in a cluster within `settle_s` and four; one that
-    is frozen, or whose machine is gone, within `peer_s` more. The others are stopped `grace_s` after the report.
+    is frozen, or whose machine is gone, within `peer_s` more. The others are stopped `grace_s` after the report, and
+    those that only wait for it at once.
 
     Args:
         init_s: from the start of the first process until all have come, and then until each worker is up.
         peer_s: a process without a sign of life for so long is lost.
-        grace_s: what the others have, to end by themselves, after one is lost.
+        grace_s: what the others have at most, to end by themselves, after one is lost.
         settle_s: after a process ends badly, how long to hear of others: one that dies takes its peers along within
             milliseconds, and the report shall name the first.
     """

@@ -36,6 +36,7 @@ LEAST_S, MOST_S, MEDIANS = 60.0, 1800.0, 20
 _WARN_S = 60.0
 _NEEDED = 5  # steps, for a median
 _TICK_S = 0.25
+_STUCK_S = 1.0
 _FRAMES, _TEXT = 4, 300
 # Where a main thread is that waits for the devices, for Orbax, or for a meeting of the processes.
 _WAITS = ("/jax/_src/", "/jaxlib/", "/orbax/", "/tensorstore/", "jshard/_processes.py:")
@@ -90,6 +91,11 @@ class Stand:
         if not is_one:
             return None
         return cls(**{**found, "waits": found["waits"] is True, "asked": found["asked"] is True, "place": tuple(place)})
+
+
+def is_stuck(noted: Mapping[str, Any]) -> bool:
+    """Of a process whose peer is gone: whether it stands still between the marks of the loop, so waits for that one."""
+    return bool(noted.get("warn_s")) and noted.get("idle_s", 0.0) >= _STUCK_S
 
 
 def stand(pid: int, noted: Mapping[str, Any], *, process: int, step: int | None) -> Stand:
@@ -171,8 +177,8 @@ class StallWatch:
 
     Args:
         timeout_s: what a step, a batch, or a batch of an evaluation has; by default 20 times the median of the steps
-            before, from 60 to 1800 seconds. Saves, profiles, the sample and the first step have 1800 seconds, or this if
-            it is longer. While a run starts, initialises, restores or compiles, there is no limit.
+            before, from 60 to 1800 seconds. Saves, profiles, the sample and the first step have 1800 seconds, or this
+            if it is longer. While a run starts, initialises, restores or compiles, there is no limit.
         stop_s: what a run that is asked to stop has to do so; no limit by default.
         again: the command line that goes on with the run.
 
@@ -361,4 +367,4 @@ def step_done(step: int) -> None:
 
 def noted() -> dict[str, Any]:
     """What the watch of this process has to say to the supervisor."""
-    return {} if _watch is None else _watch.noted()
+    return {"warn_s": None} if _watch is None else _watch.noted()

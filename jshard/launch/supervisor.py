@@ -358,7 +358,7 @@ class _Run:
         ends_at = time.monotonic() + self.deadlines.grace_s
         while time.monotonic() < ends_at and not self.signals.repeated:
             self._look()
-            if all(worker.ending is not None for worker in self.workers):
+            if all(worker.ending is not None or stall.is_stuck(worker.state) for worker in self.workers):
                 return
             time.sleep(TICK_S)
 

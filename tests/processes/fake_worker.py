@@ -73,6 +73,8 @@ if action == "stalls":
     tell(phase="in a step", marks=9, idle_s=8.0, deadline="8 s (--stall-timeout)", stalled="stalled")
 if action == "is on time":
     tell(phase="in a step", marks=9, idle_s=7.0)
+if action == "waits for a peer":
+    tell(phase="in a step", marks=9, idle_s=1.5, warn_s=15.0)
 if action == "is behind":
     tell(phase="waiting for data", marks=5, idle_s=7.0)
 if action == "frozen":

@@ -41,6 +41,14 @@ def test_the_echo_of_a_loss_is_neither_named_nor_shown(capfd, monkeypatch, echo)
     assert shown.endswith(KILLED) and len(shown) > len(KILLED)
 
 
+def test_a_worker_that_only_waits_for_the_lost_one_has_no_grace(capfd):
+    since_s = time.monotonic()
+    command = fake(p0="waits for a peer", p1="fails and says why")
+    assert launch.supervise(command, processes=2, deadlines=launch.Deadlines(grace_s=300.0)) == 1
+    assert time.monotonic() - since_s < 200
+    assert capfd.readouterr().err == "[process 1] RunError: The disk is full.\n"
+
+
 def test_a_frozen_worker_is_lost_after_the_peer_timeout(capfd):
     deadlines = launch.Deadlines(peer_s=5.0, grace_s=0.5)
     assert launch.supervise(fake(p1="frozen"), processes=2, deadlines=deadlines) == 75
