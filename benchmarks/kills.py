@@ -250,18 +250,22 @@ def _far(expected: tuple[Any, ...], found: tuple[Any, ...]) -> float:
 
 
 def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
-    """A fault every so often, for so many minutes; the measured ratio and the expected one."""
+    """A fault in each span of so many seconds, for so many minutes; the measured ratio and the expected one.
+
+    Each comes at a random moment of its span. At regular ones they would hit the same place between two checkpoints
+    again and again: the restarts and the intervals are regular, too.
+    """
     out, kind = folder / "ettr", Kind(processes=2, process=0)
     job, pick = Job(out, kind, steps=10**6, options=["--max-restarts", "1000"]), random.Random(0)
     job.waits_for(1)
-    end, kills_at = time.monotonic() + 60 * minutes, []
-    while time.monotonic() + every_s < end and job.is_alive:
-        time.sleep(every_s)
+    begin, kills_at = time.monotonic(), []
+    for span in range(int(60 * minutes / every_s)):
+        time.sleep(max(0.0, begin + every_s * (span + pick.random()) - time.monotonic()))
         try:
             kills_at.append(job.kill(pick.randrange(2), "worker", comes_back=True))
         except (IndexError, ProcessLookupError):  # the workers are between two attempts: that fault hits nothing
             continue
-    time.sleep(max(0.0, end - time.monotonic()))
+    time.sleep(max(0.0, begin + 60 * minutes - time.monotonic()))
     job.stop()
     codes = job.ends()
     record = json.loads((out / "run.json").read_text())
