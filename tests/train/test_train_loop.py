@@ -177,6 +177,15 @@ def test_a_second_signal_a_second_later_ends_the_program_unless_a_supervisor_dec
     assert capfd.readouterr().err.count("SIGTERM: the run saves after this step and stops") == 1
 
 
+def test_all_processes_meet_before_the_first_step(monkeypatch):
+    """The second one compiles for long: gloo, which connects them in the first collective, waits for it 30 s only."""
+    met = []
+    monkeypatch.setattr(stop_module, "num_processes", lambda mesh: 2)
+    monkeypatch.setattr(stop_module, "exchange", lambda topic, said: met.append(topic) or [said, said])
+    run(4, start_step=2, on_log=lambda entry: met.append(entry) if entry.startswith("start") else None)
+    assert met[:2] == ["first step", "start 1"] and met.count("first step") == 1
+
+
 def test_processes_ask_one_another_after_the_same_steps_and_seldom_where_that_is_dear(monkeypatch):
     """The second process computes as long, and is sent the signal after step 70."""
     agreement, now_s, asked_at = stop_module.Agreement(MESH), [0.0], []
