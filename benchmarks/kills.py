@@ -26,7 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -279,12 +279,12 @@ def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
         (min((at for at in kills_at if at > before), default=ready), ready) for before, ready in pairwise(readies)
     ]
     lost = [ready - at for at, ready in firsts if at < ready]
-    steps = sum(one["last_step"] - one["first_step"] for one in attempts)
-    step_s = sum(one["productive_s"] for one in attempts) / max(1, steps)
+    intervals_s = _intervals(_lines(out), [one for one in attempts if one["ready"]], time_of)
     saved = [json.loads(line) for line in (out / "checkpoints" / "history.jsonl").read_text().splitlines()]
     saves_s = [max(one["phases"][-1][2] for one in save["processes"]) for save in saved if save["kind"] == "save"]
     known = {
-        "interval_s": _CHECKPOINT_EVERY * step_s,
+        # What a fault meets: more often a long one than a short one, as on a machine whose load changes.
+        "interval_s": sum(each**2 for each in intervals_s) / sum(intervals_s),
         "stall_s": 0.0,  # what a save holds up is a part of the interval, here and in run.json
         "save_s": statistics.mean(saves_s),
         "load_s": statistics.mean(lost),
@@ -295,7 +295,6 @@ def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
         "faults": len(lost),
         "attempts": len(attempts),
         "wall_s": round(wall_s, 1),
-        "step_s": round(step_s, 3),
         "steps_lost": sum(one.get("steps_lost", 0) for one in attempts),
         "start_s": round(start_s, 1),
         **{name: round(value, 2) for name, value in known.items()},
@@ -304,6 +303,18 @@ def ettr(*, minutes: float, every_s: float, folder: Path) -> dict[str, Any]:
         "measured": round(record["ettr"] * (wall_s + start_s) / wall_s, 4),
         "expected": round(Ettr(**known).value, 4),
     }
+
+
+def _intervals(
+    lines: Sequence[dict[str, Any]], attempts: Sequence[dict[str, Any]], time_of: Callable[[str], float]
+) -> list[float]:
+    """Seconds from checkpoint to checkpoint, of those that count, or from the moment that an attempt was ready."""
+    at = {line["step"]: line["time"] for line in lines}
+    found = []
+    for one in attempts:
+        saved = range(one["first_step"] + _CHECKPOINT_EVERY, one["last_step"] + 1, _CHECKPOINT_EVERY)
+        found += [after - before for before, after in pairwise([time_of(one["ready"]), *(at[step] for step in saved)])]
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

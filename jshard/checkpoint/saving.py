@@ -129,7 +129,11 @@ class Saving:
         del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
         self._together("complete", lambda: (self._complete(heard) if is_primary() else None, None))
         give_memory_back()
-        self.record |= {"processes": [other["report"] for other in heard]}
+        reports = [other["report"] for other in heard]
+        written_s = max(report["phases"][-1][2] for report in reports)
+        for report in reports:  # until it counts: a part of what a save takes
+            report["phases"].append(["finish", written_s, round(self.phases.now_s(), 6)])
+        self.record |= {"processes": reports}
 
     def _written(self) -> dict[str, Any]:
         """Waits until the data are written, and reports to the other processes."""

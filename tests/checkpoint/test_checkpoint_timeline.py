@@ -2,11 +2,14 @@
 
 import json
 import re
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jshard import cli
+from jshard.checkpoint import Checkpointer, saving
 from jshard.checkpoint import timeline as history
 from jshard.checkpoint.timeline import timelines
 
@@ -51,6 +54,16 @@ def run(tmp_path, monkeypatch):
     # A crash cuts the last line off; a line of another version may lack what is asked for.
     (folder / "history.jsonl").write_text("\n".join([*lines[:2], '{"kind": "?"}', *lines[2:], '{"kind": "sa']))
     return tmp_path / "run"
+
+
+def test_a_save_takes_until_it_counts(tmp_path, monkeypatch):
+    """Also the manifest, and all that has to be on the disk before the folder has its name."""
+    complete = saving.complete
+    monkeypatch.setattr(saving, "complete", lambda *args, **facts: (time.sleep(0.5), complete(*args, **facts)))
+    with Checkpointer(tmp_path, keep=1) as series:
+        series.save(1, {"x": np.zeros(3)})
+    (found,) = timelines(tmp_path)
+    assert found.phases[-1] == "finish" and found.total_s > found.rows[0].phase_s("finish") > 0.5
 
 
 def verdict(run, *options, capsys):
