@@ -34,7 +34,7 @@ from jshard.recipes.step import inference_view
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
 from tests.compiling import environment
-from tests.helpers import programs_kept_in, with_placement
+from tests.helpers import with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
 from tests.micro_linen import Config
 from tests.models.model_files import MODELS, model_file, module, tiny
@@ -45,13 +45,6 @@ PATH = Path(__file__).parents[1] / "micro_linen.py"
 FILE = load_model_file(PATH)
 RECIPE = FILE.recipe()[1]
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory):
-    """Tests of this file compile the same programs; kept on disk they are compiled once."""
-    with programs_kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 class Straight(Recipe):

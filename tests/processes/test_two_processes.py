@@ -114,7 +114,6 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     one = Command(tmp_path, "one", *MESH)
     code, _, stderr = one.ends()
     assert code == 0, stderr
-    an_id_beyond_the_table_is_named(tmp_path)
     lost_with_a_report(tmp_path)
     at = stopped_where_it_is_saved(tmp_path)
     two = Command(tmp_path, "two", *TWO, "--resume")
@@ -146,9 +145,11 @@ def test_two_processes_train_like_one(tmp_path, monkeypatch):
     assert [start["processes"] for start in json.loads((two.out / "run.json").read_text())["starts"]] == [2, 2, 2]
 
 
-def an_id_beyond_the_table_is_named(folder):
+@pytest.mark.wide
+@pytest.mark.timeout(2 * TIMEOUT_S)
+def test_an_id_beyond_the_table_is_named(tmp_path):
     """The processes look for it together, and one of them prints what they have found."""
-    code, _, stderr = Command(folder, "wrong", *TWO, "--set=model.vocab_size=96").ends()
+    code, _, stderr = Command(tmp_path, "wrong", *TWO, "--set=model.vocab_size=96").ends()
     assert code == 1, stderr
     assert stderr.count("RunError: Row ") == 1, stderr
     assert "it has 96 rows, 0 to 95" in stderr and 'values of batch["inputs"] are out of range' in stderr
