@@ -126,7 +126,7 @@ def test_a_train_state_is_born_sharded_and_trains_as_on_one_device(init):
     assert int(found.step) == 5
 
 
-@pytest.mark.parametrize("transformed", [nn.remat, nn.jit, of_rows])
+@pytest.mark.parametrize("transformed", [nn.remat, wide(nn.jit), of_rows])
 def test_init_of_a_root_that_a_transformation_made_shards_its_parameters(transformed):
     kind = transformed(Decoder)
     model = js.fully_shard(kind(depth=1), mesh=js.mesh(), units=Block)

@@ -99,7 +99,9 @@ def test_state_lives_on_the_host_and_trains_the_same(settings: dict[str, int]):
 SCANNED = {"plain": Scanned(), "units": Layer, "remat": "offload"}
 
 
-@pytest.mark.parametrize("settings", [{}, SCANNED, wide({"accumulate": 2})], ids=lambda settings: "-".join(settings))
+@pytest.mark.parametrize(
+    "settings", [wide({}), SCANNED, wide({"accumulate": 2})], ids=lambda settings: "-".join(settings)
+)
 def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]):
     found = trained(offload="params", **settings)
     same(found.params, trained(offload=None, **{k: v for k, v in settings.items() if k in ("plain", "units")}).params)
