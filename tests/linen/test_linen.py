@@ -106,7 +106,7 @@ def train(state: TrainState) -> tuple[TrainState, int]:
     return state, traces
 
 
-@pytest.mark.parametrize("init", [js.shard_init, lambda build, model: build()], ids=["shard_init", "init"])
+@pytest.mark.parametrize("init", [js.shard_init, wide(lambda build, model: build())], ids=["shard_init", "init"])
 def test_a_train_state_is_born_sharded_and_trains_as_on_one_device(init):
     model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block)
     state, plain = init(lambda: create(model), model), create(Decoder(depth=2))

@@ -223,6 +223,7 @@ def test_a_parameter_that_no_dim_divides_is_padded(boxed):
     np.testing.assert_allclose(losses, trained_plain(RECIPE, Odd(boxed))[0], rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_state_and_parameters_are_in_host_memory_and_the_losses_are_the_same():
     wanted, batch = trained_plain(recipe(depth=1))[0], js.shard_batch(batches()[0], js.mesh())
     memories = lambda held: "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(held))}
@@ -377,6 +378,7 @@ class Stopping:
         return self._source[index]
 
 
+@pytest.mark.wide
 def test_a_stopped_run_goes_on_bit_for_bit(whole, text, tmp_path):
     """With dropout, whose masks have to be those of the run that was not stopped."""
     data = load_text([text], sequence_length=RECIPE.sequence_length)

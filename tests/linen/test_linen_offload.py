@@ -111,6 +111,7 @@ def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]
         assert "pinned_host" in memories.values()
 
 
+@pytest.mark.wide
 def test_a_part_of_the_parameters_is_trained_and_its_state_alone_is_there():
     mask = {"block_0": True, "block_1": False, "table": False, "norm": False}
     frozen = {name: not trains for name, trains in mask.items()}
@@ -181,7 +182,7 @@ def uneven(offload: str | None) -> TrainState:
     return step(state, X[:15], tokens()[1][:15])
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "params"])
+@pytest.mark.parametrize("offload", [wide("optimizer"), "params"])
 def test_state_that_is_padded_lives_there_too(offload: str):
     found, wanted = uneven(offload), uneven(None)
     same(found.params, wanted.params)

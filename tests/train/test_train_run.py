@@ -140,6 +140,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
     assert record(again) == record(whole[0])
 
 
+@pytest.mark.wide
 def test_another_mesh_sees_the_same_samples(data, tmp_path):
     source = SpySource(data.train)
     recipe = dataclasses.replace(RECIPE, num_steps=3, eval_every=100, accumulate=2)
