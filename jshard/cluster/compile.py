@@ -86,28 +86,23 @@ class Variant:
     Attributes:
         name: to be shown.
         mesh: degrees of the mesh axes.
-        batch_size: of the recipe; None for that asked for.
         accumulate: microbatches; None for those asked for.
         units: of the units, as `--unit` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: see `CompileRequest`.
-        profile: of the compiler's options; None for those asked for.
     """
 
     name: str
     mesh: Mapping[str, int]
-    batch_size: int | None = None
     accumulate: int | None = None
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
-    profile: str | None = None
 
     @property
     def settings(self) -> tuple[str, ...]:
         """What it changes of the recipe, as `--set` takes it."""
-        given = {"batch_size": self.batch_size, "accumulate": self.accumulate}
-        return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
+        return () if self.accumulate is None else (f"accumulate={self.accumulate}",)
 
     def of(self, asked: CompileRequest) -> CompileRequest:
         """What to compile, given what was asked for."""
@@ -119,7 +114,6 @@ class Variant:
             units={**asked.units, **self.units},
             shard_replicated=self.shard_replicated,
             plain_flax=self.plain_flax,
-            profile=self.profile or asked.profile,
         )
 
     @property
