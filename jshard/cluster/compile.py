@@ -56,7 +56,6 @@ class CompileRequest:
         mesh: degrees of the mesh axes, as `js.mesh` takes them.
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
-        overrides: as there.
         units: other settings of the units than the annotation's, as `jshard.api.fully_shard.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
@@ -71,7 +70,6 @@ class CompileRequest:
     settings: tuple[str, ...] = ()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     profile: str | None = None
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
