@@ -1,7 +1,10 @@
 """Eight CPU devices for every test, whatever the machine has; set up before jax starts."""
 
+import atexit
 import gc
 import os
+import pathlib
+import shutil
 import tempfile
 from collections.abc import Iterator
 
@@ -23,6 +26,8 @@ import jax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jshard import _compat
+
 # Files that take longest, in the order of what they cost on two cores.
 LONG = """
     test_two_processes test_launch test_your_model test_one_device test_partition_rules test_checkpoint_processes
@@ -39,11 +44,39 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Strict dtype promotion is not possible: Flax norms mix bfloat16 with float32 on purpose.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# Many tests initialise the same model: equal programs are compiled once. A folder for each worker of xdist, as jax may
-# read what another process has half written.
-_programs = tempfile.TemporaryDirectory(prefix="jshard-tests-")
-jax.config.update("jax_compilation_cache_dir", _programs.name)
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+class Programs:
+    """Compiled programs, on disk: what jax asks of its cache. jax itself writes in place; others would read half."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._path = folder  # under this name jax looks for it
+
+    def get(self, key: str) -> bytes | None:
+        path = self._path / key
+        return path.read_bytes() if path.exists() else None
+
+    def put(self, key: str, value: bytes) -> None:
+        draft = self._path / f"{key}.{os.getpid()}"
+        draft.write_bytes(value)
+        draft.replace(self._path / key)
+
+
+def _keep_programs() -> None:
+    _compat.use_program_cache(Programs(pathlib.Path(os.environ[_PROGRAMS])), os.environ[_PROGRAMS])
+
+
+# Most of what tests cost is compiling, and much of that is done again, by another test or another worker of xdist, as
+# of operations outside of jit: each program is compiled once in a run of the tests. Programs that differ in names are
+# not the same, as units are found by them; on which line they were written makes no difference.
+_PROGRAMS = "JSHARD_TESTS_PROGRAMS"
+if _PROGRAMS not in os.environ:
+    os.environ[_PROGRAMS] = tempfile.mkdtemp(prefix="jshard-tests-")
+    atexit.register(shutil.rmtree, os.environ[_PROGRAMS], ignore_errors=True)
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+jax.config.update("jax_compilation_cache_include_metadata_in_key", True)
+jax.config.update("jax_traceback_in_locations_limit", 0)
+_keep_programs()
 
 # Tracing makes many objects, and a walk over those of all modules and tests, again and again, is a tenth of the time.
 gc.set_threshold(200_000, 20, 50)
@@ -71,9 +104,7 @@ def _left_by_a_file_is_not_walked() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def no_stored_programs() -> Iterator[None]:
     """A compiler without devices cannot load a program that the tests' cache has kept."""
-    folder = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     yield
-    jax.config.update("jax_compilation_cache_dir", folder)
-    compilation_cache.reset_cache()
+    _keep_programs()

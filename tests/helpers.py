@@ -1,9 +1,7 @@
 """A small decoder in two forms, its annotation, a batch, a loss and a training step: what most tests need."""
 
-import contextlib
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -150,8 +148,8 @@ def annotator(mesh: Any, **settings: Any) -> Callable[[Decoder], None]:
 
 
 def sharded(config: Config, mesh: Any, **settings: Any) -> Decoder:
-    """The decoder on the mesh, born sharded."""
-    return js.shard_init(builder(config), annotator(mesh, **settings))
+    """The decoder on the mesh, placed as `js.shard_init` does it; see `placed`."""
+    return placed(builder(config), annotator(mesh, **settings))
 
 
 def fresh(build: Callable[[], nnx.Module]) -> Any:
@@ -190,20 +188,6 @@ def loss_fn(model: Decoder, inputs: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean cross entropy over the global batch."""
     logits = model(inputs).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-@contextlib.contextmanager
-def programs_kept_in(folder: pathlib.Path) -> Iterator[None]:
-    """Keeps compiled programs on disk, for runs of a test that compile the same ones."""
-    settings = {"jax_compilation_cache_dir": str(folder), "jax_persistent_cache_min_compile_time_secs": 0.0}
-    before = {name: jax.config.values[name] for name in settings}
-    for name, value in settings.items():
-        jax.config.update(name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            jax.config.update(name, value)
 
 
 def compile_to_read(lowered: jax.stages.Lowered) -> jax.stages.Compiled:

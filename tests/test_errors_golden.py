@@ -478,7 +478,10 @@ def every_device_computes(*shapes: tuple[int, ...]) -> None:
 
 def layers_in_a_loop() -> nnx.Module:
     """64 MiB of layers, in a loop."""
-    make = nnx.split_rngs(splits=4)(nnx.vmap(lambda rngs: nnx.Linear(64, 65536, use_bias=False, rngs=rngs)))
+    zeros = nnx.initializers.zeros_init()
+    make = nnx.split_rngs(splits=4)(
+        nnx.vmap(lambda rngs: nnx.Linear(64, 65536, use_bias=False, kernel_init=zeros, rngs=rngs))
+    )
     trip = nnx.scan(lambda x, layer: layer(x)[:, :64], in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
 
     class Tower(nnx.Module):

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from tests.compiling import python
-from tests.helpers import Config, Decoder, annotator, builder, sharded
+from tests.helpers import Config, Decoder, annotator, builder
 from tests.parity import flat
 from tests.wide import wide
 
@@ -49,7 +49,7 @@ def annotate_rich(model: Rich, **axes) -> None:
     js.fully_shard(model, mesh=mesh)
 
 
-@pytest.mark.parametrize("axes", [{}, {"replica": 2}, {"replica": -1, "fsdp": 1}], ids=str)
+@pytest.mark.parametrize("axes", [{"replica": 2}, wide({}), wide({"replica": -1, "fsdp": 1})], ids=str)
 def test_bitwise_the_plain_initialisation(axes):
     model = js.shard_init(rich, lambda model: annotate_rich(model, **axes))
     found, wanted = flat(nnx.state(model)), flat(nnx.state(rich()))
@@ -117,7 +117,7 @@ def test_every_parameter_is_born_where_the_plan_says(monkeypatch):
     put = jax.device_put
     monkeypatch.setattr(jax, "device_put", lambda x, where: moved.append((x, where)) or put(x, where))
     config = Config()
-    model = sharded(config, js.mesh(replica=2))
+    model = js.shard_init(builder(config), annotator(js.mesh(replica=2)))
     plan = js.plan(model)
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
         placement = plan.leaf("/".join(map(str, path))).placement
@@ -227,7 +227,11 @@ MODELS = {
 OTHER = 8192  # random keys, counts, and XLA's own alignment
 
 
-@pytest.mark.parametrize(("name", "axes"), [*((name, {}) for name in MODELS), wide("deep", {"replica": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [("deep and scanned", {}), ("one large parameter", {}), wide("deep", {}), wide("deep", {"replica": 2})],
+    ids=str,
+)
 def test_memory_is_the_shards_and_one_parameter_at_most(name, axes, monkeypatch):
     build, annotate = MODELS[name]
     mesh = js.mesh(**axes)
@@ -251,12 +255,14 @@ def test_temporary_memory_does_not_grow_with_depth(monkeypatch):
     found = {}
     for layers in (1, 3):
         config = dataclasses.replace(DEEP, layers=layers)
-        found[layers] = memory_with(monkeypatch, lambda config=config: sharded(config, js.mesh()))
+        found[layers] = memory_with(
+            monkeypatch, lambda config=config: js.shard_init(builder(config), annotator(js.mesh()))
+        )
     assert found[3].temporary <= found[1].temporary * 1.2 + OTHER
 
 
 def test_optimizer_state_is_created_sharded(monkeypatch):
-    model = sharded(Config(), js.mesh())
+    model = js.shard_init(builder(), annotator(js.mesh()))
     found = memory_with(monkeypatch, lambda: js.shard_optimizer(model, optax.adamw(1e-3)))
     assert found.outputs <= 2 * js.plan(model).bytes_per_device + OTHER
     assert found.temporary <= OTHER

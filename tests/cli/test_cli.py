@@ -19,7 +19,6 @@ from jshard.recipes.building import abstract_model
 from jshard.train.jsonl import read_metrics
 from jshard.train.run import Finished
 from tests.compiling import environment
-from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, USERS_FILE
 
 # As a user's file that can also write.
@@ -40,13 +39,6 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("abcdefgh" * 2000)
     (tmp_path / "my_model.py").write_text(MODEL)
     return tmp_path
-
-
-@pytest.fixture
-def kept_programs(tmp_path):
-    """The runs of a test compile the same programs; kept on disk they are compiled once."""
-    with programs_kept_in(tmp_path / "programs"):
-        yield
 
 
 def start(*arguments, cwd, env=None, **streams):
@@ -114,7 +106,7 @@ def test_train_in_a_fresh_process_on_a_terminal(folder):
     assert json.loads((out / "run.json").read_text())["options"]["data"] == [str(folder / "text.txt")]
 
 
-def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys, kept_programs):
+def test_options_reach_the_run_and_a_resumed_run_takes_them_over(folder, capsys):
     (folder / "runs" / "my_model-micro").mkdir(parents=True)
     what = ["--data", "text.txt", "--seed", "5", "--set", "eval_every=1", "--set", "num_steps=2", *SMALL]
     how = ["--mesh", "replica=2,fsdp=4", "--track", "--sample-tokens", "0"]

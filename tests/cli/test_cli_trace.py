@@ -13,7 +13,6 @@ import jshard as js
 from jshard import cli
 from jshard.cli.trace import TraceArgs
 from jshard.train.profile import StepProfile
-from tests.helpers import programs_kept_in
 from tests.inspect.made_up_profiles import event, plane, thunk, write
 from tests.micro_gpt import MODELS, USERS_FILE
 
@@ -28,15 +27,8 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def kept_programs(tmp_path_factory):
-    """The runs of this file compile the same programs; kept on disk they are compiled once."""
-    with programs_kept_in(tmp_path_factory.mktemp("programs")):
-        yield
-
-
 @pytest.fixture(autouse=True)
-def there(folder, kept_programs, monkeypatch):
+def there(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", sys.path[:])
     monkeypatch.delenv("JSHARD_DEBUG", raising=False)
@@ -47,7 +39,7 @@ def train(*options):
 
 
 @pytest.fixture(scope="module")
-def run(folder, kept_programs):
+def run(folder):
     """A run of four steps, of which the last three are profiled; an evaluation lies between them."""
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.chdir(folder)

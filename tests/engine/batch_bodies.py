@@ -252,10 +252,6 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "noise of an odd shape": lambda h, w: h[:, :5] * random.normal(KEY(), (len(h), 5)),
     "categories": lambda h, w: (random.categorical(KEY(), still(h)), h),
     "mixup": lambda h, w: _mixup(h),
-    "gammas of activations": lambda h, w: random.gamma(KEY(), 1 + jnp.abs(h[:, :2])),
-    "a gamma for each key": lambda h, w: jax.vmap(lambda key, h: random.gamma(key, 1 + jnp.abs(h[:2])))(
-        random.split(KEY(), len(h)), h
-    ),
     "a mask in a loop": lambda h, w: scanned(
         h, lambda i, c: jnp.where(keep(c, random.fold_in(KEY(), i)), jnp.tanh(c), 0)
     ),
@@ -276,6 +272,14 @@ RANDOM: dict[str, Callable[[Any, Any], Any]] = {
     "a mask, jitted and recomputed": lambda h, w: jax.checkpoint(
         jax.jit(lambda h: jnp.where(keep(h, KEY()), jnp.tanh(h), 0))
     )(h),
+}
+
+
+GAMMAS: dict[str, Callable[[Any, Any], Any]] = {
+    "of activations": lambda h, w: random.gamma(KEY(), 1 + jnp.abs(h[:, :2])),
+    "for each key": lambda h, w: jax.vmap(lambda key, h: random.gamma(key, 1 + jnp.abs(h[:2])))(
+        random.split(KEY(), len(h)), h
+    ),
 }
 
 
@@ -347,5 +351,6 @@ GROUPS = {
     "loops": LOOPS,
     "branches": BRANCHES,
     "random": RANDOM,
+    "gammas": GAMMAS,
     "known": KNOWN,
 }

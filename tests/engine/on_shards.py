@@ -134,10 +134,13 @@ def one_device(fn: Callable, args: Sequence[Any], *, gradients: bool = True) -> 
     if not gradients:
         return jax.tree.leaves(jax.jit(fn)(*args)), []
     floats = [_is_float(x) for x in args]
-    run = lambda *fs: _outs(fn, _merge(floats, fs, args))
-    outs, vjp, others = jax.jit(lambda *fs: jax.vjp(run, *fs, has_aux=True))(*_pick(floats, args))
-    grads = jax.jit(lambda vjp, cotangents: vjp(cotangents))(vjp, cotangents_for(outs))
-    return [*outs, *others], list(grads)
+
+    @jax.jit
+    def both(*fs: Any) -> Any:
+        outs, vjp, others = jax.vjp(lambda *fs: _outs(fn, _merge(floats, fs, args)), *fs, has_aux=True)
+        return [*outs, *others], list(vjp(cotangents_for(outs)))
+
+    return both(*_pick(floats, args))
 
 
 def check(fn: Callable, *args: Any, **how: Any) -> Found:

@@ -30,12 +30,14 @@ class Case:
         args: whole arrays.
         sharded: whether some split of an argument gathers nothing.
         tolerance: relative to the largest number of a result.
+        long: it compiles long, and is tried in few states but for `-m wide`.
     """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     sharded: bool = True
     tolerance: float = 2e-5
+    long: bool = False
 
 
 _random = np.random.default_rng(0)
@@ -141,7 +143,7 @@ def _elementwise() -> dict[str, list[Case]]:
         Case(lambda a: lax.bitcast_convert_type(a, jnp.int8), (floats(8, 16),)),
     ]
     words = [ints(8, 16, below=2**31, dtype=np.uint32) for _ in range(4)]
-    found["threefry2x32"] = [Case(bind("threefry2x32"), tuple(words[:2] + words[2:]))]
+    found["threefry2x32"] = [Case(bind("threefry2x32"), tuple(words[:2] + words[2:]), long=True)]
     found["name"] = [Case(lambda a: checkpoint_name(a, "a"), (floats(*x),))]
     found["log2"] = [Case(lambda a: bind("log2", accuracy=None)(a), (floats(*x),))]
     found["one_minus_square"] = [Case(lambda a: bind("one_minus_square")(a), (floats(*x),))]
@@ -216,9 +218,9 @@ def _shapes() -> dict[str, list[Case]]:
         "random_bits": [Case(lambda a: jax.vmap(lambda k: jax.random.bits(k, (3,)))(wrap(a)), (keys(8),))],
         "random_clone": [Case(lambda a: unwrap(jax.random.clone(wrap(a))), (keys(8),))],
         "random_gamma": [
-            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8, 2) + 1)),
-            Case(lambda a, b: jax.random.gamma(wrap(a), b), (keys(), floats(8, 2) + 1), sharded=False),
-            Case(lambda a: jax.random.gamma(wrap(a), 0.4, (8, 16)), (keys(),), sharded=False),
+            Case(lambda a, b: jax.vmap(jax.random.gamma)(wrap(a), b), (keys(8), floats(8, 2) + 1), long=True),
+            Case(lambda a, b: jax.random.gamma(wrap(a), b), (keys(), floats(8, 2) + 1), sharded=False, long=True),
+            Case(lambda a: jax.random.gamma(wrap(a), 0.4, (8, 16)), (keys(),), sharded=False, long=True),
         ],
     }
 
@@ -387,7 +389,7 @@ def _linalg(square: np.ndarray) -> dict[str, list[Case]]:
         "lu_pivots_to_permutation": case(
             lambda a: linalg.lu_pivots_to_permutation(a, 6), np.tile(np.asarray([1, 3, 2, 5], np.int32), (8, 1))
         ),
-        "cholesky_update": [Case(rank_one, (square, square[..., 0]), sharded=False)],
+        "cholesky_update": [Case(rank_one, (square, square[..., 0]), sharded=False, long=True)],
     }
     ormqr = getattr(linalg, "ormqr", None)
     found["ormqr"] = case(lambda a: ormqr(*linalg.geqrf(a), a), square) if ormqr is not None else []

@@ -117,11 +117,11 @@ def of_dropped(scales: tuple[float, ...]) -> tuple[int, int]:
     """Equations of the gradients: each with its program once, sharded and plain; they are equal."""
     x, key = np.random.default_rng(0).standard_normal((16, 4, 16), np.float32), jax.random.key(1)
     plain = Dropped(scales)
-    variables = plain.init({"params": key, "dropout": key}, x)
+    variables = jax.jit(plain.init)({"params": key, "dropout": key}, x)
     model = js.fully_shard(Dropped(scales), mesh=js.mesh(), units=DroppedLayer)
     stored = js.shard_init(lambda: model.init({"params": key, "dropout": key}, x), model)
     of = lambda model: lambda p: (model.apply({"params": p}, x, rngs={"dropout": key}) ** 2).mean()
-    wanted, found = jax.grad(of(plain))(variables["params"]), jax.jit(jax.grad(of(model)))(stored["params"])
+    wanted, found = jax.jit(jax.grad(of(plain)))(variables["params"]), jax.jit(jax.grad(of(model)))(stored["params"])
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), wanted, found)
     return equations(jax.grad(of(model)), stored["params"])[1], equations(jax.grad(of(plain)), variables["params"])[1]
 

@@ -25,7 +25,7 @@ moe = sys.modules[MOE_FILE.build.__module__]
 
 # Room for fewer tokens than are sent: some find no place.
 MICRO = dataclasses.replace(
-    MOE_FILE.recipe("tiny")[1].model, n_layer=4, n_head=2, n_kv_head=1, d_model=32, d_ff=64, capacity=1.0
+    MOE_FILE.recipe("tiny")[1].model, n_layer=2, n_head=2, n_kv_head=1, d_model=32, d_ff=64, capacity=1.0
 )
 IDS = np.random.default_rng(0).integers(0, 256, (16, 17), dtype=np.int32)
 BATCH = {"inputs": IDS[:, :-1], "targets": IDS[:, 1:]}
@@ -58,7 +58,7 @@ def test_training_is_that_of_one_device(axes):
 @pytest.mark.wide
 def test_accumulation_that_syncs_last_keeps_experts_apart():
     """The balance is a product of means over a batch, and so another for each microbatch: it is left out."""
-    config = dataclasses.replace(MICRO, balance=0.0, n_layer=2)
+    config = dataclasses.replace(MICRO, balance=0.0)
     grad = lambda f: js.value_and_grad(f, accumulate=2, sync="last")
     mesh = js.mesh(fsdp=4, expert=2)
     assert_parity(lambda: build(config), annotator(mesh), moe.loss_fn, (BATCH,), grad=grad, steps=2)
@@ -122,8 +122,7 @@ def test_the_batch_is_split_over_the_expert_axis_too():
 
 
 def test_a_checkpoint_moves_between_degrees_of_the_axis(tmp_path):
-    config = dataclasses.replace(MICRO, n_layer=2)
-    made = lambda mesh: js.shard_init(lambda: build(config), annotator(mesh))
+    made = lambda mesh: js.shard_init(build, annotator(mesh))
     model, other = made(js.mesh(fsdp=4, expert=2)), made(js.mesh(expert=8, fsdp=1))
     js.checkpoint.save(tmp_path / "made", {"model": model})
     found = js.checkpoint.restore(tmp_path / "made", like={"model": other})["model"]

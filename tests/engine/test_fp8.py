@@ -15,6 +15,7 @@ from flax.training.train_state import TrainState
 import jshard as js
 from tests.helpers import Block, Config, builder, compile_to_read
 from tests.parity import worst
+from tests.wide import wide
 
 # The largest value lies on another shard for each layer and step, far above what the others see.
 X = (
@@ -50,7 +51,7 @@ def sharded(**settings: Any) -> TrainState:
     return js.shard_init(create(model), model)
 
 
-@pytest.mark.parametrize("units", [None, nn.Dense], ids=["root alone", "a unit per layer"])
+@pytest.mark.parametrize("units", [wide(None), nn.Dense], ids=["root alone", "a unit per layer"])
 def test_trains_as_on_one_device(units):
     """The history of a scale is what the largest over the whole batch was, as if there were no shards."""
     wanted, found = create(Mlp())(), sharded(units=units)

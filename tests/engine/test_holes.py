@@ -8,7 +8,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.errors import CallError
-from tests.helpers import Config, builder, loss_fn, sharded, token_batch
+from tests.helpers import Config, abstract, builder, loss_fn, sharded, token_batch
 
 X = np.random.default_rng(0).standard_normal((16, 64)).astype(np.float32)
 
@@ -133,4 +133,4 @@ def test_k_accumulation_that_syncs_last_does_not_take_copies_of_what_was_changed
     config = Config()
     grad = js.value_and_grad(perturbed, accumulate=2, sync="last")
     with pytest.raises(CallError, match="the loss changed them before the call"):
-        grad(sharded(config, js.mesh()), *token_batch(config))
+        nnx.eval_shape(lambda m, *batch: grad(m, *batch), abstract(config, js.mesh()), *token_batch(config))

@@ -8,6 +8,7 @@ from flax import nnx
 
 import jshard as js
 from jshard.inspect.memory import saved_arrays
+from tests.wide import wide
 
 X = np.random.default_rng(0).normal(size=(8, 6, 16)).astype(np.float32)
 
@@ -36,7 +37,7 @@ def loss_fn(model, x):
     return (model(x) ** 2).mean()
 
 
-@pytest.mark.parametrize("units", [None, Attention], ids=["root alone", "a unit"])
+@pytest.mark.parametrize("units", [wide(None), Attention], ids=["root alone", "a unit"])
 def test_scores_are_not_kept(units):
     """Seen to fail where all that autodiff keeps was: the scores before their maximum is subtracted, too."""
     model = js.fully_shard(Model(nnx.Rngs(0)), mesh=js.mesh(), units=units)

@@ -7,6 +7,7 @@ from flax import nnx
 
 import jshard as js
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
+from tests.wide import wide
 
 WIDTH = 64
 X = np.random.default_rng(0).normal(size=(16, WIDTH)).astype(np.float32)
@@ -22,13 +23,11 @@ def loss_fn(layers: nnx.Linear) -> jax.Array:
     return (run(X, layers) ** 2).mean()
 
 
-@pytest.mark.parametrize("layers", [5, 128])
-@pytest.mark.parametrize(
-    "placement", [js.ShardPlacement(stacked=1), js.ShardPlacement()], ids=["split within layers", "as it comes"]
-)
-def test_a_layer_is_a_row_of_its_stack(layers, placement):
+@pytest.mark.parametrize(("layers", "stacked"), [(5, 1), (128, 0), wide(5, 0), wide(128, 1)])
+def test_a_layer_is_a_row_of_its_stack(layers, stacked):
     """128 layers are the largest dim, along which the stack is split; of 5 a dim of the layer is."""
-    wanted, gradients = nnx.value_and_grad(loss_fn)(stack(layers))
+    placement = js.ShardPlacement(stacked=stacked)
+    wanted, gradients = nnx.jit(nnx.value_and_grad(loss_fn))(stack(layers))
     sharded = js.shard_init(lambda: stack(layers), lambda m: js.fully_shard(m, mesh=js.mesh(), placement=placement))
     found, of_sharded = nnx.jit(nnx.value_and_grad(loss_fn))(sharded)
     assert abs(float(found - wanted)) <= 1e-6

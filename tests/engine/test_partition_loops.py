@@ -12,6 +12,7 @@ from jax import lax
 
 from jshard.engine.rules import RULES
 from tests.engine.on_shards import ONE_BY_8, check, mesh_of, on_shards
+from tests.wide import wide
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(32, 16)).astype("f")
@@ -29,7 +30,7 @@ def rnn(x, w, **how):
     return lax.scan(step, jnp.zeros((32, 16)), x.swapaxes(0, 1), **how)
 
 
-@pytest.mark.parametrize("how", [{}, {"reverse": True}, {"unroll": 4}, {"unroll": True, "reverse": True}])
+@pytest.mark.parametrize("how", [{"reverse": True}, {"unroll": 4}, wide({}), wide({"unroll": True, "reverse": True})])
 def test_scan_over_time(how):
     """Seen to fail with `reverse` left out."""
     found = check(functools.partial(rnn, **how), S, W)

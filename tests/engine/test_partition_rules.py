@@ -1,6 +1,5 @@
 """Every rule of the partitioner's table equals one device: each split of each operand, whole and partial ones."""
 
-import functools
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -36,11 +35,17 @@ def states_of(arg: Any) -> list[State]:
     return [None, *dims, *([PARTIAL] if np.issubdtype(arg.dtype, np.number) else [])]
 
 
-def combinations(case: Case) -> Iterator[tuple[State, ...]]:
-    """States of all operands; of four or more operands at most two are not whole."""
-    for states in itertools.product(*map(states_of, case.args)):
-        if len(states) < 3 or sum(s is not None for s in states) <= 2:
-            yield states
+def combinations(case: Case, every: bool = True) -> Iterator[tuple[State, ...]]:
+    """States of all operands; of three or more operands at most two are not whole.
+
+    Unless it is to be every one: of cases that compile long, those in which all operands are alike, as far as may be.
+    """
+    each = [states_of(arg) for arg in case.args]
+    if case.long and not every:
+        yield from (tuple(s if s in of else None for of in each) for s in {s: None for of in each for s in of})
+    else:
+        some = lambda states: len(states) < 3 or sum(s is not None for s in states) <= 2
+        yield from filter(some, itertools.product(*each))
 
 
 def parts_of(arg: Any) -> np.ndarray:
@@ -60,68 +65,71 @@ def given(p: Partitioner, arg: Any, part: Any, state: State) -> Value:
     return Value(arg) if state is None else Value(part[0], PARTIAL)
 
 
-def failures(cases: dict[str, list[Case]], mesh: str) -> list[str]:
-    """What differs from one device, for all cases in all states, in one program."""
+def failures(cases: list[Case], mesh: str = "8", every: bool = True) -> list[str]:
+    """What differs from one device, for cases in all states, in one program."""
     axes = tuple(MESHES[mesh])
-    flat = [(f"{name} {k}", case) for name, group in cases.items() for k, case in enumerate(group)]
-    programs = [jax.make_jaxpr(case.function)(*case.args) for _, case in flat]
+    programs = [jax.make_jaxpr(case.function)(*case.args) for case in cases]
     found: list[str] = []
-    tried: list[tuple[str, Case, int]] = []
-    sharded: dict[str, bool] = {}
+    tried: list[tuple[str, int]] = []
+    sharded = [False] * len(cases)
 
     def body(args: list[Any], parts: list[Any]) -> list[Any]:
         results = []
-        for number, (name, case) in enumerate(flat):
-            for states in combinations(case):
+        for number, case in enumerate(cases):
+            for states in combinations(case, every):
                 p = Partitioner(axes, 8)
                 values = [given(p, *each) for each in zip(args[number], parts[number], states, strict=True)]
                 try:
                     outs = p.run(programs[number].jaxpr, programs[number].consts, values)
                 except Exception as error:  # a rule may fail in any of its steps
-                    found.append(f"{name} {states}: {type(error).__name__}: {str(error)[:300]}")
+                    found.append(f"{number} {states}: {type(error).__name__}: {str(error)[:300]}")
                     continue
                 alone = any(isinstance(s, int) for s in states) and "whole" not in {moved.kind for moved in p.moved}
-                sharded[name] = sharded.get(name, False) or (alone and any(v.state is not None for v in outs))
-                tried.append((f"{name} {states} -> {[v.state for v in outs]}", case, number))
+                sharded[number] |= alone and any(v.state is not None for v in outs)
+                tried.append((f"{number} {states} -> {[v.state for v in outs]}", number))
                 results.append([p.whole(v).x[None] for v in outs])
         return results
 
     lined = jax.make_mesh(tuple(MESHES[mesh].values()), axes, axis_types=(AxisType.Auto,) * len(axes))
     over = PartitionSpec(axes)
-    args = [list(case.args) for _, case in flat]
-    parts = [[parts_of(arg) for arg in case.args] for _, case in flat]
+    parts = [[parts_of(arg) for arg in case.args] for case in cases]
     specs: Any = {"in_specs": (PartitionSpec(), over), "out_specs": over, "check_vma": False}
-    results = jax.jit(jax.shard_map(body, mesh=lined, **specs))(args, parts)
-    wanted = [jax.tree.leaves(jax.jit(case.function)(*case.args)) for _, case in flat]
-    for (name, case, number), result in zip(tried, results, strict=True):
+    results = jax.jit(jax.shard_map(body, mesh=lined, **specs))([list(case.args) for case in cases], parts)
+    wanted = alone(cases)
+    for (name, number), result in zip(tried, results, strict=True):
         for want, got in zip(wanted[number], result, strict=True):
-            if (worst := difference(np.asarray(want), np.asarray(got))) > case.tolerance:
+            if (worst := difference(np.asarray(want), np.asarray(got))) > cases[number].tolerance:
                 found.append(f"{name}: differs by {worst:.1e}")
-    found += [f"{name}: is never computed on shards" for (name, case) in flat if case.sharded and not sharded[name]]
-    return found
+    return found + [f"{k}: is never computed on shards" for k, case in enumerate(cases) if case.sharded > sharded[k]]
 
 
-def failures_of_constants(cases: dict[str, list[Case]]) -> list[str]:
+def alone(cases: list[Case]) -> list[list[jax.Array]]:
+    """What one device gives, of all cases in one program."""
+    run = jax.jit(lambda args: [jax.tree.leaves(case.function(*xs)) for case, xs in zip(cases, args, strict=True)])
+    return run([case.args for case in cases])
+
+
+def failures_of_constants(cases: list[Case]) -> list[str]:
     """What differs from one device, where all operands are known without data and a shard of a result is asked for."""
-    functions = [(f"{name} {k}", case) for name, group in cases.items() for k, case in enumerate(group)]
-    programs = [jax.make_jaxpr(lambda c=case: c.function(*map(constant, c.args)))() for _, case in functions]
-    wanted = {name: jax.tree.leaves(jax.jit(case.function)(*case.args)) for name, case in functions}
+    programs = [jax.make_jaxpr(lambda c=case: c.function(*map(constant, c.args)))() for case in cases]
+    wanted = alone(cases)
     found: list[str] = []
     tried: list[tuple[str, Any, float]] = []
 
     def body() -> list[Any]:
         results = []
-        for (name, case), program in zip(functions, programs, strict=True):
-            for number, want in enumerate(wanted[name]):
+        for k, (case, program, wants) in enumerate(zip(cases, programs, wanted, strict=True)):
+            for number, want in enumerate(wants):
                 for dim in (d for d, n in enumerate(want.shape) if n and n % 8 == 0):
                     p = Partitioner(("fsdp",), 8)
+                    name = f"result {number} of {k} along {dim}"
                     try:
                         out = p.run(program.jaxpr, program.consts, [])[number]
                         results.append(p.split(out, dim).x)
                     except Exception as error:
-                        found.append(f"{name} along {dim}: {type(error).__name__}: {str(error)[:300]}")
+                        found.append(f"{name}: {type(error).__name__}: {str(error)[:300]}")
                         continue
-                    tried.append((f"{name} along {dim}", want, case.tolerance))
+                    tried.append((name, want, case.tolerance))
                     specs.append(PartitionSpec(*[None] * dim, "fsdp"))
         return results
 
@@ -157,39 +165,34 @@ def difference(want: np.ndarray, got: np.ndarray) -> float:
         return float(np.nan_to_num(np.where(want == got, 0, np.abs(want - got))).max(initial=0) / scale)
 
 
-@functools.cache
-def chunks() -> dict[str, dict[str, list[Case]]]:
-    """The cases in programs of a dozen primitives."""
-    found = {}
-    for family, cases in FAMILIES.items():
-        names = [name for name in cases if is_here(name) and cases[name] and name not in NOT_COMPILED]
-        for start in range(0, len(names), 12):
-            found[f"{family} {start // 12}"] = {name: cases[name] for name in names[start : start + 12]}
-    return found
+FAMILY = [wide(name) if name == "special" else name for name in FAMILIES]
 
 
-CHUNKS = [wide(name) if name.startswith("special") else name for name in chunks()]
+def of_family(family: str) -> dict[str, list[Case]]:
+    """The cases of a family. Each primitive is a program of its own: XLA takes longer for a dozen in one."""
+    return {name: x for name, x in FAMILIES[family].items() if is_here(name) and x and name not in NOT_COMPILED}
+
+
+@pytest.mark.parametrize(("mesh", "every"), [("8", False), wide("8", True), wide("2x4", True)])
+@pytest.mark.parametrize("family", FAMILY)
+def test_every_rule_equals_one_device(family: str, mesh: str, every: bool) -> None:
+    found = {name: failures(cases, mesh, every) for name, cases in of_family(family).items()}
+    assert not any(found.values()), {name: x for name, x in found.items() if x}
+
+
+@pytest.mark.parametrize("family", [wide(name) if name in ("special", "elementwise") else name for name in FAMILIES])
+def test_shards_of_constants_equal_one_device(family: str) -> None:
+    found = {name: failures_of_constants(cases) for name, cases in of_family(family).items()}
+    assert not any(found.values()), {name: x for name, x in found.items() if x}
 
 
 @pytest.mark.parametrize("mesh", ["8", wide("2x4")])
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_every_rule_equals_one_device(chunk: str, mesh: str) -> None:
-    assert failures(chunks()[chunk], mesh) == []
-
-
-@pytest.mark.parametrize("chunk", CHUNKS)
-def test_shards_of_constants_equal_one_device(chunk: str) -> None:
-    assert failures_of_constants(chunks()[chunk]) == []
-
-
-@pytest.mark.parametrize("mesh", list(MESHES))
 def test_typed_keys_pass_every_operation_on_shapes(mesh: str) -> None:
-    assert failures({"keys": KEYS}, mesh) == []
+    assert failures(KEYS, mesh) == []
 
 
 def test_a_batch_of_rbg_keys_draws_as_on_one_device() -> None:
-    assert failures({"keys": KEYS_OF_FIRST}, "8") == []
-    assert failures_of_constants({"keys": KEYS_OF_FIRST}) == []
+    assert [failures([case]) + failures_of_constants([case]) for case in KEYS_OF_FIRST] == [[]] * len(KEYS_OF_FIRST)
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg", *(["threefry4x32"] if NEW else [])])
@@ -197,7 +200,7 @@ def test_bits_of_one_key_of_any_kind_equal_one_device(impl: str) -> None:
     noise = lambda a: a + jax.random.uniform(jax.random.key(3, impl=impl), a.shape)
     rows = lambda a: jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(3, impl=impl), 8))[:, :1] + a
     args = (np.ones((8, 16), np.float32),)
-    assert failures({"bits": [Case(noise, args, sharded=False), Case(rows, args, sharded=False)]}, "8") == []
+    assert failures([Case(noise, args, sharded=False), Case(rows, args, sharded=False)]) == []
 
 
 def test_no_rule_is_without_a_case() -> None:
@@ -233,15 +236,15 @@ def wrong_state(p: Any, eqn: Any, values: list[Value]) -> list[Value]:
 @pytest.mark.parametrize("rule", [wrong_result, wrong_state])
 def test_a_broken_rule_is_seen(rule: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "cos", rule)
-    assert failures({"cos": CASES["cos"]}, "8") != []
+    assert failures(CASES["cos"]) != []
 
 
 def test_a_wrong_entry_for_partial_values_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "SUMS", linear.SUMS | {"tanh"})
-    found = failures({"tanh": CASES["tanh"]}, "8")
+    found = failures(CASES["tanh"])
     assert len(found) == 1 and "('partial',)" in found[0]
 
 
 def test_a_maximum_that_is_not_taken_over_the_shards_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RULES, "reduce_max", lambda p, e, vs: [Value(x) for x in p.bind(e, [v.x for v in vs])])
-    assert any("differs" in failure for failure in failures({"reduce_max": CASES["reduce_max"][:1]}, "8"))
+    assert any("differs" in failure for failure in failures(CASES["reduce_max"][:1]))

@@ -79,7 +79,7 @@ LIST, STACKED = False, True
         (LIST, {"reshard_after_forward": 2}, {}),
         wide(LIST, {"prefetch": "600KiB", "remat": "full"}, {}),
         wide(LIST, {"prefetch": 2, "remat": "dots"}, {"replica": 2}),
-        (LIST, {"prefetch": None}, {}),
+        wide(LIST, {"prefetch": None}, {}),
         (STACKED, {"remat": "full"}, {"replica": 2}),
         wide(STACKED, {"prefetch": 2, "reshard_after_forward": 2}, {}),
     ],
@@ -180,7 +180,7 @@ def noisy(loop: bool, remat: str) -> tuple[list[dict[str, np.ndarray]], dict[str
     return [flat(grad(model, *batch)) for _ in range(2)], flat(nnx.state(model, nnx.Not(nnx.Param)))
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", [wide("none"), "full"])
 def test_dropout_statistics_caches_and_auxiliary_losses(remat):
     (loop_grads, loop_state), (scan_grads, scan_state) = noisy(True, "none"), noisy(False, remat)
     for a, b in zip(scan_grads, loop_grads, strict=True):

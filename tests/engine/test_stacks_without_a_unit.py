@@ -10,7 +10,7 @@ from jax import lax
 
 import jshard as js
 from jshard.engine import stacks
-from tests.helpers import compile_to_read
+from tests.helpers import compile_to_read, placed
 from tests.parity import GRADIENT_TOLERANCE, flat, worst
 
 WIDTH, LAYERS = 32, 6
@@ -49,7 +49,7 @@ def model(name: str, loop: str = "nnx.scan", mesh: dict | None = None, **setting
     """Under a name of its own, as what was said is not said again; the three lines."""
     kind = type(name, (Tower,), {"loop": loop})
     annotate = lambda m: js.fully_shard(m, mesh=js.mesh(**mesh or {}), **settings)
-    return js.shard_init(lambda: kind(nnx.Rngs(0)), annotate)
+    return placed(lambda: kind(nnx.Rngs(0)), annotate)
 
 
 def step(model, x):
@@ -79,7 +79,7 @@ def test_each_layer_is_reduced_in_its_trip(loop, mesh, settings):
     assert js.audit(compiled, model=made).ok
     if "mixed_precision" not in settings:
         loss, gradients = nnx.jit(step)(made, X)
-        wanted, of_plain = step(Tower(nnx.Rngs(0)), X)
+        wanted, of_plain = nnx.jit(step)(Tower(nnx.Rngs(0)), X)
         assert abs(float(loss - wanted)) <= 1e-5
         found, of_plain = flat(gradients), flat(of_plain)
         assert max(worst(found[path], x) for path, x in of_plain.items()) <= GRADIENT_TOLERANCE

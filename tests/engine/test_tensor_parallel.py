@@ -202,7 +202,7 @@ def test_on_a_tensor_axis_alone_dtypes_are_those_of_the_unit():
     assert compare(found, wanted).gradient <= 2e-2
 
 
-@pytest.mark.parametrize("name", ["loop", wide("scan, sequence split, untied")])
+@pytest.mark.parametrize("name", [wide("loop"), wide("scan, sequence split, untied")])
 def test_on_a_tensor_axis_alone_attention_trains_as_on_one_device(name):
     build = lambda: GPT_FILE.build(dataclasses.replace(FORMS[name], n_layer=2, n_head=8), nnx.Rngs(0))
     assert_parity(build, annotator(js.mesh(fsdp=1, tensor=8)), gpt.loss_fn, (BATCH,), steps=3)

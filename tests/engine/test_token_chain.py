@@ -366,7 +366,7 @@ def mixed_gradients() -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 @pytest.mark.parametrize(
     ("prefetch", "remat"),
-    [(0, "none"), wide(0, "full"), wide(1, "none"), (1, "full"), wide(3, "none"), ("5KB", "full"), (None, "none")],
+    [wide(0, "none"), wide(0, "full"), wide(1, "none"), (1, "full"), wide(3, "none"), ("5KB", "full"), (None, "none")],
 )
 def test_gradients_of_units_of_all_kinds(prefetch, remat):
     x, expected = mixed_gradients()

@@ -57,6 +57,9 @@ FORMS = {
 }
 
 
+AGAIN = ("remat of a method", "remat of a function", "jit of remat")
+
+
 def model_of(block, call):
     class Model(nnx.Module):
         def __init__(self, rngs):
@@ -77,9 +80,10 @@ def step():
 
 @pytest.mark.parametrize(
     ("form", "units"),
-    [(form, True) for form in FORMS]
-    + [("a decorated method", False), ("cond", False)]
-    + [wide(form, False) for form in FORMS if form not in ("a decorated method", "cond")],
+    [(form, True) for form in FORMS if form not in AGAIN]
+    + [("cond", False)]
+    + [wide(form, True) for form in AGAIN]
+    + [wide(form, False) for form in FORMS if form != "cond"],
 )
 def test_equal_to_one_device(form, units):
     block, call = FORMS[form]
@@ -88,7 +92,7 @@ def test_equal_to_one_device(form, units):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if "remat" in form or "jit" in form or "method" in form])
+@pytest.mark.parametrize("form", ["a decorated method", "jit", *map(wide, AGAIN)])
 def test_nothing_more_is_sent(form):
     def collectives(block, call):
         model = js.fully_shard(model_of(block, call), mesh=js.mesh())
@@ -139,7 +143,7 @@ def test_checkify_looks_into_units(degree):
     model = js.shard_init(lambda: build(Checked), lambda m: js.fully_shard(m, units=Checked, mesh=mesh))
     graph, state = nnx.split(model)
     grad = jax.grad(lambda state, x: (nnx.merge(graph, state)(x) ** 2).mean())
-    of_plain = jax.tree.leaves(nnx.grad(lambda model, x: (model(x) ** 2).mean())(build(Block), X / 10))
+    of_plain = jax.tree.leaves(nnx.jit(nnx.grad(lambda model, x: (model(x) ** 2).mean()))(build(Block), X / 10))
     for x, is_large in ((X / 10, False), (X, True)):
         error, grads = jax.jit(checkify.checkify(grad))(state, x)
         assert ("large: " in (error.get() or "")) == is_large

@@ -495,6 +495,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("uneven")
 
 
+@pytest.mark.wide
 def test_the_vocabulary_of_gpt2_trains_like_on_one_device(folder):
     plain = builder(GPT2_TABLE)()
     step(plain, nnx.Optimizer(plain, ADAMW, wrt=nnx.Param))

@@ -1,7 +1,7 @@
 """Models whose state is random or of the whole batch, trained some steps: all that comes out, on the host.
 
-The same on one device, on any mesh, and on several processes. `python -m` of this with PROCESS PORT FILE is one
-of two processes with four devices each; process 0 writes what the models gave.
+The same on one device, on any mesh, and on several processes. `python -m` of this with PROCESS PORT FILE NAME ... is
+one of two processes with four devices each; process 0 writes what the models gave.
 """
 
 import os
@@ -104,11 +104,11 @@ def _masks(_: str, mesh: Any) -> Any:
     return [run(model, VECTORS) for _ in range(2)]
 
 
-def _in_a_process(process: int, port: str, file: str) -> None:
+def _in_a_process(process: int, port: str, file: str, *chosen: str) -> None:
     jax.config.update("jax_num_cpu_devices", 4)
     jax.distributed.initialize(f"localhost:{port}", 2, process)
     found = {}
-    for sizes, names in (({"fsdp": 8}, NAMES[::2]), ({"replica": 2, "fsdp": 4}, NAMES[1::2])):
+    for sizes, names in (({"fsdp": 8}, chosen[::2]), ({"replica": 2, "fsdp": 4}, chosen[1::2])):
         mesh = js.mesh(**sizes)
         found |= {f"{sizes}|{name}|{key}": x for name in names for key, x in trained(name, mesh).items()}
     if process == 0:

@@ -106,7 +106,7 @@ def train(state: TrainState) -> tuple[TrainState, int]:
     return state, traces
 
 
-@pytest.mark.parametrize("init", [js.shard_init, lambda build, model: build()], ids=["shard_init", "init"])
+@pytest.mark.parametrize("init", [js.shard_init, wide(lambda build, model: build())], ids=["shard_init", "init"])
 def test_a_train_state_is_born_sharded_and_trains_as_on_one_device(init):
     model = js.fully_shard(Decoder(depth=2), mesh=js.mesh(), units=Block)
     state, plain = init(lambda: create(model), model), create(Decoder(depth=2))
@@ -126,7 +126,7 @@ def test_a_train_state_is_born_sharded_and_trains_as_on_one_device(init):
     assert int(found.step) == 5
 
 
-@pytest.mark.parametrize("transformed", [nn.remat, nn.jit, of_rows])
+@pytest.mark.parametrize("transformed", [nn.remat, wide(nn.jit), of_rows])
 def test_init_of_a_root_that_a_transformation_made_shards_its_parameters(transformed):
     kind = transformed(Decoder)
     model = js.fully_shard(kind(depth=1), mesh=js.mesh(), units=Block)

@@ -45,11 +45,17 @@ class Odd(nn.Module):
         return nn.Dense(VOCAB, kernel_init=named)(Block(130)(x))
 
 
-@SYNC
 @pytest.mark.parametrize(
-    ("plain", "degrees"),
-    [(Decoder(depth=2), {}), wide(Decoder(depth=2), {"replica": 2}), (Odd(), {"tensor": 2})],
-    ids=["zero3", "hsdp", "padded"],
+    ("plain", "degrees", "sync"),
+    [
+        (Decoder(depth=2), {}, "last"),
+        (Odd(), {"tensor": 2}, "each"),
+        wide(Decoder(depth=2), {}, "each"),
+        wide(Decoder(depth=2), {"replica": 2}, "each"),
+        wide(Decoder(depth=2), {"replica": 2}, "last"),
+        wide(Odd(), {"tensor": 2}, "last"),
+    ],
+    ids=["zero3-last", "padded-each", "zero3-each", "hsdp-each", "hsdp-last", "padded-last"],
 )
 def test_gradients_equal_those_of_one_device(plain, degrees, sync):
     model = js.fully_shard(plain, mesh=js.mesh(**degrees), units=Block)

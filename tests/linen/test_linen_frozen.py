@@ -152,7 +152,7 @@ TRAINED = {
 }
 
 
-@pytest.mark.parametrize("case", ["each", "scan on the host", "padded on the host", wide("last")])
+@pytest.mark.parametrize("case", ["each", "scan on the host", wide("padded on the host"), wide("last")])
 def test_trains_as_on_one_device_and_leaves_the_frozen_alone(case):
     plain, annotation, settings = TRAINED[case]
     wrt = "*Dense_0/*"

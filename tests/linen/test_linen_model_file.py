@@ -34,7 +34,7 @@ from jshard.recipes.step import inference_view
 from jshard.train import Recipe, TrainStep, load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
 from tests.compiling import environment
-from tests.helpers import programs_kept_in, with_placement
+from tests.helpers import with_placement
 from tests.linen_models import VOCAB, Block, Decoder, cross_entropy, differences
 from tests.micro_linen import Config
 from tests.models.model_files import MODELS, model_file, module, tiny
@@ -45,13 +45,6 @@ PATH = Path(__file__).parents[1] / "micro_linen.py"
 FILE = load_model_file(PATH)
 RECIPE = FILE.recipe()[1]
 STEPS = 3
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory):
-    """Tests of this file compile the same programs; kept on disk they are compiled once."""
-    with programs_kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 class Straight(Recipe):
@@ -230,6 +223,7 @@ def test_a_parameter_that_no_dim_divides_is_padded(boxed):
     np.testing.assert_allclose(losses, trained_plain(RECIPE, Odd(boxed))[0], rtol=1e-5)
 
 
+@pytest.mark.wide
 def test_state_and_parameters_are_in_host_memory_and_the_losses_are_the_same():
     wanted, batch = trained_plain(recipe(depth=1))[0], js.shard_batch(batches()[0], js.mesh())
     memories = lambda held: "pinned_host" in {x.sharding.memory_kind for x in jax.tree.leaves(nnx.state(held))}
@@ -384,6 +378,7 @@ class Stopping:
         return self._source[index]
 
 
+@pytest.mark.wide
 def test_a_stopped_run_goes_on_bit_for_bit(whole, text, tmp_path):
     """With dropout, whose masks have to be those of the run that was not stopped."""
     data = load_text([text], sequence_length=RECIPE.sequence_length)

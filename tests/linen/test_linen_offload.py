@@ -99,7 +99,9 @@ def test_state_lives_on_the_host_and_trains_the_same(settings: dict[str, int]):
 SCANNED = {"plain": Scanned(), "units": Layer, "remat": "offload"}
 
 
-@pytest.mark.parametrize("settings", [{}, SCANNED, wide({"accumulate": 2})], ids=lambda settings: "-".join(settings))
+@pytest.mark.parametrize(
+    "settings", [wide({}), SCANNED, wide({"accumulate": 2})], ids=lambda settings: "-".join(settings)
+)
 def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]):
     found = trained(offload="params", **settings)
     same(found.params, trained(offload=None, **{k: v for k, v in settings.items() if k in ("plain", "units")}).params)
@@ -109,6 +111,7 @@ def test_parameters_live_on_the_host_and_train_the_same(settings: dict[str, Any]
         assert "pinned_host" in memories.values()
 
 
+@pytest.mark.wide
 def test_a_part_of_the_parameters_is_trained_and_its_state_alone_is_there():
     mask = {"block_0": True, "block_1": False, "table": False, "norm": False}
     frozen = {name: not trains for name, trains in mask.items()}
@@ -179,7 +182,7 @@ def uneven(offload: str | None) -> TrainState:
     return step(state, X[:15], tokens()[1][:15])
 
 
-@pytest.mark.parametrize("offload", ["optimizer", "params"])
+@pytest.mark.parametrize("offload", [wide("optimizer"), "params"])
 def test_state_that_is_padded_lives_there_too(offload: str):
     found, wanted = uneven(offload), uneven(None)
     same(found.params, wanted.params)

@@ -334,6 +334,7 @@ class Deep(nn.Module):
         return scan(Block(name="layers"), x, None)[0]
 
 
+@pytest.mark.wide
 def test_in_a_stack_of_layers_it_sends_what_the_plan_says():
     x = np.random.default_rng(0).standard_normal((16, WIDTH), np.float32)
     model = js.fully_shard(

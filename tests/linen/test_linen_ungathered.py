@@ -125,6 +125,7 @@ def test_each_call_beside_it_is_a_region_that_gathers_once_a_pass():
     assert sorted(shape for shape in gathers if len(shape) == 2) == [(32, 32)] + [(32, 128)] * 6 + [(128, 32)] * 6
 
 
+@pytest.mark.wide
 def test_microbatches_reduced_at_the_end_are_those_of_one_device():
     """The others' copies are gathered once; the table has none."""
     model, _ = made(Clicks(), js.mesh(replica=2))

@@ -25,11 +25,12 @@ from tests.models.model_files import (
     smaller,
     tiny,
 )
+from tests.wide import wide
 
 dhen = module("dhen")
 
 MICRO = smaller(tiny("dhen"), rows=(1024, 64, 64), n_layer=1, d_ff=32)
-MESHES = pytest.mark.parametrize("degrees", [{}, {"replica": 2, "fsdp": 4}], ids=["zero3", "hsdp"])
+HSDP = {"replica": 2, "fsdp": 4}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -44,12 +45,12 @@ def test_look_up_in_parts_finds_what_the_whole_table_has(dtype):
     np.testing.assert_array_equal(look_up(model, ids), wanted)
 
 
-@MESHES
+@pytest.mark.parametrize("degrees", [{}, wide(HSDP)], ids=["zero3", "hsdp"])
 def test_trains_sharded_as_on_one_device(degrees):
     assert_parity_of("dhen", MICRO, **degrees)
 
 
-@MESHES
+@pytest.mark.parametrize("degrees", [HSDP, wide({})], ids=["hsdp", "zero3"])
 def test_no_collective_has_the_size_of_a_table(degrees):
     """Neither a table nor its gradient, whole or in part; and its optimizer state lies as it does."""
     recipe = smaller(MICRO, batch_size=16, rows=(65_536, 65_536, 65_536))
@@ -70,7 +71,7 @@ def test_no_collective_has_the_size_of_a_table(degrees):
     assert memory.temp_size_in_bytes < 1.2 * 2 * 3 * shard_bytes
 
 
-@MESHES
+@pytest.mark.parametrize("degrees", [HSDP, wide({})], ids=["hsdp", "zero3"])
 def test_the_audit_agrees_with_the_plan(degrees):
     """XLA:CPU merges the second gather of unrolled layers with the first: so they are gathered once here."""
     recipe, file, mesh = tiny("dhen"), model_file("dhen"), js.mesh(**degrees)

@@ -160,6 +160,7 @@ def test_kernels_of_pallas_leave_the_loss_as_it_is():
         np.testing.assert_array_equal(found_grads[path], x, err_msg=path)
 
 
+@pytest.mark.wide
 def test_kernels_of_pallas_step_by_step_are_their_twins(monkeypatch):
     """In bfloat16 on one device: the interpreter of kernels knows no more."""
     config = dataclasses.replace(MICRO, n_layer=1, d_model=64, d_ff=64, compute_dtype="bfloat16")

@@ -11,6 +11,7 @@ from flax import nnx
 
 import jshard as js
 from tests.models.model_files import assert_parity_of, assert_plans, model_file, module, smaller, tiny
+from tests.wide import wide
 
 FILE, llama = model_file("llama"), module("llama")
 RECIPE = smaller(tiny("llama"), sequence_length=24, n_layer=2, n_head=4, d_model=64, d_ff=96, queries_at_once=16)
@@ -61,7 +62,7 @@ def test_heads_that_do_not_split_over_the_tensor_axis_are_refused():
         abstract(MICRO, js.mesh(fsdp=2, tensor=4))
 
 
-@pytest.mark.parametrize("degrees", [{}, {"replica": 2, "fsdp": 4}], ids=["zero3", "hsdp"])
+@pytest.mark.parametrize("degrees", [{}, wide({"replica": 2, "fsdp": 4})], ids=["zero3", "hsdp"])
 def test_sharded_training_is_that_of_one_device(degrees):
     assert_parity_of("llama", RECIPE, **degrees)
 

@@ -73,6 +73,7 @@ def test_block_begins_as_its_shortcut():
     np.testing.assert_array_equal(model.blocks[2](x), x)
 
 
+@pytest.mark.wide
 def test_evaluation_uses_the_running_averages_that_a_checkpoint_kept(tmp_path):
     """Saved after some steps on one mesh and read on another; evaluation neither looks at its batch nor moves them."""
     mesh, other = js.mesh(), js.mesh(replica=4)

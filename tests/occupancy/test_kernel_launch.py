@@ -13,6 +13,7 @@ from jshard.kernels import Occupancy
 from jshard.kernels.knobs import product_ns, traffic_ns
 from jshard.kernels.mosaic_product import Product, smem_bytes
 from jshard.plans.policies import checkpoint_policy
+from tests.wide import wide
 
 KIND = "NVIDIA H200"
 M, K, N = 2048, 1024, 4096
@@ -51,18 +52,18 @@ def both_ways(function, *arrays, **how):
     ("knobs", "blocks"),
     [
         ({}, 132),
-        ({"tile_m": 128}, 132),
+        wide({"tile_m": 128}, 132),
         ({"tile_n": 64}, 132),
         ({"tile_k": 128, "stages": 2}, 132),
-        ({"stages": 3}, 132),
+        wide({"stages": 3}, 132),
         ({"reserved_sms": 16}, 116),
-        ({"stages": 3, "smem_pad_bytes": 10_000}, 132),
-        (TILED, 16 * 32),
+        wide({"stages": 3, "smem_pad_bytes": 10_000}, 132),
+        wide(TILED, 16 * 32),
         (TILED | {"tile_m": 64}, 32 * 32),
-        (TILED | {"tile_n": 64}, 16 * 64),
-        (TILED | {"tile_k": 128, "stages": 2}, 16 * 32),
+        wide(TILED | {"tile_n": 64}, 16 * 64),
+        wide(TILED | {"tile_k": 128, "stages": 2}, 16 * 32),
         (TILED | {"stages": 2, "smem_pad_bytes": 25_600}, 16 * 32),
-        (TILED | {"stages": 2, "smem_pad_bytes": 1}, 16 * 32),
+        wide(TILED | {"stages": 2, "smem_pad_bytes": 1}, 16 * 32),
     ],
     ids=str,
 )

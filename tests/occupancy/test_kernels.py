@@ -37,7 +37,7 @@ def check_matmul(m, k, n, *, bias, dtype=jnp.bfloat16, occupancy=TILED, lead=())
     assert too_far({"y": y, **grads}, wanted | {"y": x64 @ w64 + bias * b64}) == {}
 
 
-@settings(max_examples=4, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
+@settings(max_examples=2, deadline=None, derandomize=True, database=None, phases=(Phase.generate,))
 @given(m=st.integers(1, 130), k=st.integers(1, 130), n=st.integers(1, 130), bias=st.booleans())
 def test_matmul_of_any_shape(m, k, n, bias):
     check_matmul(m, k, n, bias=bias)

@@ -25,7 +25,7 @@ from jshard.recipes.model_file import next_token_loss
 from jshard.recipes.state import optimizer_of
 from jshard.train import ModelFile, Recipe, run_recipe
 from jshard.train.jsonl import read_metrics
-from tests.helpers import compile_to_read, programs_kept_in
+from tests.helpers import compile_to_read
 
 HALF = js.MixedPrecision(param="float16", reduce="float32")
 START = 2.0**14
@@ -252,11 +252,10 @@ def run(out: Path, data: Data, say: Any = lambda line: None, **settings: Any) ->
 def test_a_run_in_float16_skips_and_goes_on_bit_for_bit(data, tmp_path, monkeypatch):
     monkeypatch.setattr(state_of_a_run, "LossScale", lambda: LossScale(initial=2.0**24, growth_interval=2))
     lines: list[str] = []
-    with programs_kept_in(tmp_path / "programs"):
-        whole = run(tmp_path / "whole", data, lines.append)
-        run(tmp_path / "parts", data, checkpoint_every=3)
-        shutil.rmtree(tmp_path / "parts" / "checkpoints" / "6")
-        assert run(tmp_path / "parts", data, resume=True, checkpoint_every=3) == whole
+    whole = run(tmp_path / "whole", data, lines.append)
+    run(tmp_path / "parts", data, checkpoint_every=3)
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "6")
+    assert run(tmp_path / "parts", data, resume=True, checkpoint_every=3) == whole
     assert any(line == "loss scale: dynamic, now 1.67772e+07, as units are in float16" for line in lines)
     steps = [line for line in whole if "loss" in line]
     skipped = [line for line in steps if line["grad_norm"] is None]

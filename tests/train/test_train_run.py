@@ -22,7 +22,6 @@ from jshard.launch import StallWatch
 from jshard.recipes.state import create_from, restore
 from jshard.train import load_model_file, run_recipe
 from jshard.train.jsonl import read_metrics
-from tests.helpers import programs_kept_in
 from tests.micro_gpt import MODELS, micro
 
 GPT = load_model_file(MODELS / "gpt.py")
@@ -31,13 +30,6 @@ DROPOUT = dataclasses.replace(micro().model, n_layer=1, dropout=0.1)
 RECIPE = dataclasses.replace(
     micro(), model=DROPOUT, num_steps=8, learning_rate=1e-2, eval_every=4, checkpoint_every=3, keep_checkpoints=2
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def kept_programs(tmp_path_factory):
-    """The runs of this file compile the same programs; kept on disk they are compiled once."""
-    with programs_kept_in(tmp_path_factory.mktemp("programs")):
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +154,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole, data, tmp_path):
     assert record(again) == record(whole[0])
 
 
+@pytest.mark.wide
 def test_another_mesh_sees_the_same_samples(data, tmp_path):
     source = SpySource(data.train)
     recipe = dataclasses.replace(RECIPE, num_steps=3, eval_every=100, accumulate=2)
