@@ -30,14 +30,13 @@ from jshard import _compat
 
 # Files that take longest, in the order of what they cost on two cores.
 LONG = """
-    test_two_processes test_launch test_your_model test_one_device test_partition_rules test_checkpoint_processes
-    test_same_state_on_processes test_linen_composition test_train_run test_linen_model_file test_optimizers
-    test_first_loss test_linen_uneven test_linen test_annotation test_partition_opaque test_tensor_parallel test_uneven
-    test_loops test_traced_once test_linen_offload test_transforms_inside test_parity test_init test_experts test_holes
-    test_linen_frozen test_loss_scale test_partition_loops test_scan_layers test_equations test_resnet test_t5 test_vdit
-    test_partition_programs test_bad_input test_composition test_linen_accumulate test_offload test_collectives
-    test_stacks_without_a_unit test_roll_call test_token_chain test_ungathered test_linen_ungathered test_cli
-    test_lora_run test_costs_beyond test_kernels test_kernel_launch test_docs
+    test_one_device test_partition_rules test_two_processes test_restarted_run test_checkpoint_processes
+    test_same_state_on_processes test_stalls test_launch test_restarts test_roll_call test_linen_composition
+    test_linen_model_file test_train_run test_partition_opaque test_tensor_parallel test_transforms_inside
+    test_partition_loops test_linen_uneven test_annotation test_parity test_errors_golden test_optimizers test_uneven
+    test_experts test_first_loss test_kernels test_kernel_launch test_linen test_llama test_loops test_linen_frozen
+    test_costs_beyond test_init test_resnet test_vdit test_linen_offload test_equations test_composition test_holes
+    test_search test_bad_input test_t5 test_gpt test_dhen test_docs
 """.split()
 
 jax.config.update("jax_num_cpu_devices", 8)

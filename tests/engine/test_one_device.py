@@ -140,10 +140,8 @@ def differences(group: str, names: tuple[str, ...], on: str, linen: bool) -> dic
 EVERYWHERE = [(on, linen) for on in ("fsdp=8", "2x4", "tensor") for linen in (False, True)]
 # By default each group once, and each mesh and each form some time; gammas are in "mixup", and compile long.
 DEFAULT = dict.fromkeys(GROUPS, ("fsdp=8", False)) | {
-    "reductions": ("2x4", False),
-    "places": ("tensor", False),
-    "loops": ("fsdp=8", True),
-    "sorts": ("2x4", True),
+    "reductions": ("2x4", True),
+    "images": ("tensor", False),
     "gammas": None,
 }
 
