@@ -20,7 +20,6 @@ from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 from jshard.occupancy import (
     ASSUMED_CTAS,
-    COPY_ENGINE,
     FOOTPRINTS,
     GPUS,
     GpuFacts,
@@ -45,7 +44,7 @@ class OccupancyArgs:
     """
 
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = ""
-    """The GPU: a40, a100, h100, h200, b200, gb200, mi250x; all of them by default."""
+    """The GPU: a40, a100, h100, h200, b200, gb200; all of them by default."""
     kernel: tyro.conf.UseAppendAction[Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME")]] = ()
     """A kernel of jshard, as often as needed: --kernel matmul for all products of matrices, --kernel matmul_nn_tiled,
     or one form of it, --kernel matmul_nn_tiled:64x64x64/2; all of them by default."""
@@ -69,7 +68,7 @@ def run(argv: Sequence[str]) -> int:
     _check_plot(args)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", OccupancyWarning)
-        reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else GPUS.values())]
+        reports = [_report(args, facts) for facts in ([gpu(args.gpu)] if args.gpu else _with_any(args.footprint))]
     print(*(warning.message for warning in caught), sep="\n", end="\n" if caught else "", file=sys.stderr)
     if args.plot is not None:
         from jshard.occupancy.plans import write_png
@@ -87,18 +86,18 @@ def _report(args: OccupancyArgs, facts: GpuFacts) -> OccupancyReport:
     kernels = _of_numbers(args.block) if args.block else _named(args.kernel, shipped_kernels(facts))
     if args.block and args.gpu:
         check(facts, kernels[0].block)
-    # What collectives take on an AMD GPU is not known: its blocks are printed, and it is an error to ask for more.
-    kinds = args.footprint or (("ring",) if facts.is_nvidia else ())
-    if not args.gpu and not facts.is_nvidia:
-        kinds = tuple(kind for kind in kinds if kind == COPY_ENGINE.name)
     how = {"version": args.nccl or None, "ctas": args.ctas}
-    found = [footprint(kind, gpu=facts, **how) for kind in kinds if _has(facts, kind, args)]
-    return occupancy_report(facts, kernels, found)
+    kinds = [kind for kind in args.footprint or ("ring",) if args.gpu or _has(facts, kind)]
+    return occupancy_report(facts, kernels, [footprint(kind, gpu=facts, **how) for kind in kinds])
 
 
-def _has(facts: GpuFacts, kind: str, args: OccupancyArgs) -> bool:
-    """Where all GPUs are listed, those without NVLS are listed without it."""
-    return bool(args.gpu) or kind != "nvls" or facts.major >= 9
+def _with_any(kinds: Sequence[str]) -> list[GpuFacts]:
+    """The GPUs that have something of what is asked for: where all are listed, those without NVLS are without it."""
+    return [facts for facts in GPUS.values() if not kinds or any(_has(facts, kind) for kind in kinds)]
+
+
+def _has(facts: GpuFacts, kind: str) -> bool:
+    return kind != "nvls" or facts.major >= 9
 
 
 def _of_numbers(text: str) -> tuple[ShippedKernel, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -36,14 +35,14 @@ from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import Chosen, choose, suggestions
 from jshard.cluster.topology import Topology, parse_topology, require_compiler
 from jshard.errors import ShardingError
-from jshard.inspect.tables import broken_line, printed
-from jshard.plans.mesh import AnyMesh, data_degree
+from jshard.inspect.tables import Printed, broken_line
+from jshard.plans.mesh import AnyMesh
 from jshard.recipes.overrides import parse_units
 from jshard.recipes.recipe import check_batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class PlanReport:
+class PlanReport(Printed):
     """The answer to one command.
 
     Attributes:
@@ -70,11 +69,6 @@ class PlanReport:
         for more in (self.comparison, self.chosen):
             parts += [] if more is None else [Text(), more]
         return Group(*parts)
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def to_json(self) -> str:
         """Everything as JSON text."""
@@ -134,8 +128,6 @@ class PlanArgs(RecipeArgs):
     auto: bool = False
     """Search: how to split the devices, what to keep and what to compute again, in how many microbatches. The best by
     the estimates are compiled, and the quickest that fits is chosen."""
-    batch_sizes: Annotated[str, tyro.conf.arg(metavar="N,...")] = ""
-    """With --auto: batches to choose among, by the time for a sequence; by default only the recipe's."""
     json: bool = False
     """Print JSON and nothing else."""
     html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -159,12 +151,10 @@ def run(argv: Sequence[str]) -> int:
     check_batch(request.recipe, mesh)
     known = parse_known(args.assume)
     variants = _variants(args, request, mesh, topology)
-    batch_sizes = _batch_sizes(args)
-    _check_batches(batch_sizes, mesh)
     require_compiler(topology.device.platform)
     job = _PlanJob(args, request, PlannedCluster(topology, known), dict(mesh.shape))
     try:
-        report = job.report(variants, batch_sizes)
+        report = job.report(variants)
     except KeyboardInterrupt:
         if (done := job.done()) is not None:
             answer(done, json=args.json)
@@ -196,7 +186,7 @@ class _PlanJob:
         self._bench = VariantCompiler(cluster=cluster, timeout_s=args.timeout, say=remark, stream=sys.stderr)
         self._plan: ClusterPlan | None = None
 
-    def report(self, variants: tuple[Variant, ...], batch_sizes: tuple[int, ...]) -> PlanReport:
+    def report(self, variants: tuple[Variant, ...]) -> PlanReport:
         """Compiles what was asked for, then what is printed beside it."""
         args, bench = self._args, self._bench
         what = f"compiling {args.model}, recipe {self._request.name}, for {self._cluster.topology.describe()}"
@@ -209,7 +199,7 @@ class _PlanJob:
         comparison = compare(self._asked, variants, bench) if variants else None
         tried = chosen = None
         if args.auto:
-            chosen = choose(self._costs, self._asked, self._mesh, plan=plan, bench=bench, batch_sizes=batch_sizes)
+            chosen = choose(self._costs, self._asked, self._mesh, plan=plan, bench=bench)
         elif not plan.fits:
             peak_bytes = step.memory.peak_bytes
             tried = suggestions(self._costs, self._asked, self._mesh, peak_bytes=peak_bytes, bench=bench)
@@ -248,31 +238,6 @@ def _variants(args: PlanArgs, request: Request, mesh: AnyMesh, topology: Topolog
     )
 
 
-def _batch_sizes(args: PlanArgs) -> tuple[int, ...]:
-    sizes = [text.strip() for text in filter(None, args.batch_sizes.split(","))]
-    if (sizes and not args.auto) or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ShardingError(
-            "There are no such batches to choose among.",
-            where=f"--batch-sizes {args.batch_sizes}",
-            why="they are whole numbers of sequences, and --auto chooses among them.",
-            do="--topology h100:1x8 --auto --batch-sizes 512,1024,2048",
-        )
-    return tuple(map(int, sizes))
-
-
-def _check_batches(batch_sizes: tuple[int, ...], mesh: AnyMesh) -> None:
-    shards = data_degree(mesh)
-    bad = [size for size in batch_sizes if size % shards]
-    if bad:
-        rounded = dict.fromkeys(math.ceil(size / shards) * shards for size in batch_sizes)
-        raise ShardingError(
-            "Batches to choose among do not split over the data axes of the mesh.",
-            where=f"--batch-sizes {','.join(map(str, batch_sizes))}",
-            why=f"{', '.join(map(str, bad))} sequences over {shards} data shards.",
-            do=f"--batch-sizes {','.join(map(str, rounded))}",
-        )
-
-
 def _check(args: PlanArgs) -> None:
     check_profile_name(args.options)
     needing = [name for name in ("compare", "auto", "assume", "xla_flags") if getattr(args, name)]
@@ -283,7 +248,6 @@ def _check(args: PlanArgs) -> None:
             why="strategies are compared as they compile for a cluster; nothing is compiled without --topology.",
             do="--topology h100:1x8",
         )
-    _batch_sizes(args)
     if args.html is not None and not args.topology:
         raise ShardingError(
             "There is no timeline without a cluster.",

@@ -16,7 +16,7 @@ from jshard.cluster.compile import CompiledStep, CompileRequest, Variant, comman
 from jshard.cluster.estimate import PlannedCluster
 from jshard.cluster.report import ClusterPlan
 from jshard.errors import AnnotationError, FourPartError, ShardingError
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 from jshard.plans.mesh import FSDP, REPLICA
 from jshard.plans.policies import strategies
 
@@ -64,7 +64,7 @@ class Compared:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Comparison:
+class Comparison(Printed):
     """Ways side by side.
 
     Attributes:
@@ -80,11 +80,6 @@ class Comparison:
             _add(table, row, is_quickest=row is ranked[0] and row.fits)
         failed = [f"{row.variant.name}: {row.error}" for row in self.rows if row.error is not None]
         return Group(table, *map(Text, failed))
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows, for JSON."""

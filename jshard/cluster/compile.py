@@ -56,7 +56,6 @@ class CompileRequest:
         mesh: degrees of the mesh axes, as `js.mesh` takes them.
         topology: the cluster, as `parse_topology` takes it.
         profile: of `js.compiler_options`.
-        overrides: as there.
         units: other settings of the units than the annotation's, as `jshard.api.fully_shard.revise` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: the model in global view, where the compiler places the communication.
@@ -71,7 +70,6 @@ class CompileRequest:
     settings: tuple[str, ...] = ()
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
     profile: str | None = None
-    overrides: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
@@ -86,28 +84,23 @@ class Variant:
     Attributes:
         name: to be shown.
         mesh: degrees of the mesh axes.
-        batch_size: of the recipe; None for that asked for.
         accumulate: microbatches; None for those asked for.
         units: of the units, as `--unit` takes them.
         shard_replicated: as in `js.shard_optimizer`.
         plain_flax: see `CompileRequest`.
-        profile: of the compiler's options; None for those asked for.
     """
 
     name: str
     mesh: Mapping[str, int]
-    batch_size: int | None = None
     accumulate: int | None = None
     units: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shard_replicated: bool = False
     plain_flax: bool = False
-    profile: str | None = None
 
     @property
     def settings(self) -> tuple[str, ...]:
         """What it changes of the recipe, as `--set` takes it."""
-        given = {"batch_size": self.batch_size, "accumulate": self.accumulate}
-        return tuple(f"{key}={value}" for key, value in given.items() if value is not None)
+        return () if self.accumulate is None else (f"accumulate={self.accumulate}",)
 
     def of(self, asked: CompileRequest) -> CompileRequest:
         """What to compile, given what was asked for."""
@@ -119,7 +112,6 @@ class Variant:
             units={**asked.units, **self.units},
             shard_replicated=self.shard_replicated,
             plain_flax=self.plain_flax,
-            profile=self.profile or asked.profile,
         )
 
     @property

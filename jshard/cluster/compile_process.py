@@ -67,7 +67,7 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
     options = options_for(
         request.profile,
         platform=topology.device.name,
-        overrides=request.overrides,
+        overrides={},
         try_compile=compile_nothing(NamedSharding(mesh, PartitionSpec())),
     )
     compiled = _compiled(lowered, options, topology)

@@ -55,7 +55,6 @@ class Cost:
         compute_s: what computes.
         communication_s: the collectives, one after another.
         exposed_s: what of them, and of copies from and to the host, the computation waits for.
-        batch_size: sequences of a step.
         own_s: what of the collectives runs over the model's own axes: the computation waits for all of it.
         host_s: copies from and to the host.
         left_out: what has no price in it, in words.
@@ -66,7 +65,6 @@ class Cost:
     compute_s: float
     communication_s: float
     exposed_s: float
-    batch_size: int
     own_s: float = 0.0
     host_s: float = 0.0
     left_out: tuple[str, ...] = ()
@@ -75,11 +73,6 @@ class Cost:
     def step_s(self) -> float:
         """The step."""
         return self.compute_s + self.exposed_s
-
-    @property
-    def sequence_s(self) -> float:
-        """Seconds for a sequence of the batch: what is compared between batches."""
-        return self.step_s / self.batch_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +115,6 @@ class Costs:
             compute_s=compute_s + self._update_s(plan),
             communication_s=(planned_s + own_s) * parts,
             exposed_s=(waits_s + own_s) * parts + host_waits_s,
-            batch_size=recipe.batch_size,
             own_s=own_s * parts,
             host_s=host_s,
             left_out=self._left_out(variant, plan, memory, rows),

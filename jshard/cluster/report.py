@@ -18,7 +18,7 @@ from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import Bar, chrome_trace, html_page
 from jshard.inspect.hlo.schedule import Schedule, Window
-from jshard.inspect.tables import FittedTable, add_row, made_table, printed
+from jshard.inspect.tables import FittedTable, Printed, add_row, made_table
 
 
 def timeline(schedule: Schedule, assumptions: Assumptions) -> list[Bar]:
@@ -68,7 +68,7 @@ _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by defaul
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class ClusterPlan:
+class ClusterPlan(Printed):
     """A train step as compiled for a cluster, and what it may take there.
 
     Attributes:
@@ -130,11 +130,6 @@ class ClusterPlan:
         parts += [*map(Text, self._memory_notes()), Text(), Text(_ESTIMATE, style="bold")]
         parts += [self._estimate_table(), Text(self._assumed()), *map(Text, (*self.left_out, *self.notes))]
         return Group(*parts)
-
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
 
     def to_dict(self) -> dict[str, Any]:
         """Everything, for JSON, the compiled and the estimated apart."""

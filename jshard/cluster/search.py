@@ -6,7 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rich.console import Group
@@ -19,7 +19,7 @@ from jshard.cluster.compile import CompileRequest, Variant, command_line
 from jshard.cluster.costs import Cost, Costs
 from jshard.cluster.report import ClusterPlan
 from jshard.errors import AnnotationError
-from jshard.inspect.tables import add_row, broken_line, made_table, printed
+from jshard.inspect.tables import Printed, add_row, broken_line, made_table
 from jshard.plans.mesh import FSDP, REPLICA, data_shards
 from jshard.recipes.overrides import SettingError
 
@@ -36,7 +36,7 @@ class Search:
     """Every way that was looked at.
 
     Attributes:
-        default: the way that was asked for; one of the others, if its batch may be chosen.
+        default: the way that was asked for.
         ranked: the ways that fit by the estimate, the quickest first; of equal times the one that holds least.
         too_large: those that do not, the smallest first.
         refused: ways that cannot be annotated, with the reason.
@@ -69,12 +69,11 @@ class Search:
         return tuple(found)
 
 
-def search(costs: Costs, mesh: Mapping[str, int], *, batch_sizes: Sequence[int] = ()) -> Search:
+def search(costs: Costs, mesh: Mapping[str, int]) -> Search:
     """Estimates every way."""
     default = costs.of(Variant(name="as asked", mesh=mesh))
-    sizes = batch_sizes or (default.batch_size,)
-    found, refused = [default] if default.batch_size in sizes else [], {}
-    for variant in _ways(costs, mesh, sizes):
+    found, refused = [default], {}
+    for variant in _ways(costs, mesh):
         if variant.mesh_text in refused:
             continue
         try:
@@ -97,37 +96,36 @@ def search(costs: Costs, mesh: Mapping[str, int], *, batch_sizes: Sequence[int] 
 
 def _ranked(found: Iterable[Cost]) -> Iterator[Cost]:
     """The quickest first; those that take as long as the first of them are sorted by what they hold."""
-    rest = collections.deque(sorted(found, key=lambda cost: cost.sequence_s))
+    rest = collections.deque(sorted(found, key=lambda cost: cost.step_s))
     while rest:
         equal = [rest.popleft()]
-        while rest and rest[0].sequence_s <= (1 + _HAIR) * equal[0].sequence_s:
+        while rest and rest[0].step_s <= (1 + _HAIR) * equal[0].step_s:
             equal.append(rest.popleft())
         yield from sorted(equal, key=lambda cost: cost.memory.step_bytes)
 
 
 def is_same(cost: Cost, other: Cost) -> bool:
     """Whether two ways are one, however their settings are written."""
-    what = lambda c: (c.variant.mesh, c.batch_size, c.memory, c.step_s)
+    what = lambda c: (c.variant.mesh, c.memory, c.step_s)
     return what(cost) == what(other)
 
 
 def _is_equal(cost: Cost, other: Cost) -> bool:
-    return abs(cost.sequence_s / other.sequence_s - 1) <= _HAIR
+    return abs(cost.step_s / other.step_s - 1) <= _HAIR
 
 
-def _ways(costs: Costs, mesh: Mapping[str, int], batch_sizes: Sequence[int]) -> Iterator[Variant]:
-    devices = mesh[REPLICA] * mesh[FSDP]
-    for fsdp, batch_size in itertools.product(_splits(devices), batch_sizes):
+def _ways(costs: Costs, mesh: Mapping[str, int]) -> Iterator[Variant]:
+    devices, recipe = mesh[REPLICA] * mesh[FSDP], costs.recipe
+    for fsdp in _splits(devices):
         split = dict(mesh) | {REPLICA: devices // fsdp, FSDP: fsdp}
         keep: list[Any] = [True, False] if fsdp > 1 else [True]
         keep += [costs.machine.near] if 1 < costs.machine.near < fsdp and fsdp % costs.machine.near == 0 else []
-        for n, reshard, remat in itertools.product(_microbatches(batch_size, data_shards(mesh)), keep, _REMATS):
+        for n, reshard, remat in itertools.product(_microbatches(recipe.batch_size, data_shards(mesh)), keep, _REMATS):
             units = {"reshard_after_forward": reshard, "remat": remat}
             yield Variant(
                 name=name_of(split, units, n),
                 mesh=split,
-                batch_size=None if batch_size == costs.recipe.batch_size else batch_size,
-                accumulate=None if n == costs.recipe.accumulate else n,
+                accumulate=None if n == recipe.accumulate else n,
                 units=units,
             )
 
@@ -158,9 +156,8 @@ def _microbatches(batch_size: int, shards: int) -> list[int]:
 
 def why_lost(cost: Cost, best: Cost) -> str:
     """Why a way that fits was not chosen, in words; "" for one that is no other."""
-    slower = cost.sequence_s / best.sequence_s - 1
-    computes = cost.compute_s / cost.batch_size - best.compute_s / best.batch_size
-    waits = cost.exposed_s / cost.batch_size - best.exposed_s / best.batch_size
+    slower = cost.step_s / best.step_s - 1
+    computes, waits = cost.compute_s - best.compute_s, cost.exposed_s - best.exposed_s
     if _is_equal(cost, best):
         return "holds more" if cost.memory.step_bytes > best.memory.step_bytes else ""
     return f"+{slower:.1%}: {'computes' if computes > waits else 'waits'} more"
@@ -173,7 +170,7 @@ _SHOWN, _LARGE = 12, 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Chosen:
+class Chosen(Printed):
     """What a search has found.
 
     Attributes:
@@ -197,11 +194,6 @@ class Chosen:
         parts: list[Any] = [_ranking(self.search), *lines, Text(), Comparison(rows=self.compiled), Text()]
         return Group(*parts, Text(self._verdict(), style="bold"))
 
-    def __str__(self) -> str:
-        return printed(self)
-
-    __repr__ = __str__
-
     def _verdict(self) -> str:
         if self.best is None:
             return "None of the compiled ways fits: it needs more devices, or a smaller batch."
@@ -212,7 +204,7 @@ class Chosen:
         elif self.best is default:
             lines.append("what was asked for is the best that was found.")
         else:
-            gain = sequence_s(default) / sequence_s(self.best)
+            gain = _step_s(default) / _step_s(self.best)
             lines.append(f"by the estimate {gain:.2f}x as fast as what was asked for.")
         return "\n".join(lines)
 
@@ -229,10 +221,10 @@ class Chosen:
         }
 
 
-def sequence_s(row: Compared) -> float:
-    """Estimated seconds for a sequence of the batch, by the compiled schedule."""
+def _step_s(row: Compared) -> float:
+    """Estimated seconds of a step, by the compiled schedule."""
     assert row.plan is not None
-    return row.plan.estimates.stated.step_s / row.plan.step.batch_size
+    return row.plan.estimates.stated.step_s
 
 
 def choose(
@@ -242,11 +234,10 @@ def choose(
     *,
     plan: ClusterPlan,
     bench: VariantCompiler,
-    batch_sizes: Sequence[int] = (),
 ) -> Chosen:
     """Searches, compiles the first of the ranking, and takes the quickest that fits of them and what was asked for."""
     with at_work("estimating every way", say=bench.say, stream=bench.stream) as work:
-        found = search(costs, mesh, batch_sizes=batch_sizes)
+        found = search(costs, mesh)
         work.result = found.counted
     line = command_line(asked, known=bench.cluster.known)
     compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=line, plan=plan)]
@@ -257,7 +248,7 @@ def choose(
         count = min(len(others), _FINALISTS) if i < _FINALISTS else len(others)
         compiled.append(bench.compiled(asked, cost.variant, f"{i + 1} of {count}"))
     fitting = [row for row in compiled if row.fits]
-    best = min(fitting, key=sequence_s) if fitting else None
+    best = min(fitting, key=_step_s) if fitting else None
     return Chosen(search=found, compiled=tuple(compiled), best=best)
 
 
@@ -296,7 +287,6 @@ def _way(cost: Cost) -> dict[str, Any]:
         "exposed_s": cost.exposed_s,
         "own_s": cost.own_s,
         "host_s": cost.host_s,
-        "batch_size": cost.batch_size,
     }
 
 

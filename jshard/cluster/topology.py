@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import importlib.util
 import math
 import os
 import shutil
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from jax.experimental import topologies
 from jshard import _compat
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts
-from jshard.facts.gpu_target import accepted_text
+from jshard.facts.gpu_target import target_config_text
 
 
 class TopologyError(ShardingError):
@@ -160,24 +158,7 @@ def _gpu_devices(topology: Topology) -> Sequence[Any]:
     target = topology.device.target
     assert target is not None  # a GPU
     shape = "x".join(map(str, topology.extents))
-    text, dropped = accepted_text(target, parses=functools.partial(_parses, shape=shape))
-    if dropped:
-        warnings.warn(
-            f"The installed jaxlib does not know these fields of a GPU's description, and plans without them: "
-            f"{', '.join(dropped)}.",
-            stacklevel=3,
-        )
-    return _described("cuda", topology, target_config=text, topology=shape)
-
-
-def _parses(text: str, shape: str) -> bool:
-    try:
-        _topology_devices("cuda", target_config=text, topology=shape)
-    except Exception as error:
-        if "parse GpuTargetConfigProto" in str(error):
-            return False
-        raise
-    return True
+    return _described("cuda", topology, target_config=target_config_text(target), topology=shape)
 
 
 def _tpu_devices(topology: Topology) -> Sequence[Any]:
@@ -188,7 +169,7 @@ def _tpu_devices(topology: Topology) -> Sequence[Any]:
 
 def _described(platform: str, asked: Topology, **description: str) -> Sequence[Any]:
     try:
-        devices = _topology_devices(platform, **description)
+        devices: Sequence[Any] = topologies.get_topology_desc(platform=platform, **description).devices
     except Exception as error:
         raise TopologyError(
             "The compiler refuses the topology.",
@@ -204,10 +185,6 @@ def _described(platform: str, asked: Topology, **description: str) -> Sequence[A
             do="report this with your versions of jax and jaxlib.",
         )
     return devices
-
-
-def _topology_devices(platform: str, **description: Any) -> Sequence[Any]:
-    return topologies.get_topology_desc(platform=platform, **description).devices
 
 
 def _unknown(text: str, name: str, shape: str) -> TopologyError:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from jshard.errors import RunError
 
 Field = tuple[str, Any]  # a name of the proto and its value; a list of fields is a message
 
@@ -14,25 +12,6 @@ Field = tuple[str, Any]  # a name of the proto and its value; a list of fields i
 _F16, _F32, _F64, _BF16 = 10, 11, 12, 16
 _S32, _U32 = 4, 8
 _EIGHT_BITS = (2, 6, 19, 20, 23, 24, 25, 28, 29, 33, 35, 36)  # s8, u8 and the kinds of fp8
-
-# Without these the schedules came out the same; what a jaxlib does not know is dropped from them.
-_OPTIONAL = (
-    "scalar_unit_description",
-    "matrix_unit_description",
-    "device_interconnect_info",
-    "pcie_bandwidth",
-    "ecc_enabled",
-    "device_address_bits",
-    "device_vendor",
-    "name",
-    "driver_version",
-    "runtime_version",
-    "compile_time_toolkit_version",
-    "dnn_version",
-    "thread_dim_limit_x",
-    "thread_dim_limit_y",
-    "thread_dim_limit_z",
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,48 +75,21 @@ def rates(*, clock: float, matrix_clock: float, f32_ops: int, f16: int, f64: int
     return Rates(dict(sorted(scalar.items())), dict(sorted(matrix.items())))
 
 
-def target_config_text(target: GpuTarget, *, without: Collection[str] = ()) -> str:
+def target_config_text(target: GpuTarget) -> str:
     """The text proto of a GPU, for `topologies.get_topology_desc(target_config=...)`.
 
     Example:
         >>> "core_count: 132" in target_config_text(DEVICES["h100"].target)
         True
     """
-    device = [field for field in _device_info(target) if field[0] not in without]
     whole: list[Field] = [
-        ("gpu_device_info", device),
+        ("gpu_device_info", _device_info(target)),
         ("platform_name", "CUDA"),
         ("dnn_version_info", [("major", 9), ("minor", 10), ("patch", 0)]),
         ("runtime_version", [("major", 12), ("minor", 9), ("patch", 0)]),
         ("device_description_str", target.description),
     ]
     return "\n".join(_lines(whole)) + "\n"
-
-
-def accepted_text(target: GpuTarget, *, parses: Callable[[str], bool]) -> tuple[str, tuple[str, ...]]:
-    """The text in the form that the installed jaxlib reads, and the fields that had to be left out.
-
-    The parser says that it fails and not where, so each optional field is tried alone.
-
-    Raises:
-        RunError: not even the fields that every version needs are taken.
-    """
-    if parses(target_config_text(target)):
-        return target_config_text(target), ()
-    if not parses(target_config_text(target, without=_OPTIONAL)):
-        raise RunError(
-            "The installed jaxlib does not take the description of the GPU.",
-            where=target.description,
-            why="it fails with the needed fields alone: " + ", ".join(_needed(target)) + ".",
-            do="pip install --upgrade jshard, or a jax between 0.10.2 and 0.12.",
-        )
-    alone = ((name, [other for other in _OPTIONAL if other != name]) for name in _OPTIONAL)
-    dropped = tuple(name for name, others in alone if not parses(target_config_text(target, without=others)))
-    return target_config_text(target, without=dropped), dropped
-
-
-def _needed(target: GpuTarget) -> list[str]:
-    return [name for name, _ in _device_info(target) if name not in _OPTIONAL]
 
 
 def _device_info(target: GpuTarget) -> list[Field]:

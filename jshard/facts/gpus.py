@@ -26,16 +26,12 @@ KIB = 1024
 _XLA = "openxla/xla: xla/backends/gpu/target_config/specs/{}.txtpb"
 _CUDA = "cuda_occupancy.h of CUDA 13.0, {}"
 _GUIDE = "CUDA C++ Programming Guide, technical specifications per compute capability"
-_LLVM = "llvm/llvm-project: llvm/lib/Target/AMDGPU/Utils/AMDGPUBaseInfo.cpp, {} for gfx90a; not checked on a device"
 _EVEN = "assumption: for blocks of one kernel it is what the vendor computes, for blocks of two nobody says"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GpuFacts:
     """One kind of GPU, as far as it decides which thread blocks run side by side.
-
-    In the words of NVIDIA. For AMD a multiprocessor is a compute unit, a warp a wavefront, a register a VGPR of one
-    lane, shared memory the LDS, a partition a SIMD; of an MI250X each of the two dies is a GPU of its own, as for JAX.
 
     Attributes:
         name: as in `jshard occupancy --gpu`, e.g. "h200".
@@ -91,13 +87,8 @@ class GpuFacts:
 
     @property
     def major(self) -> int:
-        """Of NVIDIA's the major number of the compute capability; of others 0."""
-        return int(self.arch.removeprefix("sm_")) // 10 if self.is_nvidia else 0
-
-    @property
-    def is_nvidia(self) -> bool:
-        """Whether it is one of NVIDIA's; else it is AMD's."""
-        return self.arch.startswith("sm_")
+        """The major number of the compute capability."""
+        return int(self.arch.removeprefix("sm_")) // 10
 
 
 def _nvidia(
@@ -172,50 +163,6 @@ def _planned(name: str, title: str, *, device: str = "") -> GpuFacts:
     )
 
 
-def _mi250x() -> GpuFacts:
-    spec = _XLA.format("mi200")
-    lanes = 64
-    return GpuFacts(
-        name="mi250x",
-        title="AMD MI250X (one die)",
-        arch="gfx90a",
-        num_sms=110,
-        smem_per_sm_bytes=64 * KIB,
-        smem_per_block_bytes=64 * KIB,
-        smem_reserved_bytes=0,
-        smem_unit_bytes=512,
-        splits_bytes=(64 * KIB,),
-        threads_per_sm=2048,
-        threads_per_block=1024,
-        blocks_per_sm=32,
-        warp_size=lanes,
-        partitions=4,
-        registers_per_sm=4 * 512 * lanes,
-        registers_per_thread=512,
-        register_unit=8 * lanes,
-        sources=types.MappingProxyType(
-            {
-                "num_sms": f"{spec}, core_count",
-                "smem_per_sm_bytes": f"{spec}, shared_memory_per_core",
-                "smem_per_block_bytes": f"{spec}, shared_memory_per_block_optin",
-                "smem_reserved_bytes": "none is known of; not checked on a device",
-                "smem_unit_bytes": "llvm/llvm-project: llvm/lib/Target/AMDGPU/AMDGPUAsmPrinter.cpp, LdsDwGranularity: "
-                "128 words of 4 bytes; not checked on a device",
-                "splits_bytes": f"{spec}: the LDS is apart from the cache, data_caches",
-                "threads_per_sm": f"{spec}, threads_per_core_limit",
-                "threads_per_block": f"{spec}, threads_per_block_limit",
-                "blocks_per_sm": _LLVM.format("getMaxWorkGroupsPerCU"),
-                "warp_size": f"{spec}, threads_per_warp",
-                "partitions": _LLVM.format("getEUsPerCU"),
-                "registers_per_sm": _LLVM.format("getTotalNumVGPRs, vector and accumulation registers together,"),
-                "registers_per_thread": _LLVM.format("getAddressableNumVGPRs"),
-                "register_unit": _LLVM.format("getVGPRAllocGranule"),
-                "placement": _EVEN,
-            }
-        ),
-    )
-
-
 _ALL = (
     _nvidia(
         "a40",
@@ -234,7 +181,6 @@ _ALL = (
     _planned("h200", "NVIDIA H200"),
     _planned("b200", "NVIDIA B200"),
     _planned("gb200", "NVIDIA GB200"),
-    _mi250x(),
 )
 GPUS: Mapping[str, GpuFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
 """The GPUs that the model knows, by name."""

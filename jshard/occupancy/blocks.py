@@ -25,7 +25,7 @@ class Block:
 
     Attributes:
         threads: of the block.
-        registers: 32-bit registers of a thread, as the compiler reports them; of AMD its VGPRs.
+        registers: 32-bit registers of a thread, as the compiler reports them.
         smem_bytes: shared memory, static and dynamic together.
 
     Example:

@@ -56,8 +56,8 @@ def footprint_text(comm: CommFootprint) -> str:
     return f"{comm.name}: {comm.ctas} x {comm.threads} threads x {comm.registers} registers, {comm.smem_bytes} bytes"
 
 
-def default_path(name: str = "tuning.json") -> Path:
-    """A file in the user's folder for such things, wherever the system has it."""
+def default_path() -> Path:
+    """The file in the user's folder for such things, wherever the system has it."""
     home = Path.home()
     if sys.platform == "win32":
         folder = Path(os.environ.get("LOCALAPPDATA") or home / "AppData" / "Local")
@@ -66,7 +66,7 @@ def default_path(name: str = "tuning.json") -> Path:
     else:
         given = os.environ.get("XDG_CACHE_HOME", "")
         folder = Path(given) if os.path.isabs(given) else home / ".cache"  # a relative one does not count
-    return folder / "jshard" / name
+    return folder / "jshard" / "tuning.json"
 
 
 def load(path: Path) -> dict[Key, TuningEntry]:

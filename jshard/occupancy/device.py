@@ -143,7 +143,7 @@ def side_of(comm: CommFootprint | None, gpu: GpuFacts | None, *, ctas: int | Non
         Reason(_PRIORITY, "True", "fact", "the default, stated: with it a collective has the next block's place."),
     ]
     options: dict[str, Any] = {_LIMIT: IN_FLIGHT, _PRIORITY: True}
-    if comm is None or gpu is None or not gpu.is_nvidia:
+    if comm is None or gpu is None:
         return Side(options, {}, tuple(common))
     if comm.name == COPY_ENGINE.name:
         return _copy_engines(options, common, version)

@@ -123,7 +123,7 @@ def footprint(
         nccl_nthreads: what NCCL_NTHREADS is, from 64 to 512 in whole warps; only rings heed it.
 
     Raises:
-        OccupancyError: the kind, version or number of threads is not known, or the GPU has no NCCL.
+        OccupancyError: the kind, version or number of threads is not known, or the GPU has no NVLS.
     """
     if kind not in FOOTPRINTS:
         raise OccupancyError(
@@ -134,8 +134,6 @@ def footprint(
         )
     if kind == COPY_ENGINE.name:
         return COPY_ENGINE
-    if not gpu.is_nvidia:
-        raise _no_rccl(gpu)
     if kind == "nvls" and gpu.major < 9:
         raise OccupancyError(
             f"{gpu.title} has no NVLS.",
@@ -210,15 +208,6 @@ def _bad_version(version: str, why: str) -> OccupancyError:
         where=f"version={version!r}",
         why=f"{why}\nknown are {', '.join(known)}.",
         do=f'footprint("ring", gpu=gpu, version="{known[-1]}")',
-    )
-
-
-def _no_rccl(gpu: GpuFacts) -> OccupancyError:
-    return OccupancyError(
-        f"What a collective takes on {gpu.title} is not known.",
-        where=f"gpu={gpu.name}",
-        why="there AMD's RCCL runs, and nobody has read the registers and the LDS of its kernels yet.",
-        do='CommFootprint(name="rccl", ctas=..., threads=..., registers=..., smem_bytes=..., source="...")',
     )
 
 

@@ -196,8 +196,6 @@ class OccupancyReport(Printed):
         facts = self.gpu
         head = f"{facts.title}: {facts.num_sms} SMs of {facts.smem_per_sm_bytes // 1024} KiB shared memory"
         tables = [self._table(i, f"beside {self._taken(comm)}") for i, comm in enumerate(self.footprints)]
-        if not tables:
-            tables = [self._table(None, f"what a collective takes on {facts.title} is not known")]
         refused = [f"{row.kernel.label}: {why}" for row in self.rows for why in row.refusals]
         spaced = [part for table in tables for part in (Text(), table)]
         last = [Text("\n".join(refused)), Text()] if refused else []
@@ -216,17 +214,16 @@ class OccupancyReport(Printed):
         """The same as text."""
         return json.dumps(self.to_dict(), indent=2)
 
-    def _table(self, place: int | None, title: str) -> FittedTable:
-        more = [] if place is None else ["drain>", "best by the model"]
-        table = made_table(title, "kernel", "a block>??", "per SM>", "bound by", *more)
+    def _table(self, place: int, title: str) -> FittedTable:
+        table = made_table(title, "kernel", "a block>??", "per SM>", "bound by", "drain>", "best by the model")
         for row in self.rows:
             kernel = row.kernel
             cells = [kernel.label, f"{kernel.threads} x {kernel.registers}, {kernel.smem_bytes:,} B"]
             if row.refusals:
-                cells += ["-", "cannot run", *("-" for _ in more)]
+                cells += ["-", "cannot run", "-", "-"]
             else:
                 cells += [f"{row.blocks_per_sm}", _SHORT.get(row.bound_by, row.bound_by)]
-                cells += [] if place is None else [_drain(row.drain(place)), _said(row.plans[place][0])]
+                cells += [_drain(row.drain(place)), _said(row.plans[place][0])]
             add_row(table, *cells)
         return table
 
@@ -250,14 +247,14 @@ class OccupancyReport(Printed):
 
 
 def occupancy_report(
-    gpu: GpuFacts, kernels: Sequence[ShippedKernel], footprints: Sequence[CommFootprint] = ()
+    gpu: GpuFacts, kernels: Sequence[ShippedKernel], footprints: Sequence[CommFootprint]
 ) -> OccupancyReport:
     """Blocks on a multiprocessor, drain and plans of kernels beside collectives.
 
     Args:
         gpu: the GPU.
         kernels: as compiled.
-        footprints: what may run beside them; none where nothing is known.
+        footprints: what may run beside them.
 
     Example:
         >>> report = occupancy_report(gpu("h200"), shipped_kernels(gpu("h200")), [COPY_ENGINE])

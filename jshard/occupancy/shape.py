@@ -278,7 +278,7 @@ def _result(
     )
 
 
-_PROFILE = 'of the profile "fastest": js.compiler_options says what was measured.'
+_PROFILE = 'of the profile "fastest": docs/schedules.md has what was measured.'
 
 
 def _products(model: Any, loss: Callable[..., Any] | None, batch: Any) -> tuple[MatrixProduct, ...] | None:
@@ -300,7 +300,7 @@ def _footprint(comm: str | CommFootprint, target: Device, nccl: str | None) -> C
         )
     if comm == COPY_ENGINE.name:
         return COPY_ENGINE
-    if target.gpu is None or not target.gpu.is_nvidia:
+    if target.gpu is None:
         return None
     return footprint(comm, gpu=target.gpu, version=nccl)
 

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
-import hashlib
 import itertools
-import json
 import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Group
 from rich.text import Text
 
-from jshard import _compat
 from jshard._live import at_work
 from jshard._processes import exchange, is_primary
 from jshard._text import duration
@@ -33,12 +27,9 @@ from jshard.cluster.search import Search, is_same, search
 from jshard.data import Data, Loader, local_rows
 from jshard.errors import ShardingError
 from jshard.inspect.tables import FittedTable, add_row, made_table, show
-from jshard.occupancy.cache import default_path, write_whole
-from jshard.plans.mesh import FSDP, REPLICA, shard_batch
 from jshard.plans.mesh import mesh as make_mesh
-from jshard.plans.padding import logical_shape
-from jshard.plans.units import dotted, occurrences
-from jshard.recipes.building import abstract_model, batch_like
+from jshard.plans.mesh import shard_batch
+from jshard.recipes.building import batch_like
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.overrides import override
 from jshard.recipes.recipe import Recipe
@@ -63,11 +54,6 @@ class MeasuredVariant:
     cost: Cost
     step_s: float
 
-    @property
-    def sequence_s(self) -> float:
-        """Seconds for a sequence of the batch."""
-        return self.step_s / self.cost.batch_size
-
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
@@ -81,9 +67,9 @@ class Factors:
     compute: float = 1.0
     wait: float = 1.0
 
-    def sequence_s(self, cost: Cost) -> float:
-        """The corrected estimate for a sequence of the batch."""
-        return (self.compute * cost.compute_s + self.wait * cost.exposed_s) / cost.batch_size
+    def step_s(self, cost: Cost) -> float:
+        """The corrected estimate."""
+        return self.compute * cost.compute_s + self.wait * cost.exposed_s
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +88,7 @@ class Feedback:
     def best(self) -> MeasuredVariant | None:
         """The quickest that ran."""
         ran = [one for one in self.tried if math.isfinite(one.step_s)]
-        return min(ran, key=lambda one: one.sequence_s, default=None)
+        return min(ran, key=lambda one: one.step_s, default=None)
 
 
 def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int = TRIES) -> Feedback:
@@ -127,8 +113,8 @@ def with_feedback(found: Search, measure: Callable[[Cost], float], *, tries: int
         tried.append(MeasuredVariant(cost, measure(cost)))
         factors = fitted(tried)
         left = [other for other in left if not is_same(other, cost)]  # the same program under another name
-        left.sort(key=factors.sequence_s)
-        if not queue and left and factors.sequence_s(left[0]) < min(one.sequence_s for one in tried):
+        left.sort(key=factors.step_s)
+        if not queue and left and factors.step_s(left[0]) < min(one.step_s for one in tried):
             queue.append(left.pop(0))
     return Feedback(tuple(tried), fitted(tried))
 
@@ -160,9 +146,8 @@ def chosen_variant(
 ) -> Variant:
     """Chooses how the devices are split, what is kept and computed again, and the microbatches; the batch stays.
 
-    What was chosen before for this model, batch and devices is taken again. Otherwise the ways are estimated, a few
-    are run for some steps, and the estimates are corrected by what was measured. The choice is remembered in the
-    user's cache folder. In several processes all call it, and the first decides.
+    The ways are estimated, a few are run for some steps, and the estimates are corrected by what was measured. In
+    several processes all call it.
 
     Args:
         model_file: the model, its annotation and its loss.
@@ -176,13 +161,6 @@ def chosen_variant(
         ShardingError: no way fits, by the estimate.
     """
     model_file = dataclasses.replace(model_file, data=lambda recipe: data)  # it is read
-    model = abstract_model(model_file, recipe, mesh)
-    key, sample = key_of(model, list(mesh.devices.flat)), str(batch_like(data, 1))
-    known = recall(key)
-    if known is not None and _is_for(known, recipe, sample, mesh):
-        say(f"--auto: as {known.origin}")
-        return Variant(name="remembered", mesh=known.mesh, units=known.units, accumulate=known.accumulate)
-
     stream = sys.stdout if is_primary() else None
     tries = itertools.count(1)
 
@@ -196,11 +174,9 @@ def chosen_variant(
     with at_work("--auto: estimating every way", say=say, stream=stream) as work:
         found = search(Costs(model_file, recipe, _agreed(machine_here(mesh))), dict(mesh.shape))
         work.result = found.counted
-    best = _quickest(found, measure, say)
-    if jax.process_index() == 0:
-        path = remember(key, _choice(best, recipe, sample))
-        say(f"remembered in {path}" if path is not None else "not remembered: the cache folder cannot be written")
-    return best.cost.variant
+    best = _quickest(found, measure, say).cost.variant
+    say(f"--auto: chosen {best.command}  # in place of --auto, the next time")
+    return best
 
 
 def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[Any], object]) -> MeasuredVariant:
@@ -212,25 +188,6 @@ def _quickest(found: Search, measure: Callable[[Cost], float], say: Callable[[An
     if feedback.best is None:
         raise _nothing_fits(found)
     return feedback.best
-
-
-def _choice(best: MeasuredVariant, recipe: Recipe, sample: str) -> CachedVariant:
-    variant = best.cost.variant
-    return CachedVariant(
-        mesh=dict(variant.mesh),
-        units=dict(variant.units),
-        batch_size=recipe.batch_size,
-        accumulate=override(recipe, variant.settings).accumulate,
-        sample=sample,
-        step_s=best.step_s,
-    )
-
-
-def _is_for(known: CachedVariant, recipe: Recipe, sample: str, mesh: Mesh) -> bool:
-    """Whether a choice is one for this batch; of a mesh only replicas and shards are chosen."""
-    beside = lambda degrees: {k: n for k, n in degrees.items() if k not in (REPLICA, FSDP) and n > 1}
-    is_same_batch = (known.batch_size, known.sample) == (recipe.batch_size, sample)
-    return is_same_batch and beside(known.mesh) == beside(mesh.shape)
 
 
 def _agreed(machine: Machine) -> Machine:
@@ -309,83 +266,3 @@ def _nothing_fits(found: Search) -> ShardingError:
         why=f"it holds least, and needs {least.memory.step_bytes / 2**30:.1f} GiB of a device, by the estimate.",
         do="a smaller --set batch_size=N, or more devices.",
     )
-
-
-# What was measured to be the quickest is kept for the next time, in a JSON file in the user's cache folder: a row for
-# each model and kind and number of devices. A file that cannot be read or written is no reason to stop.
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CachedVariant:
-    """A variant that was measured.
-
-    Attributes:
-        mesh: degrees of the mesh axes.
-        units: settings of the layers, as `jshard.api.fully_shard.revise` takes them.
-        batch_size: sequences of a step.
-        accumulate: microbatches.
-        sample: shapes of the data, as text: other data may suit another variant.
-        step_s: measured seconds of a step.
-        jax: version; another one compiles other programs, and is measured anew.
-        measured_on: date.
-    """
-
-    mesh: Mapping[str, int]
-    units: Mapping[str, Any]
-    batch_size: int
-    accumulate: int
-    sample: str
-    step_s: float
-    jax: str = dataclasses.field(default_factory=_compat.jax_version)
-    measured_on: str = dataclasses.field(default_factory=lambda: datetime.date.today().isoformat())
-
-    @property
-    def origin(self) -> str:
-        """Where the choice is from, in words."""
-        return f"measured on {self.measured_on}: {self.step_s:.3g} s a step of {self.batch_size}"
-
-
-def key_of(model: nnx.Module, devices: Sequence[jax.Device]) -> str:  # pyright: ignore[reportInvalidTypeForm]
-    """The key of a model on some devices: paths, shapes and dtypes of its parameters, kind and number of devices."""
-    params = sorted(
-        {f"{dotted(path)} {logical_shape(v)} {v.get_raw_value().dtype}" for v, path, _ in occurrences(model)}
-    )
-    text = "\n".join([*params, f"{len(devices)} x {devices[0].device_kind}"])
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
-def recall(key: str) -> CachedVariant | None:
-    """The choice of a key; None where nothing was measured. In several processes all call, and the first decides."""
-    found = exchange("remembered choice", _read().get(key))[0]
-    if not isinstance(found, dict):
-        return None
-    with contextlib.suppress(TypeError):  # of another version of this file
-        choice = CachedVariant(**found)
-        return choice if choice.jax == _compat.jax_version() else None
-    return None
-
-
-def remember(key: str, choice: CachedVariant) -> Path | None:
-    """Keeps a choice, in place of an earlier one of its key.
-
-    Returns:
-        The file; None if it could not be written.
-    """
-    path = _path()
-    try:
-        write_whole(path, json.dumps(_read() | {key: dataclasses.asdict(choice)}, indent=1))
-    except OSError:
-        return None
-    return path
-
-
-def _read() -> dict[str, Any]:
-    try:
-        found = json.loads(_path().read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _path() -> Path:
-    return default_path("choices.json")

@@ -170,8 +170,6 @@ CASES: dict[str, str | tuple[str, int]] = {
     "plan: estimates without a cluster": "plan model.py --auto --assume latency_s=1e-5",
     "plan: no such strategy": "plan model.py --topology h100:1x8 --compare zero3,ddp",
     "plan: no such assumption": "plan model.py --topology h100:1x8 --assume matmul_efficiency=70",
-    "plan: batches and no choice": "plan model.py --batch-sizes 16,32",
-    "plan: batches that do not divide": "plan model.py --topology h100:1x8 --auto --batch-sizes 12,32",
     "plan: a unit's setting twice": "plan model.py --unit remat=full --unit remat=dots",
     "processes: do not divide": "train model.py --processes 3",
     "processes: none": "train model.py --processes 0",

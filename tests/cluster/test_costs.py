@@ -86,7 +86,7 @@ def test_microbatches_hold_less_and_wait_more(costs):
     assert parts.memory.activations_bytes < 0.3 * whole.memory.activations_bytes
     assert parts.memory.held_bytes == whole.memory.held_bytes
     assert parts.communication_s == pytest.approx(4 * whole.communication_s)
-    assert parts.exposed_s > whole.exposed_s and parts.batch_size == whole.batch_size == 96
+    assert parts.exposed_s > whole.exposed_s
 
 
 def test_remat_holds_less_and_computes_more():

@@ -2,9 +2,8 @@
 
 import pytest
 
-from jshard.errors import RunError
 from jshard.facts.devices import DEVICES, device_of, peak_of
-from jshard.facts.gpu_target import accepted_text, target_config_text
+from jshard.facts.gpu_target import target_config_text
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]
 
@@ -85,22 +84,3 @@ def test_the_descriptions_differ_by_generation():
     assert "shared_memory_per_block_optin: 232448" in h100 and "shared_memory_per_block_optin: 166912" in a100
     assert h100.count("matrix_unit_description {") == 1 and "matrix_unit_description" not in a100
     assert "key: 16" in h100 and "ops_per_clock: 512" in h100
-
-
-def test_what_the_parser_does_not_know_is_dropped_and_named():
-    target = of_target("h100")
-    unknown = {"ecc_enabled", "matrix_unit_description"}
-
-    def parses(text):
-        return not any(name in text for name in unknown)
-
-    text, dropped = accepted_text(target, parses=parses)
-    assert set(dropped) == unknown
-    assert parses(text) and "scalar_unit_description" in text and "core_count: 132" in text
-    assert accepted_text(target, parses=lambda text: True) == (target_config_text(target), ())
-
-
-def test_a_parser_that_takes_nothing_is_an_error_of_the_installation():
-    with pytest.raises(RunError, match="does not take the description") as error:
-        accepted_text(of_target("h100"), parses=lambda text: False)
-    assert "core_count" in error.value.why and "ecc_enabled" not in error.value.why

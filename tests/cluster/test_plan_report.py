@@ -137,7 +137,7 @@ def test_a_time_has_three_digits(value, text):
 # ---- chosen -----------------------------------------------------------------------------------------------------
 
 
-def chosen(monkeypatch, compiled, plan, *settings, batch_sizes=()):
+def chosen(monkeypatch, compiled, plan, *settings):
     """What a search on eight devices finds.
 
     Args:
@@ -146,7 +146,7 @@ def chosen(monkeypatch, compiled, plan, *settings, batch_sizes=()):
     """
     compiler = Compiler(monkeypatch, lambda asked: _step(asked, *compiled(asked)))
     costs, asked = costs_of(HOST, *settings), request_of(HOST, settings=settings)
-    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=VariantCompiler(cluster=HOST), batch_sizes=batch_sizes)
+    found = choose(costs, asked, mesh_of(HOST), plan=plan, bench=VariantCompiler(cluster=HOST))
     return found, compiler.asked
 
 
@@ -204,15 +204,3 @@ def test_three_more_are_compiled_while_none_fits(monkeypatch):
     found, asked = chosen(monkeypatch, third_fits, plan_of(2.0))
     assert len(asked) == 4 and found.best is found.compiled[4]
     assert "what was asked for does not fit." in str(found)
-
-
-def test_batches_are_compared_by_the_sequence(monkeypatch):
-    """A larger step that takes longer may be the quicker one; twice the work for four times the batch."""
-    found, asked = chosen(
-        monkeypatch,
-        lambda asked: (0.5, 40 if "batch_size=64" in asked.settings else 20),
-        plan_of(0.5, products=20),
-        batch_sizes=(16, 64),
-    )
-    assert any("batch_size=64" in one.settings for one in asked)
-    assert found.best.plan.step.batch_size == 64 and "--set batch_size=64" in found.best.command

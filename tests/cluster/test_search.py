@@ -14,11 +14,11 @@ def costs_for(topology, *settings, **known):
     return costs_of(cluster_of(topology, **known), *settings)
 
 
-def searched(costs, *, capacity_bytes=None, batch_sizes=(), **degrees):
+def searched(costs, *, capacity_bytes=None, **degrees):
     machine = costs.machine
     costs.machine = dataclasses.replace(machine, capacity_bytes=capacity_bytes or machine.capacity_bytes)
     mesh = dict(js.mesh(**degrees, devices=machine.num_devices).shape)
-    found = search(costs, mesh, batch_sizes=batch_sizes)
+    found = search(costs, mesh)
     costs.machine = machine
     return found
 
@@ -80,7 +80,7 @@ def test_every_way_is_there_once():
 
 def test_the_ranking_is_by_time_and_then_by_memory():
     found = searched(two_nodes("batch_size=64"))
-    times = [cost.sequence_s for cost in found.ranked]
+    times = [cost.step_s for cost in found.ranked]
     assert all(later > 0.997 * earlier for earlier, later in itertools.pairwise(times))
     best = found.ranked[0]
     equal = [cost for cost in found.ranked if why_lost(cost, best) == "holds more"]
@@ -88,19 +88,7 @@ def test_the_ranking_is_by_time_and_then_by_memory():
     assert why_lost(best, best) == ""
     finalists = found.finalists(5)
     assert finalists[0] is best and len(finalists) == 5
-    assert all(abs(a.sequence_s / b.sequence_s - 1) > 0.002 for a, b in itertools.pairwise(finalists))
-
-
-def test_larger_batches_are_compared_by_the_sequence():
-    costs = two_nodes("batch_size=64")
-    found = searched(costs, batch_sizes=(16, 64, 100))
-    sizes = {cost.batch_size for cost in found.ranked}
-    assert sizes == {16, 64}  # 100 sequences do not divide over 16 devices
-    best = found.ranked[0]
-    assert best.batch_size == 64 and best.step_s > min(cost.step_s for cost in found.ranked)
-    assert {cost.variant.settings for cost in found.ranked if cost.batch_size == 16} == {("batch_size=16",)}
-    assert found.default in found.ranked
-    assert found.default not in searched(costs, batch_sizes=(16,)).ranked
+    assert all(abs(a.step_s / b.step_s - 1) > 0.002 for a, b in itertools.pairwise(finalists))
 
 
 def test_meshes_that_cannot_be_annotated_are_refused_with_the_reason():

@@ -110,7 +110,6 @@ def test_a_name_that_is_no_strategy():
 WAY = Variant(
     name="a way",
     mesh={"replica": 2, "fsdp": 4, "tensor": 1},
-    batch_size=64,
     accumulate=4,
     units={"remat": "full", "reshard_after_forward": False, "prefetch": None},
 )
@@ -127,7 +126,7 @@ ASKED = request_of(
 def test_a_way_goes_before_what_was_asked_for():
     """And each setting is given once: twice would be refused."""
     found = WAY.of(ASKED)
-    assert found.settings == ("model.n_layer=4", "batch_size=64", "accumulate=4")
+    assert found.settings == ("model.n_layer=4", "accumulate=4")
     assert found.units == {"remat": "full", "prefetch": None, "reshard_after_forward": False}
     assert (found.mesh, found.profile, found.recipe) == (WAY.mesh, None, "micro")
     assert override(micro(), found.settings).accumulate == 4

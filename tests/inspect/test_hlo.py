@@ -7,7 +7,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import jshard as js
-from jshard.inspect import ProgramError, asked_collectives, collectives, full_bytes, wire_bytes
+from jshard.inspect import ProgramError, collectives, wire_bytes
+from jshard.inspect.hlo.collectives import asked_group
 from tests.scheduled_text import program
 
 
@@ -94,25 +95,6 @@ def test_what_cannot_be_counted_is_an_error(text: str, why: str):
         collectives(text)
 
 
-def test_the_lowered_program_tells_the_dtypes_asked_for():
-    mesh = js.mesh(replica=2)
-
-    def body(x):
-        full = lax.all_gather(x.astype(jnp.bfloat16), "fsdp", tiled=True)
-        scattered = lax.psum_scatter(full.astype(jnp.float32), "fsdp", tiled=True)
-        return lax.psum(lax.ppermute(scattered, "fsdp", [(0, 1), (1, 0)]), "replica")
-
-    specs = {"in_specs": PartitionSpec(("replica", "fsdp")), "out_specs": PartitionSpec("fsdp")}
-    found = asked_collectives(jax.jit(jax.shard_map(body, mesh=mesh, **specs)).lower(jnp.zeros(64)))
-    assert [(c.kind, c.dtype, c.full_bytes, c.group) for c in found] == [
-        ("all-gather", "bf16", 64, (0, 1, 2, 3)),
-        ("reduce-scatter", "f32", 128, (0, 1, 2, 3)),
-        ("collective-permute", "f32", 32, (0, 1, 4, 5)),
-        ("all-reduce", "f32", 32, (0, 4)),
-    ]
-    assert full_bytes(found, "all-gather") == 64
-
-
 @pytest.mark.parametrize(
     ("groups", "group"),
     [
@@ -121,15 +103,8 @@ def test_the_lowered_program_tells_the_dtypes_asked_for():
     ],
 )
 def test_lowered_groups_in_every_notation(groups: str, group: tuple[int, ...]):
-    """Versions of jax write them differently; several operands count together."""
-    text = f"""
-  sdy.mesh @m = <["a"=2, "b"=4]>
-  %5:2 = "stablehlo.all_reduce"(%3, %4) <{{replica_groups = {groups}}}> ({{
-    ^bb0(%a: tensor<f32>, %b: tensor<f32>):
-      %6 = stablehlo.add %a, %b : tensor<f32>
-  }}) : (tensor<4x2xf32>, tensor<8xf32>) -> (tensor<4x2xf32>, tensor<8xf32>)
-"""
-    (found,) = asked_collectives(text)
-    assert (found.kind, found.dtype, found.full_bytes, found.group) == ("all-reduce", "f32", 64, group)
+    """Versions of jax write them differently."""
+    meshes = {"@m": '"a"=2, "b"=4'}
+    assert asked_group("%5", "all-reduce", f"replica_groups = {groups}", meshes) == group
     with pytest.raises(ProgramError, match="unknown way"):
-        asked_collectives(text.replace("replica_groups", "groups").replace("mesh_axes", "axes"))
+        asked_group("%5", "all-reduce", f"groups = {groups}".replace("mesh_axes", "axes"), meshes)

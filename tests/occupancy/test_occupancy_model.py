@@ -123,7 +123,7 @@ def test_the_model_is_the_placement_by_hand():
         differ += [(facts.name, block, case, *row) for row in found if row[1] != row[2]]
         rooms[found[1][2] if case % 2 else None] += 1
     assert not differ
-    assert all(rooms[n] > 100 for n in (0, 1, 2, 3))
+    assert all(rooms[n] > 50 for n in (0, 1, 2, 3)), rooms
 
 
 # Threads x registers, shared memory of the kernel and its padding; blocks on an SM; drain beside 2.28.9 and 2.30.7 if
@@ -172,7 +172,7 @@ def test_footprints_of_nccl():
     assert {footprint(kind, gpu=H200).threads for kind in ("nvls", "pat", "p2p")} == {640}
     symmetric = footprint("symmetric", gpu=H200)
     assert (symmetric.threads, symmetric.registers, symmetric.smem_bytes) == (512, 128, 0)
-    assert footprint("copy-engine", gpu=gpu("mi250x")) is COPY_ENGINE and COPY_ENGINE.block is None
+    assert footprint("copy-engine", gpu=H200) is COPY_ENGINE and COPY_ENGINE.block is None
     assert footprint("ring", gpu=H200, ctas=4).ctas == 4
 
 
@@ -202,7 +202,6 @@ def test_every_number_of_a_gpu_has_a_source(facts):
         "h100": ["NVIDIA H100 80GB HBM3"],
         "a100": ["a100-80", "NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"],
         "gb200": ["NVIDIA GB200"],
-        "mi250x": ["AMD Instinct MI250X"],
         "a40": ["NVIDIA A40"],
     }.items(),
 )
@@ -218,7 +217,7 @@ def test_gpus_of_plans_have_their_numbers():
         assert GPUS[name].smem_per_block_bytes == target.shared_memory_per_block_optin
 
 
-@pytest.mark.parametrize("name", ["a40", "h200", "mi250x"])
+@pytest.mark.parametrize("name", ["a40", "h200"])
 def test_paddings_are_the_least_and_aligned(name):
     facts, random_ = gpu(name), random.Random(1)
     for _ in range(200):
@@ -277,7 +276,6 @@ ERRORS = {
     "pad: impossible": lambda: pad_for(H200, SMALL, 6),
     "pad: none": lambda: pad_for(H200, SMALL, 0),
     "footprint: unknown": lambda: footprint("rings", gpu=H200),
-    "footprint: of an AMD GPU": lambda: footprint("ring", gpu=gpu("mi250x")),
     "footprint: NVLS before Hopper": lambda: footprint("nvls", gpu=gpu("a100")),
     "footprint: no version": lambda: footprint("ring", gpu=H200, version="v2"),
     "footprint: too old a version": lambda: footprint("ring", gpu=H200, version="2.18.3"),

@@ -12,7 +12,6 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import jshard as js
 from jshard import _compat, _processes
-from jshard.cluster.options import OPTIONS
 from jshard.errors import RunError
 from jshard.kernels import Occupancy
 from jshard.occupancy import cache, footprint, gpu
@@ -70,10 +69,8 @@ def test_of_a_plan_alone_all_that_a_ring_fills_is_left(plan):
 
 
 @pytest.mark.parametrize("comm", ["ring", "tree", "nvls", "pat", "p2p", "symmetric", "copy-engine"])
-def test_every_option_is_in_the_table_and_of_its_type(plan, comm):
+def test_every_option_has_its_reason(plan, comm):
     shaped = overlap(plan, device="h200", comm=comm)
-    for name, value in shaped.compiler_options.items():
-        assert OPTIONS[name].fits(value), name
     reported = {reason.what: reason.chosen for reason in shaped.reasons}
     settings = {**shaped.compiler_options, **shaped.environment}
     assert {name: reported[name] for name in settings} == {name: str(value) for name, value in settings.items()}
@@ -206,7 +203,7 @@ def test_with_the_loss_the_choice_is_an_estimate(model):
 
 @pytest.mark.parametrize(
     ("device", "comm"),
-    [("a100-80", True), ("b200", True), ("a40", True), ("mi250x", False), ("v5p", False), (None, False)],
+    [("a100-80", True), ("b200", True), ("a40", True), ("v5p", False), (None, False)],
 )
 def test_where_the_kernels_do_not_run_nothing_is_left(plan, device, comm):
     shaped = overlap(plan, device=device)

@@ -1,4 +1,4 @@
-"""What `jshard train --auto` chooses: by estimates that measured steps correct, and remembered."""
+"""What `jshard train --auto` chooses: by estimates that measured steps correct."""
 
 import dataclasses
 import json
@@ -6,12 +6,10 @@ import math
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 import jshard as js
 from jshard import cli
-from jshard.cli import _training
 from jshard.cli._arguments import TrainArgs
 from jshard.cli._request import request_of
 from jshard.cluster.compile import Variant
@@ -24,8 +22,7 @@ from jshard.inspect.tables import printed
 from jshard.plans.policies import strategies
 from jshard.recipes.building import abstract_model
 from jshard.train import auto
-from jshard.train.auto import CachedVariant, Factors, fitted, key_of, recall, remember, with_feedback
-from jshard.train.run import Finished
+from jshard.train.auto import Factors, fitted, with_feedback
 from tests.helpers import Block, Config, abstract, builder
 from tests.micro_gpt import USERS_FILE
 
@@ -33,19 +30,12 @@ MESH = {"replica": 1, "fsdp": 8, "tensor": 1}
 MEMORY = memory_of(js.plan(abstract(Config(), js.mesh())))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "jshard" / "choices.json"
-
-
 # ---- measured steps correct the estimates -----------------------------------------------------------------------
 
 
 def way(name: str, compute_s: float, exposed_s: float) -> Cost:
     held = dataclasses.replace(MEMORY, parameters_bytes=len(name))  # ways differ in what they hold
-    return Cost(Variant(name=name, mesh=MESH), held, compute_s, exposed_s, exposed_s, batch_size=8)
+    return Cost(Variant(name=name, mesh=MESH), held, compute_s, exposed_s, exposed_s)
 
 
 def searched(*ways: Cost, default: Cost) -> Search:
@@ -97,41 +87,6 @@ def test_what_does_not_run_is_not_chosen():
     assert with_feedback(FOUND, lambda cost: math.inf).best is None
 
 
-# ---- what was chosen is remembered ------------------------------------------------------------------------------
-
-CHOICE = CachedVariant(mesh=MESH, units={"remat": "dots"}, batch_size=16, accumulate=1, sample="x", step_s=0.25)
-
-
-def test_a_choice_comes_back(cache):
-    assert recall("a") is None
-    assert remember("a", CHOICE) == cache and remember("b", CHOICE) == cache
-    assert recall("a") == CHOICE and set(json.loads(cache.read_text())) == {"a", "b"}
-    assert "0.25 s a step of 16" in CHOICE.origin
-    remember("a", dataclasses.replace(CHOICE, jax="0.1"))
-    assert recall("a") is None  # measured on another version
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": {"mesh": {}, "colour": "red"}}'])
-def test_a_file_that_is_none_of_ours_is_no_reason_to_stop(cache, text):
-    cache.parent.mkdir(parents=True)
-    cache.write_text(text)
-    assert recall("a") is None
-    assert remember("a", CHOICE) is not None and recall("a") == CHOICE
-
-
-def test_a_folder_that_cannot_be_written_is_no_reason_to_stop(tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert remember("a", CHOICE) is None and recall("a") is None
-
-
-def test_the_key_is_the_models_and_the_devices():
-    devices = jax.devices()
-    key = lambda config, n=8: key_of(builder(config)(), devices[:n])
-    assert key(Config()) == key(Config())
-    assert len({key(Config()), key(Config(), 4), key(Config(layers=3)), key(Config(width=128))}) == 4
-
-
 # ---- a strategy in an annotation --------------------------------------------------------------------------------
 
 
@@ -167,8 +122,7 @@ def test_a_strategy_works_and_its_warning_has_the_new_line():
         js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="zero4")
 
 
-def test_a_library_call_chooses_nothing_by_itself(monkeypatch):
-    monkeypatch.setattr(auto, "_path", lambda: pytest.fail("the file in the home folder is read"))
+def test_a_library_call_chooses_nothing_by_itself():
     with pytest.raises(AnnotationError, match="does not choose a strategy") as error:
         js.fully_shard(builder(Config())(), units=Block, mesh=js.mesh(), strategy="auto")
     assert "jshard train MODEL --auto" in error.value.do and "reshard_after_forward=False" in error.value.do
@@ -201,26 +155,21 @@ def train(*arguments):
 
 
 @pytest.mark.wide
-def test_a_run_that_chooses_and_remembers(folder, cache, capsys, monkeypatch):
+def test_a_run_that_chooses(folder, capsys):
     path, tried = folder
     small = "--set", "eval_sequences=16", "--set", "model.n_layer=1"
     assert train("--auto", "--steps", "2", "--out", "run", *small) == 0
     said = capsys.readouterr().out
     assert 2 <= len(tried) <= 4 and len(set(tried)) == len(tried)
-    assert "Ways that were tried" in said and f"remembered in {cache}" in said
+    assert "Ways that were tried" in said
     best = min(range(len(tried)), key=lambda i: (tried[i][0] != 4 or tried[i][2] != "none", i))
     fsdp, reshard, remat, accumulate = tried[best]
     stored = json.loads((path / "run" / "run.json").read_text())["options"]
     assert f"remat={remat}" in stored["unit"] and f"reshard_after_forward={str(reshard).lower()}" in stored["unit"]
     assert f"fsdp={fsdp}, tensor=1" in said  # the plan that the run begins with
+    assert f"--auto: chosen --mesh replica={8 // fsdp},fsdp={fsdp},tensor=1" in said
 
     tried.clear()
-    with monkeypatch.context() as patch:  # what is reported before the first step
-        done = Finished(step=2, val_loss=None, stopped_by=None, out=path / "run", checkpoint=None, sample=None)
-        patch.setattr(_training, "run_recipe", lambda *_, **__: done)
-        assert train("--auto", "--steps", "2", "--out", "again", *small) == 0
-    assert not tried and "--auto: as measured on " in capsys.readouterr().out
-
     again = "--auto", "--resume", "--out", "run", "--unit", "prefetch=2", "--set", "accumulate=2"
     assert train(*again, "--steps", "3") == 0  # what was chosen stays, whatever it was chosen in place of
     said = capsys.readouterr().out
@@ -242,14 +191,6 @@ def test_what_was_chosen_takes_the_place_of_what_was_asked_for(folder):
     )
     assert found.recipe.accumulate == 2 and dict(found.sizes) == {"fsdp": 8}
     assert found.options["set"] == ("seed=1", "accumulate=2") and found.options["unit"] == ("prefetch=2", "remat=full")
-
-
-def test_a_choice_is_for_its_batch_and_what_the_mesh_has_beside():
-    recipe, mesh = dataclasses.make_dataclass("Recipe", [("batch_size", int, 16)])(), js.mesh()
-    is_for = lambda choice, mesh=mesh: auto._is_for(choice, recipe, "x", mesh)
-    assert is_for(CHOICE) and is_for(dataclasses.replace(CHOICE, mesh={"replica": 2, "fsdp": 4}))
-    assert not is_for(dataclasses.replace(CHOICE, batch_size=8)) and not is_for(dataclasses.replace(CHOICE, sample="y"))
-    assert not is_for(CHOICE, js.mesh(fsdp=4, tensor=2))
 
 
 def test_processes_see_one_machine(monkeypatch):

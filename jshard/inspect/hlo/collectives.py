@@ -5,7 +5,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
@@ -73,29 +72,6 @@ def ring_bytes(kind: str, full_bytes: float, group_size: int) -> float:
         return full_bytes
     rounds = 2 if kind == "all-reduce" else 1
     return rounds * full_bytes * (group_size - 1) / group_size
-
-
-def asked_collectives(lowered: Any) -> tuple[Collective, ...]:
-    """The collectives of a lowered program, as the trace wrote them: each once, loops and calls not counted.
-
-    Args:
-        lowered: a `jax.stages.Lowered`, or its StableHLO text.
-    """
-    text = lowered if isinstance(lowered, str) else lowered.as_text()
-    kinds = "|".join(k.replace("-", "_") for k in KINDS)
-    signature = r"\((tensor<[^)]*)\) -> (\(?tensor<[^)\n]*)"
-    op = re.compile(rf'(%[\w:]+) = "stablehlo\.({kinds})"(.*?) : {signature}', re.S)
-    meshes = dict(re.findall(r"sdy\.mesh (@[\w.]+) = <\[(.*?)\]", text))
-    found = []
-    for name, kind, attributes, before, after in op.findall(text):
-        kind = kind.replace("_", "-")
-        group = asked_group(name, kind, attributes, meshes)
-        sizes: dict[str, int] = collections.defaultdict(int)
-        for shape in re.findall(r"tensor<([^>]*)>", before if kind == "reduce-scatter" else after):
-            *dims, dtype = shape.split("x")
-            sizes[dtype] += math.prod(map(int, dims)) * _item_bytes(dtype, name)
-        found += [Collective(name, kind, dtype, group, 1, size) for dtype, size in sizes.items()]
-    return tuple(found)
 
 
 def asked_group(name: str, kind: str, attributes: str, meshes: dict[str, str]) -> tuple[int, ...]:
