@@ -18,7 +18,10 @@ import numpy as np
 
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.packed import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
+from jshard.checkpoint.storage import FOLDER
 from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError, printable
 
@@ -90,6 +93,8 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
     path = Path(path).absolute()
     try:
         source = own_checkpoint(path)
+        if isinstance(source, PackedCheckpoint):
+            return _packed(source, on_read)
     except RunError as error:
         return _unreadable(path, error)
     manifest, arrays = source.manifest, source.arrays
@@ -107,6 +112,23 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         num_bytes=sum(arrays[name].nbytes for name in whole),
         num_files=0 if manifest is None else len(manifest.files),
         unsummed=sum(1 for leaf in arrays.values() if leaf.nbytes and leaf.sums is None),
+    )
+
+
+def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdict:
+    """The verdict on a packed checkpoint, all of whose bytes have a sum."""
+    findings = []
+    for line in _manifest.damage(source.path, source.manifest):
+        file, _, why = line.partition("  ")
+        findings.append(Finding(leaf=None, file=file, why=why))
+    if not any(finding.file.startswith(FOLDER) for finding in findings if finding.file):
+        findings += [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
+    return Verdict(
+        path=source.path,
+        findings=tuple(findings),
+        num_leaves=len(source.leaves),
+        num_bytes=sum(leaf.nbytes for leaf in source.arrays.values()),
+        num_files=len(source.manifest.files),
     )
 
 
@@ -238,9 +260,7 @@ def _known(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
     return "values" if None not in (a.sums, b.sums) and a.sums != b.sums else "equal"
 
 
-def _compared(
-    sources: tuple[OrbaxCheckpoint, OrbaxCheckpoint], path: str, on_read: Callable[[int], object]
-) -> tuple[bool, Norms]:
+def _compared(sources: tuple[Opened, Opened], path: str, on_read: Callable[[int], object]) -> tuple[bool, Norms]:
     """Whether an array is equal bit for bit, and its norms."""
     sums, most, is_equal = np.zeros(3), 0.0, True
     for box in sources[0].boxes(path, _WIDENED_BYTES) if sources[0].leaves[path].nbytes else ():

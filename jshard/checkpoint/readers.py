@@ -152,7 +152,8 @@ class OrbaxCheckpoint(Opened):
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
-            raise unsealed(self.path)
+            do = "copy it again, or restore another one; or this one without any check: verify=False."
+            raise _unsealed(self.path, do)
         leaves = {name: _described(leaf) for name, leaf in found.items()}
         if "jshard" in mark:
             return leaves
@@ -241,25 +242,25 @@ def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = Tr
 def own_checkpoint(path: Path, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:
     """Opens what jshard or plain Orbax wrote; for the arguments and errors see the classes."""
     try:
-        manifest = _manifest.read(path)
+        manifest = _manifest.read(path, check=verify)
     except RunError:
-        if verify:
+        if verify or is_packed(path):
             raise
         manifest = None
     if manifest is not None and manifest.packed:
         return PackedCheckpoint(path, manifest, packed_source(path), verify=verify)
     if manifest is None and is_packed(path):
-        raise unsealed(path)
+        raise _unsealed(path, "copy it again, or restore another one.")
     return OrbaxCheckpoint(path, manifest, verify=verify)
 
 
-def unsealed(path: Path) -> RunError:
+def _unsealed(path: Path, do: str) -> RunError:
     """The error for a checkpoint of ours that has lost its manifest."""
     return RunError(
         "The checkpoint cannot be read.",
         where=str(path),
         why=f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it.",
-        do="copy it again, or restore another one.",
+        do=do,
     )
 
 
