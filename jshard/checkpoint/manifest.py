@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.checkpoint.draft import write_text
 from jshard.checkpoint.errors import CheckpointError
@@ -112,7 +112,9 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
         key = str(leaf.dtype).removeprefix("key<").removesuffix(">")
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     shape = tuple(leaf.shape) if shape is None else shape
-    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
+    sharding = getattr(logical, "sharding", None)
+    chunk = tuple(sharding.shard_shape(logical.shape)) if key is None and sharding is not None else None
+    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical), chunk=chunk)
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
@@ -206,9 +208,12 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
 
 def _spec(leaf: Any) -> str | None:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
+    return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """How an array is sharded, for people: the mesh axes of each dim."""
+    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in spec)
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:

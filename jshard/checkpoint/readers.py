@@ -22,6 +22,7 @@ from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import BOX_BYTES, Opened, boxes_bytes, cut, padded, unreadable
 from jshard.checkpoint.packed import PackedCheckpoint, is_packed, packed_source
+from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
@@ -235,6 +236,8 @@ def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = Tr
         CheckpointError: there is no checkpoint there.
         RunError: what describes it is damaged.
     """
+    if path.name == FOLDER and is_packed(path.parent):
+        raise no_checkpoint(path)
     source = foreign_source(path)
     return own_checkpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
 

@@ -30,7 +30,7 @@ from jshard.checkpoint import storage
 from jshard.checkpoint.balance import check_equal, local_copies
 from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.files.dealing import Held
+from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
@@ -170,12 +170,12 @@ class Saving:
                 key: LeafSums(leaf, self._logical.get(key)) for key, leaf in leaves.items() if hasattr(leaf, "size")
             }
             self._part, self._totals = None, held
-            self._wait = storage.save_async(self._draft, full, on_written=self._note_written, timeout_s=self._timeout_s)
+            self._wait = storage.save_zarr(self._draft, full, on_written=self._note_written, timeout_s=self._timeout_s)
             return
-        held = Held(leaves, self._described)
-        self._part, self.num_bytes = storage.PackedPart(held, self._note_written), held.plan.num_bytes
+        held = HeldState(leaves, self._described)
+        self._part, self.num_bytes = storage.PackedPart(held, self._note_written), held.num_bytes
         self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
-        self._wait = storage.save_packed(self._draft, self._part, timeout_s=self._timeout_s)
+        self._wait = storage.save_async(self._draft, self._part, timeout_s=self._timeout_s)
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
