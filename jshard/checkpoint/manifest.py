@@ -31,6 +31,7 @@ FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
 _SMALL_BYTES = 1 << 16
+CHANGED = "its bytes have changed"
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -128,8 +129,9 @@ def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
                 left.append((entry.path, f"{path}/"))
             elif path not in (NAME, f"{NAME}.tmp"):
                 size = entry.stat().st_size
-                holds_values = "/c/" in path or "/d/" in path  # those have sums; texts and descriptions have none
-                has_checksum = (size <= _SMALL_BYTES or not holds_values) and not path.endswith(".safetensors")
+                # Those have sums; texts and descriptions have none.
+                holds_values = "/c/" in path or "/d/" in path or path.endswith(".safetensors")
+                has_checksum = size <= _SMALL_BYTES or not holds_values
                 found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
     return dict(sorted(found.items()))
 
@@ -198,7 +200,7 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  its bytes have changed")
+                found.append(f"{name}  {CHANGED}")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except OSError as error:
