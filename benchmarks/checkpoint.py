@@ -240,6 +240,7 @@ class _Workers:
         """Ends them."""
         for process in self._processes:
             process.kill()
+        for process in self._processes:
             process.wait()
 
 
