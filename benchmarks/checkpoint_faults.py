@@ -2,7 +2,7 @@
 
     python -m benchmarks.checkpoint_faults flips --times 50     # one bit, anywhere in any file
     python -m benchmarks.checkpoint_faults pairs --times 50     # two changes that cancel in a sum of words
-    python -m benchmarks.checkpoint_faults kills --times 30     # kill -9 at a random moment of a save, 1 and 2 processes
+    python -m benchmarks.checkpoint_faults kills --times 30     # kill -9 at a random moment of a save
 
 A change is found if `verify` names it, or a restore refuses. What is not found is named, with the file, the place, and
 whether a restore still gives what was saved; so are changes of bytes that nothing reads. Exit code 1 if values changed
