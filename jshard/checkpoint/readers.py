@@ -49,11 +49,15 @@ class OrbaxCheckpoint(Opened):
         self._names: dict[str, str] = {}  # of leaves that are called otherwise there
         self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
         names = storage.items(path) if self.manifest is None else ()
-        self.items = tuple(map(_leaves.escape, names))
+        self.items = tuple("/".join(map(_leaves.escape, name.split("/"))) for name in names)
         self._arrays = functools.lru_cache(maxsize=64)(_open)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """See `Opened.leaves_for`; a leaf of others whose keys have slashes is found by the path that asks for it."""
+        """See `Opened.leaves_for`; finds leaves of others whose keys have slashes, and their only item by its name."""
+        if self.manifest is None and (item := storage.only_item(self.path, asked)):
+            named = {f"{item}/{path}": path for path in self.leaves}
+            self._names |= {ours: self._stored_name(path) for ours, path in named.items()}
+            return {ours: self.leaves[path] for ours, path in named.items()}
         places = {name: path for path, name in self._names.items()}
         slashed = {path: places.get(_leaves.unescape(path)) for path in asked if "%2F" in path}
         found = {path: place for path, place in slashed.items() if place is not None}

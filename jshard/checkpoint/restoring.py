@@ -251,7 +251,7 @@ class Restoring:
                 parts = [found[path] for path in pick.stored]
                 leaf = finish(pick, parts, self._wanted[key])
                 if count := num_overflows(pick, parts, leaf):
-                    dtypes = f"{parts[0].dtype} -> {leaf.dtype}"
+                    dtypes = f"{getattr(parts[0], 'dtype', type(parts[0]).__name__)} -> {leaf.dtype}"
                     self._overflows.append(f"{key}  {dtypes}: {count} values became inf or nan")
                 del parts
             shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)

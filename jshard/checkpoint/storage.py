@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -216,8 +216,9 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     with quiet(), context:
         for name, (folder, item) in _trees(path).items():
             begin = f"{name}/" if name else ""
-            here = {key.removeprefix(begin): like for key, like in wanted.items() if f"{key}/".startswith(begin)}
-            here = {"" if key == name else key: like for key, like in here.items()}
+            here = {
+                f"{key}/".removeprefix(begin)[:-1]: like for key, like in wanted.items() if f"{key}/".startswith(begin)
+            }
             if not here:
                 continue
             stored = ocp.metadata(folder, checkpointable_name=item).metadata if plain else None
@@ -226,14 +227,30 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     return {key: leaf for key, leaf in found.items() if key in wanted}
 
 
+def only_item(path: Path, asked: Collection[str]) -> str | None:
+    """The name of the one tree that others saved, if all paths ask for it by that name, and its own do not have it."""
+    names = [] if (path / DESCRIPTION).is_file() else [file.parent.name for file in path.glob(f"*/{DESCRIPTION}")]
+    if len(names) != 1 or not asked or not all(name.startswith(f"{names[0]}/") for name in asked):
+        return None
+    described, _ = metadata(path)
+    return None if any(name.split("/")[0] == names[0] for name in described) else names[0]
+
+
 def items(path: Path) -> tuple[str, ...]:
     """The names of the trees in a checkpoint, where it holds several.
 
-    Orbax saves such ones for `Composite(params=..., ema_params=...)` and `save_checkpointables`. Left to itself, it
-    reads one of them.
+    Orbax saves such ones for `Composite(params=..., ema_params=...)` and `save_checkpointables`, and one of them may be
+    a composite again. Left to itself, it reads one of them.
     """
-    names = sorted(file.parent.name for file in path.glob(f"*/{DESCRIPTION}"))
-    return () if len(names) < 2 or (path / DESCRIPTION).is_file() else tuple(names)
+    folders = [] if (path / DESCRIPTION).is_file() else [path]
+    names = []
+    for folder in folders:  # grows
+        for below in folder.iterdir() if folder.is_dir() else ():
+            if (below / DESCRIPTION).is_file():
+                names.append(below.relative_to(path).as_posix())
+            elif below.is_dir() and (folder == path or any(below.glob(f"*/{DESCRIPTION}"))):
+                folders.append(below)
+    return tuple(sorted(names)) if len(names) > 1 else ()
 
 
 def is_item(path: Path) -> bool:
@@ -242,10 +259,11 @@ def is_item(path: Path) -> bool:
     return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / MANIFEST).is_file()
 
 
-def _trees(path: Path) -> dict[str, tuple[str, str]]:
-    """What Orbax is to read, a checkpoint and an item of it, by the beginning of the paths."""
+def _trees(path: Path) -> dict[str, tuple[str, str | None]]:
+    """What Orbax is to read, a checkpoint and an item of it (or itself), by the beginning of the paths."""
     if names := items(path):
-        return {name: (str(path), name) for name in names}
+        # Of a composite in a composite Orbax takes the items for themselves.
+        return {name: (str(path / name), None) if "/" in name else (str(path), name) for name in names}
     if is_item(path):
         return {"": (str(path.parent), path.name)}
     return {"": (str(path), _AUTO)}

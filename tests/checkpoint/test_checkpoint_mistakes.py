@@ -149,7 +149,9 @@ MISTAKES = {
     "save: a path that is too long": lambda run: checkpoint.save(
         run / "new", {"model": {"层" * 90: jnp.ones(1)}}, format="orbax"
     ),
-    "save: two leaves of one path": lambda run: checkpoint.save(run / "new", {1: jnp.ones(1), "1": jnp.ones(2)}),
+    "save: two leaves of one path": lambda run: checkpoint.save(
+        run / "new", {1: jnp.ones(1), "1": jnp.ones(2), "'1'": jnp.ones(3)}
+    ),
 }
 
 

@@ -244,7 +244,7 @@ def test_a_write_that_fails_names_the_path_the_reason_and_the_last_good_one(tmp_
           where: {tmp_path}/2
           why:   File too large (EFBIG).
                  the last good checkpoint is {tmp_path}/1.
-          do:    make room or mend the disk, then continue the run with --resume.
+          do:    allow larger files, then continue the run with --resume.
         [1]
         [1, 3]
         """

@@ -431,6 +431,13 @@ def test_export_and_import_as_they_are(run, ckpt):
     assert manifest.read(Path("back")).leaves["nu/0"].shape == (2, 2)
 
 
+def test_a_whole_state_goes_to_pytorch_and_back(ckpt):
+    js.checkpoint.save("c", {"model": {"0": {"w": jnp.arange(8.0)}}, "step": 7, "note": "text"})
+    assert ckpt("export", "c", "dcp", "--format", "dcp", "--part", "")[0] == 0
+    assert ckpt("import", "dcp", "back")[0] == 0
+    equal("c", "back")
+
+
 WRONG = {
     ("verfy", "x"): """\
 ShardingError: There is no command 'verfy'.
