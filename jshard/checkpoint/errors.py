@@ -26,7 +26,10 @@ class CheckpointWarning(UserWarning):
 # What to make of an error inside Orbax: one line of text, in place of hundreds of log lines.
 
 _LOGGERS = ("absl", "asyncio")
-_EXPECTED = ("Skipping merge of OCDBT", "TensorStore data files not found")  # said of every one without OCDBT
+_EXPECTED = (
+    *("Skipping merge of OCDBT", "TensorStore data files not found"),  # said of every one without OCDBT
+    *("Metadata file does not exist", "Failed to resolve handler for checkpointable"),  # of one in another
+)
 _THEIRS = re.compile(r"[/\\](orbax|asyncio|tensorstore)[/\\]")
 _OS_ERROR = re.compile(r"os_error_code='(\d+)'")
 

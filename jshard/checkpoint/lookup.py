@@ -80,7 +80,7 @@ def not_written(path: Path, steps: Sequence[int], error: FourPartError) -> RunEr
     good = (
         f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
     )
-    mend = "make room or mend the disk" if error.do.startswith("make room") else "remove that cause"
+    mend = error.do.partition(",")[0].rstrip(".") if isinstance(error, RunError) else "remove that cause"
     return RunError(
         f"The checkpoint of step {path.name} could not be written.",
         where=[str(path), *(place for place in error.where if place not in (str(path), str(path.absolute())))],
@@ -142,7 +142,17 @@ def _nearby(path: Path) -> tuple[str, Path | None]:
         if steps:
             return f"no such folder; beside it are steps {_list(steps)}.", path.parent / str(steps[-1])
         return "no such folder.", None
-    return "the folder is not one that save() completed." if path.is_dir() else "it is a file.", None
+    if path.is_dir():
+        return "the folder is not one that save() completed.", None
+    kinds = {
+        ".msgpack": "Flax's msgpack",
+        ".npz": "NumPy",
+        ".pt": "torch.save",
+        ".pth": "torch.save",
+        ".bin": "torch.save",
+    }
+    kind = kinds.get(path.suffix, "an unknown format")
+    return f"it is a file of {kind}; of files, those of safetensors alone are read.", None
 
 
 def _list(steps: list[int], shown: int = 5) -> str:

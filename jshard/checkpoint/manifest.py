@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.checkpoint.draft import write_text
 from jshard.checkpoint.errors import CheckpointError
@@ -27,10 +27,11 @@ from jshard.checkpoint.sums import Sums
 from jshard.errors import RunError
 
 NAME = "jshard.json"
-FORMAT = 1
+FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
 _SMALL_BYTES = 1 << 16
+CHANGED = "its bytes have changed"
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -87,6 +88,8 @@ class Manifest:
         processes: how many saved it.
         metrics: what the state was worth.
         versions: of the packages that wrote it.
+        packed: size of every packed file, by its name, and the sum of its index, which stands for all in it.
+        values: of the leaves that are values of Python, where the files are packed.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -97,6 +100,8 @@ class Manifest:
     processes: int = 1
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
 def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
@@ -108,7 +113,9 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
         key = str(leaf.dtype).removeprefix("key<").removesuffix(">")
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     shape = tuple(leaf.shape) if shape is None else shape
-    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
+    sharding = getattr(logical, "sharding", None)
+    chunk = tuple(sharding.shard_shape(logical.shape)) if key is None and sharding is not None else None
+    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical), chunk=chunk)
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
@@ -122,7 +129,8 @@ def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
                 left.append((entry.path, f"{path}/"))
             elif path not in (NAME, f"{NAME}.tmp"):
                 size = entry.stat().st_size
-                holds_values = "/c/" in path or "/d/" in path  # those have sums; texts and descriptions have none
+                # Those have sums; texts and descriptions have none.
+                holds_values = "/c/" in path or "/d/" in path or path.endswith(".safetensors")
                 has_checksum = size <= _SMALL_BYTES or not holds_values
                 found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
     return dict(sorted(found.items()))
@@ -144,8 +152,10 @@ def write(folder: Path, manifest: Manifest) -> None:
     write_text(folder / NAME, json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body}))
 
 
-def read(folder: Path) -> Manifest | None:
+def read(folder: Path, *, check: bool = True) -> Manifest | None:
     """The manifest of a checkpoint; None where there is none, as in folders that others wrote.
+
+    Without a `check`, one whose checksum does not fit is taken as it is, if it can be read at all.
 
     Raises:
         CheckpointError: a newer jshard wrote it.
@@ -155,7 +165,7 @@ def read(folder: Path) -> Manifest | None:
     try:
         held = json.loads(path.read_bytes())
         body = held["seal"]
-        if zlib.crc32(body.encode()) != held["crc32"]:
+        if check and zlib.crc32(body.encode()) != held["crc32"]:
             raise ValueError("its checksum does not fit")
         fields = json.loads(body)
     except (FileNotFoundError, NotADirectoryError):
@@ -190,7 +200,7 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  its bytes have changed")
+                found.append(f"{name}  {CHANGED}")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except OSError as error:
@@ -200,24 +210,28 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
 
 def _spec(leaf: Any) -> str | None:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
+    return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """How an array is sharded, for people: the mesh axes of each dim."""
+    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in spec)
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
     """A manifest in values of JSON."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    given = {path: dataclasses.asdict(leaf) for path, leaf in manifest.leaves.items()}
+    given = {path: vars(leaf) for path, leaf in manifest.leaves.items()}
     leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
-    return {"format": FORMAT, **fields, "leaves": leaves}
+    return {"format": FORMAT if manifest.packed else 1, **fields, "leaves": leaves}
 
 
 def from_json(fields: Mapping[str, Any]) -> Manifest:
     """The inverse of `to_json`."""
     given = _known(Manifest, fields)
     given["leaves"] = {path: StoredLeaf(**_known(StoredLeaf, leaf)) for path, leaf in fields["leaves"].items()}
-    given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}
+    for name in ("files", "packed"):
+        given[name] = {file: (size, checksum) for file, (size, checksum) in fields.get(name, {}).items()}
     return Manifest(**given)
 
 

@@ -360,9 +360,8 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:
-            raise RunError(
-                "The folder of the run could not be written.", where=str(path), why=why, do="make room."
-            ) from error
+            do = "mend the disk." if error.errno == errno.EIO else "make room."
+            raise RunError("The folder of the run could not be written.", where=str(path), why=why, do=do) from error
         raise ShardingError(
             "The folder of the run cannot be written.",
             where=f"--out {path}",
