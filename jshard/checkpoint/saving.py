@@ -85,10 +85,10 @@ class Saving:
                 leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
                 check_equal(copies)
                 # A process that came late, and was given up by the others, must not begin what Orbax counts.
-                _, counts = self._together("all here", lambda: (None, orbax_operations()))
-                orbax_operations(max(counts))
-            with self.phases("device_to_host"), self._errors_named():
-                self._begin(leaves)
+            held, counts = self._together("all here", lambda: (self._hold(leaves), orbax_operations()))
+            orbax_operations(max(counts))
+            with self._errors_named():
+                self._begin(held)
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
@@ -161,21 +161,26 @@ class Saving:
             self._prepare(prepare)
         return leaves, copies
 
-    def _begin(self, leaves: dict[str, Any]) -> None:
-        """Holds the values, and begins to write them."""
-        if self._format == "orbax":
-            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
-            self.num_bytes = sum(map(storage.local_bytes, full.values()))
-            held = {
-                key: LeafSums(leaf, self._logical.get(key)) for key, leaf in leaves.items() if hasattr(leaf, "size")
-            }
-            self._part, self._totals = None, held
-            self._wait = storage.save_zarr(self._draft, full, on_written=self._note_written, timeout_s=self._timeout_s)
-            return
-        held = HeldState(leaves, self._described)
-        self._part, self.num_bytes = storage.PackedPart(held, self._note_written), held.num_bytes
-        self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
-        self._wait = storage.save_async(self._draft, self._part, timeout_s=self._timeout_s)
+    def _hold(self, leaves: dict[str, Any]) -> HeldState | dict[str, Any]:
+        """The values, copied or held."""
+        with self.phases("device_to_host"):
+            self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
+            if self._format == "packed":
+                return HeldState(leaves, self._described)
+            arrays = {key: leaf for key, leaf in leaves.items() if key not in self._values}
+            self._totals = {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
+            return {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
+
+    def _begin(self, held: HeldState | dict[str, Any]) -> None:
+        """Begins to write what is held."""
+        if isinstance(held, HeldState):
+            self.num_bytes = held.num_bytes
+            self._part = storage.PackedPart(held, self._note_written)
+            self._wait = storage.save_async(self._draft, self._part, timeout_s=self._timeout_s)
+        else:
+            self.num_bytes = sum(map(storage.local_bytes, held.values()))
+            written = self._note_written
+            self._wait = storage.save_zarr(self._draft, held, on_written=written, timeout_s=self._timeout_s)
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
