@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
+
 from jshard._compat import before_threads_end, orbax_operations, versions
 from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
 from jshard.checkpoint import leaves as _leaves
@@ -80,6 +82,7 @@ class Saving:
         self._part: storage.PackedPart | None = None
         self._totals: dict[str, LeafSums] = {}
         self._owner: Owner | None = None
+        self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
             with self.phases("plan"):
                 leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
@@ -154,7 +157,7 @@ class Saving:
             _leaves.check_paths(leaves)
         _refuse_nothing(self.path, leaves)
         self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
+        self._described = {key: _described(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
         by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
         self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
         if is_primary():
@@ -175,12 +178,20 @@ class Saving:
         """Begins to write what is held."""
         if isinstance(held, HeldState):
             self.num_bytes = held.num_bytes
-            self._part = storage.PackedPart(held, self._note_written)
+            self._part = storage.PackedPart(held, self._note_written, together=self._all_write)
             self._wait = storage.save_async(self._draft, self._part, timeout_s=self._timeout_s)
         else:
             self.num_bytes = sum(map(storage.local_bytes, held.values()))
             written = self._note_written
             self._wait = storage.save_zarr(self._draft, held, on_written=written, timeout_s=self._timeout_s)
+
+    def _all_write(self, write: Callable[[], None]) -> None:
+        """Writes, and waits for the others: Orbax commits what its handlers say is written in all processes."""
+        try:
+            self._together("all wrote", lambda: (write(), None))
+        except Exception as error:
+            self._agreed = error
+            raise
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -224,6 +235,8 @@ class Saving:
         try:
             kept, given = work()
         except Exception as caught:
+            if self._agreed is not None:  # all processes know, and nobody waits
+                raise self._agreed from caught
             error = caught
         own = None if error is None else in_four_parts(self.path, error)
         # Whoever waited for the others in vain has had its time, and so had they.
@@ -287,6 +300,13 @@ def give_memory_back() -> None:
     """Hands freed memory back to the system: with many threads, glibc keeps several times the state otherwise."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _described(leaf: Any, shape: tuple[int, ...] | None) -> StoredLeaf:
+    """A leaf as it will be stored, with the shape of most of its pieces."""
+    stored = _manifest.describe(leaf, shape)
+    is_cut = isinstance(leaf, jax.Array) and stored.key is None
+    return dataclasses.replace(stored, chunk=leaf.sharding.shard_shape(leaf.shape)) if is_cut else stored
 
 
 def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
