@@ -113,9 +113,7 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
         key = str(leaf.dtype).removeprefix("key<").removesuffix(">")
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     shape = tuple(leaf.shape) if shape is None else shape
-    sharding = getattr(logical, "sharding", None)
-    chunk = tuple(sharding.shard_shape(logical.shape)) if key is None and sharding is not None else None
-    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical), chunk=chunk)
+    return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
 
 
 def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:

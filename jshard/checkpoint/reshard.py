@@ -92,7 +92,7 @@ class _Boxes:
     """
 
     def __init__(self, source: Opened, layout: Specs, mesh: Mesh, on_written: OnWritten) -> None:
-        self._source, self._on_written = source, on_written
+        self._source, self._on_written, self.is_stopped = source, on_written, False
         self._sums: dict[str, list[Sums]] = collections.defaultdict(list)
         pieces, self.leaves = [], dict(source.leaves)
         for number, (path, leaf) in enumerate(source.leaves.items()):
@@ -110,6 +110,8 @@ class _Boxes:
 
     def values(self, file: int, number: int) -> np.ndarray:
         """The values of a piece."""
+        if self.is_stopped:
+            raise InterruptedError("it was stopped")
         piece = self.files[file].pieces[number]
         box = tuple(slice(*limit) for limit in piece.box)
         values = self._source.read(piece.path, box)
@@ -154,7 +156,14 @@ def _rewritten(
         owner = Owner(unnamed(path))
         remove_unnamed(path)
         part = storage.PackedPart(boxes)
-        storage.save_async(unnamed(path), part, timeout_s=_TIMEOUT_S)()
+        wait = storage.save_async(unnamed(path), part, timeout_s=_TIMEOUT_S)
+        try:
+            wait()
+        except BaseException:  # the user may have interrupted it, and threads go on to write
+            boxes.is_stopped = True
+            with contextlib.suppress(Exception):
+                wait()
+            raise
         boxes.check(path)
         owner.check()
         facts = {"step": like.step, "saved_at": like.saved_at, "mesh": dict(mesh.shape), "metrics": like.metrics}

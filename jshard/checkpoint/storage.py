@@ -125,17 +125,31 @@ class PackedPart:
     Args:
         held: what is written.
         on_written: called in other threads whenever some of it was.
+        together: writes, and returns when all processes have.
 
     Attributes:
         files: size and sum of the index of each file that was written, by name.
     """
 
-    def __init__(self, held: Held, on_written: Callable[[], object] = lambda: None) -> None:
-        self._held, self._on_written = held, on_written
+    def __init__(
+        self,
+        held: Held,
+        on_written: Callable[[], object] = lambda: None,
+        *,
+        together: Callable[[Callable[[], None]], None] = lambda write: write(),
+    ) -> None:
+        self._held, self._on_written, self._together = held, on_written, together
         self.files: dict[str, tuple[int, int]] = {}
 
+    def write_all(self, sink: Sink) -> None:
+        """Writes all files; those of all processes are on the disk when this returns.
+
+        Orbax gives the folder its name when its own process has written.
+        """
+        self._together(lambda: self.write(sink))
+
     def write(self, sink: Sink) -> None:
-        """Writes all files; they are on the disk when this returns."""
+        """Writes all files of this process."""
         held = self._held
         for number, layout in enumerate(held.files):
             name = f"{jax.process_index():05d}-{number:03d}.safetensors"
@@ -159,7 +173,7 @@ class PackedHandler:
 
         async def work() -> None:
             folder = await directory.await_creation()
-            await asyncio.to_thread(checkpointable.write, LocalFolder(Path(folder)))
+            await asyncio.to_thread(checkpointable.write_all, LocalFolder(Path(folder)))
 
         return work()
 
