@@ -18,7 +18,7 @@ import numpy as np
 
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
 from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError, printable
 
@@ -89,7 +89,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
     """
     path = Path(path).absolute()
     try:
-        source = OrbaxCheckpoint(path)
+        source = own_checkpoint(path)
     except RunError as error:
         return _unreadable(path, error)
     manifest, arrays = source.manifest, source.arrays
@@ -208,7 +208,7 @@ def diff(
         CheckpointError: there is no checkpoint at one of the paths.
         RunError: one of them is damaged.
     """
-    sources = OrbaxCheckpoint(a), OrbaxCheckpoint(b)
+    sources = own_checkpoint(a), own_checkpoint(b)
     held = [source.leaves for source in sources]
     python = [source.values() for source in sources] if values else [{}, {}]
 

@@ -187,7 +187,8 @@ def keep_on_disk(folder: Path) -> None:
             arrays.add(inner)
         else:
             for name in names:
-                flush(os.path.join(inner, name))
+                if not name.endswith(".safetensors"):  # flushed by whoever wrote it
+                    flush(os.path.join(inner, name))
         if folders or inner not in arrays:
             flush(inner)
 

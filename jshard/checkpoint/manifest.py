@@ -27,7 +27,7 @@ from jshard.checkpoint.sums import Sums
 from jshard.errors import RunError
 
 NAME = "jshard.json"
-FORMAT = 1
+FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
 _SMALL_BYTES = 1 << 16
@@ -87,6 +87,8 @@ class Manifest:
         processes: how many saved it.
         metrics: what the state was worth.
         versions: of the packages that wrote it.
+        packed: size of every packed file, by its name, and the sum of its index, which stands for all in it.
+        values: of the leaves that are values of Python, where the files are packed.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -97,6 +99,8 @@ class Manifest:
     processes: int = 1
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
 def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
@@ -123,7 +127,7 @@ def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
             elif path not in (NAME, f"{NAME}.tmp"):
                 size = entry.stat().st_size
                 holds_values = "/c/" in path or "/d/" in path  # those have sums; texts and descriptions have none
-                has_checksum = size <= _SMALL_BYTES or not holds_values
+                has_checksum = (size <= _SMALL_BYTES or not holds_values) and not path.endswith(".safetensors")
                 found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
     return dict(sorted(found.items()))
 
@@ -208,16 +212,17 @@ def _spec(leaf: Any) -> str | None:
 def to_json(manifest: Manifest) -> dict[str, Any]:
     """A manifest in values of JSON."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    given = {path: dataclasses.asdict(leaf) for path, leaf in manifest.leaves.items()}
+    given = {path: vars(leaf) for path, leaf in manifest.leaves.items()}
     leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
-    return {"format": FORMAT, **fields, "leaves": leaves}
+    return {"format": FORMAT if manifest.packed else 1, **fields, "leaves": leaves}
 
 
 def from_json(fields: Mapping[str, Any]) -> Manifest:
     """The inverse of `to_json`."""
     given = _known(Manifest, fields)
     given["leaves"] = {path: StoredLeaf(**_known(StoredLeaf, leaf)) for path, leaf in fields["leaves"].items()}
-    given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}
+    for name in ("files", "packed"):
+        given[name] = {file: (size, checksum) for file, (size, checksum) in fields.get(name, {}).items()}
     return Manifest(**given)
 
 

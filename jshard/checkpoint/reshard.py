@@ -31,7 +31,8 @@ from jshard.checkpoint.errors import CheckpointError, quiet
 from jshard.checkpoint.formats.source import ArraySource, Box, bounds, whole
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.matching import stacks
-from jshard.checkpoint.readers import Opened, OrbaxCheckpoint
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.saving import complete, give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums
 from jshard.errors import RunError, printable
@@ -63,7 +64,7 @@ def reshard(
         CheckpointError: there is no checkpoint at `path`, or there is something at `out`.
         RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.
     """
-    source = OrbaxCheckpoint(path)
+    source = own_checkpoint(path)
     manifest = source.manifest or Manifest(leaves={}, files={})
     sums = {name: leaf.sums for name, leaf in source.leaves.items() if leaf.sums is not None}
     like = dataclasses.replace(manifest, mesh=dict(mesh.shape))
@@ -264,7 +265,7 @@ class Part(Opened):
         return self._source.read(path, (slice(layer, layer + 1), *box))[0]
 
 
-def part_of(source: OrbaxCheckpoint, part: str, *, names: Collection[str] | None = None) -> Part:
+def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:
     """The arrays below a path, without it; random keys and counts of draws are left out.
 
     Args:

@@ -27,8 +27,9 @@ from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
+from jshard.checkpoint.opened import Opened, unreadable
 from jshard.checkpoint.position import check_position, is_data_position
-from jshard.checkpoint.readers import Opened, OrbaxCheckpoint, unreadable
+from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout

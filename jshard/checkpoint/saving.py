@@ -8,7 +8,6 @@ A folder under its final name is complete: until then it is called `NAME.saving`
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -21,22 +20,24 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jshard._compat import before_threads_end, orbax_operations, versions
 from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.balance import balanced, check_equal, local_copies
+from jshard.checkpoint.balance import check_equal, local_copies
 from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
+from jshard.checkpoint.files.dealing import Held
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import FourPartError, RunError
 
-_SUMMING_THREADS = 2
+Format = Literal["packed", "orbax"]
+
 _numbers = itertools.count()  # the saves of a program come in the same order in all its processes
 _END_S = 2400.0  # the longest that the end of a program waits by default
 
@@ -50,6 +51,7 @@ class Saving:
         step: number of steps that are done, for the manifest.
         metrics: what the state is worth, for the manifest.
         timeout_s: how long any one wait may take.
+        format: "packed", or "orbax" for folders of zarr, which plain Orbax reads.
         prepare: done first, by the first process.
 
     Raises:
@@ -65,25 +67,28 @@ class Saving:
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float,
+        format: Format = "packed",
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
+        self._format = checked_format(format)
         self.path, self._draft, self._step, self._timeout_s = path, unnamed(path), step, timeout_s
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
         self._failures = f"save {next(_numbers)}"
         self._held = contextlib.ExitStack()  # what ends with the save
+        self._part: storage.PackedPart | None = None
+        self._totals: dict[str, LeafSums] = {}
         self._owner: Owner | None = None
         try:
             with self.phases("plan"):
                 leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
                 check_equal(copies)
                 # A process that came late, and was given up by the others, must not begin what Orbax counts.
-                sums, counts = self._together("all here", lambda: (self._sums(leaves), orbax_operations()))
+                _, counts = self._together("all here", lambda: (None, orbax_operations()))
                 orbax_operations(max(counts))
             with self.phases("device_to_host"), self._errors_named():
-                self._wait = storage.save_async(self._draft, leaves, on_written=self._note_written, timeout_s=timeout_s)
-            self._finish_sums(sums)
+                self._begin(leaves)
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
@@ -126,7 +131,7 @@ class Saving:
 
     def _finish(self) -> None:
         _, heard = self._together("written", lambda: (None, self._written()))
-        del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
+        del self._part, self._totals, self._wait  # with all that they hold of the state
         self._together("complete", lambda: (self._complete(heard) if is_primary() else None, None))
         give_memory_back()
         self.record |= {"processes": [other["report"] for other in heard]}
@@ -137,37 +142,40 @@ class Saving:
         written_s = max(self._wrote_until_s, self.blocked_s)
         self.phases.add("write", self.blocked_s, written_s)
         self.phases.add("commit", written_s, self.phases.now_s())
-        with self.phases("sums"):
-            totals = {key: total.result() for key, total in self._totals.items()}
-        return {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
+        files = {} if self._part is None else self._part.files
+        totals = {key: sums.total() for key, sums in self._totals.items()}
+        return {"sums": totals, "files": files, "report": self.phases.report(num_bytes=self.num_bytes)}
 
     def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
         """Checks everything; the leaves that have a value, and what the processes are to compare."""
         found = _leaves.flatten(state)
         leaves = _leaves.storable(found)
-        _leaves.check_paths(leaves)
+        if self._format == "orbax":
+            _leaves.check_paths(leaves)
         _refuse_nothing(self.path, leaves)
         self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
         self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
         by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
         self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
-        full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
-        full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
-        self.num_bytes = sum(map(storage.local_bytes, full.values()))
         if is_primary():
             self._prepare(prepare)
-        return full, copies
+        return leaves, copies
 
-    def _sums(self, leaves: Mapping[str, Any]) -> dict[str, LeafSums]:
-        """Begun before anything can overwrite the values, on the devices where they are there."""
-        arrays = {key: leaf for key, leaf in leaves.items() if self._described[key].is_array}
-        return {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
-
-    def _finish_sums(self, sums: Mapping[str, LeafSums]) -> None:
-        """In threads of their own, once the values are copied: before, they would take the cores from the copy."""
-        pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
-        self._held.callback(pool.shutdown, cancel_futures=True)
-        self._totals = {key: pool.submit(each.total) for key, each in sums.items()}
+    def _begin(self, leaves: dict[str, Any]) -> None:
+        """Holds the values, and begins to write them."""
+        if self._format == "orbax":
+            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
+            self.num_bytes = sum(map(storage.local_bytes, full.values()))
+            held = {
+                key: LeafSums(leaf, self._logical.get(key)) for key, leaf in leaves.items() if hasattr(leaf, "size")
+            }
+            self._part, self._totals = None, held
+            self._wait = storage.save_async(self._draft, full, on_written=self._note_written, timeout_s=self._timeout_s)
+            return
+        held = Held(leaves, self._described)
+        self._part, self.num_bytes = storage.PackedPart(held, self._note_written), held.plan.num_bytes
+        self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
+        self._wait = storage.save_packed(self._draft, self._part, timeout_s=self._timeout_s)
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -189,13 +197,18 @@ class Saving:
         """What the first process does at the end."""
         assert self._owner is not None
         self._owner.check()
+        facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
+        facts |= {"processes": len(heard), "metrics": self._metrics}
+        if self._format == "packed":
+            packed = {name: tuple(found) for other in heard for name, found in other["files"].items()}
+            complete(self.path, self._described, packed=packed, values=self._values, **facts)
+            return
         storage.cut_padding(self._draft, self._logical)
         leaves = {}
         for key, described in self._described.items():
             sums = [other["sums"][key] for other in heard if key in other["sums"]]
             leaves[key] = dataclasses.replace(described, sums=add(sums) if sums else None)
-        facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
-        complete(self.path, leaves, **facts, processes=len(heard), metrics=self._metrics)
+        complete(self.path, leaves, **facts)
 
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
@@ -238,15 +251,31 @@ def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Mani
     """Writes the manifest of a draft, and gives it its name once it would survive a power cut."""
     draft = unnamed(path)
     files = _manifest.files_of(draft)
-    storage.check_whole(draft, leaves, files)
-    chunks = _manifest.chunks_of(draft)
-    leaves = {key: dataclasses.replace(leaf, chunk=chunks.get(key)) for key, leaf in leaves.items()}
     manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
+    if manifest.packed:
+        storage.check_packed(draft, manifest)
+    else:
+        storage.check_whole(draft, leaves, files)
+        chunks = _manifest.chunks_of(draft)
+        leaves = {key: dataclasses.replace(leaf, chunk=chunks.get(key)) for key, leaf in leaves.items()}
+        manifest = dataclasses.replace(manifest, leaves=leaves)
     _manifest.write(draft, manifest)
     keep_on_disk(draft)
     draft.rename(path)
     flush(path.parent)
     return manifest
+
+
+def checked_format(format: str) -> Format:
+    """A format that there is, or a `CheckpointError`."""
+    if format not in get_args(Format):
+        raise CheckpointError(
+            "The state cannot be saved so.",
+            where=f"format={format!r}",
+            why=f"there are {' and '.join(get_args(Format))}.",
+            do='format="packed", the default; or format="orbax", which plain Orbax reads.',
+        )
+    return format  # type: ignore[return-value]
 
 
 def give_memory_back() -> None:

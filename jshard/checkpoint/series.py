@@ -14,9 +14,9 @@ from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, refuse_buckets, steps_in
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import LOOK_S, Pending, Saving
+from jshard.checkpoint.saving import LOOK_S, Format, Pending, Saving, checked_format
 from jshard.checkpoint.series_folder import Keep, SeriesFolder, check_shared, is_shown, warn
 from jshard.errors import RunError
 
@@ -42,6 +42,7 @@ class Checkpointer:
         every: the interval of `should_save`, in steps; None where the caller decides alone.
         on_failure: what becomes of a `save_async` that failed: "raise", if in the background at the next call, or
             "warn", and training goes on. `save` raises in any case.
+        format: see `jshard.checkpoint.save`.
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
     Attributes:
@@ -66,6 +67,7 @@ class Checkpointer:
         keep: int | Keep = 3,
         every: int | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
+        format: Format = "packed",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         refuse_buckets(folder)
@@ -81,6 +83,7 @@ class Checkpointer:
                 do='every=1000, on_failure="raise"',
             )
         self._on_failure = on_failure
+        self._format: Format = checked_format(format)
         self._pending: Pending | None = None
         self._saving: Saving | None = None  # what the pending one does
         self._look_at = 0.0
@@ -258,7 +261,7 @@ class Checkpointer:
         while True:
             step = steps.pop()
             try:
-                opened = OrbaxCheckpoint(self.path(step), verify=verify)
+                opened = own_checkpoint(self.path(step), verify=verify)
                 restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
@@ -296,6 +299,7 @@ class Checkpointer:
                 step=step,
                 metrics=metrics,
                 timeout_s=self.timeout_s,
+                format=self._format,
                 prepare=lambda: self._files.begin(step, is_damaged=step in self._passed_over),
             )
         except RunError as error:

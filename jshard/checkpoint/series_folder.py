@@ -28,7 +28,7 @@ from jshard.checkpoint.lookup import (
     refuse_buckets,
     steps_in,
 )
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, is_committed, is_item
 from jshard.checkpoint.timeline import NAME as HISTORY
 from jshard.errors import FourPartError, RunError
@@ -113,7 +113,7 @@ class SeriesFolder:
     def damage(self, step: int) -> str | None:
         """What is wrong with the files of a complete checkpoint, in short; None if they are all there."""
         try:
-            manifest = OrbaxCheckpoint(self.path(step)).manifest
+            manifest = own_checkpoint(self.path(step)).manifest
         except RunError as error:
             return error.why
         except CheckpointError:
@@ -340,7 +340,7 @@ def listing(path: Path) -> Listing:
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if not is_checkpoint(path):
-            OrbaxCheckpoint(path)  # raises, and says what is there
+            own_checkpoint(path)  # raises, and says what is there
         return Listing(path=path, entries=(_entry(path, step=None),))
     entries = [_entry(series / str(step), step=step) for step in steps_in(series)]
     for step in incomplete_in(series):
@@ -356,7 +356,7 @@ def listing(path: Path) -> Listing:
 
 def _entry(path: Path, *, step: int | None) -> ListedCheckpoint:
     try:
-        opened = OrbaxCheckpoint(path)
+        opened = own_checkpoint(path)
     except FourPartError as error:  # the others are listed all the same
         return ListedCheckpoint(path=path, step=step, damage=(f"{error.what} {error.why}",))
     manifest, leaves = opened.manifest, opened.leaves.values()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
+import functools
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +19,10 @@ import numpy as np
 from jshard._compat import set_orbax_deadline
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.errors import quiet
-from jshard.checkpoint.manifest import MARK, StoredLeaf
+from jshard.checkpoint.files.dealing import Held
+from jshard.checkpoint.files.places import LocalFolder, Sink
+from jshard.checkpoint.files.writing import write_file
+from jshard.checkpoint.manifest import MARK, Manifest, StoredLeaf
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.errors import RunError
 
@@ -69,6 +74,7 @@ def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
 ITEM = "state"
+FOLDER = "arrays"  # of packed files
 
 _MIB = 1 << 20
 _FILES = 4096  # about so many per process: fewer are read too coarsely, more are slow to make
@@ -103,14 +109,77 @@ def save_async(
     with quiet(), saving_options(ocp, leaves, on_written, timeout_s):
         response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
 
-    def wait() -> None:
-        with quiet():
-            try:
-                response.result(timeout_s)
-            except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
-                raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
+    return functools.partial(_wait, response, timeout_s)
 
-    return wait
+
+def _wait(response: Any, timeout_s: float) -> None:
+    with quiet():
+        try:
+            response.result(timeout_s)
+        except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
+            raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
+
+
+class PackedPart:
+    """What this process writes of a packed checkpoint, as Orbax is given it.
+
+    Attributes:
+        files: size and sum of the index of each file that was written, by name.
+    """
+
+    def __init__(self, held: Held, on_written: Callable[[], object]) -> None:
+        self._held, self._on_written = held, on_written
+        self.files: dict[str, tuple[int, int]] = {}
+
+    def write(self, sink: Sink) -> None:
+        """Writes all files; they are on the disk when this returns."""
+        held = self._held
+        for number, layout in enumerate(held.plan.files):
+            name = f"{jax.process_index():05d}-{number:03d}.safetensors"
+            values = functools.partial(held.values, number)
+            self.files[name] = layout.num_bytes, write_file(sink, name, layout, values, self._on_written)
+
+
+class PackedHandler:
+    """Writes the part of each process into a folder that Orbax makes, and gives its final name when all are done."""
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it can save something."""
+        return isinstance(checkpointable, PackedPart)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Whether it can load something: that is jshard's own work."""
+        return False
+
+    async def save(self, directory: Any, checkpointable: PackedPart) -> Any:
+        """Begins to write, see Orbax."""
+
+        async def work() -> None:
+            folder = await directory.await_creation()
+            await asyncio.to_thread(checkpointable.write, LocalFolder(Path(folder)))
+
+        return work()
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
+        """Nothing: see `is_abstract_handleable`."""
+        raise NotImplementedError("jshard.checkpoint.restore reads these files")
+
+    async def metadata(self, directory: Any) -> None:
+        """Nothing: the manifest has it."""
+
+
+def save_packed(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
+    """Begins to write a packed checkpoint; every process calls it. For the arguments see `save_async`."""
+    from orbax.checkpoint import v1 as ocp
+
+    set_orbax_deadline(timeout_s)
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = max(1, int(timeout_s))
+    context.checkpointables.registry = ocp.handlers.local_registry(include_global_registry=False)
+    context.checkpointables.registry.add(PackedHandler, checkpointable_name=FOLDER)
+    with quiet(), context:
+        response = ocp.save_checkpointables_async(str(path), {FOLDER: part}, custom_metadata=dict(MARK))
+    return functools.partial(_wait, response, timeout_s)
 
 
 def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
@@ -254,6 +323,23 @@ def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[s
             "The checkpoint could not be written.",
             where=[str(folder), *bad],
             why=f"{len(bad)} of {len(leaves)} leaves are not there, or not whole, when all has been written.",
+            do="look for what else writes or deletes in that folder, and save again.",
+        )
+
+
+def check_packed(folder: Path, manifest: Manifest) -> None:
+    """Raises a `RunError` if some of the packed files are not there, or not whole."""
+    bad = []
+    for name, (size, _) in manifest.packed.items():
+        place = f"{FOLDER}/{name}"
+        here = manifest.files[place][0] if place in manifest.files else None
+        if here != size:
+            bad.append(f"{place}  is missing" if here is None else f"{place}  {here} bytes of {size}")
+    if bad:
+        raise RunError(
+            "The checkpoint could not be written.",
+            where=[str(folder), *bad],
+            why=f"{len(bad)} of {len(manifest.packed)} files are not there, or not whole, when all has been written.",
             do="look for what else writes or deletes in that folder, and save again.",
         )
 

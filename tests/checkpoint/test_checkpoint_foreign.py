@@ -18,7 +18,7 @@ from orbax.checkpoint import v1 as orbax_v1
 import jshard as js
 from jshard.checkpoint import CheckpointError, CheckpointWarning
 from jshard.checkpoint.formats import Stored, write_safetensors
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.train import load_model_file
 from tests.checkpoint.dcp_fixture import put_archive, split, write_dcp
 from tests.micro_gpt import MODELS, micro
@@ -293,7 +293,7 @@ def test_plain_orbax_with_dots_and_slashes_in_its_keys(tmp_path, layout):
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     with pytest.raises(CheckpointError, match=r"a%2Eb  stored \(4,\)  wanted \(3,\)"):
         js.checkpoint.restore(tmp_path / "c", {"a.b": jnp.zeros(3)})
-    source = OrbaxCheckpoint(tmp_path / "c")
+    source = own_checkpoint(tmp_path / "c")
     assert source.read("a%2Eb", (slice(1, 3),)).tolist() == [1, 2]
     assert source.read("c/f/g%2E", (slice(1, 3),)).tolist() == [4, 5]
 

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard.checkpoint.comparing import verify
-from jshard.checkpoint.readers import OrbaxCheckpoint, cut
+from jshard.checkpoint.readers import cut, own_checkpoint
 
 ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a manifest has checksums of
 
@@ -96,7 +96,7 @@ def test_plain_orbax_can_be_read_and_no_more(tmp_path):
     verdict = verify(tmp_path / "c")
     assert verdict.is_good
     assert (verdict.num_leaves, verdict.unsummed, verdict.num_files) == (3, 2, 0)
-    source = OrbaxCheckpoint(tmp_path / "c")
+    source = own_checkpoint(tmp_path / "c")
     np.testing.assert_array_equal(source.read("a/0", (slice(1, 3), slice(0, 2))), [[4, 5], [8, 9]])
     shutil.rmtree(tmp_path / "c" / "state" / "d")
     assert not verify(tmp_path / "c").is_good

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.recipes.state import create_from, restore
@@ -205,7 +205,7 @@ def test_saves_are_at_work_while_the_run_goes_on(whole):
     saves = timeline.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]
     assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
-    manifest = OrbaxCheckpoint(finished.checkpoint.absolute()).manifest
+    manifest = own_checkpoint(finished.checkpoint.absolute()).manifest
     assert manifest.step == 8 and manifest.metrics == {"val_loss": finished.val_loss}
 
 

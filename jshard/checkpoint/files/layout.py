@@ -1,7 +1,7 @@
 """The layout of a packed file, which is a valid safetensors file, and of the index at its end.
 
-A file holds *pieces*: boxes of leaves, each contiguous. To whoever knows safetensors it is a file with an entry for each
-piece, `PATH[START:STOP,START:STOP]`, and some for the padding between them and for the index.
+A file holds *pieces*: boxes of leaves, each contiguous. To whoever knows safetensors it has an entry for each piece,
+`PATH[START:STOP,START:STOP]`, and some for the padding between them and for the index.
 
     length of the header, header       JSON, filled up with spaces
     pieces                             large ones first, on pages of 4 KiB; the others on 64 bytes

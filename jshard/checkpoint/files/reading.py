@@ -1,43 +1,66 @@
-"""Reads boxes of leaves out of packed files: exactly the ranges of bytes that are wanted, merged, each block checked.
+"""Reads ranges of packed files: exactly the bytes that are wanted, merged, each block of the file checked.
 
-A *range* is some bytes of a file that go into one buffer. Ranges that are near each other are one read, into all their
-buffers at once; what lies between them, and what is left of a block at the ends, is read beside and dropped.
+Ranges that are near each other are one read, into all their buffers at once; what is between them, and what is left of
+a block at the ends, is read beside and dropped.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jshard.checkpoint.files.layout import BLOCK_BYTES, block_sum, cut_views
 from jshard.checkpoint.files.places import Source
 
-_READ_BYTES = 4 << 20
+READ_BYTES = 4 << 20
 _counting = threading.Lock()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class Range:
-    """Some bytes of a file, and the buffer that they go into, which is as long.
+    """Some bytes of a file that are wanted in one buffer.
 
-    Attributes:
+    Args:
         offset: in the file.
-        view: the buffer.
-        then: called when they are there, in any thread.
+        num_bytes: how many.
+        view: the buffer; None for one that is there from the first read until `then` is done.
+        then: called with the buffer when they are all there, in any thread.
     """
 
-    offset: int
-    view: memoryview
-    then: Callable[[], None]
+    __slots__ = ("_left", "_then", "_view", "end", "offset")
 
-    @property
-    def end(self) -> int:
-        """Where they end in the file."""
-        return self.offset + self.view.nbytes
+    def __init__(
+        self,
+        offset: int,
+        num_bytes: int,
+        view: memoryview | None = None,
+        then: Callable[[memoryview], None] | None = None,
+    ) -> None:
+        self.offset, self.end, self._view, self._then, self._left = offset, offset + num_bytes, view, then, 0
+
+    def part(self, start: int, stop: int) -> memoryview:
+        """The buffer for some bytes of the file."""
+        with _counting:
+            if self._view is None:
+                self._view = memoryview(bytearray(self.end - self.offset))
+        return self._view[start - self.offset : stop - self.offset]
+
+    def expect(self) -> None:
+        """One more read has a part of it."""
+        self._left += 1
+
+    def came(self) -> None:
+        """One of these is done."""
+        with _counting:
+            self._left -= 1
+            if self._left:
+                return
+        if self._then is not None and self._view is not None:
+            self._then(self._view)
+        self._view = None
 
 
 class ChangedError(ValueError):
@@ -55,7 +78,7 @@ class ChangedError(ValueError):
 
 def reads(
     source: Source, name: str, ranges: Iterable[Range], *, sums: np.ndarray | None, end: int
-) -> Iterable[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:
     """The reads that some ranges of a file come to, each to be done in any thread.
 
     Args:
@@ -65,9 +88,10 @@ def reads(
         sums: of the blocks of the file; None to check nothing.
         end: where the blocks end.
     """
+    unit = 1 if sums is None else BLOCK_BYTES
     run: list[Range] = []
     for each in sorted(ranges, key=lambda each: each.offset):
-        if run and each.offset - run[-1].end > source.gap_bytes + (BLOCK_BYTES if sums is not None else 0):
+        if run and each.offset // unit * unit - _up(run[-1].end, unit) > source.gap_bytes:
             yield from _run(source, name, run, sums, end)
             run = []
         run.append(each)
@@ -77,44 +101,31 @@ def reads(
 
 def _run(
     source: Source, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int
-) -> Iterable[Callable[[], None]]:
+) -> Iterator[Callable[[], None]]:
     """Cuts ranges near each other into reads of some MiB: between blocks, where they are checked."""
     unit = 1 if sums is None else BLOCK_BYTES
-    begin, stop = run[0].offset // unit * unit, min(-(-run[-1].end // unit) * unit, max(end, run[-1].end))
-    left = {id(each): 0 for each in run}
-    first = 0
-    cuts = [*range(begin, stop, _READ_BYTES), stop]
+    cuts = [*range(run[0].offset // unit * unit, run[-1].end, READ_BYTES), min(_up(run[-1].end, unit), end)]
     pieces: list[tuple[int, int, list[Range]]] = []
-    for start, until in zip(cuts, cuts[1:], strict=False):
-        while first < len(run) and run[first].end <= start:
+    first = 0
+    for start, stop in itertools.pairwise(cuts):
+        while run[first].end <= start:
             first += 1
-        here = []
-        for each in run[first:]:
-            if each.offset >= until:
-                break
-            here.append(each)
-            left[id(each)] += 1
-        pieces.append((start, until, here))
-    for start, until, here in pieces:
-        yield lambda start=start, until=until, here=here: _read(source, name, start, until, here, sums, left)
+        here = list(itertools.takewhile(lambda each: each.offset < stop, itertools.islice(run, first, None)))  # noqa: B023
+        for each in here:
+            each.expect()
+        pieces.append((start, stop, here))
+    for start, stop, here in pieces:
+        yield lambda start=start, stop=stop, here=here: _read(source, name, start, stop, here, sums)
 
 
-def _read(
-    source: Source,
-    name: str,
-    start: int,
-    stop: int,
-    ranges: Sequence[Range],
-    sums: np.ndarray | None,
-    left: dict[int, int],
-) -> None:
+def _read(source: Source, name: str, start: int, stop: int, ranges: Sequence[Range], sums: np.ndarray | None) -> None:
     views, place = [], start
     for each in ranges:
         if each.offset > place:
             views.append(memoryview(bytearray(each.offset - place)))
             place = each.offset
         until = min(stop, each.end)
-        views.append(each.view[place - each.offset : until - each.offset])
+        views.append(each.part(place, until))
         place = until
     if stop > place:
         views.append(memoryview(bytearray(stop - place)))
@@ -122,11 +133,7 @@ def _read(
     if sums is not None:
         check(name, start, views, sums)
     for each in ranges:
-        with _counting:
-            left[id(each)] -= 1
-            is_whole = not left[id(each)]
-        if is_whole:
-            each.then()
+        each.came()
 
 
 def check(name: str, start: int, views: Sequence[memoryview], sums: np.ndarray) -> None:
@@ -154,3 +161,7 @@ def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -85,7 +85,7 @@ def _extents(layout: FileLayout, values: Values) -> Iterator[memoryview]:
     for number, offset in enumerate(layout.offsets):
         if offset > end:
             yield _ZEROS[: offset - end]
-        view = memoryview(values(number).reshape(-1).view(np.uint8))
+        view = values(number).reshape(-1).view(np.uint8).data
         yield view
         end = offset + view.nbytes
     if layout.index_begin > end:

@@ -22,7 +22,8 @@ from jshard.checkpoint.formats import (
 )
 from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.manifest import Manifest
-from jshard.checkpoint.readers import ForeignCheckpoint, Opened, OrbaxCheckpoint
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
 from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listing
 from jshard.cli._arguments import parse
@@ -133,14 +134,14 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
         )
     if model is None:
         path = args.path.absolute()
-        return OrbaxCheckpoint(path) if found is None else ForeignCheckpoint(path, found)
+        return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
     named = NamedSource(_arrays(args.path) if found is None else found, model.names())
     _check_whole(args, named)
     return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
 
 
 def _arrays(path: Path) -> Part:
-    ours = OrbaxCheckpoint(path.absolute())
+    ours = own_checkpoint(path.absolute())
     return Part(ours, {name: (name, None) for name in ours.arrays})
 
 
@@ -189,7 +190,7 @@ def run_export(argv: Sequence[str]) -> int:
     args = parse(ExportArgs, argv, command="jshard ckpt export")
     model = args.loaded()
     path = checkpoint_at(args.path)
-    ours = OrbaxCheckpoint(path)
+    ours = own_checkpoint(path)
     if not args.no_verify:
         _check_good(ours)
     part = part_of(ours, args.part, names=None if model is None else model.names())
@@ -207,7 +208,7 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_good(ours: OrbaxCheckpoint) -> None:
+def _check_good(ours: Opened) -> None:
     with progress("verify", sum(leaf.nbytes for leaf in ours.arrays.values())) as note:
         verdict = verify(ours.path, on_read=note)
     if not verdict.is_good:

@@ -6,7 +6,7 @@ import jax
 import pytest
 from flax import nnx
 
-from jshard.checkpoint.packed import PackedCheckpoint, Packing
+from jshard.checkpoint.copies import Packing, opened_parts
 from jshard.checkpoint.restoring import Restoring
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
@@ -18,7 +18,7 @@ def packed(state, step=1):
 
 def restored(data, layout):
     read = lambda begin, size: data[begin : begin + size]
-    opened = PackedCheckpoint(Path("copy"), [read])
+    opened = opened_parts(Path("copy"), [read])
     return Restoring(opened, abstract(layout)).run(verify=True, timeout_s=60)
 
 
