@@ -21,11 +21,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-from jshard.errors import MissingExtraError
+from jshard.errors import MissingExtraError, RunError
 
 PART_BYTES = 8 << 20  # of an upload; 10,000 of them are the most that S3 takes
 RETRIES = 10  # by the driver, of one request
@@ -42,8 +43,20 @@ Tag = dict[str, str]
 """Which version of an object one is, as `replace` asks for."""
 
 
-class BucketError(OSError):
-    """A bucket does not do what is asked of it; the text names it, the object, and how often it was tried."""
+class BucketError(RunError, OSError):
+    """A bucket does not do what is asked of it: what is in it may be good, and is not to be taken for damaged."""
+
+
+def bucket_error(path: BucketPath, why: str) -> BucketError:
+    """The error for an object, with what became of it."""
+    return BucketError(
+        "The bucket does not do what is asked of it.",
+        where=str(path),
+        why=why,
+        do="look at the network, at who you are there, and at the name of the bucket: "
+        + ("gcloud storage ls gs://" if path.scheme == "gs" else "aws s3 ls s3://")
+        + path.bucket,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,9 +98,37 @@ class BucketPath:
         """What is before it."""
         return dataclasses.replace(self, key=self.key.rpartition("/")[0])
 
+    @property
+    def parents(self) -> tuple[BucketPath, ...]:
+        """All that it is below, the nearest first."""
+        return (self.parent, *self.parent.parents) if self.key else ()
+
     def with_name(self, name: str) -> BucketPath:
         """Another one beside it."""
         return self.parent / name
+
+    def is_file(self) -> bool:
+        """Whether there is an object of this name."""
+        try:
+            return self.size() >= 0
+        except FileNotFoundError:
+            return False
+
+    def is_dir(self) -> bool:
+        """Whether there are objects below it."""
+        return bool(self.objects())
+
+    def exists(self) -> bool:
+        """Whether there is something."""
+        return self.is_file() or self.is_dir()
+
+    def iterdir(self) -> list[BucketPath]:
+        """What is below it, by the first parts of the names."""
+        return [self / name for name in dict.fromkeys(name.split("/")[0] for name in self.objects())]
+
+    def read_bytes(self) -> bytes:
+        """What an object holds."""
+        return self.read()[0]
 
     def read(self) -> tuple[bytes, Tag]:
         """What an object holds, and its version; a `FileNotFoundError` if there is none."""
@@ -191,11 +232,14 @@ class BucketPath:
                 repeated += by_driver
                 is_final = by_driver >= RETRIES or is_bucket or re.search("status code: 4(?!08|09|29)", text)
                 if is_final or number == _ATTEMPTS or isinstance(error, ValueError):
-                    raise BucketError(
-                        f"{self}: {_cause(text)} ({number + repeated} attempts in {time.monotonic() - began_s:.0f} s)"
-                    ) from None
+                    tried = f"{number + repeated} attempts in {time.monotonic() - began_s:.0f} s"
+                    raise bucket_error(self, f"{_cause(text)} ({tried}).") from None
             time.sleep(0.1 * 4**number)
         raise AssertionError
+
+
+Place = Path | BucketPath
+"""Where checkpoints are: a folder, or an address in a bucket."""
 
 
 class BucketFolder:
@@ -221,7 +265,7 @@ class BucketFolder:
         wanted = sum(view.nbytes for view in views)
         found = (self.path / name).read_range(offset, wanted)
         if found.nbytes < wanted:
-            raise BucketError(f"{self.path / name}: it ends {wanted - found.nbytes} bytes too early")
+            raise OSError(errno.EIO, f"it ends {wanted - found.nbytes} bytes too early", str(self.path / name))
         place = 0
         for view in views:
             view[:] = found[place : place + view.nbytes]
@@ -249,7 +293,7 @@ class BucketFile:
         with self._turn:
             self._turn.wait_for(lambda: self._next == number or self._failed)
             if self._failed:
-                raise BucketError(f"{self._path}: another part of it could not be written")
+                raise bucket_error(self._path, "another part of it could not be written.")
             try:
                 # The first part begins the upload, which may be begun again; the driver repeats the others.
                 self._put(views) if number else self._path._tried(lambda: self._begin(views))
@@ -266,9 +310,8 @@ class BucketFile:
             self._writer.close()
         except (OSError, _errors().BaseError) as error:
             if not self._is_there():  # else the answer was lost
-                raise BucketError(
-                    f"{self._path}: {_cause(str(error))} (an upload of {self._num_bytes} bytes)"
-                ) from None
+                why = f"{_cause(str(error))} (the end of an upload of {self._num_bytes} bytes)."
+                raise bucket_error(self._path, why) from None
         self._writer = None
 
     def abort(self) -> None:
@@ -289,7 +332,7 @@ class BucketFile:
             for view in views:
                 self._writer.write(view)
         except (OSError, _errors().BaseError) as error:
-            raise BucketError(f"{self._path}: {_cause(str(error))} (in a part of an upload)") from None
+            raise bucket_error(self._path, f"{_cause(str(error))} (a part of an upload, {RETRIES} retries).") from None
 
     def _is_there(self) -> bool:
         try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.errors import RunError
@@ -27,7 +27,7 @@ class Opened:
         items: the names that all paths begin with, where it holds several trees that were saved side by side.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest | None = None
     leaves: Mapping[str, StoredLeaf]
     items: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Opened:
         return cut(leaf.shape, np.dtype(leaf.dtype).itemsize, (1,) * len(leaf.shape), budget_bytes)
 
 
-def unreadable(path: Path, why: str) -> RunError:
+def unreadable(path: Place, why: str) -> RunError:
     """The error for a checkpoint that is damaged."""
     return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
 

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import limits
@@ -42,7 +43,7 @@ class PackedCheckpoint(Opened):
         RunError: the index of some file is damaged.
     """
 
-    def __init__(self, path: Path, manifest: Manifest, source: Source, *, verify: bool = True) -> None:
+    def __init__(self, path: Place, manifest: Manifest, source: Source, *, verify: bool = True) -> None:
         self.path, self.manifest, self.leaves, self._verify = path, manifest, manifest.leaves, verify
         self._source = source
         self._numbers = {name: number for number, name in enumerate(name for name in manifest.leaves)}
@@ -56,6 +57,8 @@ class PackedCheckpoint(Opened):
             place = f"{FOLDER}/{name}"
             try:
                 file = PackedFile.open(self._source, name, size)
+            except BucketError:
+                raise
             except (OSError, ValueError) as error:
                 raise unreadable(self.path, f"{place}: {reason(error)}") from error
             if file.index.checksum != checksum:
@@ -106,6 +109,8 @@ class PackedCheckpoint(Opened):
                 do_all(work, threads=threads or self._source.threads)
         except ChangedError as error:
             raise self._changed(error) from error
+        except BucketError:
+            raise
         except OSError as error:
             raise unreadable(self.path, reason(error)) from error
 
@@ -220,6 +225,6 @@ def is_packed(path: Path) -> bool:
     return any((path / FOLDER).glob("*.safetensors"))
 
 
-def packed_source(path: Path) -> LocalFolder:
+def packed_source(path: Place) -> Source:
     """The files of a checkpoint in a folder."""
-    return LocalFolder(path / FOLDER)
+    return BucketFolder(path / FOLDER) if isinstance(path, BucketPath) else LocalFolder(path / FOLDER)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import json
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 
 from jshard._compat import set_orbax_deadline
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.buckets import BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import quiet
 from jshard.checkpoint.files.dealing import Held
 from jshard.checkpoint.files.places import LocalFolder, Sink
@@ -129,13 +132,14 @@ class PackedPart:
 
     def __init__(self, held: Held, on_written: Callable[[], object]) -> None:
         self._held, self._on_written = held, on_written
+        self.begin = ""  # of the names
         self.files: dict[str, tuple[int, int]] = {}
 
     def write(self, sink: Sink) -> None:
         """Writes all files; they are on the disk when this returns."""
         held = self._held
         for number, layout in enumerate(held.plan.files):
-            name = f"{jax.process_index():05d}-{number:03d}.safetensors"
+            name = f"{self.begin}{jax.process_index():05d}-{number:03d}.safetensors"
             values = functools.partial(held.values, number)
             self.files[name] = layout.num_bytes, write_file(sink, name, layout, values, self._on_written)
 
@@ -182,6 +186,25 @@ def save_packed(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[
     return functools.partial(_wait, response, timeout_s)
 
 
+def upload_packed(path: BucketPath, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
+    """`save_packed` into a bucket, where there is nothing to rename: the manifest makes it a checkpoint.
+
+    No two saves write the same names: one that was taken for dead, and wakes up, changes nothing that counts.
+    """
+    part.begin = f"{secrets.token_hex(4)}-"
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jshard-upload")
+    done = pool.submit(part.write, BucketFolder(path / FOLDER))
+    pool.shutdown(wait=False)
+
+    def wait() -> None:
+        try:
+            done.result(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"its part of {path} is not written after {timeout_s:.0f} s.") from error
+
+    return wait
+
+
 def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
     """Reads some leaves, by path.
 
@@ -224,8 +247,10 @@ def items(path: Path) -> tuple[str, ...]:
     return () if len(names) < 2 or (path / DESCRIPTION).is_file() else tuple(names)
 
 
-def is_item(path: Path) -> bool:
+def is_item(path: Place) -> bool:
     """Whether a folder is one tree of a checkpoint by others."""
+    if isinstance(path, BucketPath):
+        return False
     is_tree = (path / DESCRIPTION).is_file() and not (path / CHECKPOINT_METADATA).is_file()
     return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / MANIFEST).is_file()
 
@@ -287,9 +312,9 @@ def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     return found, noted if isinstance(noted, Mapping) else {}
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(path: Place) -> bool:
     """Whether a save was completed there: half-written folders and those of others have no mark."""
-    return (path / COMMIT_MARK).is_file()
+    return (path / (MANIFEST if isinstance(path, BucketPath) else COMMIT_MARK)).is_file()
 
 
 def cut_padding(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
