@@ -17,8 +17,13 @@ from typing import Literal
 import numpy as np
 
 from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint.buckets import BucketError, Place
+from jshard.checkpoint.lookup import place_of
 from jshard.checkpoint.manifest import StoredLeaf
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.packed import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
+from jshard.checkpoint.storage import FOLDER
 from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError, printable
 
@@ -53,7 +58,7 @@ class Verdict:
         unsummed: leaves that could be read and have no sums to be compared with, in a checkpoint of others all.
     """
 
-    path: Path
+    path: Place
     findings: tuple[Finding, ...]
     num_leaves: int
     num_bytes: int
@@ -87,9 +92,13 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         >>> verdict.is_good, [finding.leaf for finding in verdict.findings]
         (False, ['model/blocks/3/mlp/up/kernel'])
     """
-    path = Path(path).absolute()
+    path = place_of(path)
     try:
         source = own_checkpoint(path)
+        if isinstance(source, PackedCheckpoint):
+            return _packed(source, on_read)
+    except BucketError:
+        raise  # nothing is known of the checkpoint
     except RunError as error:
         return _unreadable(path, error)
     manifest, arrays = source.manifest, source.arrays
@@ -110,7 +119,24 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
     )
 
 
-def _unreadable(path: Path, error: RunError) -> Verdict:
+def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdict:
+    """The verdict on a packed checkpoint, all of whose bytes have a sum."""
+    findings = []
+    for line in _manifest.damage(source.path, source.manifest):
+        file, _, why = line.partition("  ")
+        findings.append(Finding(leaf=None, file=file, why=why))
+    if not any(finding.file.startswith(FOLDER) for finding in findings if finding.file):
+        findings += [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
+    return Verdict(
+        path=source.path,
+        findings=tuple(findings),
+        num_leaves=len(source.leaves),
+        num_bytes=sum(leaf.nbytes for leaf in source.arrays.values()),
+        num_files=len(source.manifest.files),
+    )
+
+
+def _unreadable(path: Place, error: RunError) -> Verdict:
     """What describes the checkpoint is damaged: nothing else of it is known."""
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
@@ -190,7 +216,7 @@ class LeafDiff:
 
 
 def diff(
-    a: Path, b: Path, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
+    a: Place, b: Place, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
 ) -> list[LeafDiff]:
     """Compares two checkpoints leaf by leaf; meshes, chunks and the programs that wrote them may differ.
 
@@ -238,9 +264,7 @@ def _known(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
     return "values" if None not in (a.sums, b.sums) and a.sums != b.sums else "equal"
 
 
-def _compared(
-    sources: tuple[OrbaxCheckpoint, OrbaxCheckpoint], path: str, on_read: Callable[[int], object]
-) -> tuple[bool, Norms]:
+def _compared(sources: tuple[Opened, Opened], path: str, on_read: Callable[[int], object]) -> tuple[bool, Norms]:
     """Whether an array is equal bit for bit, and its norms."""
     sums, most, is_equal = np.zeros(3), 0.0, True
     for box in sources[0].boxes(path, _WIDENED_BYTES) if sources[0].leaves[path].nbytes else ():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 
 from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.errors import RunError
@@ -58,6 +60,11 @@ class Opened:
         """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
         raise NotImplementedError
 
+    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+        """How many elements are read of an array for some boxes, each of which reads the chunks whole that it is in."""
+        leaf = self.leaves[name]
+        return sum(_touched(box, leaf.chunk or leaf.shape, leaf.shape) for box in boxes)
+
     def values(self) -> dict[str, Any]:
         """The leaves that are numbers or texts of Python, by path."""
         raise NotImplementedError
@@ -66,6 +73,15 @@ class Opened:
         """Boxes that make up an array, of at most so many bytes, unless it is stored in larger ones."""
         leaf = self.leaves[name]
         return cut(leaf.shape, np.dtype(leaf.dtype).itemsize, (1,) * len(leaf.shape), budget_bytes)
+
+
+def _touched(box: Limits, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
+    """Elements of the chunks that a box is in."""
+    count = int(all(start < stop for start, stop in box))
+    for (start, stop), step, size in itertools.zip_longest(box, chunk, shape):
+        step = max(step, 1)
+        count *= min(-(-stop // step) * step, size) - start // step * step
+    return count
 
 
 def unreadable(path: Place, why: str) -> RunError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,8 @@ class PackedCheckpoint(Opened):
         RunError: the index of some file is damaged.
     """
 
+    manifest: Manifest
+
     def __init__(self, path: Place, manifest: Manifest, source: Source, *, verify: bool = True) -> None:
         self.path, self.manifest, self.leaves, self._verify = path, manifest, manifest.leaves, verify
         self._source = source
@@ -51,18 +53,17 @@ class PackedCheckpoint(Opened):
     @functools.cached_property
     def pieces(self) -> Pieces:
         """The pieces of all leaves, by the number of the leaf in the manifest."""
-        assert self.manifest is not None
         files = []
         for name, (size, checksum) in self.manifest.packed.items():
-            place = f"{FOLDER}/{name}"
+            place = self.path / FOLDER / name
             try:
                 file = PackedFile.open(self._source, name, size)
             except BucketError:
                 raise
             except (OSError, ValueError) as error:
-                raise unreadable(self.path, f"{place}: {reason(error)}") from error
+                raise unreadable(place, reason(error)) from error
             if file.index.checksum != checksum:
-                raise unreadable(self.path, f"{place}: it is of another checkpoint than the manifest.")
+                raise unreadable(place, "it is of another checkpoint than the manifest.")
             files.append(file)
         return Pieces(files, len(self._numbers))
 
@@ -76,8 +77,11 @@ class PackedCheckpoint(Opened):
 
     def values(self) -> dict[str, Any]:
         """See `Opened.values`."""
-        assert self.manifest is not None
         return dict(self.manifest.values)
+
+    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+        """See `Opened.touched`."""
+        return self.pieces.touched(self._numbers[name], boxes)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
@@ -111,12 +115,14 @@ class PackedCheckpoint(Opened):
             raise self._changed(error) from error
         except BucketError:
             raise
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise unreadable(self.path, reason(error)) from error
 
     def _changed(self, error: ChangedError) -> RunError:
         """Names the leaves that have a piece in a block that is damaged."""
-        where = [f"{FOLDER}/{error.name}", *self.leaves_in(error.name, error.start, error.stop)]
+        leaves = {name: self.leaves[name] for name in self.leaves_in(error.name, error.start, error.stop)}
+        lines = [f"{printable(name)}  {leaf.shape} {leaf.dtype}" for name, leaf in leaves.items()]
+        where = [f"{FOLDER}/{error.name}", *lines]
         return RunError(
             "The checkpoint cannot be read.",
             where=[str(self.path), *where],
@@ -125,24 +131,32 @@ class PackedCheckpoint(Opened):
             do="copy it again from where it is whole, or restore another one.",
         )
 
+    def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[str | None, str, str]]:
+        """Reads everything; the leaf, the file and what is wrong, of all that is not as it was written."""
+        for file in self.pieces.files:
+            place = f"{FOLDER}/{file.name}"
+            for start, stop in file.changed(on_read):
+                why = f"bytes {start} to {stop} are not those that were saved."
+                yield from ((name, place, why) for name in self.leaves_in(file.name, start, stop) or [None])
+        for name, number in self._numbers.items():
+            leaf = self.leaves[name]
+            if leaf.is_array and (count := self.pieces.num_missing(number, leaf.shape)):
+                yield name, FOLDER, f"{count} of {math.prod(leaf.shape)} elements are in none of the files."
+
     def leaves_in(self, file: str, start: int, stop: int) -> list[str]:
-        """The leaves that have some of the bytes of a file, a line each."""
+        """The leaves that have some of the bytes of a file."""
         names = list(self._numbers)
         index = next(each.index for each in self.pieces.files if each.name == file)
-        lines = []
-        for leaf, begin, end in _places(index, names, self.leaves):
-            if begin < stop and end > start:
-                lines.append(f"{printable(leaf)}  {self.leaves[leaf].shape} {self.leaves[leaf].dtype}")
-        return list(dict.fromkeys(lines))
+        found = _places(index, names, self.leaves)
+        return list(dict.fromkeys(leaf for leaf, begin, end in found if begin < stop and end > start))
 
 
 def _places(index: FileIndex, names: Sequence[str], leaves: Mapping[str, StoredLeaf]) -> Iterator[tuple[str, int, int]]:
     """The leaf of each piece of a file, and where the piece begins and ends there."""
-    ends = [*index.begins[1:].tolist(), len(index.starts)]
-    pieces = zip(index.leaves.tolist(), index.offsets.tolist(), index.begins.tolist(), ends, strict=True)
-    for leaf, offset, first, last in pieces:
-        size = math.prod((index.stops[first:last] - index.starts[first:last]).tolist())
-        yield names[leaf], offset, offset + size * np.dtype(leaves[names[leaf]].dtype).itemsize
+    ends = [*index.begins[1:], len(index.starts)]
+    for leaf, offset, first, last in zip(index.leaves, index.offsets, index.begins, ends, strict=True):
+        size = int(np.prod(index.stops[first:last] - index.starts[first:last]))
+        yield names[int(leaf)], int(offset), int(offset) + size * np.dtype(leaves[names[int(leaf)]].dtype).itemsize
 
 
 class _Loading:

@@ -15,7 +15,7 @@ import numpy as np
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.buckets import BucketError, BucketPath, Place
+from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
@@ -155,7 +155,8 @@ class OrbaxCheckpoint(Opened):
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
-            raise unsealed(self.path)
+            do = "copy it again, or restore another one; or this one without any check: verify=False."
+            raise _unsealed(self.path, do)
         leaves = {name: _described(leaf) for name, leaf in found.items()}
         if "jshard" in mark:
             return leaves
@@ -246,9 +247,9 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
 def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:
     """Opens what jshard or plain Orbax wrote; for the arguments and errors see the classes."""
     try:
-        manifest = _manifest.read(path)
-    except RunError as error:
-        if verify or isinstance(error, BucketError):
+        manifest = _manifest.read(path, check=verify)
+    except RunError:
+        if verify or isinstance(path, BucketPath) or is_packed(path):
             raise
         manifest = None
     if manifest is not None and manifest.packed:
@@ -256,17 +257,17 @@ def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | Or
     if isinstance(path, BucketPath):
         raise no_checkpoint(path)
     if manifest is None and is_packed(path):
-        raise unsealed(path)
+        raise _unsealed(path, "copy it again, or restore another one.")
     return OrbaxCheckpoint(path, manifest, verify=verify)
 
 
-def unsealed(path: Path) -> RunError:
+def _unsealed(path: Path, do: str) -> RunError:
     """The error for a checkpoint of ours that has lost its manifest."""
     return RunError(
         "The checkpoint cannot be read.",
         where=str(path),
         why=f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it.",
-        do="copy it again, or restore another one.",
+        do=do,
     )
 
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.draft import (
     UNCOMMITTED_SUFFIX,
     Owner,
@@ -47,7 +48,7 @@ OnWritten = Callable[[int], object]
 
 
 def reshard(
-    path: Path, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
+    path: Place, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
 ) -> Manifest:
     """Writes a checkpoint anew, cut as a mesh would save it.
 

@@ -6,7 +6,6 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import os
@@ -24,6 +23,7 @@ from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.balance import cut_further, spreads
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
@@ -43,9 +43,6 @@ _log = logging.getLogger("jshard.checkpoint")
 
 Missing = Literal["error", "init"]
 Extra = Literal["error", "ignore"]
-
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,8 +74,8 @@ class Forecast:
         return f"{text}{worst}; up to {human_bytes(self.host_bytes, 1)} of host memory beside the state"
 
 
-def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_flight_bytes: int) -> Forecast:
-    """What it comes to in this process to read some leaves, of which so many bytes at a time."""
+def _forecast(opened: Opened, stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any]) -> Forecast:
+    """What it comes to in this process to read some leaves."""
     wanted = touched = on_host = 0
     in_vain: dict[str, int] = {}
     for path, like in reads.items():
@@ -88,7 +85,7 @@ def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_
         boxes = _boxes(leaf, like)
         itemsize = jnp.dtype(leaf.dtype).itemsize
         here = sum(math.prod(stop - start for start, stop in box) for box in boxes) * itemsize
-        there = sum(_touched(box, leaf.chunk or leaf.shape, leaf.shape) for box in boxes) * itemsize
+        there = opened.touched(path, boxes) * itemsize
         wanted, touched = wanted + here, touched + there
         in_vain[path] = there - here
         if not isinstance(like, jax.ShapeDtypeStruct):
@@ -97,27 +94,18 @@ def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_
     return Forecast(
         wanted_bytes=wanted,
         touched_bytes=touched,
-        host_bytes=on_host + min(in_flight_bytes, touched),
+        host_bytes=on_host + min(opened.in_flight_bytes(reads), touched),
         worst=worst if worst is not None and in_vain[worst] else None,
     )
 
 
-def _boxes(leaf: StoredLeaf, like: Any) -> set[Bounds]:
+def _boxes(leaf: StoredLeaf, like: Any) -> set[Limits]:
     """The boxes of a leaf that this process holds; a random key is read whole."""
     whole = tuple((0, size) for size in leaf.shape)
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
         return {whole}
     found: Any = like.sharding.addressable_devices_indices_map(like.shape).values()
     return {tuple(part.indices(size)[:2] for part, size in zip(box, leaf.shape, strict=True)) for box in found}
-
-
-def _touched(box: Bounds, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements of the chunks that a box is in."""
-    count = int(all(start < stop for start, stop in box))
-    for (start, stop), step, size in itertools.zip_longest(box, chunk, shape):
-        step = max(step, 1)
-        count *= min(-(-stop // step) * step, size) - start // step * step
-    return count
 
 
 class Restoring:
@@ -187,7 +175,7 @@ class Restoring:
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        return _forecast(self._stored, self.reads, in_flight_bytes=self.opened.in_flight_bytes(self.reads))
+        return _forecast(self.opened, self._stored, self.reads)
 
     def _spread(self, like: Any) -> Any:
         """An array to be read, cut further where several processes would read the same."""

@@ -179,7 +179,7 @@ class Timeline:
         return max(found, key=lambda slow: slow.time_s - slow.median_s, default=None)
 
 
-def timelines(folder: Path) -> list[Timeline]:
+def timelines(folder: Place) -> list[Timeline]:
     """Every save and restore in the history of a series, oldest first; broken lines are left out."""
     found = []
     for record in read(folder):

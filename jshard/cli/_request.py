@@ -13,7 +13,7 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
+from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
 from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh, parse_steps
 from jshard.cli._devices import open_mesh
 from jshard.cluster.compile import Variant, as_text
@@ -124,7 +124,7 @@ def request_of(args: TrainArgs) -> Request:
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
     if out is not None and not args.resume:
         RunFolder.check_vacant(out)  # now: the data may take minutes to read
-    if args.init_from is not None and not _has_checkpoints(out) and not local_path(args.init_from).exists():
+    if args.init_from is not None and not _has_checkpoints(out) and not place_of(args.init_from).exists():
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
     own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}

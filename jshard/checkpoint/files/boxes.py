@@ -6,13 +6,13 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
 from jshard.checkpoint.files.places import Source
-from jshard.checkpoint.files.reading import READ_BYTES, Range, reads
+from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +35,15 @@ class PackedFile:
             source.read(name, size - length, [memoryview(before)])
             found = before + found
         return cls(source, name, parse_index(memoryview(found)[len(found) - length :]))
+
+    def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
+        """Reads all of the file but its index; where blocks begin and end that are not as they were written."""
+        buffer = memoryview(bytearray(READ_BYTES))
+        for start in range(0, self.index.index_begin, READ_BYTES):
+            view = buffer[: min(READ_BYTES, self.index.index_begin - start)]
+            self.source.read(self.name, start, [view])
+            on_read(view.nbytes)
+            yield from changed(start, [view], self.index.sums)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +81,23 @@ class Pieces:
         ndim = self._ndim(int(chosen[0]))
         places = at[:, None] + np.arange(ndim)
         return file[chosen], offset[chosen], starts[places], stops[places]
+
+    def num_missing(self, leaf: int, shape: Sequence[int]) -> int:
+        """How many elements of a leaf are in no piece."""
+        _, _, starts, stops = self.of(leaf)
+        return math.prod(shape) - int(np.prod(stops - starts, axis=1).sum()) if len(starts) else math.prod(shape)
+
+    def touched(self, leaf: int, boxes: Collection[Limits]) -> int:
+        """How many elements are read for some boxes of a leaf."""
+        _, _, starts, stops = self.of(leaf)
+        pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        total = 0
+        for box in boxes:
+            for piece in pieces if box not in pieces else [box]:
+                if (common := _common(piece, box)) is not None:
+                    tiles = [common] if None not in (_run(piece, common), _run(box, common)) else None
+                    total += sum(map(_size, tiles or _cut_rows(piece, common, 1)))
+        return total
 
     def _ndim(self, piece: int) -> int:
         first = self._columns[2]
@@ -129,7 +155,7 @@ class Pieces:
             for piece in np.flatnonzero((low < high).all(axis=1)).tolist():
                 common = tuple(zip(low[piece].tolist(), high[piece].tolist(), strict=True))
                 hits.setdefault(piece, []).append((want, common))
-                left -= math.prod(b - a for a, b in common)
+                left -= _size(common)
             if left:
                 raise ValueError(f"{left} elements of leaf {leaf} are in none of the files")
         for piece, found in hits.items():
@@ -139,7 +165,7 @@ class Pieces:
             direct = [
                 Range(
                     offset + there * itemsize,
-                    size := math.prod(b - a for a, b in common) * itemsize,
+                    size := _size(common) * itemsize,
                     _bytes(want.out)[here * itemsize : here * itemsize + size],
                 )
                 for (want, common), (there, here) in zip(found, runs, strict=True)
@@ -207,6 +233,10 @@ def _run(box: Limits, part: Limits) -> int | None:
     return begin
 
 
+def _size(box: Limits) -> int:
+    return math.prod(b - a for a, b in box)
+
+
 def _common(a: Limits, b: Limits) -> Limits | None:
     found = tuple((max(c[0], d[0]), min(c[1], d[1])) for c, d in zip(a, b, strict=True))
     return found if all(start < stop for start, stop in found) else None
@@ -218,12 +248,3 @@ def _within(box: Limits, part: Limits) -> tuple[slice, ...]:
 
 def _bytes(array: np.ndarray) -> memoryview:
     return array.reshape(-1).view(np.uint8).data
-
-
-def missing(pieces: Pieces, shapes: Mapping[int, tuple[int, ...]]) -> Iterator[tuple[int, int]]:
-    """Leaves of which some elements are in no piece, with how many."""
-    for leaf, shape in shapes.items():
-        _, _, starts, stops = pieces.of(leaf)
-        held = int(np.prod(stops - starts, axis=1).sum()) if len(starts) else 0
-        if held != math.prod(shape):
-            yield leaf, math.prod(shape) - held

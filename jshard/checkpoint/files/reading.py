@@ -131,24 +131,23 @@ def _read(source: Source, name: str, start: int, stop: int, ranges: Sequence[Ran
         views.append(memoryview(bytearray(stop - place)))
     source.read(name, start, views)
     if sums is not None:
-        check(name, start, views, sums)
+        for begin, end in changed(start, views, sums):
+            raise ChangedError(name, begin, end)
     for each in ranges:
         each.came()
 
 
-def check(name: str, start: int, views: Sequence[memoryview], sums: np.ndarray) -> None:
-    """Raises a `ChangedError` if blocks are not as they were written.
+def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterator[tuple[int, int]]:
+    """Where blocks of a file begin and end that are not as they were written.
 
     Args:
-        name: of the file.
-        start: where the first block begins in it.
+        start: where the first block begins in the file.
         views: the buffers with the bytes of whole blocks, one after the other.
         sums: of all blocks of the file.
     """
     for number, block in enumerate(cut_views(views, BLOCK_BYTES), start // BLOCK_BYTES):
         if block_sum(block) != int(sums[number]):
-            begin = number * BLOCK_BYTES
-            raise ChangedError(name, begin, begin + sum(view.nbytes for view in block))
+            yield number * BLOCK_BYTES, number * BLOCK_BYTES + sum(view.nbytes for view in block)
 
 
 def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:

@@ -21,6 +21,7 @@ from jshard.checkpoint.formats import (
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
@@ -75,7 +76,7 @@ def run_reshard(argv: Sequence[str]) -> int:
     path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
-        manifest = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
+        manifest = reshard(path, local_path(args.out), mesh, specs=specs, on_written=note)
     _show(args, manifest)
     return 0
 
@@ -84,7 +85,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
     """One line on a checkpoint that was written, or the same as JSON."""
     count, num_bytes = len(manifest.leaves), sum(leaf.nbytes for leaf in manifest.leaves.values())
     if args.json:
-        path = str(args.out.absolute())
+        path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
         print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
@@ -117,7 +118,7 @@ def run_import(argv: Sequence[str]) -> int:
     mesh = cpu_mesh(args.mesh)
     source = _source(args, model)
     with progress("import", sum(leaf.nbytes for leaf in source.arrays.values())) as note:
-        manifest = import_leaves(source, args.out.absolute(), mesh, on_written=note)
+        manifest = import_leaves(source, local_path(args.out), mesh, on_written=note)
     _show(args, manifest)
     return 0
 
