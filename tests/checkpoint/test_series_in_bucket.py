@@ -1,4 +1,7 @@
-"""A series in a bucket: what is killed, fails, is slow or somebody else's never costs a good checkpoint."""
+"""A series in a bucket: what is killed, fails, is slow or somebody else's never costs a good checkpoint.
+
+`KILLS=30 pytest -m wide tests/checkpoint/test_series_in_bucket.py -k killed` kills at thirty requests.
+"""
 
 import json
 import os
@@ -25,10 +28,11 @@ from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
 from tests.compiling import python
+from tests.processes.test_checkpoint_processes import end, read, start_two
 
 pytestmark = pytest.mark.wide
 
-KILLS = int(os.environ.get("JSHARD_KILLS", "6"))
+KILLS = int(os.environ.get("KILLS", "6"))
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
@@ -200,14 +204,29 @@ def test_of_many_that_take_a_series_whose_run_is_silent_one_gets_it(
     holders[0].release()
 
 
+def test_two_processes_save_their_parts_or_none(
+    server: Server, series: BucketPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("SERIES", str(series))
+    server.fault = lambda method, path: (
+        "403" if "/3/arrays/" in path and "-00001-" in path and method != "GET" else None
+    )
+    assert end(start_two(tmp_path, "bucket")) == [0, 0]
+    for process in range(2):
+        found = read(tmp_path, "bucket", process)
+        assert (found["differences"] == [] and "process 1" in found["error"]["text"]) or process == 1
+        assert "403 Forbidden" in found["error"]["text"]
+    assert Checkpointer(str(series)).steps() == [1, 2]
+    assert {name.split("-")[1] for name in series.objects() if name.startswith("2/arrays/")} == {"00000", "00001"}
+
+
 ZYGOTE = """
     import os, sys, json
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     jax.config.update("jax_num_cpu_devices", 8)
-    import importlib
     from tests.checkpoint.test_series_in_bucket import *
-    import jshard.checkpoint.storage, orbax.checkpoint.v1
+    from orbax.checkpoint import v1
     for line in sys.stdin:
         if (number := os.fork()) == 0:
             ckpt = Checkpointer(line.strip(), keep=2)

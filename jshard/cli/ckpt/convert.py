@@ -125,6 +125,7 @@ def run_import(argv: Sequence[str]) -> int:
 
 def _source(args: ImportArgs, model: Model | None) -> Opened:
     """What is imported, by the paths that it gets."""
+    local_path(args.path)
     found = None if is_checkpoint(args.path) else foreign_source(args.path)
     if found is None and not is_checkpoint(args.path):
         raise CheckpointError(
@@ -199,7 +200,7 @@ def run_export(argv: Sequence[str]) -> int:
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("export", total) as note:
         files = write_safetensors(
-            args.out, whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
+            local_path(args.out), whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
         )
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
