@@ -99,7 +99,7 @@ def _emulator(scheme: str) -> Iterator[int]:
     environment = os.environ | {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
     process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        until = time.monotonic() + 120
+        until = time.monotonic() + 600
         while not _made(scheme, port):
             assert process.poll() is None and time.monotonic() < until, f"{command} does not answer"
             time.sleep(0.1)
