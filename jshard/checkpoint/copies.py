@@ -15,7 +15,7 @@ from typing import Any
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import reason
-from jshard.checkpoint.files.dealing import Held
+from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.files.writing import write_file
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import unreadable
@@ -42,12 +42,12 @@ class Packing:
         stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
         values = {key: leaves[key] for key, leaf in stored.items() if not leaf.is_array}
         self._manifest = Manifest(leaves=stored, files={}, step=step, values=values)
-        self._held = Held(leaves, stored, most_bytes=_ONE_FILE)
+        self._held = HeldState(leaves, stored, most_bytes=_ONE_FILE)
 
     def finish(self) -> list[memoryview]:
         """The part, in pieces that are to be written one after another."""
         views = _Views()
-        (layout,) = self._held.plan.files
+        (layout,) = self._held.files
         checksum = write_file(views, "", layout, lambda number: self._held.values(0, number))
         described = dataclasses.replace(self._manifest, packed={"": (layout.num_bytes, checksum)})
         index = json.dumps(_manifest.to_json(described)).encode()

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place
 from jshard.checkpoint.draft import write_text
@@ -32,6 +32,7 @@ FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
 _SMALL_BYTES = 1 << 16
+CHANGED = "its bytes have changed"
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -127,8 +128,9 @@ def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
                 left.append((entry.path, f"{path}/"))
             elif path not in (NAME, f"{NAME}.tmp"):
                 size = entry.stat().st_size
-                holds_values = "/c/" in path or "/d/" in path  # those have sums; texts and descriptions have none
-                has_checksum = (size <= _SMALL_BYTES or not holds_values) and not path.endswith(".safetensors")
+                # Those have sums; texts and descriptions have none.
+                holds_values = "/c/" in path or "/d/" in path or path.endswith(".safetensors")
+                has_checksum = size <= _SMALL_BYTES or not holds_values
                 found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
     return dict(sorted(found.items()))
 
@@ -210,7 +212,7 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  its bytes have changed")
+                found.append(f"{name}  {CHANGED}")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except OSError as error:
@@ -220,9 +222,12 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
 
 def _spec(leaf: Any) -> str | None:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
+    return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """How an array is sharded, for people: the mesh axes of each dim."""
+    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in spec)
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:

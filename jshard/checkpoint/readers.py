@@ -23,6 +23,7 @@ from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.opened import BOX_BYTES, Opened, boxes_bytes, cut, padded, unreadable
 from jshard.checkpoint.packed import PackedCheckpoint, is_packed, packed_source
+from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
@@ -238,10 +239,12 @@ def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = T
         CheckpointError: there is no checkpoint there.
         RunError: what describes it is damaged.
     """
-    source = None if isinstance(path, BucketPath) else foreign_source(path)
-    if source is None or isinstance(path, BucketPath):
+    if isinstance(path, BucketPath):
         return own_checkpoint(path, verify=verify)
-    return ForeignCheckpoint(path, source, names)
+    if path.name == FOLDER and is_packed(path.parent):
+        raise no_checkpoint(path)
+    source = foreign_source(path)
+    return own_checkpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
 
 
 def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:

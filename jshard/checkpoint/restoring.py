@@ -187,13 +187,13 @@ class Restoring:
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
-        self._warn(verify)
-        path, found, sums, error = self.opened.path, {}, {}, None
+        path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
         try:
             found, sums = self._read(verify)
+            num_bytes = self.forecast.wanted_bytes
         except Exception as caught:  # the others wait to hear of it
             error = caught
-        own = {"sums": sums, "report": self.phases.report(num_bytes=self.forecast.wanted_bytes)}
+        own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
         kinds = lambda failures: {parts["kind"] for parts in failures.values()}
         failed = lambda failures: (
@@ -220,6 +220,7 @@ class Restoring:
         if verify and manifest is not None:
             with self.phases("plan"):
                 _check_files(self.opened.path, manifest)
+        self._warn(verify)
         with self.phases("read"):
             found = self.opened.load(self.reads)
             jax.block_until_ready(found)
@@ -289,7 +290,7 @@ class Restoring:
         _log.info("%s: %s", self.opened.path, self.forecast)
         if notes:
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
-            warnings.warn(message, CheckpointWarning, stacklevel=4)
+            warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:

@@ -22,6 +22,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import jax
+
 from jshard._compat import before_threads_end, orbax_operations, versions
 from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
 from jshard.checkpoint import leaves as _leaves
@@ -31,7 +33,7 @@ from jshard.checkpoint.balance import check_equal, local_copies
 from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
-from jshard.checkpoint.files.dealing import Held
+from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
@@ -83,15 +85,16 @@ class Saving:
         self._part: storage.PackedPart | None = None
         self._totals: dict[str, LeafSums] = {}
         self._owner: Owner | None = None
+        self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
             with self.phases("plan"):
                 leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
                 check_equal(copies)
                 # A process that came late, and was given up by the others, must not begin what Orbax counts.
-                _, counts = self._together("all here", lambda: (None, orbax_operations()))
-                orbax_operations(max(counts))
-            with self.phases("device_to_host"), self._errors_named():
-                self._begin(leaves)
+            held, counts = self._together("all here", lambda: (self._hold(leaves), orbax_operations()))
+            orbax_operations(max(counts))
+            with self._errors_named():
+                self._begin(held)
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
@@ -157,33 +160,44 @@ class Saving:
             _leaves.check_paths(leaves)
         _refuse_nothing(self.path, leaves)
         self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
+        self._described = {key: _described(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
         by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
         self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
         if is_primary():
             self._prepare(prepare)
         return leaves, copies
 
-    def _begin(self, leaves: dict[str, Any]) -> None:
-        """Holds the values, and begins to write them."""
-        if self._format == "orbax":
-            full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
-            self.num_bytes = sum(map(storage.local_bytes, full.values()))
-            held = {
-                key: LeafSums(leaf, self._logical.get(key)) for key, leaf in leaves.items() if hasattr(leaf, "size")
-            }
-            self._part, self._totals = None, held
-            self._wait = storage.save_async(
-                self._draft(), full, on_written=self._note_written, timeout_s=self._timeout_s
-            )
-            return
-        held = Held(leaves, self._described)
-        self._part, self.num_bytes = storage.PackedPart(held, self._note_written), held.plan.num_bytes
-        self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
-        if isinstance(self.path, BucketPath):
-            self._wait = storage.upload_packed(self.path, self._part, timeout_s=self._timeout_s)
+    def _hold(self, leaves: dict[str, Any]) -> HeldState | dict[str, Any]:
+        """The values, copied or held."""
+        with self.phases("device_to_host"):
+            self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
+            if self._format == "packed":
+                return HeldState(leaves, self._described)
+            arrays = {key: leaf for key, leaf in leaves.items() if key not in self._values}
+            self._totals = {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
+            return {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
+
+    def _begin(self, held: HeldState | dict[str, Any]) -> None:
+        """Begins to write what is held."""
+        if isinstance(held, HeldState):
+            self.num_bytes = held.num_bytes
+            self._part = storage.PackedPart(held, self._note_written, together=self._all_write)
+            if isinstance(self.path, BucketPath):
+                self._wait = storage.upload_packed(self.path, self._part, timeout_s=self._timeout_s)
+            else:
+                self._wait = storage.save_async(unnamed(self.path), self._part, timeout_s=self._timeout_s)
         else:
-            self._wait = storage.save_packed(unnamed(self.path), self._part, timeout_s=self._timeout_s)
+            self.num_bytes = sum(map(storage.local_bytes, held.values()))
+            written = self._note_written
+            self._wait = storage.save_zarr(self._draft(), held, on_written=written, timeout_s=self._timeout_s)
+
+    def _all_write(self, write: Callable[[], None]) -> None:
+        """Writes, and waits for the others: Orbax commits what its handlers say is written in all processes."""
+        try:
+            self._together("all wrote", lambda: (write(), None))
+        except Exception as error:
+            self._agreed = error
+            raise
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -234,6 +248,8 @@ class Saving:
         try:
             kept, given = work()
         except Exception as caught:
+            if self._agreed is not None:  # all processes know, and nobody waits
+                raise self._agreed from caught
             error = caught
         own = None if error is None else in_four_parts(self.path, error)
         # Whoever waited for the others in vain has had its time, and so had they.
@@ -321,6 +337,13 @@ def give_memory_back() -> None:
     """Hands freed memory back to the system: with many threads, glibc keeps several times the state otherwise."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def _described(leaf: Any, shape: tuple[int, ...] | None) -> StoredLeaf:
+    """A leaf as it will be stored, with the shape of most of its pieces."""
+    stored = _manifest.describe(leaf, shape)
+    is_cut = isinstance(leaf, jax.Array) and stored.key is None
+    return dataclasses.replace(stored, chunk=leaf.sharding.shard_shape(leaf.shape)) if is_cut else stored
 
 
 def _refuse_nothing(path: Place, leaves: Mapping[str, Any]) -> None:

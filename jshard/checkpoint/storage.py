@@ -10,9 +10,9 @@ import functools
 import json
 import math
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jshard._compat import set_orbax_deadline
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.buckets import BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import quiet
-from jshard.checkpoint.files.dealing import Held
+from jshard.checkpoint.files.layout import FileLayout
 from jshard.checkpoint.files.places import LocalFolder, Sink
 from jshard.checkpoint.files.writing import write_file
 from jshard.checkpoint.manifest import MARK, Manifest, StoredLeaf
@@ -80,10 +80,6 @@ ITEM = "state"
 FOLDER = "arrays"  # of packed files
 
 _MIB = 1 << 20
-_FILES = 4096  # about so many per process: fewer are read too coarsely, more are slow to make
-_CHUNK_BYTES = (2 * _MIB, 16 * _MIB)
-_LEAST_CHUNK_BYTES = 1 * _MIB
-LEAST_SLICE_BYTES = 2 * _MIB  # of a leaf that several devices hold: smaller parts are not shared out among them
 _IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
 _SHARE_OF_FREE = 8  # several processes may share a host
 _ARRAY = "zarr.json"  # describes an array, in its folder
@@ -92,24 +88,14 @@ DESCRIPTION = "_METADATA"  # of the arrays of one tree, in its folder
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"  # Orbax's, in the folder of a checkpoint
 
 
-def save_async(
+def save_zarr(
     path: Path, leaves: Mapping[str, Any], *, on_written: Callable[[], object], timeout_s: float
 ) -> Callable[[], None]:
-    """Copies what the devices hold and begins to write it; every process calls it.
-
-    Args:
-        path: a folder that does not exist yet.
-        leaves: arrays, numbers and texts by path.
-        on_written: called in other threads whenever this process has written some arrays.
-        timeout_s: how long it may take.
-
-    Returns:
-        A function that waits until all processes have written and the checkpoint is committed.
-    """
+    """The same for leaves by path that plain Orbax is to read; `on_written` is called when some were written."""
     from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
 
     set_orbax_deadline(timeout_s)
-    with quiet(), saving_options(ocp, leaves, on_written, timeout_s):
+    with quiet(), saving_options(ocp, on_written, timeout_s):
         response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
 
     return functools.partial(_wait, response, timeout_s)
@@ -123,22 +109,53 @@ def _wait(response: Any, timeout_s: float) -> None:
             raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
 
 
+class Held(Protocol):
+    """The layouts of files, and the values of their pieces."""
+
+    @property
+    def files(self) -> Sequence[FileLayout]:
+        """The layouts."""
+        ...
+
+    def values(self, file: int, number: int) -> np.ndarray:
+        """The values of a piece, by the number of the file and its own there; each is asked for once, in order."""
+        ...
+
+
 class PackedPart:
     """What this process writes of a packed checkpoint, as Orbax is given it.
+
+    Args:
+        held: what is written.
+        on_written: called in other threads whenever some of it was.
+        together: writes, and returns when all processes have.
 
     Attributes:
         files: size and sum of the index of each file that was written, by name.
     """
 
-    def __init__(self, held: Held, on_written: Callable[[], object]) -> None:
-        self._held, self._on_written = held, on_written
+    def __init__(
+        self,
+        held: Held,
+        on_written: Callable[[], object] = lambda: None,
+        *,
+        together: Callable[[Callable[[], None]], None] = lambda write: write(),
+    ) -> None:
+        self._held, self._on_written, self._together = held, on_written, together
         self.begin = ""  # of the names
         self.files: dict[str, tuple[int, int]] = {}
 
+    def write_all(self, sink: Sink) -> None:
+        """Writes all files; those of all processes are on the disk when this returns.
+
+        Orbax gives the folder its name when its own process has written.
+        """
+        self._together(lambda: self.write(sink))
+
     def write(self, sink: Sink) -> None:
-        """Writes all files; they are on the disk when this returns."""
+        """Writes all files of this process."""
         held = self._held
-        for number, layout in enumerate(held.plan.files):
+        for number, layout in enumerate(held.files):
             name = f"{self.begin}{jax.process_index():05d}-{number:03d}.safetensors"
             values = functools.partial(held.values, number)
             self.files[name] = layout.num_bytes, write_file(sink, name, layout, values, self._on_written)
@@ -160,7 +177,7 @@ class PackedHandler:
 
         async def work() -> None:
             folder = await directory.await_creation()
-            await asyncio.to_thread(checkpointable.write, LocalFolder(Path(folder)))
+            await asyncio.to_thread(checkpointable.write_all, LocalFolder(Path(folder)))
 
         return work()
 
@@ -172,8 +189,17 @@ class PackedHandler:
         """Nothing: the manifest has it."""
 
 
-def save_packed(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
-    """Begins to write a packed checkpoint; every process calls it. For the arguments see `save_async`."""
+def save_async(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
+    """Begins to write a packed checkpoint; every process calls it.
+
+    Args:
+        path: a folder that does not exist yet.
+        part: what this process writes of it.
+        timeout_s: how long it may take.
+
+    Returns:
+        A function that waits until all processes have written and the checkpoint is committed.
+    """
     from orbax.checkpoint import v1 as ocp
 
     set_orbax_deadline(timeout_s)
@@ -187,7 +213,7 @@ def save_packed(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[
 
 
 def upload_packed(path: BucketPath, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
-    """`save_packed` into a bucket, where there is nothing to rename: the manifest makes it a checkpoint.
+    """`save_async` into a bucket, where there is nothing to rename: the manifest makes it a checkpoint.
 
     No two saves write the same names: one that was taken for dead, and wakes up, changes nothing that counts.
     """
@@ -380,38 +406,6 @@ def _num_files(described: Path) -> int:
     return math.prod(-(-size // part) for size, part in zip(array["shape"], cut, strict=True))
 
 
-def chunk_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget_bytes: int) -> int | None:
-    """The budget to cut a leaf's shards by, so that another mesh need not read far more than it wants.
-
-    Orbax cuts by whole divisors, the dims that are sharded first: 18,992 rows of 16 KiB may end in chunks of half a
-    MiB. So of the budgets from `budget_bytes` to 16 MiB the first is taken whose chunks are not too small; None leaves
-    every shard in one chunk.
-    """
-    if math.prod(shard) * itemsize <= budget_bytes:
-        return None
-    budget = budget_bytes
-    while budget <= _CHUNK_BYTES[1]:
-        if _cut_bytes(shape, shard, itemsize, budget) >= _LEAST_CHUNK_BYTES:
-            return budget
-        budget *= 2
-    return None
-
-
-def _cut_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget: int) -> int:
-    """Bytes of a chunk as Orbax cuts a shard: the largest sharded dim by its next divisor until it fits."""
-    sizes = list(shard)
-    sharded = [whole != part for whole, part in zip(shape, shard, strict=True)]
-    while math.prod(sizes) * itemsize > budget:
-        left = [dim for dim, size in enumerate(sizes) if sharded[dim] and size > 1]
-        if not left:
-            sharded = [True] * len(sizes)
-            left = [dim for dim, size in enumerate(sizes) if size > 1]
-        dim = max(left, key=lambda dim: (sizes[dim], -dim))
-        sizes[dim] //= next(d for d in range(2, sizes[dim] + 1) if sizes[dim] % d == 0)
-        sharded[dim] = True
-    return math.prod(sizes) * itemsize
-
-
 class _Progress:
     """What Orbax reports while it saves."""
 
@@ -431,7 +425,7 @@ class _Progress:
         self._on_written()
 
 
-def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[], object], timeout_s: float) -> Any:
+def saving_options(ocp: Any, on_written: Callable[[], object], timeout_s: float) -> Any:
     """The context of Orbax in which some leaves are written."""
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(1, int(timeout_s))
@@ -443,18 +437,6 @@ def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[],
     saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh
     # By default this follows the text of JAX_PLATFORMS. A leaf that all processes hold is written once, in parts.
     saving.use_replica_parallel = jax.process_count() > 1
-    saving.min_slice_bytes_for_replica_parallel = LEAST_SLICE_BYTES
-    here = sum(map(local_bytes, leaves.values()))
-    budget = int(min(max(here / _FILES, _CHUNK_BYTES[0]), _CHUNK_BYTES[1]))
-
-    def options(_: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return None
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        chunk = chunk_bytes(leaf.shape, shard, leaf.dtype.itemsize, budget)
-        return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=chunk)
-
-    saving.scoped_storage_options_creator = options
     return context
 
 

@@ -157,7 +157,7 @@ def _cut(box: Limits, count: int) -> list[Limits]:
     return [(*box[:dim], (a, b), *box[dim + 1 :]) for a, b in itertools.pairwise(ends)]
 
 
-class Held:
+class HeldState:
     """The values that this process writes of some leaves, on the host: the arrays may be overwritten or deleted.
 
     Args:
@@ -172,8 +172,8 @@ class Held:
         numbers = {path: number for number, path in enumerate(leaves)}
         full = {path: _numbers(leaf) for path, leaf in leaves.items() if stored[path].nbytes}
         facts = tuple(_facts(numbers[path], path, leaf, stored[path]) for path, leaf in full.items())
-        self.plan = plan(facts, jax.process_index(), jax.process_count(), most_bytes)
-        needed = {number for file in self.plan.parts for number, *_ in file}
+        self._plan = plan(facts, jax.process_index(), jax.process_count(), most_bytes)
+        needed = {number for file in self._plan.parts for number, *_ in file}
         self._arrays: dict[tuple[int, Limits], Any] = {}
         for path, leaf in full.items():
             if (number := numbers[path]) not in needed:
@@ -183,7 +183,7 @@ class Held:
                 continue
             for shard in leaf.addressable_shards:
                 self._arrays.setdefault((number, limits(shard.index, leaf.shape)), shard.data)
-        used = {(number, box) for file in self.plan.parts for number, box, _ in file}
+        used = {(number, box) for file in self._plan.parts for number, box, _ in file}
         self._arrays = {place: values for place, values in self._arrays.items() if place in used}
         for values in self._arrays.values():
             if isinstance(values, jax.Array):
@@ -191,9 +191,19 @@ class Held:
         # On a CPU these are no copies, and keep the values when the array is donated.
         self._arrays = {place: np.asarray(values) for place, values in self._arrays.items()}
 
+    @property
+    def files(self) -> tuple[FileLayout, ...]:
+        """The layouts of the files that this process writes."""
+        return self._plan.files
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the values that this process writes."""
+        return self._plan.num_bytes
+
     def values(self, file: int, number: int) -> np.ndarray:
         """The values of a piece."""
-        leaf, box, part = self.plan.parts[file][number]
+        leaf, box, part = self._plan.parts[file][number]
         values = self._arrays[leaf, box]
         return np.ascontiguousarray(values if part is None else values[part])
 
