@@ -58,8 +58,7 @@ def serve(scheme: str) -> Iterator[Server]:
     """An empty bucket, for as long as it is open; this process reaches it too."""
     with _emulator(scheme) as port:
         handler = type("Handler", (_Gcs if scheme == "gs" else _Proxy,), {"to": ("127.0.0.1", port), "uploads": {}})
-        proxy = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-        proxy.daemon_threads = True
+        proxy = _Listener(("127.0.0.1", 0), handler)
         endpoint = f"http://127.0.0.1:{proxy.server_address[1]}"
         variables = {
             "s3": {
@@ -129,6 +128,13 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
+
+
+class _Listener(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, *_: object) -> None:
+        """Whoever asked is gone, or was to be."""
 
 
 @dataclasses.dataclass

@@ -283,5 +283,5 @@ def test_a_run_that_is_killed_at_any_request_leaves_its_newest_checkpoint(server
             newest = max([newest, *reader.steps()])
     finally:
         zygote.kill()
-        zygote.wait()
+        zygote.communicate()
     assert newest
