@@ -81,7 +81,7 @@ class _Views:
 
 
 class _Parts:
-    """A `Source` of parts: the packed file of each begins somewhere in it."""
+    """A `FileSource` of parts: the packed file of each begins somewhere in it."""
 
     gap_bytes = 1 << 20
     threads = 2

@@ -60,9 +60,8 @@ class Opened:
         """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
         raise NotImplementedError
 
-    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+    def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """How many elements are read of an array for some boxes, each of which reads the chunks whole that it is in."""
-        leaf = self.leaves[name]
         return sum(_touched(box, leaf.chunk or leaf.shape, leaf.shape) for box in boxes)
 
     def values(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import limits
 from jshard.checkpoint.files.layout import FileIndex, Limits
-from jshard.checkpoint.files.places import LocalFolder, Source
+from jshard.checkpoint.files.places import FileSource, LocalFolder
 from jshard.checkpoint.files.reading import ChangedError, do_all
 from jshard.checkpoint.formats.source import Box, bounds, whole
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
@@ -45,7 +45,7 @@ class PackedCheckpoint(Opened):
 
     manifest: Manifest
 
-    def __init__(self, path: Place, manifest: Manifest, source: Source, *, verify: bool = True) -> None:
+    def __init__(self, path: Place, manifest: Manifest, source: FileSource, *, verify: bool = True) -> None:
         self.path, self.manifest, self.leaves, self._verify = path, manifest, manifest.leaves, verify
         self._source = source
         self._numbers = {name: number for number, name in enumerate(name for name in manifest.leaves)}
@@ -79,7 +79,7 @@ class PackedCheckpoint(Opened):
         """See `Opened.values`."""
         return dict(self.manifest.values)
 
-    def touched(self, name: str, boxes: Collection[Limits]) -> int:
+    def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """See `Opened.touched`."""
         return self.pieces.touched(self._numbers[name], boxes)
 
@@ -239,6 +239,6 @@ def is_packed(path: Path) -> bool:
     return any((path / FOLDER).glob("*.safetensors"))
 
 
-def packed_source(path: Place) -> Source:
+def packed_source(path: Place) -> FileSource:
     """The files of a checkpoint in a folder."""
     return BucketFolder(path / FOLDER) if isinstance(path, BucketPath) else LocalFolder(path / FOLDER)

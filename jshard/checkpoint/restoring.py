@@ -85,7 +85,7 @@ def _forecast(opened: Opened, stored: Mapping[str, StoredLeaf], reads: Mapping[s
         boxes = _boxes(leaf, like)
         itemsize = jnp.dtype(leaf.dtype).itemsize
         here = sum(math.prod(stop - start for start, stop in box) for box in boxes) * itemsize
-        there = opened.touched(path, boxes) * itemsize
+        there = opened.touched(path, leaf, boxes) * itemsize
         wanted, touched = wanted + here, touched + there
         in_vain[path] = there - here
         if not isinstance(like, jax.ShapeDtypeStruct):

@@ -90,11 +90,11 @@ def test_an_error_names_the_object_and_how_often_it_was_tried(server: Server, pl
     for kind, text, attempts in (("503", "503 Service Unavailable", 4), ("403", "403 Forbidden", 1)):
         server.fault = lambda method, path, kind=kind: kind
         server.log.clear()
-        with pytest.raises(BucketError, match=f"{place}/x: {text}.* [(]{attempts} attempts in"):
+        with pytest.raises(BucketError, match=f"(?s){place}/x\n.*{text}.* [(]{attempts} attempts in"):
             (place / "x").write(b"x")
         assert len(server.log) == attempts
     server.fault = lambda method, path: None
-    with pytest.raises(BucketError, match=f"{place.scheme}://no-such-bucket/x: [45]"):
+    with pytest.raises(BucketError, match=f"(?s){place.scheme}://no-such-bucket/x\n.*why:   [45]"):
         BucketPath(place.scheme, "no-such-bucket", "x").objects()
 
 
@@ -122,11 +122,11 @@ def test_a_file_is_written_in_parts_and_read_in_ranges_while_requests_fail(
     index = parse_index(found)
     assert index.checksum == checksum
     read = np.zeros_like(values)
-    wanted = [Range(int(index.offsets[0]), memoryview(read), lambda: None)]
+    wanted = [Range(int(index.offsets[0]), read.nbytes, memoryview(read))]
     do_all(reads(folder, "f", wanted, sums=index.sums, end=index.index_begin), threads=folder.threads)
     np.testing.assert_array_equal(read, values)
     assert num_bytes < 8 << 20 or (server.count("PUT", "partNumber=") >= 7 and server.count("GET") > 10)
-    with pytest.raises(BucketError, match="/f: it ends 1 bytes too early"):
+    with pytest.raises(OSError, match=f"it ends 1 bytes too early.*{place}"):
         folder.read("f", size - 63, [memoryview(tail)])
 
 
@@ -136,7 +136,7 @@ def test_a_file_that_cannot_be_written_is_not_there(server: Server, place: Bucke
     is_end = part == "uploadId="
     fails = lambda method, path: part in path and (method == "POST" or not is_end)
     server.fault = lambda method, path: "503" if fails(method, path) else None
-    with pytest.raises(BucketError, match=f"{place}/{part[:5]}: 503 Service Unavailable"):
+    with pytest.raises(BucketError, match=f"(?s){place}/{part[:5]}\n.*503 Service Unavailable"):
         write_file(BucketFolder(place), part[:5], layout, lambda number: values)
     server.fault = lambda method, path: None
     assert place.objects() == {}

@@ -61,7 +61,7 @@ def test_a_part_that_is_missing_is_found(monkeypatch):
         found = plan(*args)
         (file,) = found.files
         (less,) = laid_out(file.pieces[1:])
-        return dealing.Plan((less,), (found.parts[0][1:],))
+        return dealing.WritePlan((less,), (found.parts[0][1:],))
 
     monkeypatch.setattr(dealing, "plan", half)
     with pytest.raises(RunError, match="are in none of the files"):

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
-from jshard.checkpoint.files.places import Source
+from jshard.checkpoint.files.places import FileSource
 from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
 
 
@@ -19,12 +19,12 @@ from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
 class PackedFile:
     """A packed file whose index was read."""
 
-    source: Source
+    source: FileSource
     name: str
     index: FileIndex
 
     @classmethod
-    def open(cls, source: Source, name: str, size: int) -> PackedFile:
+    def open(cls, source: FileSource, name: str, size: int) -> PackedFile:
         """Reads the index of a file of so many bytes; an `OSError` or a `ValueError` if that cannot be."""
         guess = min(size, 64 << 10)
         found = bytearray(guess)

@@ -46,7 +46,7 @@ class LeafFacts:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """What one process writes.
 
     Attributes:
@@ -65,7 +65,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=8)
-def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int) -> Plan:
+def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int) -> WritePlan:
     """What a process writes of some leaves.
 
     Args:
@@ -105,7 +105,7 @@ def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes
                 take(leaves[place], part, held)
     files = laid_out(sorted(pieces, key=lambda piece: (piece.leaf, piece.box)), most_bytes=most_bytes)
     parts = tuple(tuple((piece.leaf, *mine[piece.leaf, piece.box]) for piece in file.pieces) for file in files)
-    return Plan(tuple(files), parts)
+    return WritePlan(tuple(files), parts)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -263,7 +263,7 @@ def parse_index(found: bytes | bytearray | memoryview) -> FileIndex:
 
 
 def block_sum(views: Sequence[memoryview]) -> int:
-    """The sum of a block that lies in some buffers."""
+    """The sum of a block that is in some buffers."""
     if len(views) == 1:
         return xxhash.xxh3_64_intdigest(views[0])
     found = xxhash.xxh3_64()

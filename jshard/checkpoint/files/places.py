@@ -1,4 +1,4 @@
-"""Where the files of a checkpoint are: a `Sink` takes whole files in parts, a `Source` gives ranges of bytes.
+"""Where the files of a checkpoint are: a `Sink` takes whole files in parts, a `FileSource` gives ranges of bytes.
 
 A folder of the machine is one of each, `LocalFolder`; a bucket would be another.
 """
@@ -51,7 +51,7 @@ class Sink(Protocol):
         ...
 
 
-class Source(Protocol):
+class FileSource(Protocol):
     """The files of a checkpoint that is complete.
 
     Attributes:
@@ -78,7 +78,7 @@ class Source(Protocol):
 
 
 class LocalFolder:
-    """A folder on a file system of the machine, as a `Sink` and a `Source`."""
+    """A folder on a file system of the machine, as a `Sink` and a `FileSource`."""
 
     part_bytes = 4 << 20
     threads = 2  # a copy of memory each: more take the cores from each other
@@ -94,11 +94,11 @@ class LocalFolder:
         return _LocalFile(self.path / name, num_bytes, self.part_bytes)
 
     def size(self, name: str) -> int:
-        """See `Source.size`."""
+        """See `FileSource.size`."""
         return (self.path / name).stat().st_size
 
     def read(self, name: str, offset: int, views: Sequence[memoryview]) -> None:
-        """See `Source.read`."""
+        """See `FileSource.read`."""
         number = self._number(name)
         for some in _few(views):
             left = sum(view.nbytes for view in some)
@@ -111,7 +111,7 @@ class LocalFolder:
                     some = _behind(some, count)
 
     def mapped(self, name: str) -> np.ndarray | None:
-        """See `Source.mapped`."""
+        """See `FileSource.mapped`."""
         number = self._number(name)
         size = os.fstat(number).st_size
         return np.frombuffer(mmap.mmap(number, size, prot=mmap.PROT_READ), np.uint8) if size else None

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jshard.checkpoint.files.layout import BLOCK_BYTES, block_sum, cut_views
-from jshard.checkpoint.files.places import Source
+from jshard.checkpoint.files.places import FileSource
 
 READ_BYTES = 4 << 20
 _counting = threading.Lock()
@@ -77,7 +77,7 @@ class ChangedError(ValueError):
 
 
 def reads(
-    source: Source, name: str, ranges: Iterable[Range], *, sums: np.ndarray | None, end: int
+    source: FileSource, name: str, ranges: Iterable[Range], *, sums: np.ndarray | None, end: int
 ) -> Iterator[Callable[[], None]]:
     """The reads that some ranges of a file come to, each to be done in any thread.
 
@@ -100,7 +100,7 @@ def reads(
 
 
 def _run(
-    source: Source, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int
+    source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int
 ) -> Iterator[Callable[[], None]]:
     """Cuts ranges near each other into reads of some MiB: between blocks, where they are checked."""
     unit = 1 if sums is None else BLOCK_BYTES
@@ -118,7 +118,9 @@ def _run(
         yield lambda start=start, stop=stop, here=here: _read(source, name, start, stop, here, sums)
 
 
-def _read(source: Source, name: str, start: int, stop: int, ranges: Sequence[Range], sums: np.ndarray | None) -> None:
+def _read(
+    source: FileSource, name: str, start: int, stop: int, ranges: Sequence[Range], sums: np.ndarray | None
+) -> None:
     views, place = [], start
     for each in ranges:
         if each.offset > place:
