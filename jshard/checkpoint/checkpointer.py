@@ -8,7 +8,7 @@ from typing import Any
 
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.lookup import local_path
+from jshard.checkpoint.lookup import place_of
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
 from jshard.checkpoint.restoring import Extra, Forecast, Missing, Restoring
@@ -37,7 +37,7 @@ def save(path: str | os.PathLike[str], state: Any, *, format: Format = "packed",
     Example:
         >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
     """
-    Saving(local_path(path), state, format=format, timeout_s=timeout_s).finish()
+    Saving(place_of(path), state, format=format, timeout_s=timeout_s).finish()
 
 
 def save_async(
@@ -62,7 +62,7 @@ def save_async(
         >>> pending = js.checkpoint.save_async("run/200", {"model": model, "step": 200})
         >>> pending.wait()
     """
-    path = local_path(path)
+    path = place_of(path)
     saving = Saving(path, state, format=format, timeout_s=timeout_s)
     return saving.in_background(saving.finish, timeout_s=2 * timeout_s)
 
@@ -113,7 +113,7 @@ def restore(
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
-    opened = open_checkpoint(local_path(path), names=names, verify=verify)
+    opened = open_checkpoint(place_of(path), names=names, verify=verify)
     rename = _without_the_one_name(opened, like) if rename is None else rename
     restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.run(verify=verify, timeout_s=timeout_s)
@@ -154,7 +154,7 @@ def forecast(
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
-    opened = open_checkpoint(local_path(path), names=names, verify=verify)
+    opened = open_checkpoint(place_of(path), names=names, verify=verify)
     rename = _without_the_one_name(opened, like) if rename is None else rename
     restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.forecast

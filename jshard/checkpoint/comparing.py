@@ -17,6 +17,8 @@ from typing import Literal
 import numpy as np
 
 from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint.buckets import BucketError, Place
+from jshard.checkpoint.lookup import place_of
 from jshard.checkpoint.manifest import CHANGED, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.packed import PackedCheckpoint
@@ -56,7 +58,7 @@ class Verdict:
         unsummed: leaves that could be read and have no sums to be compared with, in a checkpoint of others all.
     """
 
-    path: Path
+    path: Place
     findings: tuple[Finding, ...]
     num_leaves: int
     num_bytes: int
@@ -90,11 +92,13 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         >>> verdict.is_good, [finding.leaf for finding in verdict.findings]
         (False, ['model/blocks/3/mlp/up/kernel'])
     """
-    path = Path(path).absolute()
+    path = place_of(path)
     try:
         source = own_checkpoint(path)
         if isinstance(source, PackedCheckpoint):
             return _packed(source, on_read)
+    except BucketError:
+        raise  # nothing is known of the checkpoint
     except RunError as error:
         return _unreadable(path, error)
     manifest, arrays = source.manifest, source.arrays
@@ -135,7 +139,7 @@ def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdi
     )
 
 
-def _unreadable(path: Path, error: RunError) -> Verdict:
+def _unreadable(path: Place, error: RunError) -> Verdict:
     """What describes the checkpoint is damaged: nothing else of it is known."""
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
@@ -215,7 +219,7 @@ class LeafDiff:
 
 
 def diff(
-    a: Path, b: Path, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
+    a: Place, b: Place, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
 ) -> list[LeafDiff]:
     """Compares two checkpoints leaf by leaf; meshes, chunks and the programs that wrote them may differ.
 

@@ -18,6 +18,7 @@ import shutil
 import socket
 from pathlib import Path
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.errors import FourPartError, RunError
 
@@ -164,12 +165,12 @@ def remove_unnamed(path: Path) -> bool:
     return bool(found)
 
 
-def in_four_parts(path: Path, error: Exception) -> FourPartError:
+def in_four_parts(path: Place, error: Exception) -> FourPartError:
     """An error of whatever kind, of a checkpoint that could not be written, as a user meets it."""
     return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
 
 
-def write_failed(path: Path, why: str) -> RunError:
+def write_failed(path: Place, why: str) -> RunError:
     """The error for a checkpoint that could not be written."""
     return RunError("The checkpoint could not be written.", where=str(path), why=why, do=mend(why))
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place
 from jshard.checkpoint.draft import write_text
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.sums import Sums
@@ -146,11 +147,16 @@ def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes a manifest, and returns when it is on the disk."""
+    write_text(folder / NAME, to_text(manifest))
+
+
+def to_text(manifest: Manifest) -> str:
+    """A manifest as its file holds it."""
     body = json.dumps(to_json(manifest))
-    write_text(folder / NAME, json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body}))
+    return json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
 
 
-def read(folder: Path, *, check: bool = True) -> Manifest | None:
+def read(folder: Place, *, check: bool = True) -> Manifest | None:
     """The manifest of a checkpoint; None where there is none, as in folders that others wrote.
 
     Without a `check`, one whose checksum does not fit is taken as it is, if it can be read at all.
@@ -168,6 +174,8 @@ def read(folder: Path, *, check: bool = True) -> Manifest | None:
         fields = json.loads(body)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except BucketError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             "The checkpoint's manifest cannot be read.",
@@ -186,11 +194,17 @@ def read(folder: Path, *, check: bool = True) -> Manifest | None:
     return from_json(fields)
 
 
-def damage(folder: Path, manifest: Manifest) -> list[str]:
+def damage(folder: Place, manifest: Manifest) -> list[str]:
     """What is wrong with the files of a checkpoint, a line each: missing, cut off, or with other bytes.
 
     Large files of arrays are looked at for their size only: their values are summed when they are read.
     """
+    if isinstance(folder, BucketPath):
+        here = folder.objects()
+        sizes = {name: (size, here.get(name)) for name, (size, _) in manifest.files.items()}
+        wrong = {name: (size, there) for name, (size, there) in sizes.items() if size != there}
+        text = lambda size, there: "is missing" if there is None else f"{there} bytes of {size}"
+        return [f"{name}  {text(*both)}" for name, both in wrong.items()]
     found = []
     for name, (size, crc32) in manifest.files.items():
         try:

@@ -7,12 +7,12 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import Match, renamed
@@ -24,7 +24,7 @@ _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".
 
 
 def check_fits(
-    path: Path,
+    path: Place,
     found: Match,
     stored: Mapping[str, StoredLeaf],
     wanted: Mapping[str, Any],
@@ -74,7 +74,7 @@ def check_fits(
 
 
 def _names_no_tree(
-    path: Path, found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], items: Collection[str]
+    path: Place, found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], items: Collection[str]
 ) -> CheckpointError:
     """The error for a `like` that fits into several trees, or into none: which one is meant is not guessed."""
     sizes = {item: sum(_is_in(item, key) for key in stored) for item in items}
@@ -138,7 +138,7 @@ def _above(key: str) -> list[str]:
 
 
 def _advice(
-    found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Path
+    found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Place
 ) -> tuple[str, str]:
     """Why, and what to do."""
     why = "it was saved from another model, or from another optimizer."

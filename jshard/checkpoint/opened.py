@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
@@ -29,7 +29,7 @@ class Opened:
         items: the names that all paths begin with, where it holds several trees that were saved side by side.
     """
 
-    path: Path
+    path: Place
     manifest: Manifest | None = None
     leaves: Mapping[str, StoredLeaf]
     items: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ def _touched(box: Limits, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int
     return count
 
 
-def unreadable(path: Path, why: str) -> RunError:
+def unreadable(path: Place, why: str) -> RunError:
     """The error for a checkpoint that is damaged."""
     return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
 

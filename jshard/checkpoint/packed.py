@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
+from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import limits
@@ -44,7 +45,7 @@ class PackedCheckpoint(Opened):
 
     manifest: Manifest
 
-    def __init__(self, path: Path, manifest: Manifest, source: FileSource, *, verify: bool = True) -> None:
+    def __init__(self, path: Place, manifest: Manifest, source: FileSource, *, verify: bool = True) -> None:
         self.path, self.manifest, self.leaves, self._verify = path, manifest, manifest.leaves, verify
         self._source = source
         self._numbers = {name: number for number, name in enumerate(name for name in manifest.leaves)}
@@ -57,6 +58,8 @@ class PackedCheckpoint(Opened):
             place = self.path / FOLDER / name
             try:
                 file = PackedFile.open(self._source, name, size)
+            except BucketError:
+                raise
             except (OSError, ValueError) as error:
                 raise unreadable(place, reason(error)) from error
             if file.index.checksum != checksum:
@@ -110,6 +113,8 @@ class PackedCheckpoint(Opened):
                 do_all(work, threads=threads or self._source.threads)
         except ChangedError as error:
             raise self._changed(error) from error
+        except BucketError:
+            raise
         except (OSError, ValueError) as error:
             raise unreadable(self.path, reason(error)) from error
 
@@ -234,6 +239,6 @@ def is_packed(path: Path) -> bool:
     return any((path / FOLDER).glob("*.safetensors"))
 
 
-def packed_source(path: Path) -> LocalFolder:
+def packed_source(path: Place) -> FileSource:
     """The files of a checkpoint in a folder."""
-    return LocalFolder(path / FOLDER)
+    return BucketFolder(path / FOLDER) if isinstance(path, BucketPath) else LocalFolder(path / FOLDER)

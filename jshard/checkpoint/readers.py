@@ -15,6 +15,7 @@ import numpy as np
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
+from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
@@ -43,6 +44,8 @@ class OrbaxCheckpoint(Opened):
         CheckpointError: there is no checkpoint there.
         RunError: what describes it is damaged.
     """
+
+    path: Path
 
     def __init__(self, path: Path, manifest: Manifest | None, *, verify: bool = True) -> None:
         self.path, self.manifest, self._verify = path, manifest, verify
@@ -233,29 +236,33 @@ class ForeignCheckpoint(Opened):
         return jax.block_until_ready(leaf)  # before the next one is read
 
 
-def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = True) -> Opened:
+def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = True) -> Opened:
     """Opens a checkpoint, whoever wrote it; for the arguments see the two classes above.
 
     Raises:
         CheckpointError: there is no checkpoint there.
         RunError: what describes it is damaged.
     """
+    if isinstance(path, BucketPath):
+        return own_checkpoint(path, verify=verify)
     if path.name == FOLDER and is_packed(path.parent):
         raise no_checkpoint(path)
     source = foreign_source(path)
     return own_checkpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
 
 
-def own_checkpoint(path: Path, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:
+def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:
     """Opens what jshard or plain Orbax wrote; for the arguments and errors see the classes."""
     try:
         manifest = _manifest.read(path, check=verify)
     except RunError:
-        if verify or is_packed(path):
+        if verify or isinstance(path, BucketPath) or is_packed(path):
             raise
         manifest = None
     if manifest is not None and manifest.packed:
         return PackedCheckpoint(path, manifest, packed_source(path), verify=verify)
+    if isinstance(path, BucketPath):
+        raise no_checkpoint(path)
     if manifest is None and is_packed(path):
         raise _unsealed(path, "copy it again, or restore another one.")
     return OrbaxCheckpoint(path, manifest, verify=verify)

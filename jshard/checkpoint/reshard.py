@@ -16,6 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.draft import Owner, in_four_parts, remove_unnamed, unnamed
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.files.dealing import limits
@@ -36,7 +37,7 @@ OnWritten = Callable[[int], object]
 
 
 def reshard(
-    path: Path, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
+    path: Place, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
 ) -> Manifest:
     """Writes a checkpoint anew, cut as a mesh would save it.
 

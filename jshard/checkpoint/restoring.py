@@ -11,7 +11,6 @@ import math
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -22,6 +21,7 @@ from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.balance import cut_further, spreads
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.manifest import StoredLeaf
@@ -195,7 +195,12 @@ class Restoring:
             error = caught
         own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
-        failed = lambda failures: unreadable(path, why(failures))
+        kinds = lambda failures: {parts["kind"] for parts in failures.values()}
+        failed = lambda failures: (
+            bucket_error(path, why(failures))
+            if isinstance(path, BucketPath) and BucketError.__name__ in kinds(failures)
+            else unreadable(path, why(failures))
+        )
         heard = all_or_none(f"read {path}", own, error, failed=failed, timeout_s=timeout_s)
         if sums and self.opened.manifest is not None:
             _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
@@ -324,14 +329,14 @@ def _check_policies(missing: str, extra: str) -> None:
             )
 
 
-def _check_files(path: Path, manifest: _manifest.Manifest) -> None:
+def _check_files(path: Place, manifest: _manifest.Manifest) -> None:
     if found := _manifest.damage(path, manifest):
         raise _damaged(
             path, found, f"of {len(manifest.files)} files {len(found)} are not as they were when it was saved."
         )
 
 
-def _check_sums(path: Path, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
+def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
     """Compares the sums of what all processes have read with those of the manifest."""
     bad = []
     for key in heard[0]:
@@ -343,7 +348,7 @@ def _check_sums(path: Path, manifest: _manifest.Manifest, heard: list[dict[str, 
         raise _damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
 
 
-def _damaged(path: Path, where: list[str], why: str) -> RunError:
+def _damaged(path: Place, where: list[str], why: str) -> RunError:
     """The error for a checkpoint of which some files or leaves have changed since it was saved."""
     do = "copy it again from where it is whole, or restore another one."
     return RunError(unreadable(path, why).what, where=[str(path), *where], why=why, do=do)

@@ -30,6 +30,7 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.balance import check_equal, local_copies
+from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.files.dealing import HeldState
@@ -55,6 +56,7 @@ class Saving:
         timeout_s: how long any one wait may take.
         format: "packed", or "orbax" for folders of zarr, which plain Orbax reads.
         prepare: done first, by the first process.
+        check: done by it just before the checkpoint counts; an error stops that.
 
     Raises:
         CheckpointError: there is something at `path` already, or some leaves cannot be saved.
@@ -63,7 +65,7 @@ class Saving:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         state: Any,
         *,
         step: int | None = None,
@@ -71,9 +73,10 @@ class Saving:
         timeout_s: float,
         format: Format = "packed",
         prepare: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self._format = checked_format(format)
-        self.path, self._draft, self._step, self._timeout_s = path, unnamed(path), step, timeout_s
+        self._format = checked_format(format, path)
+        self.path, self._step, self._timeout_s, self._check = path, step, timeout_s, check
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
@@ -183,11 +186,14 @@ class Saving:
         if isinstance(held, HeldState):
             self.num_bytes = held.num_bytes
             self._part = storage.PackedPart(held, self._note_written, together=self._all_write)
-            self._wait = storage.save_async(self._draft, self._part, timeout_s=self._timeout_s)
+            if isinstance(self.path, BucketPath):
+                self._wait = storage.upload_packed(self.path, self._part, timeout_s=self._timeout_s)
+            else:
+                self._wait = storage.save_async(unnamed(self.path), self._part, timeout_s=self._timeout_s)
         else:
             self.num_bytes = sum(map(storage.local_bytes, held.values()))
             written = self._note_written
-            self._wait = storage.save_zarr(self._draft, held, on_written=written, timeout_s=self._timeout_s)
+            self._wait = storage.save_zarr(self._draft(), held, on_written=written, timeout_s=self._timeout_s)
 
     def _all_write(self, write: Callable[[], None]) -> None:
         """Writes, and waits for the others: Orbax commits what its handlers say is written in all processes."""
@@ -199,15 +205,17 @@ class Saving:
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
-        if self.path.exists():
+        if storage.is_committed(self.path) if isinstance(self.path, BucketPath) else self.path.exists():
             raise CheckpointError(
                 "The checkpoint cannot be written.",
                 where=str(self.path),
                 why="there is something at that path already.",
                 do="save under another name, for example with the step in it.",
             )
+        if isinstance(self.path, BucketPath):
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = Owner(self._draft)
+        self._owner = Owner(unnamed(self.path))
         self._held.callback(self._owner.release)
         if remove_unnamed(self.path):
             message = f"what an interrupted save left of {self.path} was removed."
@@ -215,20 +223,25 @@ class Saving:
 
     def _complete(self, heard: list[dict[str, Any]]) -> None:
         """What the first process does at the end."""
-        assert self._owner is not None
-        self._owner.check()
+        if self._owner is not None:
+            self._owner.check()
+        self._check()
         facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
         facts |= {"processes": len(heard), "metrics": self._metrics}
         if self._format == "packed":
             packed = {name: tuple(found) for other in heard for name, found in other["files"].items()}
             complete(self.path, self._described, packed=packed, values=self._values, **facts)
             return
-        storage.cut_padding(self._draft, self._logical)
+        storage.cut_padding(self._draft(), self._logical)
         leaves = {}
         for key, described in self._described.items():
             sums = [other["sums"][key] for other in heard if key in other["sums"]]
             leaves[key] = dataclasses.replace(described, sums=add(sums) if sums else None)
         complete(self.path, leaves, **facts)
+
+    def _draft(self) -> Path:
+        assert isinstance(self.path, Path)
+        return unnamed(self.path)
 
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
@@ -269,8 +282,10 @@ class Saving:
             raise in_four_parts(self.path, error) from error
 
 
-def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
+def complete(path: Place, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
     """Writes the manifest of a draft, and gives it its name once it would survive a power cut."""
+    if isinstance(path, BucketPath):
+        return _complete_in_bucket(path, leaves, **facts)
     draft = unnamed(path)
     files = _manifest.files_of(draft)
     manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
@@ -288,8 +303,30 @@ def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Mani
     return manifest
 
 
-def checked_format(format: str) -> Format:
+def _complete_in_bucket(path: BucketPath, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
+    """Writes the manifest of files that are uploaded, if there is none yet: from then on they are a checkpoint."""
+    (path / storage.COMMIT_MARK).write(b"")  # for whoever copies it to a disk
+    files = {f"{storage.FOLDER}/{name}": (size, None) for name, (size, _) in facts["packed"].items()}
+    manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
+    why = "\n".join(_manifest.damage(path, manifest))
+    if not why and not (path / _manifest.NAME).create(_manifest.to_text(manifest).encode()):
+        why = "another program completed a checkpoint there while this one wrote."
+    if why:
+        raise RunError(
+            "The checkpoint could not be written.", where=str(path), why=why, do="let one program save to an address."
+        )
+    return manifest
+
+
+def checked_format(format: str, path: Place) -> Format:
     """A format that there is, or a `CheckpointError`."""
+    if format == "orbax" and isinstance(path, BucketPath):
+        raise CheckpointError(
+            "The state cannot be saved so.",
+            where=f'format="orbax", {path}',
+            why="Orbax gives a folder its name by a rename when it is complete, and buckets have none.",
+            do='format="packed", the default',
+        )
     if format not in get_args(Format):
         raise CheckpointError(
             "The state cannot be saved so.",
@@ -313,7 +350,7 @@ def _described(leaf: Any, shape: tuple[int, ...] | None) -> StoredLeaf:
     return dataclasses.replace(stored, chunk=leaf.sharding.shard_shape(leaf.shape)) if is_cut else stored
 
 
-def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
+def _refuse_nothing(path: Place, leaves: Mapping[str, Any]) -> None:
     if not any(getattr(leaf, "size", 1) for leaf in leaves.values()):
         raise CheckpointError(
             "There is nothing to save.",

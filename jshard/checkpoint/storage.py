@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import concurrent.futures
 import contextlib
 import functools
 import json
 import math
+import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ import numpy as np
 
 from jshard._compat import set_orbax_deadline
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.buckets import BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import quiet
 from jshard.checkpoint.files.layout import FileLayout
 from jshard.checkpoint.files.places import LocalFolder, Sink
@@ -139,6 +142,7 @@ class PackedPart:
         together: Callable[[Callable[[], None]], None] = lambda write: write(),
     ) -> None:
         self._held, self._on_written, self._together = held, on_written, together
+        self.begin = ""  # of the names
         self.files: dict[str, tuple[int, int]] = {}
 
     def write_all(self, sink: Sink) -> None:
@@ -152,7 +156,7 @@ class PackedPart:
         """Writes all files of this process."""
         held = self._held
         for number, layout in enumerate(held.files):
-            name = f"{jax.process_index():05d}-{number:03d}.safetensors"
+            name = f"{self.begin}{jax.process_index():05d}-{number:03d}.safetensors"
             values = functools.partial(held.values, number)
             self.files[name] = layout.num_bytes, write_file(sink, name, layout, values, self._on_written)
 
@@ -206,6 +210,25 @@ def save_async(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[]
     with quiet(), context:
         response = ocp.save_checkpointables_async(str(path), {FOLDER: part}, custom_metadata=dict(MARK))
     return functools.partial(_wait, response, timeout_s)
+
+
+def upload_packed(path: BucketPath, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
+    """`save_async` into a bucket, where there is nothing to rename: the manifest makes it a checkpoint.
+
+    No two saves write the same names: one that was taken for dead, and wakes up, changes nothing that counts.
+    """
+    part.begin = f"{secrets.token_hex(4)}-"
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jshard-upload")
+    done = pool.submit(part.write, BucketFolder(path / FOLDER))
+    pool.shutdown(wait=False)
+
+    def wait() -> None:
+        try:
+            done.result(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"its part of {path} is not written after {timeout_s:.0f} s.") from error
+
+    return wait
 
 
 def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[str, Any]:
@@ -267,8 +290,10 @@ def items(path: Path) -> tuple[str, ...]:
     return tuple(sorted(names)) if len(names) > 1 else ()
 
 
-def is_item(path: Path) -> bool:
+def is_item(path: Place) -> bool:
     """Whether a folder is one tree of a checkpoint by others."""
+    if isinstance(path, BucketPath):
+        return False
     is_tree = (path / DESCRIPTION).is_file() and not (path / CHECKPOINT_METADATA).is_file()
     return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / MANIFEST).is_file()
 
@@ -331,9 +356,9 @@ def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     return found, noted if isinstance(noted, Mapping) else {}
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(path: Place) -> bool:
     """Whether a save was completed there: half-written folders and those of others have no mark."""
-    return (path / COMMIT_MARK).is_file()
+    return (path / (MANIFEST if isinstance(path, BucketPath) else COMMIT_MARK)).is_file()
 
 
 def cut_padding(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -58,6 +58,17 @@ def matrix():
     return found
 
 
+def bucket():
+    """A series in a bucket; the second process may not upload its part of the third checkpoint."""
+    with checkpoint.Checkpointer(os.environ["SERIES"], keep=2) as series:
+        for step in (1, 2):
+            series.save(step, filled(SHARED[0], step))
+        error = reported(lambda: series.save(3, filled(SHARED[0], 3)))
+        assert series.agreed_latest() == 2
+        restored = series.restore(abstract(SHARED[1]))
+    return {"error": error, "differences": differences(restored, SHARED[1], 2)}
+
+
 def not_shared():
     """Each process is given a folder of its own."""
     series_folder.SHOWN_S = 0.5

@@ -142,7 +142,7 @@ class Pieces:
         files, offsets, starts, stops = self.of(leaf)
         boxes = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
         exact = dict(zip(boxes, range(len(boxes)), strict=True))
-        if all(want.box in exact for want in wants):
+        if all(want.box in exact for want in wants) and len({want.box for want in wants}) == len(wants):
             for want in wants:
                 piece = exact[want.box]
                 yield int(files[piece]), Range(int(offsets[piece]), want.out.nbytes, _bytes(want.out))

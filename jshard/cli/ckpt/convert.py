@@ -22,6 +22,7 @@ from jshard.checkpoint.formats import (
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
@@ -76,7 +77,7 @@ def run_reshard(argv: Sequence[str]) -> int:
     path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
-        manifest = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
+        manifest = reshard(path, local_path(args.out), mesh, specs=specs, on_written=note)
     _show(args, manifest)
     return 0
 
@@ -85,7 +86,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
     """One line on a checkpoint that was written, or the same as JSON."""
     count, num_bytes = len(manifest.leaves), sum(leaf.nbytes for leaf in manifest.leaves.values())
     if args.json:
-        path = str(args.out.absolute())
+        path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
         print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
@@ -118,13 +119,14 @@ def run_import(argv: Sequence[str]) -> int:
     mesh = cpu_mesh(args.mesh)
     source = _source(args, model)
     with progress("import", sum(leaf.nbytes for leaf in source.arrays.values())) as note:
-        manifest = import_leaves(source, args.out.absolute(), mesh, on_written=note)
+        manifest = import_leaves(source, local_path(args.out), mesh, on_written=note)
     _show(args, manifest)
     return 0
 
 
 def _source(args: ImportArgs, model: Model | None) -> Opened:
     """What is imported, by the paths that it gets."""
+    local_path(args.path)
     found = None if is_checkpoint(args.path) else foreign_source(args.path)
     if found is None and not is_checkpoint(args.path):
         raise CheckpointError(
@@ -203,10 +205,10 @@ def run_export(argv: Sequence[str]) -> int:
             begin = f"{args.part.strip('/')}/" if args.part else ""
             values = {} if model is not None else ours.values()
             values = {path.removeprefix(begin): x for path, x in values.items() if path.startswith(begin)}
-            files = write_dcp(args.out, source, values=values, on_written=note)
+            files = write_dcp(local_path(args.out), source, values=values, on_written=note)
         else:
             files = write_safetensors(
-                args.out, whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
+                local_path(args.out), whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
             )
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
