@@ -179,7 +179,7 @@ class ShardedPartitioner(Partitioner):
         name = eqn.primitive.name
         if name == "stack" and eqn.params["axis"] == 0 and all(v.state == values[0].state for v in values):
             return [values[0].with_array(self.bind(eqn, [v.x for v in values])[0])]
-        if name == "unstack" and eqn.params["axis"] == 0:
+        if name == "unstack" and eqn.params["axis"] == 0 and _is_stack(values[0]):
             stack, rows = values[0], [values[0].with_array(x) for x in self.bind(eqn, [values[0].x])]
             self.level.unstack(stack, rows)
             return rows
@@ -396,3 +396,8 @@ def _scope_of(unit: Eqn | None) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
     backward = "/backward" if unit.params["phase"] == BACKWARD else ""
     return jax.named_scope(f"jshard[{unit.params['settings'].name}]{backward}")
+
+
+def _is_stack(value: Value) -> bool:
+    """Whether a stored value is a stack of several that are stored alike, and not one parameter or gradient."""
+    return isinstance(value.state, Shard) and value.x.ndim > len(value.state.placement.shape)

@@ -179,7 +179,7 @@ def test_graphdefs_of_equal_models_are_equal_and_jit_traces_once(model):
 
 
 def test_eval_shape_of_an_annotated_model(model):
-    shapes = nnx.eval_shape(lambda: sharded(CONFIG, js.mesh()))
+    shapes = nnx.eval_shape(lambda: js.shard_init(builder(CONFIG), annotator(js.mesh())))
     assert js.plan(shapes) == js.plan(model)
     out = nnx.eval_shape(lambda m, x: m(x), model, jnp.asarray(INPUTS))
     assert out.shape == (*INPUTS.shape, CONFIG.vocab)

@@ -108,13 +108,15 @@ def test_nothing_else_goes_over_the_tensor_axis_but_tokens_and_scores(step):
 
 
 def test_a_split_sequence_is_gathered_before_each_pair_of_products_and_scattered_after():
-    found = of_blocks(compiled(dataclasses.replace(MICRO, scan=True, split_sequence=True)), ("tensor",))
+    audit = compiled(dataclasses.replace(MICRO, scan=True, split_sequence=True))
+    found = of_blocks(audit, ("tensor",))
     pairs = 2 * MICRO.n_layer
     assert found["all-gather", "forward"] == pairs
     assert found["all-reduce", "forward"] == pairs
-    # Backward gathers what it kept split, and the gradient. The one that leaves the first block is the root's where the
-    # compiler names it after what reads it, and the block's after what made it, as on jax 0.12.
-    assert found["all-gather", "backward"] - 2 * pairs in (0, 1)
+    # Backward gathers what it kept split, and the gradient. The compiler drops the names of some (jax 0.12: of half),
+    # so all are counted: the root has the embedding, the last norm, and the gradients of both.
+    gathers = [row for row in audit.rows if (row.kind, row.over, row.dtype) == ("all-gather", ("tensor",), "f32")]
+    assert 3 * pairs <= sum(row.executions for row in gathers) <= 3 * pairs + 4
     # Besides, gradients of norms and biases, each from a part of the sequence, are summed: vectors, not activations.
     vectors = found["all-reduce", "backward", "bytes"] - pairs * ACTIVATION
     assert 0 <= vectors <= 7 * MICRO.n_layer * MICRO.d_model * 4  # two norms of two vectors, two biases; some spare

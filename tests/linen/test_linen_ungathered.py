@@ -91,7 +91,7 @@ def test_gradients_equal_those_of_one_device(plain, degrees):
     js.shard_optimizer(model, optax.sgd(0.1))
     variables = js.shard_init(lambda: model.init(jax.random.key(0), IDS), model)
     found = results(model, variables)
-    assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))))
+    assert_same(nn.unbox(found), results(plain, nn.unbox(jax.device_get(variables))), 5e-6)
 
 
 @MESHES

@@ -18,7 +18,7 @@ REMAT = frozenset({"remat2"})
 CALLS = REMAT | frozenset(
     """
     jit closed_call custom_jvp_call custom_vjp_call custom_vmap_call composite custom_linear_solve linear_call
-    remat_opt
+    remat_opt eval_jaxpr
     """.split()
 )
 ANNOTATED = frozenset({"compute_on", "xla_metadata_call"})
