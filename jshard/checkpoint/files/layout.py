@@ -220,7 +220,8 @@ def _header(entries: Mapping[str, tuple[str, Sequence[int], int, int]], index_be
         for name, (dtype, shape, begin, stop) in entries.items()
     }
     listed[_INDEX] = {"dtype": "U8", "shape": [end - index_begin], "data_offsets": [index_begin, end]}
-    return json.dumps({"__metadata__": {"format": "jshard"}, **listed}, separators=(",", ":")).encode()
+    # Libraries of Hugging Face open no file that does not say whose arrays it holds.
+    return json.dumps({"__metadata__": {"format": "pt"}, **listed}, separators=(",", ":")).encode()
 
 
 def parse_tail(tail: bytes, num_bytes: int) -> int:
