@@ -179,30 +179,32 @@ def _save_on(folder: str, process: str, processes: str, coordinator: str) -> Non
     step = (checkpoints.latest() or 0) + 1
     while True:
         state = _state(step)
-        print(step, flush=True)
+        print("saving", step, flush=True)
         checkpoints.save(step, state)
+        print("saved", step, flush=True)
         step += 1
 
 
 def _kills(folder: str, processes: int, times: int, rng: random.Random) -> bool:
     """Each one goes on with the series that the one before it left."""
-    lost, save_s, hit, newest = [], 1.0, 0, 0
+    lost, hit, newest = [], 0, 0
     for number in range(times):
-        first, latest, begun, save_s = _killed(folder, processes, save_s, rng)
+        first, latest, begun, save_s = _killed(folder, processes, rng)
         found = _after_a_kill(folder)
-        hit += found == begun - 1  # it was in the middle of a save, not after it
+        hit += latest < begun  # it was in the middle of a save, not after it
         if first != newest + 1:
             lost.append(f"kill {number}: step {newest} was complete, and the next run began with step {first}")
         if found is None or found < latest:
             lost.append(f"kill {number}: complete was {latest}, and {found} is left")
         newest = found or 0
-        print(f"kill {number}: step {begun} had begun, {found} is the newest, a save takes {save_s:.2f} s", flush=True)
+        steps = f"{latest} was saved, {begun} had begun, {found} is the newest"
+        print(f"kill {number}: {steps}; a save takes {save_s:.2f} s", flush=True)
     print(f"{processes} processes: {times - len(lost)} of {times} kills left a good checkpoint; {hit} hit a save")
     print("\n".join(lost), flush=True)
     return not lost
 
 
-def _killed(folder: str, processes: int, save_s: float, rng: random.Random) -> tuple[int, int, int, float]:
+def _killed(folder: str, processes: int, rng: random.Random) -> tuple[int, int, int, float]:
     """The first step, the one that was complete for certain, the last that had begun, and seconds that a save takes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -213,11 +215,9 @@ def _killed(folder: str, processes: int, save_s: float, rng: random.Random) -> t
     out = running[0].stdout
     assert out is not None
     try:
-        first = _next_step(out)
-        began_s = time.monotonic()
-        begun = _next_step(out)
-        save_s = time.monotonic() - began_s
-        time.sleep(rng.uniform(0.0, save_s))
+        first = _step_that_is(out, "saving")
+        began_s = [time.monotonic() for _ in range(2) if _step_that_is(out, "saving")]
+        time.sleep(rng.uniform(0.0, began_s[1] - began_s[0]))
         for process in rng.sample(running, rng.randint(1, processes)):
             process.kill()
         time.sleep(rng.choice((0.0, 1.0, 4.0)) if processes > 1 else 0.0)  # the other one works on for a while
@@ -226,14 +226,15 @@ def _killed(folder: str, processes: int, save_s: float, rng: random.Random) -> t
             process.kill()
         for process in running:
             process.wait()
-    begun = max([begun, *(int(line) for line in out if line.strip().isdecimal())])
-    assert begun > first
-    return first, begun - 1, begun, save_s
+    left = [line.split()[:2] for line in out if line.startswith(("saving ", "saved "))]
+    begun = max([first + 2, *(int(step) for what, step in left if what == "saving")])
+    latest = max([first + 1, *(int(step) for what, step in left if what == "saved")])
+    return first, latest, begun, began_s[1] - began_s[0]
 
 
-def _next_step(out: Any) -> int:
-    """The next line that is a number: libraries print there, too."""
-    return next(int(line) for line in out if line.strip().isdecimal())
+def _step_that_is(out: Any, what: str) -> int:
+    """The next step of which a process says so: libraries print there, too."""
+    return next(int(line.split()[1]) for line in out if line.startswith(f"{what} "))
 
 
 def _after_a_kill(folder: str) -> int | None:
