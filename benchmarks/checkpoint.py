@@ -121,7 +121,7 @@ class _Turns:
                     if of["stopped"] or (number and spent_s[name] * (number + 1) / number > share_s[name]):
                         of["stopped"] = of["stopped"] or f"{len(of['rounds'])} rounds in {spent_s[name]:.0f} s"
                         continue
-                    turn = self._turn(workers[name], share_s[name] - spent_s[name])
+                    turn = self._turn(workers[name], share_s[name] - spent_s[name], number)
                     spent_s[name] += time.monotonic() - begin_s
                     if number:
                         of["rounds"].append(turn)
@@ -132,12 +132,13 @@ class _Turns:
                     share_s = _shares(spent_s, limit_s, rounds + 1)
         return found
 
-    def _turn(self, workers: _Workers, left_s: float) -> dict[str, Answer]:
-        """All that a library can do once, or as much of it as there is time for."""
+    def _turn(self, workers: _Workers, left_s: float, number: int) -> dict[str, Answer]:
+        """All that a library can do once, reads in an order of each turn, or as much of it as there is time for."""
         found: dict[str, Answer] = {}
         end_s = time.monotonic() + max(left_s, 0.0)
         self._clear()
-        for name in _OPERATIONS:
+        first, *reads, last = _OPERATIONS
+        for name in (first, *(random.Random(number).sample(reads, len(reads)) if number else reads), last):
             plain_name = name.removeprefix("cold ")
             if plain_name not in workers.operations or (len(found) > 1 and time.monotonic() > end_s):
                 continue
