@@ -294,11 +294,15 @@ def _give_back(folder: Path) -> None:
 
 
 def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One report of several runs, each of some of the rows; of a row that two have, the later one counts."""
-    whole = dict(sorted(reports, key=lambda report: report["date"])[-1])
-    for name in ("states", "read_once", "memory", "index"):
-        parts = [report[name] for report in sorted(reports, key=lambda report: report["date"]) if report.get(name)]
-        whole[name] = {k: v for part in parts for k, v in part.items()} if name == "states" else (parts or [[]])[-1]
+    """One report of several runs, each of some rows or libraries; of what two have, the later one counts."""
+    reports = sorted(reports, key=lambda report: report["date"])
+    whole = dict(reports[-1]) | {"states": {}}
+    for report in reports:
+        for row, libraries in report["states"].items():
+            whole["states"][row] = whole["states"].get(row, {}) | libraries
+    for name in ("read_once", "memory", "index"):
+        whole[name] = next((report[name] for report in reversed(reports) if report.get(name)), whole.get(name))
+    whole["versions"] = {name: version for report in reports for name, version in report["versions"].items()}
     whole["load_per_core_before"] = max(report["load_per_core_before"] for report in reports)
     return whole
 

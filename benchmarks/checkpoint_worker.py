@@ -7,10 +7,12 @@ JAX where the library is PyTorch's or plain files.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -20,6 +22,8 @@ from typing import Any
 
 import numpy as np
 
+_DIES_WITH_PARENT = 1  # PR_SET_PDEATHSIG
+
 Operations = dict[str, Callable[[], Any]]
 """What can be asked for. A save in the background gives a function that waits for its end."""
 
@@ -27,6 +31,7 @@ Operations = dict[str, Callable[[], Any]]
 def main() -> None:
     """Makes the state, says so, and does what it is asked until its input ends."""
     asked = json.loads(sys.argv[1])
+    ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGKILL)  # also while it hangs in an operation
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # libraries may print
     libraries: dict[str, Any] = {"plain": plain, "PyTorch DCP": dcp, "Orbax": orbax, "jshard": jshard, "index": index}
@@ -225,7 +230,8 @@ def index(asked: dict[str, Any]) -> Operations:
     (layout,) = laid_out(Piece(n, path, dtype, ((0, 1), (0, 128))) for n, path in enumerate(paths))
     packed = {}
     for writer in range(writers):
-        pieces = tuple(dataclasses.replace(piece, box=((writer, writer + 1), (0, 128))) for piece in layout.pieces)
+        box = (writer, writer + 1), (0, 128)
+        pieces = tuple(Piece(piece.leaf, piece.path, dtype, box) for piece in layout.pieces)
         own = dataclasses.replace(layout, pieces=pieces).index([0] * num_blocks(layout.index_begin))
         name = f"{writer:05d}-000.safetensors"
         with (folder / FOLDER / name).open("wb") as file:
