@@ -19,11 +19,10 @@ import numpy as np
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.manifest import CHANGED, StoredLeaf
+from jshard.checkpoint.manifest import CHANGED, FOLDER, StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.packed import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
-from jshard.checkpoint.storage import FOLDER
 from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError, printable
 
@@ -114,7 +113,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         findings=tuple(findings),
         num_leaves=len(source.leaves),
         num_bytes=sum(arrays[name].nbytes for name in whole),
-        num_files=0 if manifest is None else len(manifest.files),
+        num_files=0 if manifest is None else len(manifest.all_files),
         unsummed=sum(1 for leaf in arrays.values() if leaf.nbytes and leaf.sums is None),
     )
 
@@ -135,7 +134,7 @@ def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdi
         findings=tuple(findings),
         num_leaves=len(source.leaves),
         num_bytes=sum(leaf.nbytes for leaf in source.arrays.values()),
-        num_files=len(source.manifest.files),
+        num_files=len(source.manifest.all_files),
     )
 
 

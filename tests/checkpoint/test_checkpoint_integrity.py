@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import manifest as manifests
-from jshard.checkpoint import storage
+from jshard.checkpoint import saving
 from jshard.checkpoint.sums import LeafSums, add, box_sums
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
@@ -148,18 +148,13 @@ def test_a_restore_that_failed_leaves_the_next_one_alone(saved, files, tmp_path)
 
 def test_what_is_lost_before_the_seal_is_not_sealed(tmp_path, monkeypatch):
     """Somebody who removes files, or another program in the same folder."""
-    write = storage.save_async
+    write = saving.seal
 
-    def save_async(path, *args, **options):
-        wait = write(path, *args, **options)
+    def loses(folder, *args):
+        (folder / "arrays" / DATA).unlink()
+        write(folder, *args)
 
-        def loses():
-            wait()
-            (path / "arrays" / DATA).unlink()
-
-        return loses
-
-    monkeypatch.setattr(storage, "save_async", save_async)
+    monkeypatch.setattr(saving, "seal", loses)
     with pytest.raises(RunError, match=r"(?s)arrays/00000-000.safetensors  is missing\n  why:   1 of 1 files"):
         checkpoint.save(tmp_path / "c", state())
     assert not (tmp_path / "c").exists()
