@@ -267,6 +267,7 @@ class BucketFolder:
                     writer.write(view)
             except (OSError, _errors().BaseError) as error:
                 raise bucket_error(path, f"{_cause(str(error))} (a part of an upload, {RETRIES} retries).") from None
+        assert writer is not None
         try:
             writer.close()
         except (OSError, _errors().BaseError) as error:

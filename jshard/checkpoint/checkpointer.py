@@ -63,8 +63,7 @@ def save_async(
         >>> pending.wait()
     """
     path = place_of(path)
-    saving = Saving(path, state, format=format, timeout_s=timeout_s)
-    return saving.in_background(saving.finish, timeout_s=2 * timeout_s)
+    return Pending(str(path), Saving(path, state, format=format, timeout_s=timeout_s).finish, timeout_s=2 * timeout_s)
 
 
 def restore(

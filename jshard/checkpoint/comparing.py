@@ -113,7 +113,7 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         findings=tuple(findings),
         num_leaves=len(source.leaves),
         num_bytes=sum(arrays[name].nbytes for name in whole),
-        num_files=0 if manifest is None else len(manifest.all_files),
+        num_files=0 if manifest is None else len(manifest.files),
         unsummed=sum(1 for leaf in arrays.values() if leaf.nbytes and leaf.sums is None),
     )
 
@@ -134,7 +134,7 @@ def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdi
         findings=tuple(findings),
         num_leaves=len(source.leaves),
         num_bytes=sum(leaf.nbytes for leaf in source.arrays.values()),
-        num_files=len(source.manifest.all_files),
+        num_files=len(source.manifest.files),
     )
 
 

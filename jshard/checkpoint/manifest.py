@@ -81,7 +81,7 @@ class Manifest:
 
     Attributes:
         leaves: by path.
-        files: of one that holds zarr: size of files by their paths in the folder, and a checksum of small ones.
+        files: size of every file of ours, by its path in the folder; of one that holds zarr, a checksum of small ones.
         step: number of steps that were done; None where nobody said.
         saved_at: seconds since 1970.
         mesh: axes and their degrees when it was saved.
@@ -102,11 +102,6 @@ class Manifest:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
-
-    @property
-    def all_files(self) -> dict[str, tuple[int, int | None]]:
-        """Size of every file that it speaks of, and a checksum of small ones, by its path in the folder."""
-        return {**self.files, **{f"{FOLDER}/{name}": (size, None) for name, (size, _) in self.packed.items()}}
 
 
 def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
@@ -177,12 +172,12 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
     """
     if isinstance(folder, BucketPath):
         here = folder.objects()
-        sizes = {name: (size, here.get(name)) for name, (size, _) in manifest.all_files.items()}
+        sizes = {name: (size, here.get(name)) for name, (size, _) in manifest.files.items()}
         wrong = {name: (size, there) for name, (size, there) in sizes.items() if size != there}
         text = lambda size, there: "is missing" if there is None else f"{there} bytes of {size}"
         return [f"{name}  {text(*both)}" for name, both in wrong.items()]
     found = []
-    for name, (size, crc32) in manifest.all_files.items():
+    for name, (size, crc32) in manifest.files.items():
         try:
             here = (folder / name).stat().st_size
             if here != size:

@@ -125,6 +125,8 @@ class _Boxes:
 
     def check(self, path: Path) -> None:
         """Raises a `RunError` if something is not as it was saved, where the source has sums of leaves."""
+        if self.is_stopped:
+            raise InterruptedError("it was stopped")
         leaves = self._source.leaves
         bad = [name for name, sums in self._sums.items() if add(sums) != leaves[name].sums]
         if bad:
@@ -154,7 +156,7 @@ def _rewritten(
     layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
     boxes, owner = _Boxes(source, layout, mesh, on_written), None
     manifest = Manifest(
-        leaves=boxes.leaves,
+        leaves=boxes.leaves | {name: _manifest.describe(value) for name, value in values.items()},
         values=values,
         step=like.step,
         saved_at=like.saved_at,

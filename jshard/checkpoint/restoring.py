@@ -332,7 +332,7 @@ def _check_policies(missing: str, extra: str) -> None:
 def _check_files(path: Place, manifest: _manifest.Manifest) -> None:
     if found := _manifest.damage(path, manifest):
         raise _damaged(
-            path, found, f"of {len(manifest.all_files)} files {len(found)} are not as they were when it was saved."
+            path, found, f"of {len(manifest.files)} files {len(found)} are not as they were when it was saved."
         )
 
 

@@ -113,19 +113,6 @@ class Saving:
             "mesh": self._mesh,
         }
 
-    def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
-        """Does the rest, which calls `finish`, in a thread of its own; the end of the program waits for it.
-
-        Raises a `RunError` if no thread can be started, as where the program is about to end.
-        """
-        try:
-            return Pending(str(self.path), work, timeout_s=timeout_s)
-        except RuntimeError as error:
-            with contextlib.suppress(Exception):
-                self._wait()  # what is written already would stand in the way of another save
-            self._held.close()
-            raise write_failed(self.path, reason(error)) from error
-
     def failure(self) -> FourPartError | None:
         """What another process, or this one, could not write, while the rest may still wait for it in Orbax."""
         found = failures(self._failures)
@@ -314,7 +301,8 @@ def seal(folder: Place, path: Place, manifest: Manifest) -> None:
     Raises:
         RunError: some of the files are not there, or another program completed a checkpoint.
     """
-    manifest = dataclasses.replace(manifest, versions=versions(_manifest.PACKAGES))
+    files = {f"{FOLDER}/{name}": (size, None) for name, (size, _) in manifest.packed.items()}
+    manifest = dataclasses.replace(manifest, files=files, versions=versions(_manifest.PACKAGES))
     bad, count = _manifest.damage(folder, manifest), len(manifest.packed)
     why = f"{len(bad)} of {count} files are not there, or not whole, when all has been written." if bad else None
     if isinstance(folder, Path):
@@ -396,7 +384,7 @@ class Pending:
 
     Args:
         name: what it is, for messages.
-        work: does it, in a new thread.
+        work: does it, in a new thread, or in this one where none can be started.
         timeout_s: how long the end of the program waits for it.
     """
 
@@ -406,7 +394,10 @@ class Pending:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
         _wait_at_the_end()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # as where the program is about to end
+            self._run(work)
         _unheard.add(self)
         if self.is_done() and self._error is None:
             _unheard.discard(self)
@@ -417,7 +408,8 @@ class Pending:
 
     def ends_within(self, timeout_s: float) -> bool:
         """Waits for its end, for so long; whether it has ended, well or not."""
-        self._thread.join(timeout_s)
+        if not self.is_done():
+            self._thread.join(timeout_s)
         return self.is_done()
 
     def give_up(self) -> None:

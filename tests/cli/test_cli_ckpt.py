@@ -116,7 +116,8 @@ def equal(a, b):
 def test_ls(run, ckpt):
     code, text = ckpt("ls", run)
     assert code == 0
-    for part in ("100", "val_loss=2.5", "fsdp=8", "complete", "latest", "300.orbax-checkpoint-tmp: of a save that was interrupted"):
+    left = "300.orbax-checkpoint-tmp: of a save that was interrupted"
+    for part in ("100", "val_loss=2.5", "fsdp=8", "complete", "latest", left):
         assert part in text
     _, reported = ckpt("ls", run / "checkpoints", "--json")
     assert [(entry["step"], entry["is_latest"]) for entry in reported["checkpoints"]] == [(100, False), (200, True)]

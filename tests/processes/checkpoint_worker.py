@@ -21,9 +21,8 @@ import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
-from jshard.checkpoint import series_folder, storage
+from jshard.checkpoint import saving, series_folder, storage
 from jshard.checkpoint.files.dealing import HeldState
-from jshard.checkpoint import saving
 from jshard.checkpoint.saving import Saving
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
