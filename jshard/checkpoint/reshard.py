@@ -19,7 +19,7 @@ from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.draft import Owner, in_four_parts, keep_on_disk, remove_draft
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.files.dealing import limits
+from jshard.checkpoint.files.dealing import device_boxes
 from jshard.checkpoint.files.layout import Piece, laid_out
 from jshard.checkpoint.files.places import LocalFolder
 from jshard.checkpoint.files.writing import write_files
@@ -102,9 +102,7 @@ class _Boxes:
             if not leaf.is_array:
                 continue
             sharding = NamedSharding(mesh, layout[path])
-            boxes = dict.fromkeys(
-                limits(index or (), leaf.shape) for index in sharding.devices_indices_map(leaf.shape).values()
-            )
+            boxes = dict.fromkeys(device_boxes(sharding, leaf.shape).values())
             pieces += [Piece(number, path, np.dtype(leaf.dtype), box) for box in boxes]
             chunk = sharding.shard_shape(leaf.shape)
             spec = _manifest.spec_text(layout[path])

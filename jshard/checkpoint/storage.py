@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,59 +21,10 @@ from jshard.checkpoint.errors import quiet
 from jshard.checkpoint.manifest import FOLDER, MARK
 from jshard.checkpoint.manifest import NAME as MANIFEST
 
-_UNKNOWN_BYTES = 1 << 40
-
-
-def free_bytes(root: Path = Path("/")) -> int:
-    """Memory that could be taken: what the system has, or less where a container or a job has a limit.
-
-    A large number where it is not known; `root` is that of the file system that says it.
-    """
-    return max(0, min((_available(root), *_left_in_groups(root))))
-
-
-def _available(root: Path) -> int:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
-    return _UNKNOWN_BYTES
-
-
-def _left_in_groups(root: Path) -> Iterator[int]:
-    """What is left of the limits of the control groups that this process is in."""
-    with contextlib.suppress(OSError):
-        top = root / "sys/fs/cgroup"
-        for line in (root / "proc/self/cgroup").read_text().splitlines():
-            _, kinds, path = line.split(":", 2)
-            if kinds in ("", "memory"):
-                own = (top / kinds / path.lstrip("/")).resolve()
-                groups = [group for group in (own, *own.parents) if group.is_relative_to((top / kinds).resolve())]
-                for group in groups:
-                    yield from _left(group, *(_V1 if kinds else _V2))
-
-
-_V2 = ("memory.max", "memory.current", "inactive_file")
-_V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-
-
-def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
-    with contextlib.suppress(OSError, ValueError):  # a group may have no limit: "max"
-        left = int((group / limit).read_text()) - int((group / used).read_text())
-        for line in (group / "memory.stat").read_text().splitlines():
-            name, _, size = line.partition(" ")
-            left += int(size) if name == cache else 0  # given back when somebody wants it
-        yield left
-
-
-# Saves and reads through Orbax.
-
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
 ITEM = "state"
 
-_MIB = 1 << 20
-_IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
-_SHARE_OF_FREE = 8  # several processes may share a host
-_ARRAY = "zarr.json"  # describes an array, in its folder
+_IN_FLIGHT_BYTES = 128 << 20  # of reads: memory beside the state itself
 _AUTO = "AUTO"  # Orbax finds the tree: there is one
 DESCRIPTION = "_METADATA"  # of the arrays of one tree, in its folder
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"  # Orbax's, in the folder of a checkpoint
@@ -262,12 +212,8 @@ def _asks(wanted: Mapping[str, Any], path: str) -> bool:
 
 
 def in_flight_bytes(wanted: Mapping[str, Any]) -> int:
-    """The most that a read of some leaves has in memory beside them: some shards, and enough to do at once.
-
-    Where little memory is free it is a part of that, and one shard in any case.
-    """
-    shard = max(map(_shard_bytes, wanted.values()), default=0)
-    return max(1, shard, min(max(_IN_FLIGHT_BYTES, 4 * shard), free_bytes() // _SHARE_OF_FREE))
+    """The most that a read of some leaves has in memory beside them: some shards, and enough to do at once."""
+    return max(_IN_FLIGHT_BYTES, 4 * max(map(_shard_bytes, wanted.values()), default=0))
 
 
 def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -384,7 +385,7 @@ def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
 
         def fails(source, name, box, error=error):
             if name == "b" and isinstance(error, KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)  # for the main thread, which waits
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # it waits
                 time.sleep(0.5)
             elif name == "b":
                 raise error
