@@ -153,8 +153,10 @@ def _rewritten(
     values = source.values()
     layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
     boxes, owner = _Boxes(source, layout, mesh, on_written), None
+    leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
+    leaves |= {name: _manifest.describe(value) for name, value in values.items()}
     manifest = Manifest(
-        leaves=boxes.leaves | {name: _manifest.describe(value) for name, value in values.items()},
+        leaves=leaves,
         values=values,
         step=like.step,
         saved_at=like.saved_at,
