@@ -31,7 +31,6 @@ FOLDER = "arrays"  # of packed files
 FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
-CHANGED = "its bytes have changed"
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -183,7 +182,7 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  {CHANGED}")
+                found.append(f"{name}  its bytes have changed")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except OSError as error:

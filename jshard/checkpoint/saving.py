@@ -60,7 +60,7 @@ class Saving:
         step: number of steps that are done, for the manifest.
         metrics: what the state is worth, for the manifest.
         timeout_s: how long any one wait may take.
-        format: "packed", or "orbax" for folders of zarr, which plain Orbax reads.
+        format: "packed", or "orbax" for what Orbax writes in its own way.
         prepare: done first, by the first process.
         check: done by it just before the checkpoint counts; an error stops that.
 
