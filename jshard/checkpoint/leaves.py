@@ -21,6 +21,7 @@ from jshard.plans.padding import logical_shape, padding_of
 Path = tuple[str, ...]
 
 _ESCAPED = {"%": "%25", "/": "%2F", ".": "%2E", "\\": "%5C", "\0": "%00"}  # what cannot be in the name of a folder
+_TABLE = str.maketrans(_ESCAPED)
 _STORABLE = frozenset(  # what TensorStore has names for
     "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
@@ -86,7 +87,7 @@ def text(path: Path) -> str:
 
 def escape(key: str) -> str:
     """A key without the characters that separate keys, or folders."""
-    return "".join(_ESCAPED.get(letter, letter) for letter in key) or "%"
+    return key.translate(_TABLE) or "%"
 
 
 def unescape(path: str) -> str:

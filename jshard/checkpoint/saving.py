@@ -153,7 +153,8 @@ class Saving:
             with self.phases("write"):
                 files = write()
                 sums = {key: sums.total() for key, sums in self._totals.items()}
-            return None, {"files": files, "sums": sums, "report": self.phases.report(num_bytes=self.num_bytes)}
+            num_bytes = sum(size for size, _ in files.values()) or self._num_bytes
+            return None, {"files": files, "sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
 
         try:
             _, self._heard = self._together("written", work)
@@ -191,12 +192,11 @@ class Saving:
     def _begin(self, held: HeldState | dict[str, Any]) -> None:
         """Begins to write what is held."""
         timeout_s = self._timeout_s
+        self._num_bytes = sum(sums.num_bytes for sums in self._totals.values())  # Orbax does not say it
         if not isinstance(held, HeldState):
-            self.num_bytes = sum(sums.num_bytes for sums in self._totals.values())
             work = lambda folder: self._write(dict, folder)
             self._wait = storage.save_async(self._folder(), work, leaves=held, timeout_s=timeout_s)
             return
-        self.num_bytes = held.num_bytes
         write = lambda sink, begin="": write_files(sink, held.files, held.values, begin=begin)
         if isinstance(self.path, BucketPath):
             sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same

@@ -58,11 +58,6 @@ class WritePlan:
     files: tuple[FileLayout, ...]
     parts: tuple[tuple[tuple[int, Limits, tuple[slice, ...] | None], ...], ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the values."""
-        return sum(piece.nbytes for file in self.files for piece in file.pieces)
-
 
 @functools.lru_cache(maxsize=8)
 def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int) -> WritePlan:
@@ -191,7 +186,7 @@ class HeldState:
             for box, values in held:
                 if (number, box) in used and (number, box) not in self._arrays:
                     self._arrays[number, box] = values if values is leaf else values.data
-        for values in self._arrays.values():
+        for values in self._arrays.values() if jax.default_backend() != "cpu" else ():
             if isinstance(values, jax.Array):
                 values.copy_to_host_async()
         # On a CPU these are no copies, and keep the values when the array is donated.
@@ -201,11 +196,6 @@ class HeldState:
     def files(self) -> tuple[FileLayout, ...]:
         """The layouts of the files that this process writes."""
         return self._plan.files
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values that this process writes."""
-        return self._plan.num_bytes
 
     def values(self, file: int, number: int) -> np.ndarray:
         """The values of a piece."""
