@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tables import markdown_table
-from jshard.checkpoint.timeline_report import Ettr
+from jshard.cli.ckpt._timeline_report import Ettr
 
 _LIMIT_S = 900.0
 _CHECKPOINT_EVERY = 8

@@ -4,6 +4,7 @@ Nothing here imports jax: a useless plugin has to be hidden before.
 """
 
 import contextlib
+import functools
 import glob
 import importlib.metadata
 import os
@@ -57,11 +58,14 @@ def plugin_versions(cuda: str) -> tuple[str, str] | None:
 
 def versions(packages: Iterable[str]) -> dict[str, Any]:
     """The versions of some packages, for what they write; None for one that is not installed."""
-    found: dict[str, Any] = dict.fromkeys(packages)
-    for package in found:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    return {package: _version(package) for package in packages}
+
+
+@functools.cache
+def _version(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def jax_version() -> str:

@@ -18,7 +18,6 @@ import importlib
 import itertools
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from jshard.checkpoint.files.places import Parts
 from jshard.errors import MissingExtraError, RunError
 
 PART_BYTES = 8 << 20  # of an upload; 10,000 of them are the most that S3 takes
@@ -252,9 +252,34 @@ class BucketFolder:
     def __init__(self, path: BucketPath) -> None:
         self.path = path
 
-    def create(self, name: str, num_bytes: int) -> BucketFile:
-        """See `Sink.create`."""
-        return BucketFile(self.path / name, num_bytes)
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        """See `Sink.write`; it is there when all of it is, and the driver uploads several parts at a time.
+
+        What was uploaded of one that fails goes when the bucket's rule for abandoned uploads says so.
+        """
+        path, writer = self.path / name, None  # one that is let go of without `close` is never seen
+        for views in parts:
+            if writer is None:  # the first part begins the upload, which may be begun again; the driver repeats others
+                writer = path._tried(lambda views=views: self._begin(path, views))
+                continue
+            try:
+                for view in views:
+                    writer.write(view)
+            except (OSError, _errors().BaseError) as error:
+                raise bucket_error(path, f"{_cause(str(error))} (a part of an upload, {RETRIES} retries).") from None
+        assert writer is not None
+        try:
+            writer.close()
+        except (OSError, _errors().BaseError) as error:
+            if not _has_size(path, num_bytes):  # else the answer was lost
+                why = f"{_cause(str(error))} (the end of an upload of {num_bytes} bytes)."
+                raise bucket_error(path, why) from None
+
+    def _begin(self, path: BucketPath, views: Sequence[memoryview]) -> Any:
+        writer = _driver().open_writer(path._store, path.key, buffer_size=PART_BYTES, max_concurrency=_IN_FLIGHT)
+        for view in views:
+            writer.write(view)
+        return writer
 
     def size(self, name: str) -> int:
         """See `Source.size`."""
@@ -276,69 +301,11 @@ class BucketFolder:
         return None
 
 
-class BucketFile:
-    """An object that is written in parts, several at a time: see `SinkFile`. It is there when it is finished.
-
-    The driver takes the parts in their order: a part waits for those before it.
-    """
-
-    def __init__(self, path: BucketPath, num_bytes: int) -> None:
-        self._path, self._num_bytes = path, num_bytes
-        self._writer: Any = None  # the driver's
-        self._next, self._failed = 0, False
-        self._turn = threading.Condition()
-
-    def write(self, number: int, views: Sequence[memoryview]) -> None:
-        """See `SinkFile.write`."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._next == number or self._failed)
-            if self._failed:
-                raise bucket_error(self._path, "another part of it could not be written.")
-            try:
-                # The first part begins the upload, which may be begun again; the driver repeats the others.
-                self._put(views) if number else self._path._tried(lambda: self._begin(views))
-            except BaseException:
-                self._failed = True
-                raise
-            finally:
-                self._next += 1
-                self._turn.notify_all()
-
-    def finish(self) -> None:
-        """See `SinkFile.finish`."""
-        try:
-            self._writer.close()
-        except (OSError, _errors().BaseError) as error:
-            if not self._is_there():  # else the answer was lost
-                why = f"{_cause(str(error))} (the end of an upload of {self._num_bytes} bytes)."
-                raise bucket_error(self._path, why) from None
-        self._writer = None
-
-    def abort(self) -> None:
-        """See `SinkFile.abort`; what was uploaded goes when the bucket's rule for abandoned uploads says so."""
-        with self._turn:
-            self._writer, self._failed = None, True  # one that is let go of without `close` is never seen
-            self._turn.notify_all()
-
-    def _begin(self, views: Sequence[memoryview]) -> None:
-        self._writer = _driver().open_writer(
-            self._path._store, self._path.key, buffer_size=PART_BYTES, max_concurrency=_IN_FLIGHT
-        )
-        for view in views:
-            self._writer.write(view)
-
-    def _put(self, views: Sequence[memoryview]) -> None:
-        try:
-            for view in views:
-                self._writer.write(view)
-        except (OSError, _errors().BaseError) as error:
-            raise bucket_error(self._path, f"{_cause(str(error))} (a part of an upload, {RETRIES} retries).") from None
-
-    def _is_there(self) -> bool:
-        try:
-            return self._path.size() == self._num_bytes
-        except OSError:
-            return False
+def _has_size(path: BucketPath, num_bytes: int) -> bool:
+    try:
+        return path.size() == num_bytes
+    except OSError:
+        return False
 
 
 @functools.cache

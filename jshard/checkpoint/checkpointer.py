@@ -26,7 +26,7 @@ def save(path: str | os.PathLike[str], state: Any, *, format: Format = "packed",
         path: a folder that does not exist yet.
         state: names and what they stand for, or one such thing alone: nnx modules, nnx optimizers, pytrees of
             arrays (random keys among them), numbers and texts, and objects with `get_state()` and `set_state()`.
-        format: "packed", a few large files; or "orbax", folders of zarr, which plain Orbax reads.
+        format: "packed", a few large files; or "orbax", which lets Orbax write in its own way, for others to read.
         timeout_s: how long to wait for other processes.
 
     Raises:
@@ -63,8 +63,7 @@ def save_async(
         >>> pending.wait()
     """
     path = place_of(path)
-    saving = Saving(path, state, format=format, timeout_s=timeout_s)
-    return saving.in_background(saving.finish, timeout_s=2 * timeout_s)
+    return Pending(str(path), Saving(path, state, format=format, timeout_s=timeout_s).finish, timeout_s=2 * timeout_s)
 
 
 def restore(

@@ -19,11 +19,10 @@ import numpy as np
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.buckets import BucketError, Place
 from jshard.checkpoint.lookup import place_of
-from jshard.checkpoint.manifest import CHANGED, StoredLeaf
+from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.packed import PackedCheckpoint
 from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
-from jshard.checkpoint.storage import FOLDER
 from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError, printable
 
@@ -121,15 +120,10 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
 
 def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdict:
     """The verdict on a packed checkpoint, all of whose bytes have a sum."""
-    findings = []
-    can_be_read = True
-    for line in _manifest.damage(source.path, source.manifest):
-        file, _, why = line.partition("  ")
-        if not (file.startswith(f"{FOLDER}/") and why == CHANGED):  # of those it is found which leaves they are
-            findings.append(Finding(leaf=None, file=file, why=why))
-            can_be_read &= not file.startswith(f"{FOLDER}/")
-    if can_be_read:
-        findings += [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
+    lines = (line.partition("  ") for line in _manifest.damage(source.path, source.manifest))
+    findings = [Finding(leaf=None, file=file, why=why) for file, _, why in lines]
+    if not findings:
+        findings = [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
     return Verdict(
         path=source.path,
         findings=tuple(findings),

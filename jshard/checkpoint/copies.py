@@ -16,6 +16,7 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.dealing import HeldState
+from jshard.checkpoint.files.places import Parts
 from jshard.checkpoint.files.writing import write_file
 from jshard.checkpoint.manifest import Manifest
 from jshard.checkpoint.opened import unreadable
@@ -41,7 +42,7 @@ class Packing:
         shapes = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
         stored = {key: _manifest.describe(leaf, shapes.get(key)) for key, leaf in leaves.items()}
         values = {key: leaves[key] for key, leaf in stored.items() if not leaf.is_array}
-        self._manifest = Manifest(leaves=stored, files={}, step=step, values=values)
+        self._manifest = Manifest(leaves=stored, step=step, values=values)
         self._held = HeldState(leaves, stored, most_bytes=_ONE_FILE)
 
     def finish(self) -> list[memoryview]:
@@ -55,29 +56,12 @@ class Packing:
 
 
 class _Views:
-    """A `Sink`, and a file of it, that keeps what it is given, without a copy."""
+    """A `Sink` that keeps what it is given, without a copy."""
 
     part_bytes = 4 << 20
-    threads = 1
 
-    def __init__(self) -> None:
-        self._parts: dict[int, Sequence[memoryview]] = {}
-
-    def create(self, name: str, num_bytes: int) -> _Views:
-        return self
-
-    def write(self, number: int, views: Sequence[memoryview]) -> None:
-        self._parts[number] = views
-
-    def finish(self) -> None:
-        pass
-
-    def abort(self) -> None:
-        pass
-
-    @property
-    def found(self) -> list[memoryview]:
-        return [view for _, views in sorted(self._parts.items()) for view in views]
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        self.found = [view for views in parts for view in views]
 
 
 class _Parts:

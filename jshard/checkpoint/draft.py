@@ -1,7 +1,7 @@
-"""The folder of a save until it is complete, `NAME.saving`: whose it is, what becomes of it, what is on the disk.
+"""The folder of a save until it is complete, as Orbax calls it: whose it is, what becomes of it, what is on the disk.
 
 No two saves write into one, and none removes what another is writing: the first process holds a lock on the file
-`NAME.saving.owner` as long as it saves; the system lets go of it when the process dies. Some file systems have no
+`NAME.owner` as long as it saves; the system lets go of it when the process dies. Some file systems have no
 locks: there the later save takes the folder, and the earlier one finds another token in the file, and fails before it
 completes what is not its own.
 """
@@ -22,8 +22,7 @@ from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.errors import FourPartError, RunError
 
-SAVING_SUFFIX = ".saving"
-UNCOMMITTED_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, and renames
+DRAFT_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, and renames
 
 _MENDS = {  # by the names of errors, as `reason` has them
     ("ENOSPC", "EDQUOT"): "make room, or name a folder on another disk.",
@@ -33,24 +32,23 @@ _MENDS = {  # by the names of errors, as `reason` has them
     ("ENAMETOOLONG",): "give a shorter path.",
     ("ENOTDIR", "EEXIST", "ENOENT"): "name a path whose parents are folders, or can be made.",
 }
-_ARRAY = "zarr.json"  # describes an array, in its folder
 _held: set[int] = set()  # files that are locked
 
 
 class Owner:
-    """A claim to the folder of a save, `NAME.saving`.
+    """A claim to write a checkpoint.
 
     Raises:
         CheckpointError: another save that is at work has it.
     """
 
-    def __init__(self, draft: Path) -> None:
-        self._draft, self._path = draft, _owner_file(draft)
+    def __init__(self, path: Path) -> None:
+        self._checkpoint, self._path = path, _owner_file(path)
         self._number = _locked(self._path, create=True)
         if self._number is None:
             raise CheckpointError(
                 "The checkpoint cannot be written.",
-                where=str(draft),
+                where=str(path),
                 why=f"another save is writing it: {_owner_text(self._path)}.",
                 do="let one program save into a folder; or save under another name.",
             )
@@ -70,7 +68,7 @@ class Owner:
         if not self._path.exists() or self._path.read_text() != self._text:
             raise RunError(
                 "The checkpoint could not be written.",
-                where=str(self._draft),
+                where=str(self._checkpoint),
                 why=f"another save took the folder while this one wrote: {_owner_text(self._path)}.",
                 do="let one program save into a folder.",
             )
@@ -91,10 +89,10 @@ class Owner:
             self._number = None
 
 
-def is_owned(draft: Path) -> bool:
-    """Whether a save is at work in a folder, as far as can be seen."""
+def is_owned(path: Path) -> bool:
+    """Whether a save of a checkpoint is at work, as far as can be seen."""
     try:
-        number = _locked(_owner_file(draft), create=False)
+        number = _locked(_owner_file(path), create=False)
     except OSError:
         return False
     if number is not None:
@@ -102,8 +100,8 @@ def is_owned(draft: Path) -> bool:
     return number is None
 
 
-def _owner_file(draft: Path) -> Path:
-    return draft.with_name(draft.name + ".owner")
+def _owner_file(path: Path) -> Path:
+    return path.with_name(path.name + ".owner")
 
 
 def _locked(path: Path, *, create: bool) -> int | None:
@@ -142,27 +140,25 @@ def _owner_text(path: Path) -> str:
         return "it does not say which"
 
 
-def unnamed(path: Path) -> Path:
-    """What a checkpoint is called until it is complete."""
-    return path.with_name(path.name + SAVING_SUFFIX)
+def draft_of(path: Path) -> Path:
+    """What the folder of a checkpoint is called until it is complete."""
+    return path.with_name(path.name + DRAFT_SUFFIX)
 
 
-def discard_unnamed(path: Path) -> None:
+def discard_draft(path: Path) -> None:
     """Removes what an interrupted save left of a checkpoint; not of one at work."""
-    if is_owned(unnamed(path)):
+    if is_owned(path):
         return
     with contextlib.suppress(OSError):
-        _owner_file(unnamed(path)).unlink()
-    remove_unnamed(path)
+        _owner_file(path).unlink()
+    remove_draft(path)
 
 
-def remove_unnamed(path: Path) -> bool:
-    """`discard_unnamed` for whoever owns the folder; says whether there was any."""
-    left = unnamed(path)
-    found = [folder for folder in (left, left.with_name(left.name + UNCOMMITTED_SUFFIX)) if folder.exists()]
-    for folder in found:
-        shutil.rmtree(folder, ignore_errors=True)
-    return bool(found)
+def remove_draft(path: Path) -> bool:
+    """`discard_draft` for whoever owns the checkpoint; says whether there was any."""
+    is_there = draft_of(path).exists()
+    shutil.rmtree(draft_of(path), ignore_errors=True)
+    return is_there
 
 
 def in_four_parts(path: Place, error: Exception) -> FourPartError:
@@ -186,21 +182,10 @@ def mend(why: str) -> str:
 # What would survive a power cut.
 
 
-def keep_on_disk(folder: Path) -> None:
-    """Waits until everything in a folder would survive a power cut.
-
-    What TensorStore wrote, the files of arrays and the names beside them, is on the disk already.
-    """
-    arrays: set[str] = set()
-    for inner, folders, names in os.walk(folder):
-        if _ARRAY in names or os.path.dirname(inner) in arrays:
-            arrays.add(inner)
-        else:
-            for name in names:
-                if not name.endswith(".safetensors"):  # flushed by whoever wrote it
-                    flush(os.path.join(inner, name))
-        if folders or inner not in arrays:
-            flush(inner)
+def keep_on_disk(path: Path) -> None:
+    """Waits until a checkpoint that has its name would survive a power cut; all files of ours are on the disk."""
+    flush(path)
+    flush(path.parent)
 
 
 def flush(path: str | Path) -> None:

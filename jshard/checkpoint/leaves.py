@@ -21,7 +21,7 @@ from jshard.plans.padding import logical_shape, padding_of
 Path = tuple[str, ...]
 
 _ESCAPED = {"%": "%25", "/": "%2F", ".": "%2E", "\\": "%5C", "\0": "%00"}  # what cannot be in the name of a folder
-_LONGEST = 255  # bytes of such a name
+_TABLE = str.maketrans(_ESCAPED)
 _STORABLE = frozenset(  # what TensorStore has names for
     "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz "
     "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu bfloat16 float16 float32 float64 "
@@ -87,7 +87,7 @@ def text(path: Path) -> str:
 
 def escape(key: str) -> str:
     """A key without the characters that separate keys, or folders."""
-    return "".join(_ESCAPED.get(letter, letter) for letter in key) or "%"
+    return key.translate(_TABLE) or "%"
 
 
 def unescape(path: str) -> str:
@@ -98,19 +98,8 @@ def unescape(path: str) -> str:
 
 
 def check_paths(paths: Collection[str]) -> None:
-    """Raises a `CheckpointError` if leaves cannot be stored beside each other.
-
-    The name of a folder would be too long, or a path is a leaf and the beginning of another.
-    """
+    """Raises a `CheckpointError` if a path is a leaf and the beginning of another: Orbax stores a tree."""
     held = set(paths)
-    long = [path for path in paths if len(path.encode(errors="surrogatepass")) > _LONGEST]
-    if long:
-        raise CheckpointError(
-            "The state cannot be stored by path.",
-            where=[f"{path[:60]}...  {len(path.encode(errors='surrogatepass'))} bytes" for path in long],
-            why=f"an array is stored in a folder of its name, and file systems end at {_LONGEST} bytes.",
-            do="shorten the keys on the way to these leaves.",
-        )
     above = [(path, "/".join(path.split("/")[:count])) for path in paths for count in range(1, path.count("/") + 1)]
     if both := [f"{top}  and {path}" for path, top in above if top in held]:
         raise CheckpointError(

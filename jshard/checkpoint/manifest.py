@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,11 +28,10 @@ from jshard.checkpoint.sums import Sums
 from jshard.errors import RunError
 
 NAME = "jshard.json"
+FOLDER = "arrays"  # of packed files
 FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
-_SMALL_BYTES = 1 << 16
-CHANGED = "its bytes have changed"
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -83,7 +81,7 @@ class Manifest:
 
     Attributes:
         leaves: by path.
-        files: size of every file, by its path in the folder, and a checksum of those that are small.
+        files: size of every file of ours, by its path in the folder; of one that holds zarr, a checksum of small ones.
         step: number of steps that were done; None where nobody said.
         saved_at: seconds since 1970.
         mesh: axes and their degrees when it was saved.
@@ -95,7 +93,7 @@ class Manifest:
     """
 
     leaves: Mapping[str, StoredLeaf]
-    files: Mapping[str, tuple[int, int | None]]
+    files: Mapping[str, tuple[int, int | None]] = dataclasses.field(default_factory=dict)
     step: int | None = None
     saved_at: float = 0.0
     mesh: Mapping[str, int] = dataclasses.field(default_factory=dict)
@@ -116,34 +114,6 @@ def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
         leaf = jax.eval_shape(jax.random.key_data, leaf)
     shape = tuple(leaf.shape) if shape is None else shape
     return StoredLeaf(shape=shape, dtype=jnp.dtype(leaf.dtype).name, key=key, spec=_spec(logical))
-
-
-def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Every file of a checkpoint but its manifest, with its size, and a checksum if no sums of a leaf show a change."""
-    found, left = {}, [(os.fspath(folder), "")]
-    while left:
-        inner, name = left.pop()
-        for entry in os.scandir(inner):
-            path = name + entry.name
-            if entry.is_dir():
-                left.append((entry.path, f"{path}/"))
-            elif path not in (NAME, f"{NAME}.tmp"):
-                size = entry.stat().st_size
-                # Those have sums; texts and descriptions have none.
-                holds_values = "/c/" in path or "/d/" in path or path.endswith(".safetensors")
-                has_checksum = size <= _SMALL_BYTES or not holds_values
-                found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
-    return dict(sorted(found.items()))
-
-
-def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of the boxes in which leaves are stored, by path, as Orbax notes them beside the arrays."""
-    chunks = {}
-    for path in sorted(folder.glob("*/array_metadatas/process_*")):
-        for entry in json.loads(path.read_text())["array_metadatas"]:
-            array = entry["array_metadata"]
-            chunks[array["param_name"].replace(".", "/")] = tuple(array["chunk_shape"])
-    return chunks
 
 
 def write(folder: Path, manifest: Manifest) -> None:
@@ -213,7 +183,7 @@ def damage(folder: Place, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  {CHANGED}")
+                found.append(f"{name}  its bytes have changed")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except OSError as error:

@@ -21,10 +21,9 @@ from jshard.checkpoint.files.layout import FileIndex, Limits
 from jshard.checkpoint.files.places import FileSource, LocalFolder
 from jshard.checkpoint.files.reading import ChangedError, do_all
 from jshard.checkpoint.formats.source import Box, bounds, whole
-from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
 from jshard.checkpoint.opened import Opened, unreadable
-from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
 _BATCH_BYTES = 256 << 20  # of arrays that are read at a time

@@ -20,10 +20,9 @@ from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
-from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.opened import BOX_BYTES, Opened, boxes_bytes, cut, padded, unreadable
 from jshard.checkpoint.packed import PackedCheckpoint, is_packed, packed_source
-from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for

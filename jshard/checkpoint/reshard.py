@@ -17,16 +17,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.buckets import Place
-from jshard.checkpoint.draft import Owner, in_four_parts, remove_unnamed, unnamed
+from jshard.checkpoint.draft import Owner, in_four_parts, keep_on_disk, remove_draft
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.files.dealing import limits
+from jshard.checkpoint.files.dealing import device_boxes
 from jshard.checkpoint.files.layout import Piece, laid_out
+from jshard.checkpoint.files.places import LocalFolder
+from jshard.checkpoint.files.writing import write_files
 from jshard.checkpoint.formats.source import ArraySource, Box
-from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.matching import stacks
 from jshard.checkpoint.opened import Opened
 from jshard.checkpoint.readers import own_checkpoint
-from jshard.checkpoint.saving import complete
+from jshard.checkpoint.saving import seal
 from jshard.checkpoint.sums import Sums, add, box_sums
 from jshard.errors import RunError, printable
 
@@ -55,13 +57,13 @@ def reshard(
         RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.
     """
     source = own_checkpoint(path)
-    like = source.manifest or Manifest(leaves={}, files={})
+    like = source.manifest or Manifest(leaves={})
     return _rewritten(source, out, mesh, specs or {}, like=like, on_written=on_written)
 
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
     """Writes what a source holds as a checkpoint of ours; arguments, memory and errors as of `reshard`."""
-    like = Manifest(leaves={}, files={}, saved_at=time.time())
+    like = Manifest(leaves={}, saved_at=time.time())
     return _rewritten(source, out, mesh, {}, like=like, on_written=on_written)
 
 
@@ -100,9 +102,7 @@ class _Boxes:
             if not leaf.is_array:
                 continue
             sharding = NamedSharding(mesh, layout[path])
-            boxes = dict.fromkeys(
-                limits(index or (), leaf.shape) for index in sharding.devices_indices_map(leaf.shape).values()
-            )
+            boxes = dict.fromkeys(device_boxes(sharding, leaf.shape).values())
             pieces += [Piece(number, path, np.dtype(leaf.dtype), box) for box in boxes]
             chunk = sharding.shard_shape(leaf.shape)
             spec = _manifest.spec_text(layout[path])
@@ -123,6 +123,8 @@ class _Boxes:
 
     def check(self, path: Path) -> None:
         """Raises a `RunError` if something is not as it was saved, where the source has sums of leaves."""
+        if self.is_stopped:
+            raise InterruptedError("it was stopped")
         leaves = self._source.leaves
         bad = [name for name, sums in self._sums.items() if add(sums) != leaves[name].sums]
         if bad:
@@ -151,13 +153,32 @@ def _rewritten(
     values = source.values()
     layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
     boxes, owner = _Boxes(source, layout, mesh, on_written), None
+    leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
+    leaves |= {name: _manifest.describe(value) for name, value in values.items()}
+    manifest = Manifest(
+        leaves=leaves,
+        values=values,
+        step=like.step,
+        saved_at=like.saved_at,
+        mesh=dict(mesh.shape),
+        metrics=like.metrics,
+    )
+
+    def write(folder: Path) -> None:
+        nonlocal manifest
+        packed = write_files(LocalFolder(folder / FOLDER), boxes.files, boxes.values)
+        boxes.check(path)
+        assert owner is not None
+        owner.check()
+        manifest = dataclasses.replace(manifest, packed=packed)
+        seal(folder, path, manifest)
+
     new_folders = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        owner = Owner(unnamed(path))
-        remove_unnamed(path)
-        part = storage.PackedPart(boxes)
-        wait = storage.save_async(unnamed(path), part, timeout_s=_TIMEOUT_S)
+        owner = Owner(path)
+        remove_draft(path)
+        wait = storage.save_async(path, write, timeout_s=_TIMEOUT_S)
         try:
             wait()
         except BaseException:  # the user may have interrupted it, and threads go on to write
@@ -165,15 +186,10 @@ def _rewritten(
             with contextlib.suppress(Exception):
                 wait()
             raise
-        boxes.check(path)
-        owner.check()
-        facts = {"step": like.step, "saved_at": like.saved_at, "mesh": dict(mesh.shape), "metrics": like.metrics}
-        leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
-        leaves |= {name: _manifest.describe(value) for name, value in values.items()}
-        manifest = complete(path, leaves, packed=part.files, values=values, **facts)
+        keep_on_disk(path)
     except BaseException as error:
         if owner is not None:
-            remove_unnamed(path)
+            remove_draft(path)
         if not isinstance(error, Exception) or isinstance(error, CheckpointError | RunError):
             raise
         raise in_four_parts(path, error) from error

@@ -1,9 +1,10 @@
 """A save, from the arrays on the devices to a complete folder under its final name.
 
     begin    everything is checked, and the devices' values are copied or held: the step may go on when it returns
-    finish   in any thread: the data are written, the sums exchanged, the manifest is written, the folder gets its name
+    finish   in any thread: the data are written, the processes meet, the first one writes the manifest beside the data,
+             and Orbax gives the folder its name
 
-A folder under its final name is complete: until then it is called `NAME.saving`.
+A folder under its final name is complete: until then it has the name that Orbax gives to temporary ones.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import secrets
 import sys
 import threading
 import time
@@ -23,6 +25,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jshard._compat import before_threads_end, orbax_operations, versions
 from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
@@ -30,11 +33,14 @@ from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
 from jshard.checkpoint.balance import check_equal, local_copies
-from jshard.checkpoint.buckets import BucketPath, Place
-from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
+from jshard.checkpoint.buckets import BucketFolder, BucketPath, Place
+from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_draft, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.files.dealing import HeldState
-from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.files.places import LocalFolder
+from jshard.checkpoint.files.writing import write_files
+from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
+from jshard.checkpoint.matching import own_mesh
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
 from jshard.errors import FourPartError, RunError, causes
@@ -54,7 +60,7 @@ class Saving:
         step: number of steps that are done, for the manifest.
         metrics: what the state is worth, for the manifest.
         timeout_s: how long any one wait may take.
-        format: "packed", or "orbax" for folders of zarr, which plain Orbax reads.
+        format: "packed", or "orbax" for what Orbax writes in its own way.
         prepare: done first, by the first process.
         check: done by it just before the checkpoint counts; an error stops that.
 
@@ -79,12 +85,11 @@ class Saving:
         self.path, self._step, self._timeout_s, self._check = path, step, timeout_s, check
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
-        self._wrote_until_s = 0.0
         self._failures = f"save {next(_numbers)}"
         self._held = contextlib.ExitStack()  # what ends with the save
-        self._part: storage.PackedPart | None = None
         self._totals: dict[str, LeafSums] = {}
         self._owner: Owner | None = None
+        self._heard: list[dict[str, Any]] = []  # the reports of all processes
         self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
             with self.phases("plan"):
@@ -108,19 +113,6 @@ class Saving:
             "mesh": self._mesh,
         }
 
-    def in_background(self, work: Callable[[], None], *, timeout_s: float) -> Pending:
-        """Does the rest, which calls `finish`, in a thread of its own; the end of the program waits for it.
-
-        Raises a `RunError` if no thread can be started, as where the program is about to end.
-        """
-        try:
-            return Pending(str(self.path), work, timeout_s=timeout_s)
-        except RuntimeError as error:
-            with contextlib.suppress(Exception):
-                self._wait()  # what is written already would stand in the way of another save
-            self._held.close()
-            raise write_failed(self.path, reason(error)) from error
-
     def failure(self) -> FourPartError | None:
         """What another process, or this one, could not write, while the rest may still wait for it in Orbax."""
         found = failures(self._failures)
@@ -136,25 +128,40 @@ class Saving:
             self._finish()
 
     def _finish(self) -> None:
-        _, heard = self._together("written", lambda: (None, self._written()))
-        del self._part, self._totals, self._wait  # with all that they hold of the state
-        self._together("complete", lambda: (self._complete(heard) if is_primary() else None, None))
+        self._together("complete", lambda: (self._commit(), None))
+        del self._wait, self._totals  # with all that they hold of the state
         give_memory_back()
-        reports = [other["report"] for other in heard]
+        reports = [other["report"] for other in self._heard]
         written_s = max(report["phases"][-1][2] for report in reports)
         for report in reports:  # until it counts: a part of what a save takes
             report["phases"].append(["finish", written_s, round(self.phases.now_s(), 6)])
         self.record |= {"processes": reports}
 
-    def _written(self) -> dict[str, Any]:
-        """Waits until the data are written, and reports to the other processes."""
+    def _commit(self) -> None:
+        """Waits until the checkpoint has its name."""
         self._wait()
-        written_s = max(self._wrote_until_s, self.blocked_s)
-        self.phases.add("write", self.blocked_s, written_s)
-        self.phases.add("commit", written_s, self.phases.now_s())
-        files = {} if self._part is None else self._part.files
-        totals = {key: sums.total() for key, sums in self._totals.items()}
-        return {"sums": totals, "files": files, "report": self.phases.report(num_bytes=self.num_bytes)}
+        if is_primary() and isinstance(self.path, Path):
+            keep_on_disk(self.path)
+
+    def _write(self, write: Callable[[], dict[str, tuple[int, int]]], folder: Place) -> None:
+        """Writes what is held; all processes do, or none, and then the first one makes it a checkpoint.
+
+        Orbax, which waits for this, gives the folder its name when its own process is done.
+        """
+
+        def work() -> tuple[None, dict[str, Any]]:
+            with self.phases("write"):
+                files = write()
+                sums = {key: sums.total() for key, sums in self._totals.items()}
+            num_bytes = sum(size for size, _ in files.values()) or self._num_bytes
+            return None, {"files": files, "sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
+
+        try:
+            _, self._heard = self._together("written", work)
+            self._together("sealed", lambda: (self._seal(folder) if is_primary() else None, None))
+        except Exception as error:
+            self._agreed = error
+            raise
 
     def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
         """Checks everything; the leaves that have a value, and what the processes are to compare."""
@@ -178,30 +185,30 @@ class Saving:
             if self._format == "packed":
                 return HeldState(leaves, self._described)
             arrays = {key: leaf for key, leaf in leaves.items() if key not in self._values}
-            self._totals = {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
-            return {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
+            full = {key: _without_padding(leaf, self._described[key]) for key, leaf in arrays.items()}
+            self._totals = {key: LeafSums(leaf) for key, leaf in full.items()}
+            return {key: leaf for key, leaf in {**leaves, **full}.items() if getattr(leaf, "size", 1)}  # Orbax's rule
 
     def _begin(self, held: HeldState | dict[str, Any]) -> None:
         """Begins to write what is held."""
-        if isinstance(held, HeldState):
-            self.num_bytes = held.num_bytes
-            self._part = storage.PackedPart(held, self._note_written, together=self._all_write)
-            if isinstance(self.path, BucketPath):
-                self._wait = storage.upload_packed(self.path, self._part, timeout_s=self._timeout_s)
-            else:
-                self._wait = storage.save_async(unnamed(self.path), self._part, timeout_s=self._timeout_s)
+        timeout_s = self._timeout_s
+        self._num_bytes = sum(sums.num_bytes for sums in self._totals.values())  # Orbax does not say it
+        if not isinstance(held, HeldState):
+            work = lambda folder: self._write(dict, folder)
+            self._wait = storage.save_async(self._folder(), work, leaves=held, timeout_s=timeout_s)
+            return
+        write = lambda sink, begin="": write_files(sink, held.files, held.values, begin=begin)
+        if isinstance(self.path, BucketPath):
+            sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
+            work = lambda: self._write(lambda: write(sink, begin), self.path)
+            self._wait = storage.in_thread(self.path, work, timeout_s=timeout_s)
         else:
-            self.num_bytes = sum(map(storage.local_bytes, held.values()))
-            written = self._note_written
-            self._wait = storage.save_zarr(self._draft(), held, on_written=written, timeout_s=self._timeout_s)
+            work = lambda folder: self._write(lambda: write(LocalFolder(folder / FOLDER)), folder)
+            self._wait = storage.save_async(self._folder(), work, timeout_s=timeout_s)
 
-    def _all_write(self, write: Callable[[], None]) -> None:
-        """Writes, and waits for the others: Orbax commits what its handlers say is written in all processes."""
-        try:
-            self._together("all wrote", lambda: (write(), None))
-        except Exception as error:
-            self._agreed = error
-            raise
+    def _folder(self) -> Path:
+        assert isinstance(self.path, Path)
+        return self.path
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
@@ -215,36 +222,37 @@ class Saving:
         if isinstance(self.path, BucketPath):
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = Owner(unnamed(self.path))
+        self._owner = Owner(self.path)
         self._held.callback(self._owner.release)
-        if remove_unnamed(self.path):
+        if remove_draft(self.path):
             message = f"what an interrupted save left of {self.path} was removed."
             warnings.warn(message, CheckpointWarning, stacklevel=7)
 
-    def _complete(self, heard: list[dict[str, Any]]) -> None:
-        """What the first process does at the end."""
+    def _seal(self, folder: Place) -> None:
+        """What the first process does when all have written."""
         if self._owner is not None:
             self._owner.check()
         self._check()
-        facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
-        facts |= {"processes": len(heard), "metrics": self._metrics}
-        if self._format == "packed":
-            packed = {name: tuple(found) for other in heard for name, found in other["files"].items()}
-            complete(self.path, self._described, packed=packed, values=self._values, **facts)
-            return
-        storage.cut_padding(self._draft(), self._logical)
-        leaves = {}
-        for key, described in self._described.items():
-            sums = [other["sums"][key] for other in heard if key in other["sums"]]
-            leaves[key] = dataclasses.replace(described, sums=add(sums) if sums else None)
-        complete(self.path, leaves, **facts)
-
-    def _draft(self) -> Path:
-        assert isinstance(self.path, Path)
-        return unnamed(self.path)
-
-    def _note_written(self) -> None:
-        self._wrote_until_s = self.phases.now_s()
+        packed, leaves = {}, self._described
+        for other in self._heard:
+            packed |= {name: tuple(found) for name, found in other["files"].items()}
+        if self._format == "orbax":
+            sums = {key: [other["sums"][key] for other in self._heard] for key in self._totals}
+            leaves = {
+                key: dataclasses.replace(leaf, sums=add(sums[key]) if key in sums else None)
+                for key, leaf in leaves.items()
+            }
+        manifest = Manifest(
+            leaves=leaves,
+            packed=packed,
+            values=self._values,
+            step=self._step,
+            saved_at=self.phases.began_at,
+            mesh=self._mesh["axes"],
+            processes=len(self._heard),
+            metrics=self._metrics,
+        )
+        seal(folder, self.path, manifest)
 
     def _together(self, topic: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, list[Any]]:
         """Does work that all processes come to the end of, or none; it gives what stays here, and what others hear."""
@@ -282,40 +290,31 @@ class Saving:
             raise in_four_parts(self.path, error) from error
 
 
-def complete(path: Place, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
-    """Writes the manifest of a draft, and gives it its name once it would survive a power cut."""
-    if isinstance(path, BucketPath):
-        return _complete_in_bucket(path, leaves, **facts)
-    draft = unnamed(path)
-    files = _manifest.files_of(draft)
-    manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
-    if manifest.packed:
-        storage.check_packed(draft, manifest)
-    else:
-        storage.check_whole(draft, leaves, files)
-        chunks = _manifest.chunks_of(draft)
-        leaves = {key: dataclasses.replace(leaf, chunk=chunks.get(key)) for key, leaf in leaves.items()}
-        manifest = dataclasses.replace(manifest, leaves=leaves)
-    _manifest.write(draft, manifest)
-    keep_on_disk(draft)
-    draft.rename(path)
-    flush(path.parent)
-    return manifest
+def seal(folder: Place, path: Place, manifest: Manifest) -> None:
+    """Writes the manifest of a checkpoint whose files are all there: in a bucket it is complete then.
 
+    Args:
+        folder: where the files are.
+        path: where the checkpoint will be, for messages.
+        manifest: what it says of itself.
 
-def _complete_in_bucket(path: BucketPath, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
-    """Writes the manifest of files that are uploaded, if there is none yet: from then on they are a checkpoint."""
-    (path / storage.COMMIT_MARK).write(b"")  # for whoever copies it to a disk
-    files = {f"{storage.FOLDER}/{name}": (size, None) for name, (size, _) in facts["packed"].items()}
-    manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
-    why = "\n".join(_manifest.damage(path, manifest))
-    if not why and not (path / _manifest.NAME).create(_manifest.to_text(manifest).encode()):
-        why = "another program completed a checkpoint there while this one wrote."
-    if why:
-        raise RunError(
-            "The checkpoint could not be written.", where=str(path), why=why, do="let one program save to an address."
-        )
-    return manifest
+    Raises:
+        RunError: some of the files are not there, or another program completed a checkpoint.
+    """
+    files = {f"{FOLDER}/{name}": (size, None) for name, (size, _) in manifest.packed.items()}
+    manifest = dataclasses.replace(manifest, files=files, versions=versions(_manifest.PACKAGES))
+    bad, count = _manifest.damage(folder, manifest), len(manifest.packed)
+    why = f"{len(bad)} of {count} files are not there, or not whole, when all has been written." if bad else None
+    if isinstance(folder, Path):
+        _manifest.write(folder, manifest)
+        flush(folder / FOLDER)
+    elif why is None:
+        (folder / storage.COMMIT_MARK).write(b"")  # for whoever copies it to a disk
+        if not (folder / _manifest.NAME).create(_manifest.to_text(manifest).encode()):
+            why = "another program completed a checkpoint there while this one wrote."
+    if why is not None:
+        do = "let one program save to an address, look for what else writes or deletes there, and save again."
+        raise RunError("The checkpoint could not be written.", where=[str(path), *bad], why=why, do=do)
 
 
 def checked_format(format: str, path: Place) -> Format:
@@ -350,6 +349,16 @@ def _described(leaf: Any, shape: tuple[int, ...] | None) -> StoredLeaf:
     return dataclasses.replace(stored, chunk=leaf.sharding.shard_shape(leaf.shape)) if is_cut else stored
 
 
+def _without_padding(leaf: Any, stored: StoredLeaf) -> Any:
+    """An array as it is stored; what is left of one with padding need not divide over its mesh, and is on all of it."""
+    if not isinstance(leaf, jax.Array) or stored.key is not None or leaf.shape == stored.shape:
+        return leaf
+    assert isinstance(leaf.sharding, NamedSharding)
+    inside = tuple(slice(size) for size in stored.shape)
+    with own_mesh(leaf):
+        return jax.jit(lambda x: x[inside], out_shardings=NamedSharding(leaf.sharding.mesh, PartitionSpec()))(leaf)
+
+
 def _refuse_nothing(path: Place, leaves: Mapping[str, Any]) -> None:
     if not any(getattr(leaf, "size", 1) for leaf in leaves.values()):
         raise CheckpointError(
@@ -375,7 +384,7 @@ class Pending:
 
     Args:
         name: what it is, for messages.
-        work: does it, in a new thread.
+        work: does it, in a new thread, or in this one where none can be started.
         timeout_s: how long the end of the program waits for it.
     """
 
@@ -385,7 +394,10 @@ class Pending:
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name=f"save {name}", daemon=True)
         _wait_at_the_end()
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # as where the program is about to end
+            self._run(work)
         _unheard.add(self)
         if self.is_done() and self._error is None:
             _unheard.discard(self)
@@ -396,7 +408,8 @@ class Pending:
 
     def ends_within(self, timeout_s: float) -> bool:
         """Waits for its end, for so long; whether it has ended, well or not."""
-        self._thread.join(timeout_s)
+        if not self.is_done():
+            self._thread.join(timeout_s)
         return self.is_done()
 
     def give_up(self) -> None:

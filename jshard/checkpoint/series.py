@@ -309,7 +309,7 @@ class Checkpointer:
             raise not_written(path, self.steps(), error) from error
         self._passed_over.discard(step)
         self._saving = saving
-        self._pending = saving.in_background(lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
+        self._pending = Pending(str(path), lambda: self._finish(saving, step), timeout_s=2 * self.timeout_s)
 
     def _check_folder(self) -> None:
         """Finds out once whether all processes see the folder, when the first of them would write there."""

@@ -20,7 +20,7 @@ from jshard._processes import exchange, is_primary
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import timeline as _history
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place
-from jshard.checkpoint.draft import SAVING_SUFFIX, discard_unnamed, is_owned, unnamed, write_text
+from jshard.checkpoint.draft import DRAFT_SUFFIX, discard_draft, draft_of, is_owned, write_text
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.lookup import (
     INCOMPLETE,
@@ -183,7 +183,7 @@ class SeriesFolder(SeriesFiles):
         self.folder.mkdir(parents=True, exist_ok=True)
         begun = self._begun()
         for old in begun:
-            discard_unnamed(self.path(old))
+            discard_draft(self.path(old))
         path = self.path(step)
         if is_committed(path) and (is_damaged or self.damage(step) is not None):
             self.set_aside(step)
@@ -195,14 +195,14 @@ class SeriesFolder(SeriesFiles):
                 do=f"look at it, and move it away: mv {path} {path}.incomplete",
             )
         if not path.exists():  # else the save refuses, and this one is not ours
-            there = lambda old: self.path(old).exists() or is_owned(unnamed(self.path(old)))  # another may be saving it
+            there = lambda old: self.path(old).exists() or is_owned(self.path(old))  # another may be saving it
             ours = [*(old for old in begun if old != step and there(old)), step]
             write_text(self.folder / LEDGER, json.dumps({"begun": ours}))
 
     def discard(self, step: int) -> None:
         """Removes what a save of ours that failed has left."""
         if step in self._begun():
-            discard_unnamed(self.path(step))
+            discard_draft(self.path(step))
 
     def set_aside(self, step: int) -> None:
         """Renames a damaged checkpoint to `STEP.damaged`, so that the step can be saved again."""
@@ -214,9 +214,9 @@ class SeriesFolder(SeriesFiles):
     def delete(self, step: int) -> None:
         """See `SeriesFiles.delete`: the new name makes it one step."""
         try:
-            self.path(step).rename(unnamed(self.path(step)))
+            self.path(step).rename(draft_of(self.path(step)))
         finally:
-            discard_unnamed(self.path(step))
+            discard_draft(self.path(step))
 
     def check(self) -> None:
         """Nothing: the folder of each save has an owner."""
@@ -388,7 +388,7 @@ def listing(path: Place) -> Listing:
     entries.sort(key=lambda entry: entry.step or 0)
     latest = max((entry.step for entry in entries if entry.step is not None and not entry.damage), default=None)
     entries = [dataclasses.replace(entry, is_latest=entry.step == latest) for entry in entries]
-    left = sorted(item.name for item in series.iterdir() if SAVING_SUFFIX in item.name and item.is_dir())
+    left = sorted(item.name for item in series.iterdir() if item.name.endswith(DRAFT_SUFFIX) and item.is_dir())
     return Listing(path=series, entries=tuple(entries), unfinished=tuple(left))
 
 

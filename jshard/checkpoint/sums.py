@@ -59,6 +59,11 @@ class LeafSums:
         else:
             self._parts = [(leaf, tuple(slice(None) for _ in self._shape))]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what this process holds."""
+        return sum(values.nbytes for values, _ in self._parts)
+
     def total(self) -> Sums:
         """The sums."""
         return add(box_sums(values[_inside(box, self._shape)], box, self._shape) for values, box in self._parts)

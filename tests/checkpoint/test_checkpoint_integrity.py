@@ -15,8 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard import checkpoint
-from jshard.checkpoint import manifest as manifests
-from jshard.checkpoint import storage
+from jshard.checkpoint import saving
 from jshard.checkpoint.sums import LeafSums, add, box_sums
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
@@ -49,8 +48,8 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def files(saved):
-    """The files of the checkpoint; they are as they were again after the test."""
-    files = {path: path.read_bytes() for path in sorted(saved.rglob("*")) if path.is_file()}
+    """The files of the checkpoint but for Orbax's notes; they are as they were again after the test."""
+    files = {path: path.read_bytes() for path in (saved / "arrays" / DATA, saved / "jshard.json")}
     yield files
     for path, content in files.items():
         path.write_bytes(content)
@@ -107,11 +106,6 @@ def test_a_file_of_another_checkpoint_is_found(saved, files, tmp_path):
         checkpoint.restore(saved, like=other)
 
 
-def test_large_files_without_a_checksum_are_those_with_sums(saved):
-    unchecked = {name for name, (_, crc32) in manifests.read(saved).files.items() if crc32 is None}
-    assert unchecked == {f"arrays/{DATA}"}
-
-
 def test_every_missing_or_shortened_file_is_found_and_named(saved, files):
     for path, content in files.items():
         for left in (None, content[: len(content) // 2]):
@@ -124,6 +118,16 @@ def test_every_missing_or_shortened_file_is_found_and_named(saved, files):
                 checkpoint.restore(saved, like=state(zero=True))
             assert names(caught.value, path, saved), (path, str(caught.value))
             path.write_bytes(content)
+
+
+def test_what_orbax_notes_is_for_others(saved, tmp_path):
+    """All but the mark that says that the folder is complete."""
+    copy = shutil.copytree(saved, tmp_path / "c")
+    for name in ("_CHECKPOINT_METADATA", "orbax.checkpoint"):
+        (copy / name).unlink()
+    assert raw(checkpoint.restore(copy, like=state(zero=True))) == raw(state())
+    (copy / "commit_success.txt").unlink()
+    assert checkpoint.Checkpointer(tmp_path).steps() == []
 
 
 def test_the_part_that_is_read_is_checked_and_no_other(saved, files):
@@ -148,18 +152,13 @@ def test_a_restore_that_failed_leaves_the_next_one_alone(saved, files, tmp_path)
 
 def test_what_is_lost_before_the_seal_is_not_sealed(tmp_path, monkeypatch):
     """Somebody who removes files, or another program in the same folder."""
-    write = storage.save_async
+    write = saving.seal
 
-    def save_async(path, *args, **options):
-        wait = write(path, *args, **options)
+    def loses(folder, *args):
+        (folder / "arrays" / DATA).unlink()
+        write(folder, *args)
 
-        def loses():
-            wait()
-            (path / "arrays" / DATA).unlink()
-
-        return loses
-
-    monkeypatch.setattr(storage, "save_async", save_async)
+    monkeypatch.setattr(saving, "seal", loses)
     with pytest.raises(RunError, match=r"(?s)arrays/00000-000.safetensors  is missing\n  why:   1 of 1 files"):
         checkpoint.save(tmp_path / "c", state())
     assert not (tmp_path / "c").exists()

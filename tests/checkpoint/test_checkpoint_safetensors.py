@@ -236,7 +236,7 @@ def test_nothing_to_read(tmp_path):
         SafetensorsSource(tmp_path / "gone")
     with pytest.raises(CheckpointError, match=r"neither model.*json nor a file"):
         SafetensorsSource(tmp_path)
-    with pytest.raises(CheckpointError, match="cannot be read from a bucket"):
+    with pytest.raises(CheckpointError, match="Checkpoints cannot be there"):
         SafetensorsSource("gs://bucket/model.safetensors")
 
 

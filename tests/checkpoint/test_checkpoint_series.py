@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointError, CheckpointWarning
-from jshard.checkpoint.draft import SAVING_SUFFIX
+from jshard.checkpoint.draft import DRAFT_SUFFIX
 from jshard.checkpoint.series_folder import checkpoint_at
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
@@ -185,7 +185,7 @@ DIE_BEFORE_COMMIT = """
 
 @pytest.mark.parametrize(
     ("dies_at", "left"),
-    [("/2$", [1]), (r"/1 \S*/1\.saving$", [1, 2, 3, 4])],
+    [("/2$", [1]), (r"/1 \S*/1\.orbax", [1, 2, 3, 4])],
     ids=["before the commit", "before the old one is deleted"],
 )
 def test_killed_in_the_middle_of_a_save(tmp_path, dies_at, left):
@@ -194,10 +194,10 @@ def test_killed_in_the_middle_of_a_save(tmp_path, dies_at, left):
     ckpt = Checkpointer(tmp_path, keep=3)
     assert ckpt.steps() == left
     assert raw(ckpt.restore(like=state(left[-1]))) == raw(state(left[-1]))
-    assert (f"2{SAVING_SUFFIX}" in names(tmp_path)) == (left == [1])
+    assert (f"2{DRAFT_SUFFIX}" in names(tmp_path)) == (left == [1])
     ckpt.save(left[-1] + 1, state(left[-1] + 1))  # the same step again, or the next one
     assert ckpt.steps() == [*left, left[-1] + 1][-3:]
-    assert not [name for name in names(tmp_path) if name.endswith(SAVING_SUFFIX)]
+    assert not [name for name in names(tmp_path) if name.endswith(DRAFT_SUFFIX)]
 
 
 def test_leftovers_are_removed_by_the_save_of_another_step(tmp_path):
@@ -210,8 +210,8 @@ def test_leftovers_are_removed_by_the_save_of_another_step(tmp_path):
 def test_a_deletion_that_was_interrupted_is_ended(tmp_path):
     ckpt = Checkpointer(tmp_path, keep=1)
     ckpt.save(1, {"step": 1})
-    ckpt.path(1).rename(ckpt.path(1).with_name(f"1{SAVING_SUFFIX}"))
-    (tmp_path / f"1{SAVING_SUFFIX}" / "_CHECKPOINT_METADATA").unlink()
+    ckpt.path(1).rename(ckpt.path(1).with_name(f"1{DRAFT_SUFFIX}"))
+    (tmp_path / f"1{DRAFT_SUFFIX}" / "_CHECKPOINT_METADATA").unlink()
     assert ckpt.steps() == []
     ckpt.save(2, {"step": 2})
     assert names(tmp_path) == ["2", "history.jsonl", "series.json"]
@@ -266,7 +266,7 @@ def test_what_is_not_flushed_does_not_count(tmp_path, monkeypatch):
     ckpt.save(1, {"step": 1})
 
     def full(number):
-        if os.readlink(f"/proc/self/fd/{number}").endswith("_METADATA"):
+        if os.readlink(f"/proc/self/fd/{number}").endswith("jshard.json.tmp"):
             raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)

@@ -58,8 +58,8 @@ def run(tmp_path, monkeypatch):
 
 def test_a_save_takes_until_it_counts(tmp_path, monkeypatch):
     """Also the manifest, and all that has to be on the disk before the folder has its name."""
-    complete = saving.complete
-    monkeypatch.setattr(saving, "complete", lambda *args, **facts: (time.sleep(0.5), complete(*args, **facts)))
+    seal = saving.seal
+    monkeypatch.setattr(saving, "seal", lambda *args: (time.sleep(0.5), seal(*args)))
     with Checkpointer(tmp_path, keep=1) as series:
         series.save(1, {"x": np.zeros(3)})
     (found,) = timelines(tmp_path)

@@ -58,9 +58,7 @@ DATA = "arrays/00000-000.safetensors"
 
 # Of every kind of file: bits near its begin and near its end, and in the middle, where the large leaves are.
 @pytest.mark.parametrize("bit", [0, 7])
-@pytest.mark.parametrize(
-    ("file", "leaf"), [(DATA, "model/table"), ("_CHECKPOINT_METADATA", None), ("jshard.json", None)]
-)
+@pytest.mark.parametrize(("file", "leaf"), [(DATA, "model/table"), ("jshard.json", None)])
 def test_a_flipped_bit(copy, file, leaf, bit):
     size = (copy / file).stat().st_size
     for byte, place in ((3, leaf and "model/large"), (2 * size // 3, leaf), (size - 1, None)):  # the last of the index
@@ -71,16 +69,14 @@ def test_a_flipped_bit(copy, file, leaf, bit):
 
 
 @pytest.mark.parametrize("cut", [0, 1, 100_000])
-def test_missing_and_cut_off_files_all_at_once(copy, cut):
+def test_a_file_that_is_missing_or_cut_off(copy, cut):
     data = (copy / DATA).read_bytes()
     (copy / DATA).unlink()
     if cut:
         (copy / DATA).write_bytes(data[:-cut])
-    (copy / "orbax.checkpoint").unlink()
     reasons = {(finding.leaf, finding.file): finding.why for finding in verify(copy).findings}
     assert reasons == {
         (None, DATA): f"{len(data) - cut} bytes of {len(data)}" if cut else "is missing",
-        (None, "orbax.checkpoint"): "is missing",
     }
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def run(tmp_path_factory):
         changed["model"]["tokens"] *= 2
         changed["optimizer"] = {"nu": [jnp.ones((2, 2))]}
         checkpoints.save(200, changed)
-    (folder / "checkpoints" / "300.saving").mkdir()
+    (folder / "checkpoints" / "300.orbax-checkpoint-tmp").mkdir()
     return folder
 
 
@@ -116,11 +117,12 @@ def equal(a, b):
 def test_ls(run, ckpt):
     code, text = ckpt("ls", run)
     assert code == 0
-    for part in ("100", "val_loss=2.5", "fsdp=8", "complete", "latest", "300.saving: of a save that was interrupted"):
+    left = "300.orbax-checkpoint-tmp: of a save that was interrupted"
+    for part in ("100", "val_loss=2.5", "fsdp=8", "complete", "latest", left):
         assert part in text
     _, reported = ckpt("ls", run / "checkpoints", "--json")
     assert [(entry["step"], entry["is_latest"]) for entry in reported["checkpoints"]] == [(100, False), (200, True)]
-    assert reported["unfinished"] == ["300.saving"]
+    assert reported["unfinished"] == ["300.orbax-checkpoint-tmp"]
     _, reported = ckpt("ls", run / "checkpoints" / "100", "--json")
     assert [(entry["step"], entry["num_leaves"]) for entry in reported["checkpoints"]] == [(100, 6)]
 
@@ -383,7 +385,7 @@ def test_an_import_that_fails_half_way_leaves_nothing(capsys, monkeypatch):
 
         def fails(source, name, box, error=error):
             if name == "b" and isinstance(error, KeyboardInterrupt):
-                signal.raise_signal(signal.SIGINT)  # for the main thread, which waits
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # it waits
                 time.sleep(0.5)
             elif name == "b":
                 raise error

@@ -21,7 +21,7 @@ import jshard as js
 from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
-from jshard.checkpoint import series_folder, storage
+from jshard.checkpoint import saving, series_folder, storage
 from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.saving import Saving
 from jshard.errors import FourPartError
@@ -156,11 +156,11 @@ def fails(*args, **options):
 
 def slow():
     """Process 1 is slow to write."""
-    write = storage.PackedPart.write
+    write = saving.write_files
     if PROCESS == 1:
-        storage.PackedPart.write = lambda *args: (time.sleep(SLOW_S), write(*args))
+        saving.write_files = lambda *args, **options: (time.sleep(SLOW_S), write(*args, **options))[1]
     checkpoint.Checkpointer(FOLDER / "slow").save(1, state(1))
-    storage.PackedPart.write = write
+    saving.write_files = write
 
 
 def stall():

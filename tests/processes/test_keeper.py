@@ -95,3 +95,29 @@ def test_copies_that_nobody_keeps_or_that_have_no_room_are_refused(keeper, monke
         MemoryCopies(5, state, print)
     monkeypatch.setattr(memory_copies, "free_bytes", lambda: 10 << 20)
     MemoryCopies(5, state, print)
+
+
+def told_memory(root, *, available, limit, used, cache, group):
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:  {available // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(f"9:cpu:/\n{group}:/job/step\n")
+    folder, names = root / "sys/fs/cgroup/memory/job", ("limit_in_bytes", "usage_in_bytes", "total_inactive_file")
+    if group == "0:":
+        folder, names = root / "sys/fs/cgroup/job", ("max", "current", "inactive_file")
+        (folder / "step").mkdir(parents=True)
+        (folder / "step" / "memory.max").write_text("max\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"memory.{names[0]}").write_text(f"{limit}\n")
+    (folder / f"memory.{names[1]}").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cache}\n")
+    return root
+
+
+@pytest.mark.parametrize("group", ["0:", "4:memory"])
+def test_free_memory_is_what_the_system_or_the_job_has_left(tmp_path, group):
+    gib = 1 << 30
+    job = told_memory(tmp_path / "a", available=9 * gib, limit=4 * gib, used=3 * gib, cache=gib, group=group)
+    host = told_memory(tmp_path / "b", available=gib, limit=4 * gib, used=gib, cache=0, group=group)
+    assert memory_copies.free_bytes(job) == 2 * gib
+    assert memory_copies.free_bytes(host) == gib
+    assert memory_copies.free_bytes(tmp_path / "nothing") > 100 * gib

@@ -58,11 +58,6 @@ class WritePlan:
     files: tuple[FileLayout, ...]
     parts: tuple[tuple[tuple[int, Limits, tuple[slice, ...] | None], ...], ...]
 
-    @property
-    def num_bytes(self) -> int:
-        """Of the values."""
-        return sum(piece.nbytes for file in self.files for piece in file.pieces)
-
 
 @functools.lru_cache(maxsize=8)
 def plan(leaves: tuple[LeafFacts, ...], process: int, processes: int, most_bytes: int) -> WritePlan:
@@ -118,8 +113,8 @@ def _holders(
     each process has of the first kind.
     """
     holders: dict[Limits, set[int]] = collections.defaultdict(set)
-    for device, index in sharding.devices_indices_map(held_shape).items():
-        holders[limits(index, held_shape)].add(device.process_index)
+    for device, held in device_boxes(sharding, held_shape).items():
+        holders[held].add(device.process_index)
     alone: dict[int, list[tuple[Limits, Limits]]] = collections.defaultdict(list)
     several, sizes = [], np.zeros(processes, np.int64)
     for held, owners in holders.items():
@@ -133,6 +128,12 @@ def _holders(
             alone[owner].append((box, held))
             sizes[owner] += _size(box)
     return alone, several, sizes
+
+
+@functools.lru_cache(maxsize=4096)
+def device_boxes(sharding: Sharding, shape: tuple[int, ...]) -> Mapping[Any, Limits]:
+    """The box of an array that each device holds."""
+    return {device: limits(index or (), shape) for device, index in sharding.devices_indices_map(tuple(shape)).items()}
 
 
 def limits(index: Sequence[slice], shape: Sequence[int]) -> Limits:
@@ -173,19 +174,19 @@ class HeldState:
         full = {path: _numbers(leaf) for path, leaf in leaves.items() if stored[path].nbytes}
         facts = tuple(_facts(numbers[path], path, leaf, stored[path]) for path, leaf in full.items())
         self._plan = plan(facts, jax.process_index(), jax.process_count(), most_bytes)
-        needed = {number for file in self._plan.parts for number, *_ in file}
+        used = {(number, box) for file in self._plan.parts for number, box, _ in file}
         self._arrays: dict[tuple[int, Limits], Any] = {}
         for path, leaf in full.items():
-            if (number := numbers[path]) not in needed:
-                continue
+            number = numbers[path]
             if not isinstance(leaf, jax.Array):
-                self._arrays[number, tuple((0, size) for size in leaf.shape)] = leaf
-                continue
-            for shard in leaf.addressable_shards:
-                self._arrays.setdefault((number, limits(shard.index, leaf.shape)), shard.data)
-        used = {(number, box) for file in self._plan.parts for number, box, _ in file}
-        self._arrays = {place: values for place, values in self._arrays.items() if place in used}
-        for values in self._arrays.values():
+                held = [(tuple((0, size) for size in leaf.shape), leaf)]
+            else:
+                boxes = device_boxes(leaf.sharding, leaf.shape)
+                held = [(boxes[shard.device], shard) for shard in leaf.addressable_shards]
+            for box, values in held:
+                if (number, box) in used and (number, box) not in self._arrays:
+                    self._arrays[number, box] = values if values is leaf else values.data
+        for values in self._arrays.values() if jax.default_backend() != "cpu" else ():
             if isinstance(values, jax.Array):
                 values.copy_to_host_async()
         # On a CPU these are no copies, and keep the values when the array is donated.
@@ -195,11 +196,6 @@ class HeldState:
     def files(self) -> tuple[FileLayout, ...]:
         """The layouts of the files that this process writes."""
         return self._plan.files
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the values that this process writes."""
-        return self._plan.num_bytes
 
     def values(self, file: int, number: int) -> np.ndarray:
         """The values of a piece."""

@@ -1,16 +1,19 @@
-"""Where the files of a checkpoint are: a `Sink` takes whole files in parts, a `FileSource` gives ranges of bytes.
+"""Where the files of a checkpoint are: a `Sink` writes whole files in parts, a `FileSource` gives ranges of bytes.
 
 A folder of the machine is one of each, `LocalFolder`; a bucket would be another.
 """
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -19,20 +22,8 @@ import numpy as np
 _MOST_BUFFERS = 1024  # in one call of the system
 
 
-class SinkFile(Protocol):
-    """A file that is being written, once and whole."""
-
-    def write(self, number: int, views: Sequence[memoryview]) -> None:
-        """Writes a part: part 0, 1, ... are `part_bytes` long each, the last one is the rest.
-
-        Threads call it at the same time, in any order; each part comes once. An `OSError` if it cannot be written.
-        """
-
-    def finish(self) -> None:
-        """All parts are written: returns when the file would survive a power cut, under its name."""
-
-    def abort(self) -> None:
-        """Something failed: lets go of the file, whatever is there of it. It raises nothing."""
+Parts = Iterable[list[memoryview]]
+"""What is in a file, from its beginning to its end: buffers, one after the other."""
 
 
 class Sink(Protocol):
@@ -40,14 +31,16 @@ class Sink(Protocol):
 
     Attributes:
         part_bytes: of the parts in which files are written; a multiple of 256 KiB.
-        threads: how many parts are worth writing at the same time.
     """
 
     part_bytes: int
-    threads: int
 
-    def create(self, name: str, num_bytes: int) -> SinkFile:
-        """Begins a file of so many bytes, under a name without folders."""
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        """Writes a file of so many bytes, once and whole; it would survive a power cut when this returns.
+
+        Each part has `part_bytes`, the last one the rest; it is asked for when there is room for it. An `OSError` if
+        the file cannot be written.
+        """
         ...
 
 
@@ -89,9 +82,18 @@ class LocalFolder:
         self._lock = threading.Lock()
         self._open: dict[str, int] = {}
 
-    def create(self, name: str, num_bytes: int) -> SinkFile:
-        """See `Sink.create`; the room is taken at once, so that a full disk shows before anything is written."""
-        return _LocalFile(self.path / name, num_bytes, self.part_bytes)
+    def write(self, name: str, num_bytes: int, parts: Parts) -> None:
+        """See `Sink.write`; the room is taken at once, so that a full disk shows before anything is written."""
+        number = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+        try:
+            _allocate(number, num_bytes)
+            writes = (
+                functools.partial(_write, number, place * self.part_bytes, views) for place, views in enumerate(parts)
+            )
+            do_all(writes, threads=self.threads)
+            os.fsync(number)
+        finally:
+            os.close(number)
 
     def size(self, name: str) -> int:
         """See `FileSource.size`."""
@@ -132,36 +134,30 @@ class LocalFolder:
             return self._open[name]
 
 
-class _LocalFile:
-    """See `SinkFile`."""
-
-    def __init__(self, path: Path, num_bytes: int, part_bytes: int) -> None:
-        self._path, self._part_bytes = path, part_bytes
-        self._number = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
+    """Does things in threads, a few at a time, and asks for the next when there is room; the first error ends it."""
+    with concurrent.futures.ThreadPoolExecutor(threads, "jshard-files") as pool:
+        begun: collections.deque[concurrent.futures.Future[None]] = collections.deque()
         try:
-            _allocate(self._number, num_bytes)
+            for each in work:
+                if len(begun) == 2 * threads:
+                    begun.popleft().result()
+                begun.append(pool.submit(each))
+            for future in begun:
+                future.result()
         except BaseException:
-            self.abort()
+            pool.shutdown(cancel_futures=True)
             raise
 
-    def write(self, number: int, views: Sequence[memoryview]) -> None:
-        offset = number * self._part_bytes
-        for some in _few(views):
-            left = sum(view.nbytes for view in some)
-            while left:
-                count = os.pwritev(self._number, some, offset)
-                left, offset = left - count, offset + count
-                if left:
-                    some = _behind(some, count)
 
-    def finish(self) -> None:
-        os.fsync(self._number)
-        self.abort()
-
-    def abort(self) -> None:
-        if self._number >= 0:
-            os.close(self._number)
-            self._number = -1
+def _write(number: int, offset: int, views: Sequence[memoryview]) -> None:
+    for some in _few(views):
+        left = sum(view.nbytes for view in some)
+        while left:
+            count = os.pwritev(number, some, offset)
+            left, offset = left - count, offset + count
+            if left:
+                some = _behind(some, count)
 
 
 def _allocate(number: int, num_bytes: int) -> None:

@@ -6,7 +6,6 @@ a block at the ends, is read beside and dropped.
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,6 +14,7 @@ import numpy as np
 
 from jshard.checkpoint.files.layout import BLOCK_BYTES, block_sum, cut_views
 from jshard.checkpoint.files.places import FileSource
+from jshard.checkpoint.files.places import do_all as do_all
 
 READ_BYTES = 4 << 20
 _counting = threading.Lock()
@@ -150,18 +150,6 @@ def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterat
     for number, block in enumerate(cut_views(views, BLOCK_BYTES), start // BLOCK_BYTES):
         if block_sum(block) != int(sums[number]):
             yield number * BLOCK_BYTES, number * BLOCK_BYTES + sum(view.nbytes for view in block)
-
-
-def do_all(work: Iterable[Callable[[], None]], *, threads: int) -> None:
-    """Does the reads, some at a time; the first error ends it."""
-    with concurrent.futures.ThreadPoolExecutor(threads, "jshard-read") as pool:
-        futures = [pool.submit(each) for each in work]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
 
 
 def _up(value: int, multiple: int) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.formats import torch_pickle
-from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, local_path, read_region, stored_array
+from jshard.checkpoint.formats.source import Box, FileRegion, bounds, damaged, existing, read_region, stored_array
 from jshard.checkpoint.formats.torch_pickle import DTYPES, Archive, Record, records
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import printable
@@ -65,7 +65,7 @@ class DcpSource:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = local_path(path, "PyTorch distributed")
+        self.path = existing(path, "PyTorch distributed")
         described, places = _metadata(self.path)
         self._places = places
         self._tensors = {

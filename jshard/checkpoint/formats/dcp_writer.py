@@ -44,7 +44,7 @@ def write_dcp(
 ) -> list[Path]:
     """Writes arrays and values as a checkpoint of one rank, which any number of them can load.
 
-    A chunk of 64 MiB is in memory at a time. `.metadata` is written last: without it there is no checkpoint.
+    A chunk of 64 MiB is in memory at a time, twice. `.metadata` is written last: without it there is no checkpoint.
 
     Args:
         folder: where to; it is made if need be.
@@ -156,43 +156,19 @@ def _chunks(leaf: StoredLeaf) -> Iterator[Box]:
 
 def _write_archive(stream: BinaryIO, value: Any, arrays: tuple[np.ndarray, ...]) -> int:
     """A zip of a pickle and of the bytes of its tensors, which begin at multiples of 64; its length."""
-    begin = stream.tell()
-    with zipfile.ZipFile(_Onwards(stream), "w", zipfile.ZIP_STORED) as archive:
+    held = io.BytesIO()
+    with zipfile.ZipFile(held, "w", zipfile.ZIP_STORED) as archive:
         members: dict[str, Any] = {"data.pkl": _pickled(value, protocol=2)}
         members |= {".format_version": b"1", ".storage_alignment": str(_ALIGNMENT).encode(), "byteorder": b"little"}
         members |= {f"data/{key}": array.reshape(-1).view(np.uint8).data for key, array in enumerate(arrays)}
         members |= {"version": b"3\n", ".data/serialization_id": b"0" * 40}
         for name, raw in members.items():
             info = zipfile.ZipInfo(f"archive/{name}")
-            padding = -(stream.tell() - begin + 30 + len(info.filename) + 4) % _ALIGNMENT
+            padding = -(held.tell() + 30 + len(info.filename) + 4) % _ALIGNMENT
             info.extra = b"FB" + padding.to_bytes(2, "little") + b"Z" * padding
-            info.file_size = len(raw)
-            with archive.open(info, "w", force_zip64=len(raw) >= 1 << 31) as member:
-                member.write(raw)
+            archive.writestr(info, raw)
             info.extra = b""  # the table at the end does not speak of the padding
-    return stream.tell() - begin
-
-
-class _Onwards(io.RawIOBase):
-    """The rest of a file from here on, as a file of its own."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self._stream, self._begin = stream, stream.tell()
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._stream.tell() - self._begin
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        return self._stream.seek(offset + (self._begin if whence == io.SEEK_SET else 0), whence) - self._begin
-
-    def write(self, data: Any) -> int:
-        return self._stream.write(data)
+    return stream.write(held.getbuffer())
 
 
 def _rebuilt(array: np.ndarray) -> Any:

@@ -20,7 +20,7 @@ from jshard.checkpoint.formats.source import (
     FileRegion,
     WholeLeaf,
     damaged,
-    local_path,
+    existing,
     read_region,
     row_major,
     stored_array,
@@ -66,7 +66,7 @@ class SafetensorsSource:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = local_path(path, "safetensors")
+        self.path = existing(path, "safetensors")
         files, self._index = _files(self.path)
         self._regions = _all_regions(files)
         if self._index is not None:

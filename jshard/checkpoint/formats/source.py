@@ -17,6 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.errors import RunError, printable
 
@@ -111,27 +112,12 @@ def read_region(region: FileRegion, box: Box, out: np.ndarray | None = None) -> 
     return out
 
 
-def local_path(path: str | Path, kind: str) -> Path:
-    """The path of a checkpoint on this machine.
-
-    Raises:
-        CheckpointError: there is nothing, or it is in a bucket.
-    """
-    if "://" in str(path):
-        raise CheckpointError(
-            f"{kind} cannot be read from a bucket.",
-            where=str(path),
-            why="boxes of it are mapped from files.",
-            do="copy it to a local disk first.",
-        )
-    path = Path(path).absolute()
+def existing(path: str | Path, kind: str) -> Path:
+    """The path of a checkpoint of another library on this machine; a `CheckpointError` if there is nothing."""
+    path = local_path(path)
     if not path.exists():
-        raise CheckpointError(
-            f"There is no {kind} checkpoint to read.",
-            where=str(path),
-            why="no such file or folder.",
-            do="give the path of a checkpoint.",
-        )
+        what, do = f"There is no {kind} checkpoint to read.", "give the path of a checkpoint."
+        raise CheckpointError(what, where=str(path), why="no such file or folder.", do=do)
     return path
 
 

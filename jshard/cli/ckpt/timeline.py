@@ -13,9 +13,9 @@ import tyro
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.series_folder import series_at
 from jshard.checkpoint.timeline import Timeline, timelines
-from jshard.checkpoint.timeline_report import TimelineReport
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json
+from jshard.cli.ckpt._timeline_report import TimelineReport
 from jshard.errors import ShardingError
 from jshard.inspect.tables import show
 
