@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import collections
+import concurrent.futures
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +21,9 @@ from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import limits
 from jshard.checkpoint.files.layout import FileIndex, Limits
+from jshard.checkpoint.files.memory import HOST_MEMORY, Slab
 from jshard.checkpoint.files.places import FileSource, LocalFolder
-from jshard.checkpoint.files.reading import ChangedError, do_all
+from jshard.checkpoint.files.reading import ChangedError
 from jshard.checkpoint.formats.source import Box, bounds, whole
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
@@ -27,7 +31,7 @@ from jshard.checkpoint.opened import Opened, unreadable
 from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
-_BATCH_BYTES = 256 << 20  # of arrays that are read at a time
+_BATCH_BYTES = 64 << 20  # of arrays that are read at a time
 
 
 class PackedCheckpoint(Opened):
@@ -85,32 +89,51 @@ class PackedCheckpoint(Opened):
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
-        leaf = self.leaves[name]
-        limits_ = bounds(box, leaf.shape)
-        out = np.empty([stop - start for start, stop in limits_], leaf.dtype)
-        self._fill([(name, limits_, out)], threads=1)
-        return out
+        leaf, limits_ = self.leaves[name], bounds(box, self.leaves[name].shape)
+        slab = Slab(1, [stop - start for start, stop in limits_], np.dtype(leaf.dtype))
+        with self._named_errors():
+            for each in self.pieces.reads(_wants(self._numbers[name], leaf, (limits_,), slab), verify=self._verify):
+                each()
+        return slab.boxes[0]
 
     def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Opened.load`."""
-        found: dict[str, Any] = {}
-        for batch in _batches(wanted):
-            arrays = {name: _Loading(like, self.leaves[name]) for name, like in batch if self.leaves[name].is_array}
-            self._fill([(name, box, out) for name, each in arrays.items() for box, out in each.wants()])
-            found |= {name: each.done() for name, each in arrays.items()}
-        values = {name: self.values()[name] for name in wanted if not self.leaves[name].is_array}
-        return {name: values[name] if name in values else found[name] for name in wanted}
+        """See `Opened.load`: one batch is read while the one before goes to the devices."""
+        arrays = {name: like for name, like in wanted.items() if self.leaves[name].is_array}
+        found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
+        under_way: collections.deque[tuple[dict[str, _Loading], list[concurrent.futures.Future[None]]]]
+        under_way, sent = collections.deque(), collections.deque[list[Any]]()
 
-    def _fill(self, wants: Iterable[tuple[str, Limits, np.ndarray]], *, threads: int | None = None) -> None:
-        """Reads boxes of leaves into arrays."""
-        full = [Want(self._numbers[name], self.leaves[name].shape, box, out) for name, box, out in wants if out.size]
-        work = self.pieces.reads(full, verify=self._verify)
+        def finish() -> None:
+            batch, reads = under_way.popleft()
+            for each in reads:
+                each.result()
+            found.update({name: each.done() for name, each in batch.items()})
+            sent.append([found[name] for name in batch])
+
+        with self._named_errors(), concurrent.futures.ThreadPoolExecutor(self._source.threads, "jshard-read") as pool:
+            try:
+                for names in _batches(arrays):
+                    if len(sent) > 1:
+                        jax.block_until_ready(sent.popleft())
+                    batch = {name: _Loading(arrays[name], self.leaves[name], self._numbers[name]) for name in names}
+                    work = self.pieces.reads(
+                        [want for each in batch.values() for want in each.wants], verify=self._verify
+                    )
+                    under_way.append((batch, [pool.submit(each) for each in work]))
+                    if len(under_way) > 1:
+                        finish()
+                while under_way:
+                    finish()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return {name: found[name] for name in wanted}
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Says of what goes wrong with a file which checkpoint and which leaves it is."""
         try:
-            if threads == 1:
-                for each in work:
-                    each()
-            else:
-                do_all(work, threads=threads or self._source.threads)
+            yield
         except ChangedError as error:
             raise self._changed(error) from error
         except BucketError:
@@ -160,42 +183,49 @@ def _places(index: FileIndex, names: Sequence[str], leaves: Mapping[str, StoredL
 
 
 class _Loading:
-    """A leaf on its way: the boxes that this process holds of it, each an array on the host until all are there.
+    """A leaf on its way: the boxes that this process holds of it, on the host until all are there.
 
     Args:
         like: what is asked for, see `Opened.load`.
         stored: the leaf.
+        number: of the leaf.
     """
 
-    def __init__(self, like: Any, stored: StoredLeaf) -> None:
-        self._like, self._stored = like, stored
-        dtype = np.dtype(stored.dtype)
+    def __init__(self, like: Any, stored: StoredLeaf, number: int) -> None:
+        self._like, dtype = like, np.dtype(stored.dtype)
         self._on_device = isinstance(like, jax.ShapeDtypeStruct)
-        if not self._on_device:
-            self._shape, self._boxes = stored.shape, [bounds(whole(stored), stored.shape)]
-        else:
+        self._shape, self._boxes = stored.shape, (bounds(whole(stored), stored.shape),)
+        if self._on_device:
             self._is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
             self._shape = stored.shape if self._is_key else tuple(like.shape)
-            assert like.sharding is not None
-            self._boxes = list(_boxes(like.sharding, self._shape))
-        self._held = {box: _empty(box, stored.shape, dtype) for box in self._boxes}
-
-    def wants(self) -> Iterator[tuple[Limits, np.ndarray]]:
-        """What is to be read: boxes and arrays for them."""
-        for box, out in self._held.items():
-            inside = tuple((a, min(b, size)) for (a, b), size in zip(box, self._stored.shape, strict=True))
-            if all(a < b for a, b in inside) or not box:
-                yield box, out
+            self._boxes = _boxes(like.sharding, self._shape)
+        box_shape = [stop - start for start, stop in self._boxes[0]]
+        self._slab = Slab(len(self._boxes), box_shape, dtype, HOST_MEMORY if self._on_device else None)
+        if self._shape != stored.shape:
+            self._slab.bytes[:] = 0
+        self.wants = _wants(number, stored, self._boxes, self._slab)
 
     def done(self) -> Any:
         """The leaf, once all of it is there."""
+        held = self._slab.boxes
+        del self._slab, self.wants
         if not self._on_device:
-            return self._held[self._boxes[0]]
+            return held[0]
+        numbers = _order(self._boxes)
         leaf = jax.make_array_from_callback(
-            self._shape, self._like.sharding, lambda index: self._held[limits(index or (), self._shape)]
+            self._shape, self._like.sharding, lambda index: held[numbers[limits(index or (), self._shape)]]
         )
         with own_mesh(self._like):
             return jax.random.wrap_key_data(leaf, impl=self._like.dtype) if self._is_key else leaf
+
+
+def _wants(number: int, leaf: StoredLeaf, boxes: tuple[Limits, ...], slab: Slab) -> list[Want]:
+    return [Want(number, leaf.shape, boxes, slab)] if slab.bytes.size else []
+
+
+@functools.lru_cache(maxsize=4096)
+def _order(boxes: tuple[Limits, ...]) -> Mapping[Limits, int]:
+    return {box: number for number, box in enumerate(boxes)}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -205,18 +235,12 @@ def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]:
     return tuple(dict.fromkeys(limits(index or (), shape) for index in found))
 
 
-def _empty(box: Limits, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array for a box; zeros where it reaches beyond what is stored."""
-    is_padded = any(stop > size for (_, stop), size in zip(box, shape, strict=True))
-    return (np.zeros if is_padded else np.empty)([stop - start for start, stop in box], dtype)
-
-
-def _batches(wanted: Mapping[str, Any]) -> Iterator[list[tuple[str, Any]]]:
-    """What is wanted in parts of some hundred MiB."""
-    batch: list[tuple[str, Any]] = []
+def _batches(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
+    """What is wanted in parts of some MiB."""
+    batch: list[str] = []
     held = 0
     for name, like in wanted.items():
-        batch.append((name, like))
+        batch.append(name)
         held += _here_bytes(like)
         if held >= _BATCH_BYTES:
             yield batch

@@ -11,8 +11,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
+from jshard.checkpoint.files.memory import Slab
 from jshard.checkpoint.files.places import FileSource
 from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
+
+_MOST_COMPARED = 1 << 18  # boxes with pieces: beyond that they are not all compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,19 +51,19 @@ class PackedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """A box of a leaf, and the array that it goes into, which is contiguous.
+    """Boxes of a leaf, and where they go.
 
     Args:
         leaf: the number of the leaf.
         shape: of the leaf.
-        box: of it.
-        out: the array.
+        boxes: of it, each once.
+        out: what they go into.
     """
 
     leaf: int
     shape: tuple[int, ...]
-    box: Limits
-    out: np.ndarray
+    boxes: tuple[Limits, ...]
+    out: Slab
 
 
 class Pieces:
@@ -90,6 +93,9 @@ class Pieces:
     def touched(self, leaf: int, boxes: Collection[Limits]) -> int:
         """How many elements are read for some boxes of a leaf."""
         _, _, starts, stops = self.of(leaf)
+        boxes = tuple(boxes)
+        if _same(boxes, starts, stops) is not None:
+            return sum(map(_size, boxes))
         pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
         total = 0
         for box in boxes:
@@ -127,48 +133,48 @@ class Pieces:
         What no piece holds is left as it is.
         """
         ranges: dict[int, list[Range]] = {}
-        by_leaf: dict[int, list[Want]] = {}
         for want in wants:
-            by_leaf.setdefault(want.leaf, []).append(want)
-        for leaf, wanted in by_leaf.items():
-            for file, found in self._ranges(leaf, wanted):
+            for file, found in self._ranges(want):
                 ranges.setdefault(file, []).append(found)
         for number, found in sorted(ranges.items()):
             file = self.files[number]
             sums = file.index.sums if verify else None
             yield from reads(file.source, file.name, found, sums=sums, end=file.index.index_begin)
 
-    def _ranges(self, leaf: int, wants: Sequence[Want]) -> Iterator[tuple[int, Range]]:
-        files, offsets, starts, stops = self.of(leaf)
-        boxes = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        exact = dict(zip(boxes, range(len(boxes)), strict=True))
-        if all(want.box in exact for want in wants) and len({want.box for want in wants}) == len(wants):
-            for want in wants:
-                piece = exact[want.box]
-                yield int(files[piece]), Range(int(offsets[piece]), want.out.nbytes, _bytes(want.out))
+    def _ranges(self, want: Want) -> Iterator[tuple[int, Range]]:
+        files, offsets, starts, stops = self.of(want.leaf)
+        same = _same(want.boxes, starts, stops)
+        if same is not None:
+            files, offsets, out = files[same], offsets[same], want.out
+            if len(same) > 1 and (np.diff(offsets) == out.stride).all() and (files == files[0]).all():
+                yield int(files[0]), Range(int(offsets[0]), out.bytes.nbytes, out.bytes.data)
+                return
+            for file, offset, box in zip(files.tolist(), offsets.tolist(), out.boxes, strict=True):
+                yield file, Range(offset, box.nbytes, _bytes(box))
             return
-        hits: dict[int, list[tuple[Want, Limits]]] = {}
-        for want in wants:
-            left = math.prod(min(b, size) - a for (a, b), size in zip(want.box, want.shape, strict=True))
-            box = np.array(want.box, np.int64).reshape(-1, 2)
+        boxes = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
+        hits: dict[int, list[_Hit]] = {}
+        for wanted, out in zip(want.boxes, want.out.boxes, strict=True):
+            left = math.prod(max(0, min(b, size) - a) for (a, b), size in zip(wanted, want.shape, strict=True))
+            box = np.array(wanted, np.int64).reshape(-1, 2)
             low, high = np.maximum(starts, box[:, 0]), np.minimum(stops, box[:, 1])
             for piece in np.flatnonzero((low < high).all(axis=1)).tolist():
                 common = tuple(zip(low[piece].tolist(), high[piece].tolist(), strict=True))
-                hits.setdefault(piece, []).append((want, common))
+                hits.setdefault(piece, []).append((wanted, out, common))
                 left -= _size(common)
             if left:
-                raise ValueError(f"{left} elements of leaf {leaf} are in none of the files")
+                raise ValueError(f"{left} elements of leaf {want.leaf} are in none of the files")
         for piece, found in hits.items():
             file, offset, box = int(files[piece]), int(offsets[piece]), boxes[piece]
-            itemsize = found[0][0].out.itemsize
-            runs = [(_run(box, common), _run(want.box, common)) for want, common in found]
+            itemsize = found[0][1].itemsize
+            runs = [(_run(box, common), _run(wanted, common)) for wanted, _, common in found]
             direct = [
                 Range(
                     offset + there * itemsize,
                     size := _size(common) * itemsize,
-                    _bytes(want.out)[here * itemsize : here * itemsize + size],
+                    _bytes(out)[here * itemsize : here * itemsize + size],
                 )
-                for (want, common), (there, here) in zip(found, runs, strict=True)
+                for (_, out, common), (there, here) in zip(found, runs, strict=True)
                 if there is not None and here is not None
             ]
             direct.sort(key=lambda each: each.offset)
@@ -177,11 +183,33 @@ class Pieces:
             yield from ((file, each) for each in (direct if is_direct else _tiles(box, offset, found)))
 
 
-def _tiles(box: Limits, offset: int, found: Sequence[tuple[Want, Limits]]) -> Iterator[Range]:
+_Hit = tuple[Limits, np.ndarray, Limits]
+"""A box that is wanted, the array for it, and what of it is in a piece."""
+
+
+def _same(boxes: tuple[Limits, ...], starts: np.ndarray, stops: np.ndarray) -> np.ndarray | None:
+    """The pieces that some boxes are, if each of them is one."""
+    wanted = _numbers(boxes)
+    if not len(starts) or len(boxes) * len(starts) > _MOST_COMPARED:
+        return None
+    if wanted.shape == (len(starts), starts.shape[1], 2) and (
+        np.array_equal(wanted[:, :, 0], starts) and np.array_equal(wanted[:, :, 1], stops)
+    ):
+        return np.arange(len(boxes))
+    is_same = (wanted[:, None, :, 0] == starts).all(axis=2) & (wanted[:, None, :, 1] == stops).all(axis=2)
+    return is_same.argmax(axis=1) if is_same.any(axis=1).all() else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _numbers(boxes: tuple[Limits, ...]) -> np.ndarray:
+    return np.array(boxes, np.int64).reshape(len(boxes), len(boxes[0]), 2)
+
+
+def _tiles(box: Limits, offset: int, found: Sequence[_Hit]) -> Iterator[Range]:
     """Reads what some arrays want of a piece in contiguous parts of it, out of which their boxes are copied."""
-    dtype = found[0][0].out.dtype
+    dtype = found[0][1].dtype
     union = tuple(
-        (min(common[dim][0] for _, common in found), max(common[dim][1] for _, common in found))
+        (min(common[dim][0] for *_, common in found), max(common[dim][1] for *_, common in found))
         for dim in range(len(box))
     )
     # Of the dims behind the first that is not read whole, all is read.
@@ -192,10 +220,10 @@ def _tiles(box: Limits, offset: int, found: Sequence[tuple[Want, Limits]]) -> It
 
         def scatter(view: memoryview, tile: Limits = tile, shape: tuple[int, ...] = shape) -> None:
             values = np.frombuffer(view, dtype).reshape(shape)
-            for want, common in found:
+            for wanted, out, common in found:
                 inside = _common(tile, common)
                 if inside is not None:
-                    want.out[_within(want.box, inside)] = values[_within(tile, inside)]
+                    out[_within(wanted, inside)] = values[_within(tile, inside)]
 
         yield Range(offset + there * dtype.itemsize, math.prod(shape) * dtype.itemsize, then=scatter)
 

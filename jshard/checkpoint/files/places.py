@@ -56,10 +56,12 @@ class FileSource(Protocol):
 
     Attributes:
         gap_bytes: two ranges with fewer bytes between them are worth one read.
+        read_bytes: the most that is read at a time; a multiple of 256 KiB.
         threads: how many reads are worth doing at the same time.
     """
 
     gap_bytes: int
+    read_bytes: int
     threads: int
 
     def size(self, name: str) -> int:
@@ -83,6 +85,7 @@ class LocalFolder:
     part_bytes = 4 << 20
     threads = 2  # a copy of memory each: more take the cores from each other
     gap_bytes = 64 << 10
+    read_bytes = 1 << 20  # it is still in the processor's cache when its sums are computed
 
     def __init__(self, path: Path) -> None:
         self.path = path

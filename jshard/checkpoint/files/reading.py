@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 
 from jshard.checkpoint.files.layout import BLOCK_BYTES, block_sum, cut_views
+from jshard.checkpoint.files.memory import HOST_MEMORY
 from jshard.checkpoint.files.places import FileSource
 
 READ_BYTES = 4 << 20
@@ -45,7 +46,7 @@ class Range:
         """The buffer for some bytes of the file."""
         with _counting:
             if self._view is None:
-                self._view = memoryview(bytearray(self.end - self.offset))
+                self._view = HOST_MEMORY.take(self.end - self.offset).data
         return self._view[start - self.offset : stop - self.offset]
 
     def expect(self) -> None:
@@ -124,17 +125,19 @@ def _read(
     views, place = [], start
     for each in ranges:
         if each.offset > place:
-            views.append(memoryview(bytearray(each.offset - place)))
+            views.append(HOST_MEMORY.take(each.offset - place).data)
             place = each.offset
         until = min(stop, each.end)
         views.append(each.part(place, until))
         place = until
     if stop > place:
-        views.append(memoryview(bytearray(stop - place)))
-    source.read(name, start, views)
-    if sums is not None:
-        for begin, end in changed(start, views, sums):
-            raise ChangedError(name, begin, end)
+        views.append(HOST_MEMORY.take(stop - place).data)
+    for some in cut_views(views, source.read_bytes):
+        source.read(name, start, some)
+        if sums is not None:
+            for begin, end in changed(start, some, sums):
+                raise ChangedError(name, begin, end)
+        start += source.read_bytes
     for each in ranges:
         each.came()
 
