@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
 
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import reason
@@ -24,10 +24,10 @@ from jshard.checkpoint.files.layout import FileIndex, Limits
 from jshard.checkpoint.files.memory import HOST_MEMORY, Slab
 from jshard.checkpoint.files.places import FileSource, LocalFolder
 from jshard.checkpoint.files.reading import ChangedError
-from jshard.checkpoint.formats.source import Box, bounds, whole
+from jshard.checkpoint.formats.source import Box, bounds
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
-from jshard.checkpoint.opened import Opened, unreadable
+from jshard.checkpoint.opened import Opened, held_boxes, unreadable
 from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
@@ -76,8 +76,9 @@ class PackedCheckpoint(Opened):
         return self.leaves
 
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
-        """See `Opened.in_flight_bytes`."""
-        return _BATCH_BYTES
+        """See `Opened.in_flight_bytes`: a batch that is read, and one that goes to the devices."""
+        held = [sum(_here_bytes(reads[name]) for name in names) for names in _batches(reads)]
+        return max(map(sum, itertools.pairwise([0, *held])), default=0)
 
     def values(self) -> dict[str, Any]:
         """See `Opened.values`."""
@@ -85,7 +86,8 @@ class PackedCheckpoint(Opened):
 
     def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """See `Opened.touched`."""
-        return self.pieces.touched(self._numbers[name], boxes)
+        with self._named_errors():
+            return self.pieces.touched(self._numbers[name], boxes, leaf.shape, np.dtype(leaf.dtype).itemsize)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
@@ -194,11 +196,12 @@ class _Loading:
     def __init__(self, like: Any, stored: StoredLeaf, number: int) -> None:
         self._like, dtype = like, np.dtype(stored.dtype)
         self._on_device = isinstance(like, jax.ShapeDtypeStruct)
-        self._shape, self._boxes = stored.shape, (bounds(whole(stored), stored.shape),)
-        if self._on_device:
+        if not self._on_device:
+            self._shape, self._boxes = stored.shape, (tuple((0, size) for size in stored.shape),)
+        else:
             self._is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
             self._shape = stored.shape if self._is_key else tuple(like.shape)
-            self._boxes = _boxes(like.sharding, self._shape)
+            self._boxes = held_boxes(like.sharding, self._shape)
         box_shape = [stop - start for start, stop in self._boxes[0]]
         self._slab = Slab(len(self._boxes), box_shape, dtype, HOST_MEMORY if self._on_device else None)
         if self._shape != stored.shape:
@@ -226,13 +229,6 @@ def _wants(number: int, leaf: StoredLeaf, boxes: tuple[Limits, ...], slab: Slab)
 @functools.lru_cache(maxsize=4096)
 def _order(boxes: tuple[Limits, ...]) -> Mapping[Limits, int]:
     return {box: number for number, box in enumerate(boxes)}
-
-
-@functools.lru_cache(maxsize=4096)
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]:
-    """The boxes of an array that this process holds, each once."""
-    found = sharding.addressable_devices_indices_map(shape).values()
-    return tuple(dict.fromkeys(limits(index or (), shape) for index in found))
 
 
 def _batches(wanted: Mapping[str, Any]) -> Iterator[list[str]]:

@@ -27,7 +27,8 @@ from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
-from jshard.checkpoint.opened import Opened, unreadable
+from jshard.checkpoint.opened import Opened, held_boxes, unreadable
+from jshard.checkpoint.packed import PackedCheckpoint
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import give_memory_back
@@ -99,13 +100,11 @@ def _forecast(opened: Opened, stored: Mapping[str, StoredLeaf], reads: Mapping[s
     )
 
 
-def _boxes(leaf: StoredLeaf, like: Any) -> set[Limits]:
+def _boxes(leaf: StoredLeaf, like: Any) -> tuple[Limits, ...]:
     """The boxes of a leaf that this process holds; a random key is read whole."""
-    whole = tuple((0, size) for size in leaf.shape)
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
-        return {whole}
-    found: Any = like.sharding.addressable_devices_indices_map(like.shape).values()
-    return {tuple(part.indices(size)[:2] for part, size in zip(box, leaf.shape, strict=True)) for box in found}
+        return (tuple((0, size) for size in leaf.shape),)
+    return held_boxes(like.sharding, tuple(like.shape))
 
 
 class Restoring:
@@ -210,7 +209,8 @@ class Restoring:
             what = "leaves hold values that are too large for the dtypes of `like`"
             message = f"{path} is restored; {_list(what, tuple(self._overflows))}"
             warnings.warn(message, CheckpointWarning, stacklevel=3)
-        give_memory_back()
+        if not isinstance(self.opened, PackedCheckpoint):  # which keeps what it will need again, and no more
+            give_memory_back()
         self.record["processes"] = [other["report"] for other in heard]
         return restored
 

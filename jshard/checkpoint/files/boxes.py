@@ -15,8 +15,6 @@ from jshard.checkpoint.files.memory import Slab
 from jshard.checkpoint.files.places import FileSource
 from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
 
-_MOST_COMPARED = 1 << 18  # boxes with pieces: beyond that they are not all compared
-
 
 @dataclasses.dataclass(frozen=True)
 class PackedFile:
@@ -90,20 +88,10 @@ class Pieces:
         _, _, starts, stops = self.of(leaf)
         return math.prod(shape) - int(np.prod(stops - starts, axis=1).sum()) if len(starts) else math.prod(shape)
 
-    def touched(self, leaf: int, boxes: Collection[Limits]) -> int:
+    def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
         """How many elements are read for some boxes of a leaf."""
         _, _, starts, stops = self.of(leaf)
-        boxes = tuple(boxes)
-        if _same(boxes, starts, stops) is not None:
-            return sum(map(_size, boxes))
-        pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        total = 0
-        for box in boxes:
-            for piece in pieces if box not in pieces else [box]:
-                if (common := _common(piece, box)) is not None:
-                    tiles = [common] if None not in (_run(piece, common), _run(box, common)) else None
-                    total += sum(map(_size, tiles or _cut_rows(piece, common, 1)))
-        return total
+        return sum(part.count for part in _parts(tuple(boxes), *_key(starts, stops), shape, itemsize))
 
     def _ndim(self, piece: int) -> int:
         first = self._columns[2]
@@ -143,89 +131,123 @@ class Pieces:
 
     def _ranges(self, want: Want) -> Iterator[tuple[int, Range]]:
         files, offsets, starts, stops = self.of(want.leaf)
-        same = _same(want.boxes, starts, stops)
-        if same is not None:
-            files, offsets, out = files[same], offsets[same], want.out
-            if len(same) > 1 and (np.diff(offsets) == out.stride).all() and (files == files[0]).all():
-                yield int(files[0]), Range(int(offsets[0]), out.bytes.nbytes, out.bytes.data)
+        out = want.out
+        parts = _parts(want.boxes, *_key(starts, stops), want.shape, out.itemsize)
+        if len(parts) > 1 and all(part.is_whole for part in parts):
+            pieces = [part.piece for part in parts]
+            if (np.diff(offsets[pieces]) == out.stride).all() and (files[pieces] == files[pieces[0]]).all():
+                yield int(files[pieces[0]]), Range(int(offsets[pieces[0]]), out.bytes.nbytes, out.bytes.data)
                 return
-            for file, offset, box in zip(files.tolist(), offsets.tolist(), out.boxes, strict=True):
-                yield file, Range(offset, box.nbytes, _bytes(box))
-            return
-        boxes = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        hits: dict[int, list[_Hit]] = {}
-        for wanted, out in zip(want.boxes, want.out.boxes, strict=True):
-            left = math.prod(max(0, min(b, size) - a) for (a, b), size in zip(wanted, want.shape, strict=True))
-            box = np.array(wanted, np.int64).reshape(-1, 2)
-            low, high = np.maximum(starts, box[:, 0]), np.minimum(stops, box[:, 1])
-            for piece in np.flatnonzero((low < high).all(axis=1)).tolist():
-                common = tuple(zip(low[piece].tolist(), high[piece].tolist(), strict=True))
-                hits.setdefault(piece, []).append((wanted, out, common))
-                left -= _size(common)
-            if left:
-                raise ValueError(f"{left} elements of leaf {want.leaf} are in none of the files")
-        for piece, found in hits.items():
-            file, offset, box = int(files[piece]), int(offsets[piece]), boxes[piece]
-            itemsize = found[0][1].itemsize
-            runs = [(_run(box, common), _run(wanted, common)) for wanted, _, common in found]
-            direct = [
-                Range(
-                    offset + there * itemsize,
-                    size := _size(common) * itemsize,
-                    _bytes(out)[here * itemsize : here * itemsize + size],
-                )
-                for (_, out, common), (there, here) in zip(found, runs, strict=True)
-                if there is not None and here is not None
-            ]
-            direct.sort(key=lambda each: each.offset)
-            overlap = any(a.end > b.offset for a, b in itertools.pairwise(direct))
-            is_direct = len(direct) == len(found) and not overlap
-            yield from ((file, each) for each in (direct if is_direct else _tiles(box, offset, found)))
+        for part in parts:
+            offset, num_bytes = int(offsets[part.piece]) + part.begin * out.itemsize, part.count * out.itemsize
+            if part.place is None:
+                found = Range(offset, num_bytes, then=functools.partial(_scatter, part, out.boxes))
+            else:
+                number, begin = part.place
+                begin *= out.itemsize
+                found = Range(offset, num_bytes, _bytes(out.boxes[number])[begin : begin + num_bytes])
+            yield int(files[part.piece]), found
 
 
-_Hit = tuple[Limits, np.ndarray, Limits]
-"""A box that is wanted, the array for it, and what of it is in a piece."""
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Elements of a piece that are read, one after the other, and where they go.
+
+    Attributes:
+        piece: its number among those of the leaf.
+        begin: the first element in the piece.
+        count: how many.
+        place: the box that they go into as they are, and at which element; None where they are copied.
+        shape: of the elements, where they are copied.
+        copies: the box, where in it, and what of the elements goes there.
+        is_whole: whether the part is a piece and a box, and the first parts are the first boxes.
+    """
+
+    piece: int
+    begin: int
+    count: int
+    place: tuple[int, int] | None = None
+    shape: tuple[int, ...] = ()
+    copies: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...] = ()
+    is_whole: bool = False
 
 
-def _same(boxes: tuple[Limits, ...], starts: np.ndarray, stops: np.ndarray) -> np.ndarray | None:
-    """The pieces that some boxes are, if each of them is one."""
-    wanted = _numbers(boxes)
-    if not len(starts) or len(boxes) * len(starts) > _MOST_COMPARED:
-        return None
-    if wanted.shape == (len(starts), starts.shape[1], 2) and (
-        np.array_equal(wanted[:, :, 0], starts) and np.array_equal(wanted[:, :, 1], stops)
-    ):
-        return np.arange(len(boxes))
-    is_same = (wanted[:, None, :, 0] == starts).all(axis=2) & (wanted[:, None, :, 1] == stops).all(axis=2)
-    return is_same.argmax(axis=1) if is_same.any(axis=1).all() else None
+def _scatter(part: _Part, boxes: Sequence[np.ndarray], view: memoryview) -> None:
+    values = np.frombuffer(view, boxes[0].dtype).reshape(part.shape)
+    for number, to, of in part.copies:
+        boxes[number][to] = values[of]
 
 
-@functools.lru_cache(maxsize=1024)
-def _numbers(boxes: tuple[Limits, ...]) -> np.ndarray:
-    return np.array(boxes, np.int64).reshape(len(boxes), len(boxes[0]), 2)
+def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes, bytes]:
+    """Boxes of pieces as something to look up by."""
+    return starts.shape, starts.tobytes(), stops.tobytes()
 
 
-def _tiles(box: Limits, offset: int, found: Sequence[_Hit]) -> Iterator[Range]:
-    """Reads what some arrays want of a piece in contiguous parts of it, out of which their boxes are copied."""
-    dtype = found[0][1].dtype
+@functools.lru_cache(maxsize=256)
+def _parts(
+    boxes: tuple[Limits, ...], num: tuple[int, ...], starts: bytes, stops: bytes, shape: tuple[int, ...], itemsize: int
+) -> tuple[_Part, ...]:
+    """What is read of the pieces of a leaf for some boxes; the same for all leaves that are cut alike.
+
+    Args:
+        boxes: of the leaf; what is beyond its shape is no part of it.
+        num: how many pieces, and how many dims.
+        starts: where the boxes of the pieces begin.
+        stops: where they end.
+        shape: of the leaf.
+        itemsize: bytes of an element.
+    """
+    low, high = (np.frombuffer(each, np.int64).reshape(num) for each in (starts, stops))
+    pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+    hits: dict[int, list[tuple[int, Limits]]] = {}
+    for number, wanted in enumerate(boxes):
+        left = math.prod(max(0, min(b, size) - a) for (a, b), size in zip(wanted, shape, strict=True))
+        box = np.array(wanted, np.int64).reshape(-1, 2)
+        near = pieces and (np.maximum(low, box[:, 0]) < np.minimum(high, box[:, 1])).all(axis=1)
+        for piece in np.flatnonzero(near).tolist():
+            common = _common(pieces[piece], wanted)
+            assert common is not None
+            hits.setdefault(piece, []).append((number, common))
+            left -= _size(common)
+        if left:
+            raise ValueError(f"{left} elements of a leaf of shape {shape} are in none of the files")
+    found: list[_Part] = []
+    for piece, common in hits.items():
+        found += _of_piece(piece, pieces[piece], boxes, common, itemsize)
+    whole = [boxes[part.place[0]] == pieces[part.piece] for part in found if part.place is not None]
+    if len(whole) == len(found) == len(boxes) and all(whole):
+        places = [part.place[0] for part in found if part.place is not None]
+        if places == sorted(places):
+            return tuple(dataclasses.replace(part, is_whole=True) for part in found)
+    return tuple(found)
+
+
+def _of_piece(
+    piece: int, box: Limits, boxes: Sequence[Limits], hits: Sequence[tuple[int, Limits]], itemsize: int
+) -> list[_Part]:
+    """What is read of one piece: as it is, if each of the boxes has a part of it that is contiguous in both."""
+    direct: list[_Part] = []
+    for number, common in hits:
+        there, here = _run(box, common), _run(boxes[number], common)
+        if there is not None and here is not None:
+            direct.append(_Part(piece, there, _size(common), place=(number, here)))
+    direct.sort(key=lambda part: part.begin)
+    overlap = any(a.begin + a.count > b.begin for a, b in itertools.pairwise(direct))
+    if len(direct) == len(hits) and not overlap:
+        return direct
+    # Contiguous parts of the piece: of the dims behind the first that is not read whole, all is read.
     union = tuple(
-        (min(common[dim][0] for *_, common in found), max(common[dim][1] for *_, common in found))
+        (min(common[dim][0] for _, common in hits), max(common[dim][1] for _, common in hits))
         for dim in range(len(box))
     )
-    # Of the dims behind the first that is not read whole, all is read.
-    for tile in _cut_rows(box, union, dtype.itemsize):
+    tiles = []
+    for tile in _cut_rows(box, union, itemsize):
         there = _run(box, tile)
         assert there is not None
-        shape = tuple(b - a for a, b in tile)
-
-        def scatter(view: memoryview, tile: Limits = tile, shape: tuple[int, ...] = shape) -> None:
-            values = np.frombuffer(view, dtype).reshape(shape)
-            for wanted, out, common in found:
-                inside = _common(tile, common)
-                if inside is not None:
-                    out[_within(wanted, inside)] = values[_within(tile, inside)]
-
-        yield Range(offset + there * dtype.itemsize, math.prod(shape) * dtype.itemsize, then=scatter)
+        inside = [(number, both) for number, common in hits if (both := _common(tile, common)) is not None]
+        copies = tuple((number, _within(boxes[number], both), _within(tile, both)) for number, both in inside)
+        tiles.append(_Part(piece, there, _size(tile), shape=tuple(b - a for a, b in tile), copies=copies))
+    return tiles
 
 
 def _cut_rows(box: Limits, wanted: Limits, itemsize: int) -> Iterator[Limits]:

@@ -41,7 +41,7 @@ class HostMemory:
             memory = self._pop(size)
         if memory is None:
             fresh = np.empty(size + _ALIGNED, np.uint8)
-            memory = memoryview(fresh)[-fresh.ctypes.data % _ALIGNED :][:size]
+            memory = fresh.data[-fresh.ctypes.data % _ALIGNED :][:size]
         # Whatever is made of this array refers to it, and not to what is below: that is no array.
         given = np.frombuffer(memory, np.uint8, num_bytes)
         weakref.finalize(given, self._back, memory).atexit = False
@@ -81,7 +81,7 @@ class Slab:
 
     def __init__(self, count: int, shape: Sequence[int], dtype: np.dtype, memory: HostMemory | None = None) -> None:
         size = math.prod(shape) * dtype.itemsize
-        self.stride = spaced(size)
+        self.itemsize, self.stride = dtype.itemsize, spaced(size)
         num_bytes = (count - 1) * self.stride + size
         self.bytes = np.empty(num_bytes, np.uint8) if memory is None else memory.take(num_bytes)
         strides = [dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
