@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import collections
-import concurrent.futures
 import contextlib
 import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import xxhash
 
+from jshard.checkpoint.balance import Together
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
@@ -23,7 +24,7 @@ from jshard.checkpoint.files.dealing import limits
 from jshard.checkpoint.files.layout import FileIndex, Limits
 from jshard.checkpoint.files.memory import HOST_MEMORY, Slab
 from jshard.checkpoint.files.places import FileSource, LocalFolder
-from jshard.checkpoint.files.reading import ChangedError
+from jshard.checkpoint.files.reading import ChangedError, Read
 from jshard.checkpoint.formats.source import Box, bounds
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
@@ -77,7 +78,7 @@ class PackedCheckpoint(Opened):
 
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
         """See `Opened.in_flight_bytes`: a batch that is read, and one that goes to the devices."""
-        held = [sum(_here_bytes(reads[name]) for name in names) for names in _batches(reads)]
+        held = [sum(_here_bytes(reads[name]) for name in names) for names in _batches(self._in_order(reads))]
         return max(map(sum, itertools.pairwise([0, *held])), default=0)
 
     def values(self) -> dict[str, Any]:
@@ -98,38 +99,33 @@ class PackedCheckpoint(Opened):
                 each()
         return slab.boxes[0]
 
-    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Opened.load`: one batch is read while the one before goes to the devices."""
-        arrays = {name: like for name, like in wanted.items() if self.leaves[name].is_array}
+    def load(self, wanted: Mapping[str, Any], together: Together | None = None) -> dict[str, Any]:
+        """See `Opened.load`: one batch is read while the one before goes to the devices.
+
+        Args:
+            wanted: see there.
+            together: the processes that share the reads; all of them are here.
+        """
+        arrays = self._in_order(wanted)
         found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
-        under_way: collections.deque[tuple[dict[str, _Loading], list[concurrent.futures.Future[None]]]]
-        under_way, sent = collections.deque(), collections.deque[list[Any]]()
-
-        def finish() -> None:
-            batch, reads = under_way.popleft()
-            for each in reads:
-                each.result()
-            found.update({name: each.done() for name, each in batch.items()})
-            sent.append([found[name] for name in batch])
-
-        with self._named_errors(), concurrent.futures.ThreadPoolExecutor(self._source.threads, "jshard-read") as pool:
-            try:
-                for names in _batches(arrays):
-                    if len(sent) > 1:
-                        jax.block_until_ready(sent.popleft())
-                    batch = {name: _Loading(arrays[name], self.leaves[name], self._numbers[name]) for name in names}
-                    work = self.pieces.reads(
-                        [want for each in batch.values() for want in each.wants], verify=self._verify
-                    )
-                    under_way.append((batch, [pool.submit(each) for each in work]))
-                    if len(under_way) > 1:
-                        finish()
-                while under_way:
-                    finish()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        batches = list(_batches(arrays))
+        if together is not None:
+            facts = [(name, arrays[name].shape) for name in arrays]
+            together.start(len(batches), xxhash.xxh3_64_hexdigest(repr((facts, self._verify)).encode()))
+        with self._named_errors(), _Pipeline(self._source.threads, together) as pipeline:
+            for names in batches:
+                batch = {name: _Loading(arrays[name], self.leaves[name], self._numbers[name]) for name in names}
+                wants = [want for each in batch.values() for want in each.wants]
+                found |= pipeline.put(batch, list(self.pieces.reads(wants, verify=self._verify)))
+            found |= pipeline.put({}, [])
+        if together is not None:
+            together.close()
         return {name: found[name] for name in wanted}
+
+    def _in_order(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays among some leaves, as the files have them."""
+        names = sorted((name for name in wanted if self.leaves[name].is_array), key=self._numbers.__getitem__)
+        return {name: wanted[name] for name in names}
 
     @contextlib.contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -182,6 +178,49 @@ def _places(index: FileIndex, names: Sequence[str], leaves: Mapping[str, StoredL
     for leaf, offset, first, last in zip(index.leaves, index.offsets, index.begins, ends, strict=True):
         size = int(np.prod(index.stops[first:last] - index.starts[first:last]))
         yield names[int(leaf)], int(offset), int(offset) + size * np.dtype(leaves[names[int(leaf)]].dtype).itemsize
+
+
+class _Pipeline:
+    """Two batches of leaves on their way: one is read, and one goes to the devices.
+
+    Args:
+        threads: that read.
+        together: the processes that read the same, if they share it.
+    """
+
+    def __init__(self, threads: int, together: Together | None) -> None:
+        self._pool = ThreadPoolExecutor(threads, "jshard-read")
+        self._together = together if together is not None and together.count > 1 else None
+        self._batch: tuple[dict[str, _Loading], list[Read], np.ndarray, list[Future[None]]] | None = None
+        self._sent: dict[str, Any] = {}
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+
+    def put(self, batch: dict[str, _Loading], work: list[Read]) -> dict[str, Any]:
+        """Begins to read a batch, and gives the leaves of the one before."""
+        jax.block_until_ready(self._sent)
+        before, part = self._batch, np.empty(0, np.uint8)
+        if self._together is not None and batch:
+            part, reads = self._together.begin(work, self._pool)
+        else:
+            reads = [self._pool.submit(each) for each in work]
+        self._batch = (batch, work, part, reads) if batch else None
+        self._sent = {} if before is None else self._done(*before)
+        return self._sent
+
+    def _done(
+        self, batch: dict[str, _Loading], work: list[Read], part: np.ndarray, reads: list[Future[None]]
+    ) -> dict[str, Any]:
+        if self._together is not None:
+            given = self._together.end(work, part, reads)
+            reads = [self._pool.submit(each, views) for each, views in zip(work, given, strict=True)]
+        for read in reads:
+            read.result()
+        return {name: each.done() for name, each in batch.items()}
 
 
 class _Loading:

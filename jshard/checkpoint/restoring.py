@@ -20,7 +20,7 @@ from jshard._processes import all_or_none
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.balance import cut_further, spreads
+from jshard.checkpoint.balance import OtherFailedError, Together, sharers
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.files.layout import Limits
@@ -168,30 +168,37 @@ class Restoring:
         found: dict[str, Any] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
-                found.setdefault(path, self._spread(to_read(self._stored[path], pick, self._wanted[key])))
+                found.setdefault(path, to_read(self._stored[path], pick, self._wanted[key]))
         return found
 
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        return _forecast(self.opened, self._stored, self.reads)
+        found = _forecast(self.opened, self._stored, self.reads)
+        if len(self._members) < 2:
+            return found
+        touched_bytes, host_bytes = found.touched_bytes // len(self._members), 2 * found.host_bytes
+        return dataclasses.replace(found, touched_bytes=touched_bytes, host_bytes=host_bytes)
 
-    def _spread(self, like: Any) -> Any:
-        """An array to be read, cut further where several processes would read the same."""
-        if not isinstance(like, jax.ShapeDtypeStruct) or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return like
-        if not self._read_once or not (axes := spreads(like.sharding)):
-            return like
-        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
+    @functools.cached_property
+    def _members(self) -> tuple[int, ...]:
+        """The processes that read a part each of what all of them want; empty where nothing is shared."""
+        is_shared = self._read_once and jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
+        return sharers(self.reads.values()) if is_shared else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
         path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
+        together = Together(self._members, timeout_s=timeout_s) if self._members else None
         try:
-            found, sums = self._read(verify)
+            found, sums = self._read(verify, together)
             num_bytes = self.forecast.wanted_bytes
+        except OtherFailedError:
+            pass
         except Exception as caught:  # the others wait to hear of it
             error = caught
+            if together is not None:
+                together.fail()
         own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
         kinds = lambda failures: {parts["kind"] for parts in failures.values()}
@@ -214,7 +221,7 @@ class Restoring:
         self.record["processes"] = [other["report"] for other in heard]
         return restored
 
-    def _read(self, verify: bool) -> tuple[dict[str, Any], dict[str, Sums]]:
+    def _read(self, verify: bool, together: Together | None) -> tuple[dict[str, Any], dict[str, Sums]]:
         """The stored leaves, and the sums over what this process holds of them."""
         manifest = self.opened.manifest
         if verify and manifest is not None:
@@ -222,7 +229,10 @@ class Restoring:
                 _check_files(self.opened.path, manifest)
         self._warn(verify)
         with self.phases("read"):
-            found = self.opened.load(self.reads)
+            if isinstance(self.opened, PackedCheckpoint):
+                found = self.opened.load(self.reads, together)
+            else:
+                found = self.opened.load(self.reads)
             jax.block_until_ready(found)
         if not verify or manifest is None:
             return found, {}
@@ -280,6 +290,8 @@ class Restoring:
         notes = [_list(what, lines) for what, lines in done.items() if lines]
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no sums to be checked by: jshard did not write it.")
+        if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
+            notes.append("read_once is for packed checkpoints: of this one every process read what it wanted.")
         in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
         if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
             notes.append(

@@ -13,7 +13,7 @@ import numpy as np
 from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
 from jshard.checkpoint.files.memory import Slab
 from jshard.checkpoint.files.places import FileSource
-from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
+from jshard.checkpoint.files.reading import READ_BYTES, Range, Read, changed, reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +115,7 @@ class Pieces:
         order = np.argsort(leaves, kind="stable")
         return np.searchsorted(leaves[order], np.arange(self._num_leaves + 1)), order
 
-    def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Callable[[], None]]:
+    def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Read]:
         """The reads that fill some arrays, each to be done in any thread.
 
         What no piece holds is left as it is.

@@ -6,7 +6,9 @@ a block at the ends, is read beside and dropped.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
+import dataclasses
 import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -77,10 +79,84 @@ class ChangedError(ValueError):
         super().__init__(f"{name}: bytes {start} to {stop} are not those that were written")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Read:
+    """Some bytes of a file that are read at a time, and the ranges that have a part of them; any thread may do it.
+
+    Attributes:
+        source: where the file is.
+        name: of the file.
+        start: the first byte.
+        stop: the one behind the last.
+        ranges: what is wanted of it, in the order of the file.
+        sums: of the blocks of the file; None to check nothing.
+    """
+
+    source: FileSource
+    name: str
+    start: int
+    stop: int
+    ranges: Sequence[Range]
+    sums: np.ndarray | None
+
+    @property
+    def num_bytes(self) -> int:
+        """How many."""
+        return self.stop - self.start
+
+    def __call__(self, given: Iterable[memoryview] | None = None) -> None:
+        """Reads, or takes what was read, and checks it; a `ChangedError` if it is not what was written."""
+        taken = None if given is None else collections.deque(given)
+        start = self.start
+        for some in cut_views(self._views(), self.source.read_bytes):
+            if taken is None:
+                self.source.read(self.name, start, some)
+            else:
+                _fill(some, taken)
+            if self.sums is not None:
+                for begin, end in changed(start, some, self.sums):
+                    raise ChangedError(self.name, begin, end)
+            start += self.source.read_bytes
+        for each in self.ranges:
+            each.came()
+
+    def _views(self) -> Iterator[memoryview]:
+        """The buffers for all of it; what nobody wants goes into some that are dropped."""
+        place = self.start
+        for each in self.ranges:
+            if each.offset > place:
+                yield HOST_MEMORY.take(each.offset - place).data
+                place = each.offset
+            until = min(self.stop, each.end)
+            yield each.part(place, until)
+            place = until
+        if self.stop > place:
+            yield HOST_MEMORY.take(self.stop - place).data
+
+
+def _fill(views: Iterable[memoryview], given: collections.deque[memoryview]) -> None:
+    for view in views:
+        for some in take_bytes(given, view.nbytes):
+            view[: some.nbytes] = some
+            view = view[some.nbytes :]
+
+
+def take_bytes(given: collections.deque[memoryview], num_bytes: int) -> list[memoryview]:
+    """Takes so many bytes off the beginning of some buffers."""
+    found: list[memoryview] = []
+    while num_bytes:
+        view = given.popleft()
+        if view.nbytes > num_bytes:
+            given.appendleft(view[num_bytes:])
+        found.append(view[:num_bytes])
+        num_bytes -= found[-1].nbytes
+    return found
+
+
 def reads(
     source: FileSource, name: str, ranges: Iterable[Range], *, sums: np.ndarray | None, end: int
-) -> Iterator[Callable[[], None]]:
-    """The reads that some ranges of a file come to, each to be done in any thread.
+) -> Iterator[Read]:
+    """The reads that some ranges of a file come to.
 
     Args:
         source: where the file is.
@@ -100,13 +176,11 @@ def reads(
         yield from _run(source, name, run, sums, end)
 
 
-def _run(
-    source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int
-) -> Iterator[Callable[[], None]]:
+def _run(source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int) -> list[Read]:
     """Cuts ranges near each other into reads of some MiB: between blocks, where they are checked."""
     unit = 1 if sums is None else BLOCK_BYTES
     cuts = [*range(run[0].offset // unit * unit, run[-1].end, READ_BYTES), min(_up(run[-1].end, unit), end)]
-    pieces: list[tuple[int, int, list[Range]]] = []
+    found: list[Read] = []
     first = 0
     for start, stop in itertools.pairwise(cuts):
         while run[first].end <= start:
@@ -114,32 +188,8 @@ def _run(
         here = list(itertools.takewhile(lambda each: each.offset < stop, itertools.islice(run, first, None)))  # noqa: B023
         for each in here:
             each.expect()
-        pieces.append((start, stop, here))
-    for start, stop, here in pieces:
-        yield lambda start=start, stop=stop, here=here: _read(source, name, start, stop, here, sums)
-
-
-def _read(
-    source: FileSource, name: str, start: int, stop: int, ranges: Sequence[Range], sums: np.ndarray | None
-) -> None:
-    views, place = [], start
-    for each in ranges:
-        if each.offset > place:
-            views.append(HOST_MEMORY.take(each.offset - place).data)
-            place = each.offset
-        until = min(stop, each.end)
-        views.append(each.part(place, until))
-        place = until
-    if stop > place:
-        views.append(HOST_MEMORY.take(stop - place).data)
-    for some in cut_views(views, source.read_bytes):
-        source.read(name, start, some)
-        if sums is not None:
-            for begin, end in changed(start, some, sums):
-                raise ChangedError(name, begin, end)
-        start += source.read_bytes
-    for each in ranges:
-        each.came()
+        found.append(Read(source=source, name=name, start=start, stop=stop, ranges=here, sums=sums))
+    return found
 
 
 def changed(start: int, views: Sequence[memoryview], sums: np.ndarray) -> Iterator[tuple[int, int]]:
