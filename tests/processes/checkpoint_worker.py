@@ -114,16 +114,16 @@ def once():
     held["host"], held["step"] = np.arange(1000), 3
     checkpoint.save(path, held)
     restore = lambda like=held: checkpoint.restore(path, like, read_once=True, timeout_s=300)
-    equal = lambda found: all(all_equal(found[name], value) for name, value in held.items())
+    differ = lambda found: [name for name, value in held.items() if not all_equal(found[name], value)]
     restore()  # what is imported, and the connections
     before = read_bytes()
-    found = {"equal": equal(restore()), "bytes": read_bytes() - before}
+    found = {"differ": differ(restore()), "bytes": read_bytes() - before}
     found["forecast"] = checkpoint.forecast(path, held, read_once=True).touched_bytes
     found["other leaves"] = reported(lambda: restore({"large": held["large"], "step": 0} if PROCESS else held))
 
     read = places.LocalFolder.read
     if PROCESS == 1:
-        places.LocalFolder.read = lambda self, name, offset, views: fails() if offset > 1 << 20 else read(self, name, offset, views)  # fmt: skip
+        places.LocalFolder.read = lambda self, *where: fails() if where[1] > 1 << 20 else read(self, *where)
     found["one fails"] = reported(restore)
     places.LocalFolder.read = read
     (file,) = (path / "arrays").glob("00001-*")
@@ -144,7 +144,8 @@ def all_equal(a, b):
     if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
         a, b = jax.random.key_data(a), jax.random.key_data(b)
     pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
-    return a.sharding == b.sharding and all(np.array_equal(x.data, y.data) for x, y in pairs)
+    same = a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    return same and all(np.array_equal(x.data, y.data) for x, y in pairs)
 
 
 def read_bytes():

@@ -89,13 +89,13 @@ def what_both_hold_is_written_by_both(folder):
 
 def what_both_hold_is_read_once(folder):
     found = [read(folder, "once", process) for process in range(2)]
-    assert all(each["equal"] for each in found)
+    assert not any(each["differ"] for each in found)
     size = sum(path.stat().st_size for path in (folder / "once" / "arrays").iterdir())
     for each in found:
         assert 0.45 * size < each["bytes"] < 0.55 * size and 0.45 * size < each["forecast"] < 0.55 * size, (size, found)
         assert each["other leaves"]["type"] == "CheckpointError" and "do not ask for the same" in str(each)
-        assert each["a bit"]["type"] == "RunError" and "arrays/00001-000.safetensors\n         large" in str(each)
-        assert "ValueError: not foreseen" in each["one fails"]["text"] or "not foreseen" in each["one fails"]["text"]
+        assert "arrays/00001-000.safetensors\n         large" in each["a bit"]["text"]
+        assert "ValueError: not foreseen" in each["one fails"]["text"]
 
 
 def folders_that_are_not_shared(folder):
