@@ -98,8 +98,9 @@ def restore(
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
         names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in a
             model file says; see `jshard.checkpoint.formats.Stored`.
-        read_once: whether shards that several processes hold (HSDP) are read once, in parts, and exchanged between
-            their devices: for storage that is slower than the network. On one machine it is no quicker.
+        read_once: whether what several processes hold (HSDP) is read once, each of them a part, and exchanged between
+            their devices: for storage that is slower than the network. On one machine it is slower. Of packed
+            checkpoints; others are read by every process.
         verify: whether sums of all values are compared with those that were computed when they were saved.
         timeout_s: how long to wait for other processes.
 

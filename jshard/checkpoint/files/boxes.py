@@ -150,7 +150,7 @@ class Pieces:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class _Stretch:
     """Elements of a piece that are read, one after the other, and where they go.
 
     Attributes:
@@ -172,7 +172,7 @@ class _Part:
     is_whole: bool = False
 
 
-def _scatter(part: _Part, boxes: Sequence[np.ndarray], view: memoryview) -> None:
+def _scatter(part: _Stretch, boxes: Sequence[np.ndarray], view: memoryview) -> None:
     values = np.frombuffer(view, boxes[0].dtype).reshape(part.shape)
     for number, to, of in part.copies:
         boxes[number][to] = values[of]
@@ -186,7 +186,7 @@ def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes,
 @functools.lru_cache(maxsize=256)
 def _parts(
     boxes: tuple[Limits, ...], num: tuple[int, ...], starts: bytes, stops: bytes, shape: tuple[int, ...], itemsize: int
-) -> tuple[_Part, ...]:
+) -> tuple[_Stretch, ...]:
     """What is read of the pieces of a leaf for some boxes; the same for all leaves that are cut alike.
 
     Args:
@@ -211,7 +211,7 @@ def _parts(
             left -= _size(common)
         if left:
             raise ValueError(f"{left} elements of a leaf of shape {shape} are in none of the files")
-    found: list[_Part] = []
+    found: list[_Stretch] = []
     for piece, common in hits.items():
         found += _of_piece(piece, pieces[piece], boxes, common, itemsize)
     whole = [boxes[part.place[0]] == pieces[part.piece] for part in found if part.place is not None]
@@ -224,13 +224,13 @@ def _parts(
 
 def _of_piece(
     piece: int, box: Limits, boxes: Sequence[Limits], hits: Sequence[tuple[int, Limits]], itemsize: int
-) -> list[_Part]:
+) -> list[_Stretch]:
     """What is read of one piece: as it is, if each of the boxes has a part of it that is contiguous in both."""
-    direct: list[_Part] = []
+    direct: list[_Stretch] = []
     for number, common in hits:
         there, here = _run(box, common), _run(boxes[number], common)
         if there is not None and here is not None:
-            direct.append(_Part(piece, there, _size(common), place=(number, here)))
+            direct.append(_Stretch(piece, there, _size(common), place=(number, here)))
     direct.sort(key=lambda part: part.begin)
     overlap = any(a.begin + a.count > b.begin for a, b in itertools.pairwise(direct))
     if len(direct) == len(hits) and not overlap:
@@ -246,7 +246,7 @@ def _of_piece(
         assert there is not None
         inside = [(number, both) for number, common in hits if (both := _common(tile, common)) is not None]
         copies = tuple((number, _within(boxes[number], both), _within(tile, both)) for number, both in inside)
-        tiles.append(_Part(piece, there, _size(tile), shape=tuple(b - a for a, b in tile), copies=copies))
+        tiles.append(_Stretch(piece, there, _size(tile), shape=tuple(b - a for a, b in tile), copies=copies))
     return tiles
 
 
