@@ -22,7 +22,7 @@ from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import limits
 from jshard.checkpoint.files.layout import FileIndex, Limits
-from jshard.checkpoint.files.memory import HOST_MEMORY, Slab
+from jshard.checkpoint.files.memory import HOST_MEMORY, MappedBoxes, Slab
 from jshard.checkpoint.files.places import FileSource, LocalFolder
 from jshard.checkpoint.files.reading import ChangedError, Read
 from jshard.checkpoint.formats.source import Box, bounds
@@ -99,12 +99,13 @@ class PackedCheckpoint(Opened):
                 each()
         return slab.boxes[0]
 
-    def load(self, wanted: Mapping[str, Any], together: Together | None = None) -> dict[str, Any]:
+    def load(self, wanted: Mapping[str, Any], together: Together | None = None, *, map: bool = False) -> dict[str, Any]:
         """See `Opened.load`: one batch is read while the one before goes to the devices.
 
         Args:
             wanted: see there.
             together: the processes that share the reads; all of them are here.
+            map: whether arrays on CPU devices are parts of the files, where that can be.
         """
         arrays = self._in_order(wanted)
         found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
@@ -114,13 +115,22 @@ class PackedCheckpoint(Opened):
             together.start(len(batches), xxhash.xxh3_64_hexdigest(repr((facts, self._verify)).encode()))
         with self._named_errors(), _Pipeline(self._source.threads, together) as pipeline:
             for names in batches:
-                batch = {name: _Loading(arrays[name], self.leaves[name], self._numbers[name]) for name in names}
+                batch = {name: self._loading(name, arrays[name], map) for name in names}
                 wants = [want for each in batch.values() for want in each.wants]
                 found |= pipeline.put(batch, list(self.pieces.reads(wants, verify=self._verify)))
             found |= pipeline.put({}, [])
         if together is not None:
             together.close()
         return {name: found[name] for name in wanted}
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether its files can be memory of this process."""
+        with self._named_errors():
+            return all(file.mapped is not None for file in self.pieces.files)
+
+    def _loading(self, name: str, like: Any, map: bool) -> _Loading:
+        return _Loading(like, self.leaves[name], self._numbers[name], self.pieces if map else None)
 
     def _in_order(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among some leaves, as the files have them."""
@@ -230,9 +240,10 @@ class _Loading:
         like: what is asked for, see `Opened.load`.
         stored: the leaf.
         number: of the leaf.
+        pieces: where it may be mapped.
     """
 
-    def __init__(self, like: Any, stored: StoredLeaf, number: int) -> None:
+    def __init__(self, like: Any, stored: StoredLeaf, number: int, pieces: Pieces | None) -> None:
         self._like, dtype = like, np.dtype(stored.dtype)
         self._on_device = isinstance(like, jax.ShapeDtypeStruct)
         if not self._on_device:
@@ -241,16 +252,21 @@ class _Loading:
             self._is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
             self._shape = stored.shape if self._is_key else tuple(like.shape)
             self._boxes = held_boxes(like.sharding, self._shape)
-        box_shape = [stop - start for start, stop in self._boxes[0]]
-        self._slab = Slab(len(self._boxes), box_shape, dtype, HOST_MEMORY if self._on_device else None)
-        if self._shape != stored.shape:
-            self._slab.bytes[:] = 0
-        self.wants = _wants(number, stored, self._boxes, self._slab)
+        self._out: Slab | MappedBoxes | None = None
+        if pieces is not None and self._on_device and is_on_cpu(like) and self._shape == stored.shape and stored.nbytes:
+            self._out = pieces.mapped(number, self._boxes, stored.shape, dtype)
+        if self._out is None:
+            box_shape = [stop - start for start, stop in self._boxes[0]]
+            self._out = Slab(len(self._boxes), box_shape, dtype, HOST_MEMORY if self._on_device else None)
+            if self._shape != stored.shape:
+                self._out.bytes[:] = 0
+        self.wants = _wants(number, stored, self._boxes, self._out)
 
     def done(self) -> Any:
         """The leaf, once all of it is there."""
-        held = self._slab.boxes
-        del self._slab, self.wants
+        assert self._out is not None
+        held = self._out.boxes
+        del self._out, self.wants
         if not self._on_device:
             return held[0]
         numbers = _order(self._boxes)
@@ -261,8 +277,13 @@ class _Loading:
             return jax.random.wrap_key_data(leaf, impl=self._like.dtype) if self._is_key else leaf
 
 
-def _wants(number: int, leaf: StoredLeaf, boxes: tuple[Limits, ...], slab: Slab) -> list[Want]:
-    return [Want(number, leaf.shape, boxes, slab)] if slab.bytes.size else []
+def _wants(number: int, leaf: StoredLeaf, boxes: tuple[Limits, ...], out: Slab | MappedBoxes) -> list[Want]:
+    return [Want(number, leaf.shape, boxes, out)] if out.boxes[0].size else []
+
+
+def is_on_cpu(like: Any) -> bool:
+    """Whether an array will be on devices whose memory is that of the process."""
+    return all(device.platform == "cpu" for device in like.sharding.device_set)
 
 
 @functools.lru_cache(maxsize=4096)

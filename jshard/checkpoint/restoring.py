@@ -28,7 +28,7 @@ from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
 from jshard.checkpoint.opened import Opened, held_boxes, unreadable
-from jshard.checkpoint.packed import PackedCheckpoint
+from jshard.checkpoint.packed import PackedCheckpoint, is_on_cpu
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import give_memory_back
@@ -124,8 +124,9 @@ class Restoring:
         missing: Missing = "error",
         extra: Extra = "error",
         read_once: bool = False,
+        map: bool = False,
     ) -> None:
-        self.opened, self._like, self._read_once = opened, like, read_once
+        self.opened, self._like, self._read_once, self._map = opened, like, read_once, map
         self.phases = Phases()
         with self.phases("plan"):
             _check_policies(missing, extra)
@@ -183,7 +184,9 @@ class Restoring:
     @functools.cached_property
     def _members(self) -> tuple[int, ...]:
         """The processes that read a part each of what all of them want; empty where nothing is shared."""
-        is_shared = self._read_once and jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
+        is_shared = (
+            self._read_once and not self._map and jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
+        )
         return sharers(self.reads.values()) if is_shared else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
@@ -230,7 +233,7 @@ class Restoring:
         self._warn(verify)
         with self.phases("read"):
             if isinstance(self.opened, PackedCheckpoint):
-                found = self.opened.load(self.reads, together)
+                found = self.opened.load(self.reads, together, map=self._map)
             else:
                 found = self.opened.load(self.reads)
             jax.block_until_ready(found)
@@ -242,6 +245,14 @@ class Restoring:
             total = lambda key: LeafSums(found[key], shape(manifest.leaves[key])).total()
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
+
+    def _unmapped(self) -> str:
+        """Why nothing of it can be mapped, if that is so."""
+        if not isinstance(self.opened, PackedCheckpoint):
+            return "it is not packed"
+        if not any(isinstance(like, jax.ShapeDtypeStruct) and is_on_cpu(like) for like in self.reads.values()):
+            return "the arrays are not on CPU devices"
+        return "" if self.opened.can_be_mapped else "it is not on a disk of this machine"
 
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, made of what was read."""
@@ -290,6 +301,8 @@ class Restoring:
         notes = [_list(what, lines) for what, lines in done.items() if lines]
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no sums to be checked by: jshard did not write it.")
+        if self._map and (why := self._unmapped()):
+            notes.append(f"it was read, and not mapped: {why}.")
         if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
             notes.append("read_once is for packed checkpoints: of this one every process read what it wanted.")
         in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
-from jshard.checkpoint.files.memory import Slab
+from jshard.checkpoint.files.memory import MappedBoxes, Slab
 from jshard.checkpoint.files.places import FileSource
 from jshard.checkpoint.files.reading import READ_BYTES, Range, Read, changed, reads
 
@@ -37,6 +37,11 @@ class PackedFile:
             found = before + found
         return cls(source, name, parse_index(memoryview(found)[len(found) - length :]))
 
+    @functools.cached_property
+    def mapped(self) -> np.ndarray | None:
+        """The file in memory; None where that cannot be."""
+        return self.source.mapped(self.name)
+
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
         """Reads all of the file but its index; where blocks begin and end that are not as they were written."""
         buffer = memoryview(bytearray(READ_BYTES))
@@ -55,13 +60,13 @@ class Want:
         leaf: the number of the leaf.
         shape: of the leaf.
         boxes: of it, each once.
-        out: what they go into.
+        out: what they go into; or what they are already, and are only checked.
     """
 
     leaf: int
     shape: tuple[int, ...]
     boxes: tuple[Limits, ...]
-    out: Slab
+    out: Slab | MappedBoxes
 
 
 class Pieces:
@@ -120,31 +125,51 @@ class Pieces:
 
         What no piece holds is left as it is.
         """
-        ranges: dict[int, list[Range]] = {}
+        ranges: dict[tuple[int, bool], list[Range]] = {}
         for want in wants:
             for file, found in self._ranges(want):
-                ranges.setdefault(file, []).append(found)
-        for number, found in sorted(ranges.items()):
+                ranges.setdefault((file, isinstance(want.out, MappedBoxes)), []).append(found)
+        for (number, is_mapped), found in sorted(ranges.items()):
             file = self.files[number]
-            sums = file.index.sums if verify else None
-            yield from reads(file.source, file.name, found, sums=sums, end=file.index.index_begin)
+            sums, mapped = file.index.sums if verify else None, file.mapped if is_mapped else None
+            if verify or not is_mapped:
+                yield from reads(file.source, file.name, found, sums=sums, end=file.index.index_begin, mapped=mapped)
+
+    def mapped(
+        self, leaf: int, boxes: tuple[Limits, ...], shape: tuple[int, ...], dtype: np.dtype
+    ) -> MappedBoxes | None:
+        """Boxes of a leaf as they are in the files; None where they are no pieces, or the files cannot be mapped."""
+        files, offsets, starts, stops = self.of(leaf)
+        parts = _parts(boxes, *_key(starts, stops), shape, dtype.itemsize)
+        held = [self.files[int(files[part.piece])].mapped for part in parts if part.is_whole]
+        if not parts or len(held) < len(parts):
+            return None
+        found = []
+        for part, file, box in zip(parts, held, boxes, strict=True):
+            if file is None:
+                return None
+            values = np.frombuffer(file, dtype, part.count, int(offsets[part.piece]))
+            found.append(values.reshape([b - a for a, b in box]))
+        return MappedBoxes(found)
 
     def _ranges(self, want: Want) -> Iterator[tuple[int, Range]]:
         files, offsets, starts, stops = self.of(want.leaf)
-        out = want.out
-        parts = _parts(want.boxes, *_key(starts, stops), want.shape, out.itemsize)
-        if len(parts) > 1 and all(part.is_whole for part in parts):
+        out, itemsize = want.out, want.out.boxes[0].itemsize
+        parts = _parts(want.boxes, *_key(starts, stops), want.shape, itemsize)
+        if isinstance(out, Slab) and len(parts) > 1 and all(part.is_whole for part in parts):
             pieces = [part.piece for part in parts]
             if (np.diff(offsets[pieces]) == out.stride).all() and (files[pieces] == files[pieces[0]]).all():
                 yield int(files[pieces[0]]), Range(int(offsets[pieces[0]]), out.bytes.nbytes, out.bytes.data)
                 return
         for part in parts:
-            offset, num_bytes = int(offsets[part.piece]) + part.begin * out.itemsize, part.count * out.itemsize
-            if part.place is None:
+            offset, num_bytes = int(offsets[part.piece]) + part.begin * itemsize, part.count * itemsize
+            if isinstance(out, MappedBoxes):
+                found = Range(offset, num_bytes)
+            elif part.place is None:
                 found = Range(offset, num_bytes, then=functools.partial(_scatter, part, out.boxes))
             else:
                 number, begin = part.place
-                begin *= out.itemsize
+                begin *= itemsize
                 found = Range(offset, num_bytes, _bytes(out.boxes[number])[begin : begin + num_bytes])
             yield int(files[part.piece]), found
 

@@ -6,6 +6,7 @@ is, without a copy, where it begins on 64 bytes: such memory belongs to the arra
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 import weakref
@@ -69,6 +70,13 @@ HOST_MEMORY = HostMemory()
 """Of the process."""
 
 
+@dataclasses.dataclass(frozen=True)
+class MappedBoxes:
+    """Boxes of a leaf that are parts of a file, mapped into memory: nothing is copied."""
+
+    boxes: list[np.ndarray]
+
+
 class Slab:
     """Boxes of a leaf, all of one shape, in one buffer: as far from each other as a file has them.
 
@@ -81,7 +89,7 @@ class Slab:
 
     def __init__(self, count: int, shape: Sequence[int], dtype: np.dtype, memory: HostMemory | None = None) -> None:
         size = math.prod(shape) * dtype.itemsize
-        self.itemsize, self.stride = dtype.itemsize, spaced(size)
+        self.stride = spaced(size)
         num_bytes = (count - 1) * self.stride + size
         self.bytes = np.empty(num_bytes, np.uint8) if memory is None else memory.take(num_bytes)
         strides = [dtype.itemsize * math.prod(shape[dim + 1 :]) for dim in range(len(shape))]

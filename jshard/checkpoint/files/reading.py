@@ -90,6 +90,7 @@ class Read:
         stop: the one behind the last.
         ranges: what is wanted of it, in the order of the file.
         sums: of the blocks of the file; None to check nothing.
+        mapped: the file in memory, where it is to be checked alone.
     """
 
     source: FileSource
@@ -98,6 +99,7 @@ class Read:
     stop: int
     ranges: Sequence[Range]
     sums: np.ndarray | None
+    mapped: np.ndarray | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -108,8 +110,11 @@ class Read:
         """Reads, or takes what was read, and checks it; a `ChangedError` if it is not what was written."""
         taken = None if given is None else collections.deque(given)
         start = self.start
-        for some in cut_views(self._views(), self.source.read_bytes):
-            if taken is None:
+        views = self._views() if self.mapped is None else [self.mapped[start : self.stop].data]
+        for some in cut_views(views, self.source.read_bytes):
+            if self.mapped is not None:
+                pass
+            elif taken is None:
                 self.source.read(self.name, start, some)
             else:
                 _fill(some, taken)
@@ -117,7 +122,7 @@ class Read:
                 for begin, end in changed(start, some, self.sums):
                     raise ChangedError(self.name, begin, end)
             start += self.source.read_bytes
-        for each in self.ranges:
+        for each in self.ranges if self.mapped is None else ():
             each.came()
 
     def _views(self) -> Iterator[memoryview]:
@@ -154,7 +159,13 @@ def take_bytes(given: collections.deque[memoryview], num_bytes: int) -> list[mem
 
 
 def reads(
-    source: FileSource, name: str, ranges: Iterable[Range], *, sums: np.ndarray | None, end: int
+    source: FileSource,
+    name: str,
+    ranges: Iterable[Range],
+    *,
+    sums: np.ndarray | None,
+    end: int,
+    mapped: np.ndarray | None = None,
 ) -> Iterator[Read]:
     """The reads that some ranges of a file come to.
 
@@ -164,16 +175,17 @@ def reads(
         ranges: what is wanted; they do not overlap.
         sums: of the blocks of the file; None to check nothing.
         end: where the blocks end.
+        mapped: the file in memory, where it is to be checked alone.
     """
     unit = 1 if sums is None else BLOCK_BYTES
     run: list[Range] = []
     for each in sorted(ranges, key=lambda each: each.offset):
         if run and each.offset // unit * unit - _up(run[-1].end, unit) > source.gap_bytes:
-            yield from _run(source, name, run, sums, end)
+            yield from (dataclasses.replace(read, mapped=mapped) for read in _run(source, name, run, sums, end))
             run = []
         run.append(each)
     if run:
-        yield from _run(source, name, run, sums, end)
+        yield from (dataclasses.replace(read, mapped=mapped) for read in _run(source, name, run, sums, end))
 
 
 def _run(source: FileSource, name: str, run: Sequence[Range], sums: np.ndarray | None, end: int) -> list[Read]:
