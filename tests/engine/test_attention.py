@@ -117,6 +117,35 @@ def made_up(like: Any) -> Any:
     return jax.tree.map(of, like)
 
 
+@pytest.mark.parametrize("heads", [4, wide(3)])
+def test_over_a_tensor_axis_it_runs_on_a_part_of_the_heads(cudnn, heads):
+    """XLA cannot partition the call in a region. Of three heads, on two devices, each has all."""
+    mesh = js.mesh(fsdp=4, tensor=2)
+    rng = np.random.default_rng(2)
+    x, bias = rng.normal(size=(8, 16, heads, 3 * K)), rng.normal(size=(1, heads, 16, 16))
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.scale, self.bias = nnx.Param(jnp.ones((heads, 3 * K))), nnx.Param(jnp.asarray(bias, jnp.float32))
+
+        def __call__(self, x, backend):
+            qkv = (x * self.scale[None, None]).astype(jnp.bfloat16)
+            qkv = qkv if heads % 2 else js.parallel.hold(qkv, None, None, "tensor")
+            q, k, v = jnp.split(qkv, 3, axis=-1)
+            y = js.kernels.attention(q, k, v, bias=self.bias[...], is_causal=True, backend=backend)
+            return y.astype(jnp.float32)
+
+    @nnx.jit(static_argnames="backend")
+    def gradients(model, x, backend):
+        return nnx.value_and_grad(lambda model: (jnp.sin(model(x, backend))).sum())(model)
+
+    model = js.fully_shard(Model(), mesh=mesh)
+    given = js.shard_batch(jnp.asarray(x, jnp.float32), mesh)
+    text = gradients.lower(model, given, "cudnn").as_text()
+    assert (f"4x16x{heads // 2}x{K}xbf16" in text or f"2x16x{heads // 2}x{K}xbf16" in text) == (heads == 4)
+    close(gradients(model, given, "cudnn"), gradients(model, given, "xla"), 0.03)
+
+
 # ---- which form
 
 
