@@ -144,7 +144,11 @@ def run(argv: Sequence[str]) -> int:
     request = request_of(args.without_devices())
     if not args.topology:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-        answer(explained(request, mesh), json=args.json)
+        with traced_for_device(None) as assumed:
+            found = explained(request, mesh)
+        answer(found, json=args.json)
+        for line in assumed():
+            remark(line)
         return 0
     topology = parse_topology(args.topology)
     with traced_for_device(topology.device):  # the processes that compile do so for themselves

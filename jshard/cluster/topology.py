@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from jshard import _compat
@@ -22,6 +23,7 @@ from jshard.facts.devices import DEVICES, DeviceFacts
 from jshard.facts.gpu_target import CUDNN, target_config_text
 from jshard.kernels.backend import TracedDevice, planned_for
 
+_HOPPER = 9  # compute capability
 _CUDNN_ASSUMED = (
     f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is taken to be there, as JAX's own check needs a GPU."
 )
@@ -112,19 +114,24 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
 
 
 @contextlib.contextmanager
-def traced_for_device(device: DeviceFacts) -> Iterator[Callable[[], tuple[str, ...]]]:
+def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple[str, ...]]]:
     """Inside, what is traced is for such a device, which is not there; gives what that takes for granted, in words.
 
-    Attention by cuDNN is: JAX asks for the library and for a GPU as it traces it.
+    Attention by cuDNN is: JAX asks for the library and for a GPU as it traces it. Without a device, what is traced is
+    for those that are here, and only the question about cuDNN is answered.
     """
-    target = device.target
-    if target is None:
+    target = device and device.target
+    if target is None and (device is not None or jax.default_backend() == "gpu"):
         yield tuple
         return
-    here = TracedDevice(
-        "gpu", target.description, sms=target.core_count, is_hopper=target.major == 9, capability=target.major
-    )
-    with planned_for(here), _compat.cudnn_assumed(CUDNN, (target.major, 0)) as is_asked:
+    with contextlib.ExitStack() as stack:
+        capability = _HOPPER if target is None else target.major
+        is_asked = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
+        if target is not None:
+            name, cores, is_hopper = target.description, target.core_count, capability == _HOPPER
+            stack.enter_context(
+                planned_for(TracedDevice("gpu", name, cores, is_hopper=is_hopper, capability=capability))
+            )
         yield lambda: (_CUDNN_ASSUMED,) if is_asked() else ()
 
 
