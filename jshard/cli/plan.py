@@ -33,7 +33,7 @@ from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import Chosen, choose, suggestions
-from jshard.cluster.topology import Topology, parse_topology, require_compiler
+from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError
 from jshard.inspect.tables import Printed, broken_line
 from jshard.plans.mesh import AnyMesh
@@ -144,9 +144,18 @@ def run(argv: Sequence[str]) -> int:
     request = request_of(args.without_devices())
     if not args.topology:
         mesh = open_mesh(request.sizes, devices=num_devices(request.sizes))
-        answer(explained(request, mesh), json=args.json)
+        with traced_for_device(None) as assumed:
+            found = explained(request, mesh)
+        answer(found, json=args.json)
+        for line in assumed():
+            remark(line)
         return 0
     topology = parse_topology(args.topology)
+    with traced_for_device(topology.device):  # the processes that compile do so for themselves
+        return _planned(args, request, topology)
+
+
+def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
     check_batch(request.recipe, mesh)
     known = parse_known(args.assume)

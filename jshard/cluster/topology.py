@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -9,16 +10,23 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.experimental import topologies
 
 from jshard import _compat
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts
-from jshard.facts.gpu_target import target_config_text
+from jshard.facts.gpu_target import CUDNN, target_config_text
+from jshard.kernels.backend import TracedDevice, planned_for
+
+_HOPPER = 9  # compute capability
+_CUDNN_ASSUMED = (
+    f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is taken to be there, as JAX's own check needs a GPU."
+)
 
 
 class TopologyError(ShardingError):
@@ -103,6 +111,28 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     require_compiler(topology.device.platform)
     build = _gpu_devices if topology.device.platform == "gpu" else _tpu_devices
     return build(topology)
+
+
+@contextlib.contextmanager
+def traced_for_device(device: DeviceFacts | None) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Inside, what is traced is for such a device, which is not there; gives what that takes for granted, in words.
+
+    Attention by cuDNN is: JAX asks for the library and for a GPU as it traces it. Without a device, what is traced is
+    for those that are here, and only the question about cuDNN is answered.
+    """
+    target = device and device.target
+    if target is None and (device is not None or jax.default_backend() == "gpu"):
+        yield tuple
+        return
+    with contextlib.ExitStack() as stack:
+        capability = _HOPPER if target is None else target.major
+        is_asked = stack.enter_context(_compat.cudnn_assumed(CUDNN, (capability, 0)))
+        if target is not None:
+            name, cores, is_hopper = target.description, target.core_count, capability == _HOPPER
+            stack.enter_context(
+                planned_for(TracedDevice("gpu", name, cores, is_hopper=is_hopper, capability=capability))
+            )
+        yield lambda: (_CUDNN_ASSUMED,) if is_asked() else ()
 
 
 def require_compiler(platform: str, *, where: str = "jshard plan --topology") -> None:

@@ -170,9 +170,7 @@ def test_scores_have_a_bias_and_no_scale():
     attention = t5.Attention(MICRO, rngs=nnx.Rngs(0))
     rng = np.random.default_rng(0)
     x, y, bias = (rng.normal(size=s).astype(np.float32) for s in ((1, 5, 64), (1, 7, 64), (1, 2, 5, 7)))
-    found = attention(
-        jnp.asarray(x), jnp.asarray(y), bias_1HTS=jnp.asarray(bias), mask_BHTS=jnp.ones((1, 1, 1, 7), bool)
-    )
+    found = attention(jnp.asarray(x), jnp.asarray(y), bias_1HTS=jnp.asarray(bias))
     q, k, v = (
         a[0] @ np.asarray(layer.kernel[...]) for a, layer in ((x, attention.q), (y, attention.k), (y, attention.v))
     )

@@ -67,7 +67,8 @@ def _check_shapes(p: "Partitioner", eqn: Eqn, body: "Body", found: Any) -> None:
 def cudnn_attention(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Value] | None:
     """CuDNN's attention: every operand that has the batch has it as dim 0.
 
-    Pages of keys and values belong to no example. Dropout's mask depends on the place in the batch: whole.
+    Pages of keys and values belong to no example. Dropout's mask depends on the place in the batch: whole. Over other
+    axes than those of the data it runs on a part of the heads, as `tensor` has them.
     """
     query, batch = values[0], p.full_shape(values[0])[0]
     paged = any(v.ndim == 4 for v in values[8:10])
@@ -81,7 +82,31 @@ def cudnn_attention(p: "Partitioner", eqn: Eqn, values: list[Value]) -> list[Val
     if len(states) == 4 and not has_batch[3]:  # a bias for all examples: its gradient is their sum
         states[3] = PARTIAL
     xs = [p.split(v, 0).x if each else p.whole(v).x for v, each in zip(values, has_batch, strict=True)]
-    return [Value(x, state) for x, state in zip(p.bind(eqn, xs), states, strict=True)]
+    found = _on_heads(eqn, lambda *xs: p.bind(eqn, list(xs)))(*xs)
+    return [Value(x, state) for x, state in zip(found, states, strict=True)]
+
+
+def _on_heads(eqn: Eqn, run: Callable[..., Sequence[Any]]) -> Callable[..., Sequence[Any]]:
+    """The call on a part of the heads, over axes that the compiler splits arrays over: it cannot split this one.
+
+    Of more devices than divide the heads, each has all of them.
+    """
+    axes, in_array = _compat.automatic_axes(), 2 - eqn.params["layout"]  # (B, T, H, K), or (B, H, T, K)
+    if not axes:
+        return run
+
+    def dim(k: int, shape: tuple[int, ...]) -> int | None:
+        """Where the heads are: of the bias, the sums of forward, and their gradients they are dim 1."""
+        if 0 in shape or 4 <= k < 10:  # lengths and pages
+            return None
+        return 1 if k == 3 or len(shape) == 3 else in_array
+
+    shapes = [[a.aval.shape for a in atoms] for atoms in (eqn.invars, eqn.outvars)]
+    dims = [[dim(k, shape) for k, shape in enumerate(group)] for group in shapes]
+    sizes = [shape[d] for group, of in zip(shapes, dims, strict=True) for shape, d in zip(group, of, strict=True) if d]
+    over = None if any(n % math.prod(axes.values()) for n in sizes) else tuple(axes)
+    ins, outs = ([P() if d is None else P(*[None] * d, over) for d in group] for group in dims)
+    return jax.shard_map(run, in_specs=tuple(ins), out_specs=outs, axis_names=set(axes), check_vma=False)
 
 
 @rule("scaled_matmul_wrapper", "scaled_matmul")
