@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.schedule import Blocking, Compute, Loop, Schedule, Start, Step, Wait, Window
-from jshard.inspect.hlo.work import MatrixProduct, OpWork
+from jshard.inspect.hlo.work import EqualProducts, OpWork
 
 # Every device of a host brings its own link to other hosts, and these kinds use all of them together.
 _SHARED_LINKS = ("all-gather", "reduce-scatter", "all-reduce")
@@ -89,7 +89,7 @@ class Assumptions:
         traffic_s = work.memory_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
         return self.launch_s + max(products_s, traffic_s) * (1 + self.straggling)
 
-    def _reached(self, product: MatrixProduct) -> float:
+    def _reached(self, product: EqualProducts) -> float:
         """Operations a second."""
         peaks = dict(self.flops_per_s_of)
         by_width = self.flops_per_s * 2 / max(item_bytes(product.dtype), 0.5)

@@ -12,7 +12,7 @@ from jshard.cluster.replay import Assumptions
 from jshard.cluster.report import timeline
 from jshard.inspect.drawing import chrome_trace, html_page
 from jshard.inspect.hlo.walk import read_schedule
-from jshard.inspect.hlo.work import MatrixProduct, OpWork
+from jshard.inspect.hlo.work import EqualProducts, OpWork
 from tests.scheduled_text import body, dot, gather, gathered, half_dot, loop, program, scatter, scattered
 
 # A matrix product of the texts takes 1 ms, a collective of theirs 1 ms within a host; memory traffic nothing.
@@ -179,7 +179,7 @@ def test_kernels_wait_to_be_launched_and_rings_go_step_by_step():
 
 
 def test_attention_in_one_kernel_has_an_efficiency_of_its_own():
-    work = OpWork((MatrixProduct("bf16", 1e9, 2, is_attention=True),))
+    work = OpWork((EqualProducts("bf16", 1e9, 2, is_attention=True),))
     assert dataclasses.replace(MACHINE, attention_efficiency=0.5).compute_s(work) == pytest.approx(2 * MS)
 
 
@@ -196,7 +196,7 @@ def test_attention_in_one_kernel_has_an_efficiency_of_its_own():
 def test_products_take_whole_waves_of_tiles(sizes, part):
     flops = 2.0 * math.prod(sizes)
     machine = dataclasses.replace(MACHINE, multiprocessors=100)
-    reached = flops / machine.compute_s(OpWork((MatrixProduct("bf16", flops, sizes=sizes),))) / MACHINE.flops_per_s
+    reached = flops / machine.compute_s(OpWork((EqualProducts("bf16", flops, sizes=sizes),))) / MACHINE.flops_per_s
     assert reached == pytest.approx(part, rel=0.01)
 
 

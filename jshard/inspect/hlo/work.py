@@ -27,7 +27,7 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 
 
 @dataclasses.dataclass(frozen=True)
-class MatrixProduct:
+class EqualProducts:
     """Matrix products alike: what they multiply decides how much of the peak they reach."""
 
     dtype: str  # of what is multiplied
@@ -41,7 +41,7 @@ class MatrixProduct:
 class OpWork:
     """The work of an instruction, of a computation, or of several together."""
 
-    products: tuple[MatrixProduct, ...] = ()  # matrix products and convolutions
+    products: tuple[EqualProducts, ...] = ()  # matrix products and convolutions
     memory_bytes: float = 0.0  # read from and written to device memory
     # Custom calls whose operations are not known: they count as their memory traffic alone.
     uncounted: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ class OpWork:
 
 def added(parts: Iterable[OpWork]) -> OpWork:
     """The sum."""
-    alike: dict[tuple[Any, ...], list[MatrixProduct]] = collections.defaultdict(list)
+    alike: dict[tuple[Any, ...], list[EqualProducts]] = collections.defaultdict(list)
     memory_bytes, uncounted = 0.0, []
     for part in parts:
         for one in part.products:
@@ -118,7 +118,7 @@ class Worker:
             return _product(_dtype(home, instruction), *_dot_sizes(home, instruction))
         if opcode == "convolution":
             flops = _convolution_flops(home, instruction)
-            return OpWork((MatrixProduct(_dtype(home, instruction), flops),)) if flops else OpWork()
+            return OpWork((EqualProducts(_dtype(home, instruction), flops),)) if flops else OpWork()
         if opcode == "custom-call":
             return _custom_call(home, instruction)
         return added(self._within(body) for body in self._module.callees(instruction))
@@ -137,7 +137,7 @@ def _is_hosts(home: Computation, instruction: Instruction) -> bool:
 
 def _product(dtype: str, *sizes: float) -> OpWork:
     flops = 2.0 * math.prod(sizes)
-    return OpWork((MatrixProduct(dtype, flops, sizes=sizes),)) if flops else OpWork()
+    return OpWork((EqualProducts(dtype, flops, sizes=sizes),)) if flops else OpWork()
 
 
 def _dtype(home: Computation, instruction: Instruction) -> str:
@@ -210,7 +210,7 @@ def _attention(home: Computation, call: Instruction, *, backward: bool) -> OpWor
     count = (5 if backward else 2) * 2.0 * math.prod(query) * key[1]
     causal = "CAUSAL" in call.attributes
     done = count / 2 if causal else count
-    return OpWork((MatrixProduct(dtype, done, 5 if backward else 2, is_attention=True),))
+    return OpWork((EqualProducts(dtype, done, 5 if backward else 2, is_attention=True),))
 
 
 def _convolution_flops(home: Computation, convolution: Instruction) -> float:
