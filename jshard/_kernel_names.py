@@ -8,6 +8,12 @@ PREFIX = "jshard_"
 PRODUCT = "jshard.kernels product"
 """What the results of their products are called: a policy of `jax.checkpoint` sees no matrix product in a kernel."""
 
+CONTEXT = "context"
+"""What the result of attention is called, here and in MaxText."""
+
+ATTENTION = "dot_product_attention_fwd_wrapper"
+"""The operation of JAX that is cuDNN's attention: its results are the context, and what backward needs beside it."""
+
 _SCOPE = re.compile(r"jshard\.kernels\.(\w+)\[(\w+)\]")
 
 

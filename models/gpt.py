@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
@@ -45,6 +46,7 @@ class GPTConfig:
     dropout: float = 0.0
     tied: bool = True  # one table embeds the tokens and scores them
     positions: str = "learned"  # or "rotary"
+    attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
     reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
@@ -105,17 +107,20 @@ class Attention(nnx.Module):
         D = config.d_model
         self.n_head = config.n_head
         self.rotary = config.positions == "rotary"
+        self.backend: Any = config.attention
         self.qkv = nnx.LinearGeneral(D, (3, D), kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
         self.out = linear(D, D, std=residual_std(config), rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
-        qkv_BT3HK = self.qkv(x_BTD).reshape(B, T, 3, self.n_head, -1)
+        qkv_BT3D = checkpoint_name(self.qkv(x_BTD), "qkv_proj")  # names are for remat policies
+        qkv_BT3HK = qkv_BT3D.reshape(B, T, 3, self.n_head, -1)
         q_BTHK, k_BTHK, v_BTHK = jnp.unstack(js.parallel.hold(qkv_BT3HK, None, None, None, "tensor"), axis=2)
         if self.rotary:
             q_BTHK, k_BTHK = rotate(q_BTHK), rotate(k_BTHK)
-        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True)
-        return self.out(js.parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, D))
+        y_BTHK = js.kernels.attention(q_BTHK, k_BTHK, v_BTHK, is_causal=True, backend=self.backend)
+        y_BTD = js.parallel.hold(y_BTHK, None, None, "tensor").reshape(B, T, D)
+        return checkpoint_name(self.out(y_BTD), "out_proj")
 
 
 class MLP(nnx.Module):
@@ -131,8 +136,8 @@ class MLP(nnx.Module):
             up_DF, down_FD = self.up.kernel[...], self.down.kernel[...]
             up_F, down_D = self.up.bias[...], self.down.bias[...]
             return js.kernels.mlp(x_BTD, up_DF, down_FD, b_up=up_F, b_down=down_D, occupancy=self.occupancy)
-        h_BTF = jax.nn.gelu(self.up(x_BTD))
-        return self.down(h_BTF)
+        h_BTF = jax.nn.gelu(checkpoint_name(self.up(x_BTD), "mlpwi"))
+        return checkpoint_name(self.down(h_BTF), "mlpwo")
 
 
 class Block(nnx.Module):

@@ -25,6 +25,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
@@ -45,7 +46,8 @@ class LlamaConfig:
     d_ff: int = 14_336
     rope_theta: float = 500_000.0
     tied: bool = False  # one table embeds the tokens and scores them
-    queries_at_once: int = 1024  # scores of attention are made for so many positions at a time
+    attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
+    queries_at_once: int = 1024  # in plain form scores are made for so many positions at a time
     mlp: str = "plain"  # or "pallas": kernels that leave room for communication, where there is a GPU for them
     reserved_sms: int = 0  # multiprocessors that these leave alone; js.overlap says how many
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
@@ -101,19 +103,11 @@ def rotate(x_BTHK: jax.Array, theta: float) -> jax.Array:
     return turned.astype(x_BTHK.dtype)
 
 
-@jax.checkpoint
-def look_back(q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
-    """What the last N of S positions find in those up to their own; backward makes the scores again."""
-    N, S = q_BNHK.shape[1], k_BSGK.shape[1]
-    mask_NS = jnp.tril(jnp.ones((N, S), bool), S - N)
-    return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None])
-
-
 class Attention(nnx.Module):
     """Causal self-attention with fewer keys and values than queries.
 
-    Queries are taken some at a time: scores of all 8,192 x 8,192 positions would be 34 GB for a sequence of the 405B,
-    and half of them would be masked.
+    By cuDNN there are no arrays of scores. In plain form queries are taken some at a time: scores of all 8,192 x 8,192
+    positions would be 34 GB for a sequence of the 405B, and half of them would be masked.
     """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -126,13 +120,15 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         B, T, D = x_BTD.shape
-        H, G, N = self.config.n_head, self.config.n_kv_head, self.config.queries_at_once
-        q_BTHK = rotate(self.q(x_BTD).reshape(B, T, H, D // H), self.config.rope_theta)
-        k_BTGK = rotate(self.k(x_BTD).reshape(B, T, G, D // H), self.config.rope_theta)
-        v_BTGK = self.v(x_BTD).reshape(B, T, G, D // H)
-        ends = [min(start + N, T) for start in range(0, T, N)]
-        ys = [look_back(q_BTHK[:, (e - 1) // N * N : e], k_BTGK[:, :e], v_BTGK[:, :e]) for e in ends]
-        return self.out(jnp.concatenate(ys, axis=1).reshape(B, T, D))
+        H, G, theta = self.config.n_head, self.config.n_kv_head, self.config.rope_theta
+        q_BTD, k_BTE, v_BTE = (  # names are for remat policies
+            checkpoint_name(project(x_BTD), name)
+            for project, name in ((self.q, "query_proj"), (self.k, "key_proj"), (self.v, "value_proj"))
+        )
+        q_BTHK, k_BTGK = rotate(q_BTD.reshape(B, T, H, D // H), theta), rotate(k_BTE.reshape(B, T, G, D // H), theta)
+        how: dict[str, Any] = {"queries_at_once": self.config.queries_at_once, "backend": self.config.attention}
+        y_BTHK = js.kernels.attention(q_BTHK, k_BTGK, v_BTE.reshape(B, T, G, D // H), is_causal=True, **how)
+        return checkpoint_name(self.out(y_BTHK.reshape(B, T, D)), "out_proj")
 
 
 class MLP(nnx.Module):
@@ -148,8 +144,8 @@ class MLP(nnx.Module):
         if self.occupancy is not None:
             gate_DF, up_DF, down_FD = self.gate.kernel[...], self.up.kernel[...], self.down.kernel[...]
             return js.kernels.mlp(x_BTD, up_DF, down_FD, w_gate=gate_DF, activation="silu", occupancy=self.occupancy)
-        h_BTF = jax.nn.silu(self.gate(x_BTD)) * self.up(x_BTD)
-        return self.down(h_BTF)
+        gate_BTF, up_BTF = checkpoint_name(self.gate(x_BTD), "mlpwi_0"), checkpoint_name(self.up(x_BTD), "mlpwi_1")
+        return checkpoint_name(self.down(jax.nn.silu(gate_BTF) * up_BTF), "mlpwo")
 
 
 class Block(nnx.Module):

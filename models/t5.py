@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 from spans import PAD, SpanRecipe, corrupted_text, lengths
 
@@ -49,6 +50,7 @@ class T5Config:
     tied: bool = True  # the table that embeds the tokens scores them, too; not so from v1.1 on
     num_buckets: int = 32  # of distances, for the bias of attention
     max_distance: int = 128  # all that is further away is in one bucket
+    attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     scan: bool = False  # the layers of each half in one module, run as one loop
     # Read by `annotate` only: an unsharded T5 computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
@@ -106,18 +108,27 @@ class Attention(nnx.Module):
     def __init__(self, config: T5Config, *, rngs: nnx.Rngs):
         D, HK = config.d_model, config.n_head * config.d_kv
         self.n_head = config.n_head
+        self.backend: Any = config.attention
         self.q = linear(D, HK, std=(D * config.d_kv) ** -0.5, rngs=rngs)
         self.k = linear(D, HK, std=D**-0.5, rngs=rngs)
         self.v = linear(D, HK, std=D**-0.5, rngs=rngs)
         self.out = linear(HK, D, std=HK**-0.5, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, y_BSD: jax.Array, *, bias_1HTS: jax.Array | None = None, mask_BHTS: jax.Array
+        self,
+        x_BTD: jax.Array,
+        y_BSD: jax.Array,
+        *,
+        bias_1HTS: jax.Array | None = None,
+        lengths_B: jax.Array | None = None,
+        is_causal: bool = False,
     ) -> jax.Array:
-        heads = lambda a: a.reshape(*a.shape[:2], self.n_head, -1)
-        q_BTHK, k_BSHK, v_BSHK = heads(self.q(x_BTD)), heads(self.k(y_BSD)), heads(self.v(y_BSD))
-        y_BTHK = jax.nn.dot_product_attention(q_BTHK, k_BSHK, v_BSHK, bias=bias_1HTS, mask=mask_BHTS, scale=1.0)
-        return self.out(y_BTHK.reshape(*x_BTD.shape[:2], -1))
+        heads = lambda a, name: checkpoint_name(a, name).reshape(*a.shape[:2], self.n_head, -1)
+        q_BTHK, k_BSHK = heads(self.q(x_BTD), "query_proj"), heads(self.k(y_BSD), "key_proj")  # for remat policies
+        v_BSHK = heads(self.v(y_BSD), "value_proj")
+        how: dict[str, Any] = {"lengths": lengths_B, "is_causal": is_causal, "scale": 1.0, "backend": self.backend}
+        y_BTHK = js.kernels.attention(q_BTHK, k_BSHK, v_BSHK, bias=bias_1HTS, **how)
+        return checkpoint_name(self.out(y_BTHK.reshape(*x_BTD.shape[:2], -1)), "out_proj")
 
 
 class MLP(nnx.Module):
@@ -130,9 +141,11 @@ class MLP(nnx.Module):
         self.down = linear(F, D, std=F**-0.5, rngs=rngs)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        up_BTF = checkpoint_name(self.up(x_BTD), "mlpwi" if self.gate is None else "mlpwi_1")
         if self.gate is None:
-            return self.down(jax.nn.relu(self.up(x_BTD)))
-        return self.down(jax.nn.gelu(self.gate(x_BTD)) * self.up(x_BTD))
+            return checkpoint_name(self.down(jax.nn.relu(up_BTF)), "mlpwo")
+        gate_BTF = checkpoint_name(self.gate(x_BTD), "mlpwi_0")
+        return checkpoint_name(self.down(jax.nn.gelu(gate_BTF) * up_BTF), "mlpwo")
 
 
 class EncoderLayer(nnx.Module):
@@ -144,9 +157,9 @@ class EncoderLayer(nnx.Module):
         self.mlp_norm = rms_norm(config, rngs)
         self.mlp = MLP(config, rngs=rngs)
 
-    def __call__(self, x_BSD: jax.Array, bias_1HSS: jax.Array, real_B11S: jax.Array) -> jax.Array:
+    def __call__(self, x_BSD: jax.Array, bias_1HSS: jax.Array, lengths_B: jax.Array) -> jax.Array:
         h_BSD = self.attention_norm(x_BSD)
-        x_BSD = x_BSD + self.attention(h_BSD, h_BSD, bias_1HTS=bias_1HSS, mask_BHTS=real_B11S)
+        x_BSD = x_BSD + self.attention(h_BSD, h_BSD, bias_1HTS=bias_1HSS, lengths_B=lengths_B)
         return x_BSD + self.mlp(self.mlp_norm(x_BSD))
 
 
@@ -162,13 +175,11 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(
-        self, x_BTD: jax.Array, bias_1HTT: jax.Array, encoded_BSD: jax.Array, real_B11S: jax.Array
+        self, x_BTD: jax.Array, bias_1HTT: jax.Array, encoded_BSD: jax.Array, lengths_B: jax.Array
     ) -> jax.Array:
-        T = x_BTD.shape[1]
-        past_11TT = jnp.tril(jnp.ones((T, T), bool))[None, None]
         h_BTD = self.attention_norm(x_BTD)
-        x_BTD = x_BTD + self.attention(h_BTD, h_BTD, bias_1HTS=bias_1HTT, mask_BHTS=past_11TT)
-        x_BTD = x_BTD + self.input_attention(self.input_attention_norm(x_BTD), encoded_BSD, mask_BHTS=real_B11S)
+        x_BTD = x_BTD + self.attention(h_BTD, h_BTD, bias_1HTS=bias_1HTT, is_causal=True)
+        x_BTD = x_BTD + self.input_attention(self.input_attention_norm(x_BTD), encoded_BSD, lengths_B=lengths_B)
         return x_BTD + self.mlp(self.mlp_norm(x_BTD))
 
 
@@ -201,12 +212,12 @@ class T5(nnx.Module):
             self.head = linear(config.d_model, config.vocab_size, std=config.d_model**-0.5, rngs=rngs)
 
     def __call__(self, inputs_BS: jax.Array, before_BT: jax.Array) -> jax.Array:
-        real_B11S = (inputs_BS != PAD)[:, None, None]
+        lengths_B = (inputs_BS != PAD).sum(-1, dtype=jnp.int32)  # padding is at the end
         encoded_BSD = self.tokens(inputs_BS)
-        encoded_BSD = self.run(self.encoder, encoded_BSD, self.encoder_bias(inputs_BS.shape[1]), real_B11S)
+        encoded_BSD = self.run(self.encoder, encoded_BSD, self.encoder_bias(inputs_BS.shape[1]), lengths_B)
         encoded_BSD = self.encoder_norm(encoded_BSD)
         x_BTD = self.tokens(before_BT)
-        x_BTD = self.run(self.decoder, x_BTD, self.decoder_bias(before_BT.shape[1]), encoded_BSD, real_B11S)
+        x_BTD = self.run(self.decoder, x_BTD, self.decoder_bias(before_BT.shape[1]), encoded_BSD, lengths_B)
         x_BTD = self.decoder_norm(x_BTD)
         if not self.config.tied:
             return self.head(x_BTD)

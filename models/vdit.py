@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from digits import NUM_CLASSES, clips
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
 
 import jshard as js
@@ -49,6 +50,7 @@ class VDiTConfig:
     n_layer: int = 4
     n_head: int = 4
     d_model: int = 128
+    attention: str = "auto"  # or "cudnn", "xla"; auto: by cuDNN in 16 bits on NVIDIA GPUs, elsewhere in plain form
     label_dropout: float = 0.1  # part of the samples that train the model without class, for guidance
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded model computes in float32 and keeps every activation.
@@ -156,14 +158,16 @@ class Attention(nnx.Module):
     def __init__(self, config: VDiTConfig, *, rngs: nnx.Rngs):
         D = config.d_model
         self.n_head = config.n_head
+        self.backend: Any = config.attention
         self.qkv = linear(D, 3 * D, rngs=rngs)
         self.out = linear(D, D, rngs=rngs)
 
     def __call__(self, x_BND: jax.Array) -> jax.Array:
         B, N, D = x_BND.shape
-        qkv_BNHK = self.qkv(x_BND).reshape(B, N, 3 * self.n_head, D // self.n_head)
-        y_BNHK = jax.nn.dot_product_attention(*jnp.split(qkv_BNHK, 3, axis=2))
-        return self.out(y_BNHK.reshape(B, N, D))
+        qkv_BND = checkpoint_name(self.qkv(x_BND), "qkv_proj")  # names are for remat policies
+        qkv_BNHK = qkv_BND.reshape(B, N, 3 * self.n_head, D // self.n_head)
+        y_BNHK = js.kernels.attention(*jnp.split(qkv_BNHK, 3, axis=2), backend=self.backend)
+        return checkpoint_name(self.out(y_BNHK.reshape(B, N, D)), "out_proj")
 
 
 class MLP(nnx.Module):
@@ -174,7 +178,8 @@ class MLP(nnx.Module):
         self.down = linear(4 * config.d_model, config.d_model, rngs=rngs)
 
     def __call__(self, x_BND: jax.Array) -> jax.Array:
-        return self.down(jax.nn.gelu(self.up(x_BND)))
+        h_BNF = jax.nn.gelu(checkpoint_name(self.up(x_BND), "mlpwi"))
+        return checkpoint_name(self.down(h_BNF), "mlpwo")
 
 
 class Block(nnx.Module):

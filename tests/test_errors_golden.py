@@ -517,6 +517,7 @@ WARNINGS: dict[str, Callable[[], object]] = {
     "warning: no parameters, and large": lambda: js.abstract_init(lambda: Average(nnx.Rngs(0)), shard),
     "warning: parameter after the annotation": lambda: call(with_a_new_parameter(), X),
     "warning: gathered again": gathered_again,
+    "warning: remat by name": lambda: call(shard(linear(), remat="names:context,up"), X),
     "warning: scan_layers": lambda: scan_stacked(prefetch=1),
     "warning: linen, stacked layers": stacked_layers,
 }

@@ -23,6 +23,7 @@ from jshard._compat.processes import coordinator as coordinator
 from jshard._compat.processes import launcher_cluster as launcher_cluster
 from jshard._compat.processes import orbax_operations as orbax_operations
 from jshard._compat.processes import set_orbax_deadline as set_orbax_deadline
+from jshard._compat.programs import cudnn_assumed as cudnn_assumed
 from jshard._compat.programs import init_options as init_options
 from jshard._compat.programs import interpreter_transposes as interpreter_transposes
 from jshard._compat.programs import mosaic_kernel as mosaic_kernel

@@ -1,8 +1,9 @@
 """Programs: options of the compiler, its partitioner, and kernels for NVIDIA GPUs."""
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -50,6 +51,35 @@ def _written_by_all(
             )
         except Exception as error:  # as JAX does: a program that cannot be kept is no reason to end a run
             warnings.warn(f"{module_name} is not kept: {type(error).__name__}: {error}", stacklevel=2)
+
+
+@contextlib.contextmanager
+def cudnn_assumed(version: tuple[int, int], capability: tuple[int, int]) -> Iterator[Callable[[], bool]]:
+    """Inside, JAX takes a cuDNN and a GPU to be there as it traces and lowers attention; gives whether it has asked.
+
+    It asks the library that is loaded, and the first GPU of the process: a plan is made without either. There is no
+    public switch; where the private names are gone, this does nothing, and JAX refuses the model.
+    """
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo as module
+    except ImportError:
+        yield lambda: False
+        return
+    asked: list[str] = []
+    of = lambda text: tuple(int(number) for number in text.split("."))
+    answers: dict[str, Callable[..., Any]] = {
+        "check_cudnn_version": lambda: asked.append("version") or version[0] * 10_000 + version[1] * 100,
+        "check_compute_capability": lambda text: capability >= of(text),
+        "is_cuda_compute_capability_equal": lambda text: capability == of(text),
+    }
+    before = {name: getattr(module, name) for name in answers if hasattr(module, name)}
+    for name in before:
+        setattr(module, name, answers[name])
+    try:
+        yield lambda: bool(asked)
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def on_stream(function: Callable[..., Any], stream: int) -> Callable[..., Any]:

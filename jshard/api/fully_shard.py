@@ -22,7 +22,8 @@ from jshard.plans.moved import MovedSettings, layers_of, placement_of, refuse_st
 from jshard.plans.padding import Padding, logical, logical_shape, padding_of, store
 from jshard.plans.placement import Placement, ShardPlacement
 from jshard.plans.plan import Leaf, make_plan, root_forgotten
-from jshard.plans.policies import MixedPrecision, Remat, UnitPolicy
+from jshard.plans.policies import MixedPrecision, UnitPolicy
+from jshard.plans.remat import Remat
 from jshard.plans.units import (
     LogicalOptimizer,
     Path,
@@ -88,9 +89,11 @@ def fully_shard(
             device and gather again within groups of k neighbours (ZeRO++ hpZ). None: True for units inside
             the root, False for the root itself, whose parameters backward needs at once.
         mixed_precision: dtypes of gathering, computation and reduction; None keeps the stored dtype.
-        remat: activation checkpointing of the unit: `"none"`, `"dots"`, `"offload"`, `"full"` or a policy from
-            `jax.checkpoint_policies`. Gathered parameters are never kept on its account. `"offload"` keeps what
-            `"dots"` keeps of products with weights, in host memory; a policy offloads activations by name. With
+        remat: activation checkpointing of the unit: a name (docs/sharding_a_model.md has them all, such as `"full"`,
+            `"dots"`, `"offload"`, `"torchtitan_selective"`, `"minimal_flash"`), `"names:NAME,..."` for values that
+            `jax.ad_checkpoint.checkpoint_name` has named, or a policy from `jax.checkpoint_policies`. Gathered
+            parameters are never kept on its account. `"offload"` keeps what `"dots_with_no_batch_dims"` keeps, in host
+            memory; a policy offloads activations by name. With
             `units=` it is that of the units and not of the root, around which it would run every unit three times;
             for both, annotate the units one by one, then the root.
         prefetch: how early the unit is gathered. A number n: while the n-th unit before it computes, and no earlier;

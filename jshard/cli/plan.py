@@ -33,7 +33,7 @@ from jshard.cluster.costs import Costs
 from jshard.cluster.estimate import PlannedCluster, parse_known
 from jshard.cluster.report import ClusterPlan
 from jshard.cluster.search import Chosen, choose, suggestions
-from jshard.cluster.topology import Topology, parse_topology, require_compiler
+from jshard.cluster.topology import Topology, parse_topology, require_compiler, traced_for_device
 from jshard.errors import ShardingError
 from jshard.inspect.tables import Printed, broken_line
 from jshard.plans.mesh import AnyMesh
@@ -147,6 +147,11 @@ def run(argv: Sequence[str]) -> int:
         answer(explained(request, mesh), json=args.json)
         return 0
     topology = parse_topology(args.topology)
+    with traced_for_device(topology.device):  # the processes that compile do so for themselves
+        return _planned(args, request, topology)
+
+
+def _planned(args: PlanArgs, request: Request, topology: Topology) -> int:
     mesh = open_mesh(request.sizes, devices=topology.num_devices)
     check_batch(request.recipe, mesh)
     known = parse_known(args.assume)

@@ -22,7 +22,7 @@ import jshard as js
 from jshard.api.optimizer import abstract_optimizer
 from jshard.cluster.compile import PROGRAM, CompileError, CompileRequest, TooLargeError, answer
 from jshard.cluster.options import Options, compile_nothing, options_for
-from jshard.cluster.topology import Topology, parse_topology, topology_devices
+from jshard.cluster.topology import Topology, parse_topology, topology_devices, traced_for_device
 from jshard.engine.context import plain_flax
 from jshard.errors import FourPartError
 from jshard.inspect.audit import CompiledMemory
@@ -46,7 +46,8 @@ def _result(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         result = _compiled_step(CompileRequest(**asked), folder)
-    return result | {"notes": [str(one.message) for one in caught if issubclass(one.category, UserWarning)]}
+    said = (str(one.message) for one in caught if issubclass(one.category, UserWarning))
+    return result | {"notes": list(dict.fromkeys((*said, *result["notes"])))}
 
 
 def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
@@ -57,8 +58,11 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
     assert isinstance(mesh, Mesh)  # it was given devices
     start_s = time.perf_counter()
     try:
-        with plain_flax() if request.plain_flax else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            assumed = stack.enter_context(traced_for_device(topology.device))
+            stack.enter_context(plain_flax() if request.plain_flax else contextlib.nullcontext())
             model, lowered = lowered_step(model_file, recipe, mesh, shard_replicated=request.shard_replicated)
+            notes = assumed()
     except FourPartError:
         raise
     except ValueError as error:
@@ -78,6 +82,7 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]  # children: ptxas
     return {
         "memory": dataclasses.asdict(_memory(compiled, topology)),
+        "notes": list(notes),
         "plan": json.loads(plan.to_json()),
         "options": options,
         "batch_size": recipe.batch_size,

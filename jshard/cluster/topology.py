@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib.util
@@ -9,7 +10,7 @@ import math
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,12 @@ from jax.experimental import topologies
 from jshard import _compat
 from jshard.errors import MissingExtraError, RunError, ShardingError
 from jshard.facts.devices import DEVICES, DeviceFacts
-from jshard.facts.gpu_target import target_config_text
+from jshard.facts.gpu_target import CUDNN, target_config_text
+from jshard.kernels.backend import TracedDevice, planned_for
+
+_CUDNN_ASSUMED = (
+    f"attention by cuDNN: version {'.'.join(map(str, CUDNN))} is taken to be there, as JAX's own check needs a GPU."
+)
 
 
 class TopologyError(ShardingError):
@@ -103,6 +109,23 @@ def topology_devices(topology: Topology) -> Sequence[Any]:
     require_compiler(topology.device.platform)
     build = _gpu_devices if topology.device.platform == "gpu" else _tpu_devices
     return build(topology)
+
+
+@contextlib.contextmanager
+def traced_for_device(device: DeviceFacts) -> Iterator[Callable[[], tuple[str, ...]]]:
+    """Inside, what is traced is for such a device, which is not there; gives what that takes for granted, in words.
+
+    Attention by cuDNN is: JAX asks for the library and for a GPU as it traces it.
+    """
+    target = device.target
+    if target is None:
+        yield tuple
+        return
+    here = TracedDevice(
+        "gpu", target.description, sms=target.core_count, is_hopper=target.major == 9, capability=target.major
+    )
+    with planned_for(here), _compat.cudnn_assumed(CUDNN, (target.major, 0)) as is_asked:
+        yield lambda: (_CUDNN_ASSUMED,) if is_asked() else ()
 
 
 def require_compiler(platform: str, *, where: str = "jshard plan --topology") -> None:

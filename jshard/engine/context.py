@@ -2,6 +2,7 @@
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -145,6 +146,35 @@ def guard(values: Sequence[Any], padded: Mapping[int, tuple[str, LogicalOptimize
 
     after = dict(zip(guards, _guarded(refuse, [values[i] for i in guards]), strict=True))
     return [after.get(i, x) for i, x in enumerate(values)]
+
+
+# Attention that is called while a unit is traced: whether backward runs it again, and how often it was called.
+
+
+@dataclasses.dataclass
+class _AttentionCalls:
+    again: bool
+    count: int = 0
+
+
+_attention: contextvars.ContextVar[_AttentionCalls | None] = contextvars.ContextVar("attention", default=None)
+
+
+@contextlib.contextmanager
+def attention_again(again: bool) -> Iterator[Callable[[], int]]:
+    """Inside, a unit is traced whose attention backward runs again, or does not; gives the number of calls so far."""
+    calls = _AttentionCalls(again)
+    with _during(_attention, calls):
+        yield lambda: calls.count
+
+
+def note_attention() -> bool:
+    """Notes a call of attention; whether backward runs it again."""
+    calls = _attention.get()
+    if calls is None:
+        return False
+    calls.count += 1
+    return calls.again
 
 
 def in_global_view() -> bool:

@@ -31,7 +31,6 @@ from jshard.plans.memories import fetched, placed_like
 from jshard.plans.mesh import EXPERT, batch_axes, data_degree, degree, manual_axes
 from jshard.plans.placement import Placement, spec_over
 from jshard.plans.plan import resharded
-from jshard.plans.policies import checkpoint_policy
 from jshard.plans.units import NESTED, Unit
 
 
@@ -58,7 +57,7 @@ def open_region(call: Call, unit: Unit) -> Any:
         for x, of_call, p in zip(map(abstract, params), call.params, call.placements, strict=True)
     ]
     with region_trace(cast(Mesh, unit.mesh)):
-        program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=remat_of(unit))
+        program, consts = trace(call, cast_own, logical, list(map(abstract, call.inputs)), remat=policy.remat)
     operands = [*params, *call.inputs, *consts]
     region = Region(unit, call, program, consts, [copy is not None for copy in copies])
     eager = not any(_compat.is_tracer(x) for x in operands)
@@ -144,12 +143,6 @@ class Crossing:
         is_own = isinstance(self.state, Own)
         state = self.state.state if isinstance(self.state, Own) else self.state
         return Value(x[0] if is_own else x, state, counted=self.counted, parameter=self.parameter)
-
-
-def remat_of(unit: Unit) -> Any:
-    """The remat policy of a unit as a program takes it."""
-    asked = unit.policy.remat
-    return asked if asked in ("none", "full") else checkpoint_policy(asked)
 
 
 class Region:

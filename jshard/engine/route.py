@@ -12,16 +12,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jshard import _compat
 from jshard.engine.call import NnxCall, is_array, is_nnx, stored_text
-from jshard.engine.context import guard, in_global_view, in_plain_flax, in_shapes_only
-from jshard.engine.region import open_region, remat_of
+from jshard.engine.context import attention_again, guard, in_global_view, in_plain_flax, in_shapes_only
+from jshard.engine.region import open_region
 from jshard.engine.stored import without_padding
-from jshard.engine.trace import Call
+from jshard.engine.trace import Call, checkpointed
 from jshard.engine.units import UnitSettings, call_unit, called_inside, computes_in, in_region_trace, run_ungathered
 from jshard.errors import CallError
 from jshard.plans.memories import fetched
 from jshard.plans.mesh import AnyMesh, data_axes, data_degree
 from jshard.plans.padding import padding_of
 from jshard.plans.plan import resharded
+from jshard.plans.remat import ATTENTION_AGAIN
 from jshard.plans.units import NESTED, OWN, Unit, dotted, nested_units, plain_class, unit_of, walk
 
 
@@ -77,10 +78,8 @@ def run_as_flax(take_apart: Callable[[tuple, dict[str, Any]], Call], unit: Unit,
         x if p is None else without_padding(fetched(x), p).astype(p.gathered_dtype if owner in gathers else x.dtype)
         for x, p, owner in zip(call.params, call.placements, call.owners, strict=True)
     ]
-    compute, remat = computes_in(call, unit.policy.mixed_precision), remat_of(unit)
-    if remat != "none":
-        compute = jax.checkpoint(compute, policy=None if remat == "full" else remat)
-    outs = compute(params, call.inputs)
+    with attention_again(unit.policy.remat == ATTENTION_AGAIN):
+        outs = checkpointed(computes_in(call, unit.policy.mixed_precision), unit.policy.remat)(params, call.inputs)
     passed = 2 * len(call.written)  # parameters that a transformation wrote back
     return _split_along_batch(call.finish(outs[: len(outs) - passed], call.result), unit)
 
@@ -122,7 +121,7 @@ def run_call(call: Call, name: str, unit: Unit) -> Any:
         if not unit.placement.gathered:
             raise called_inside(f"{name}: {call.where}")
         settings = UnitSettings(name, resharded(unit, is_root=False), unit.policy.prefetch)
-        return call_unit(call, settings, unit.policy.mixed_precision, remat_of(unit))
+        return call_unit(call, settings, unit.policy.mixed_precision, unit.policy.remat)
     refuse_manual(unit.mesh, call.where)
     refuse_absent(unit, call.where)
     return open_region(call, unit) if unit.placement.gathered else run_ungathered(call, unit)

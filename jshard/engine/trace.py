@@ -8,19 +8,24 @@ policy.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core as jex
 
 from jshard import _compat
+from jshard._kernel_names import ATTENTION, CONTEXT
 from jshard.engine.call import is_float, refuse_written
+from jshard.engine.context import attention_again
 from jshard.engine.rules import calls
 from jshard.errors import CallError
 from jshard.plans.placement import Placement
+from jshard.plans.remat import ATTENTION_AGAIN, KEPT_PRODUCT, NONE, SELECTIVE, Remat, checkpoint_policy, kept_names
 
 
 class Call(Protocol):
@@ -88,10 +93,10 @@ class Program:
     Args:
         jaxpr: the program, closed.
         num_params: how many of the operands are parameters.
-        remat: policy of `jax.checkpoint` for its gradient, or `"full"`; `"none"` keeps everything.
+        remat: for its gradient, as a unit has it.
     """
 
-    def __init__(self, jaxpr: Any, num_params: int, *, remat: Any = "none") -> None:
+    def __init__(self, jaxpr: Any, num_params: int, *, remat: Remat = NONE) -> None:
         self.jaxpr, self.num_params, self.remat = jaxpr, num_params, remat
         self.gradient = functools.cache(functools.partial(Gradient, self))
 
@@ -105,21 +110,48 @@ def trace(
     body: Callable[[list[Any], list[Any]], list[Any]],
     params: Sequence[Any],
     inputs: Sequence[Any],
-    **settings: Any,
+    *,
+    remat: Remat,
 ) -> tuple[Program, list[Any]]:
     """Traces a call's body as a function of parameters and inputs.
 
     Returns:
         The program, and the constants to append to its operands.
     """
-    closed = jax.make_jaxpr(body)(params, inputs)
+    with attention_again(remat == ATTENTION_AGAIN) as attention_calls:
+        closed = jax.make_jaxpr(body)(params, inputs)
+    _warn_of_names(call, closed.jaxpr, remat, attention_calls())
     closed = _without_written(closed, call.written)
     _refuse_axis_names(call, closed)
     consts = list(closed.consts)
     if consts:
         run = lambda *xs: evaluate_jaxpr(jex.ClosedJaxpr(closed.jaxpr, xs[len(xs) - len(consts) :]), xs[: -len(consts)])
         closed = jax.make_jaxpr(run)(*params, *inputs, *map(abstract, consts))
-    return Program(closed, len(params), **settings), consts
+    return Program(closed, len(params), remat=remat), consts
+
+
+def _warn_of_names(call: Call, jaxpr: Any, remat: Remat, attention_calls: int) -> None:
+    """Warns of a policy by names of which the program has none."""
+    names, found = kept_names(remat), set(_names_in(jaxpr))
+    if remat == ATTENTION_AGAIN and not attention_calls:
+        why, do = "all is kept, as it does not call js.kernels.attention", "y = js.kernels.attention(q, k, v)"
+    elif names and not found & {*names}:
+        why = f"nothing is kept, as it names only {', '.join(sorted(found))}" if found else "nothing is kept by name"
+        do = f"x = jax.ad_checkpoint.checkpoint_name(x, {names[0]!r})"
+    else:
+        return
+    _compat.warn_user(f"remat={remat!r} finds nothing of its kind in {call.where}: {why}. In the model: {do}")
+
+
+def _names_in(jaxpr: Any) -> Iterator[str]:
+    """The names of values, for policies; the results of cuDNN's attention have one by themselves."""
+    for e in jaxpr.eqns:
+        if e.primitive.name == "name":
+            yield e.params["name"]
+        elif e.primitive.name == ATTENTION:
+            yield CONTEXT
+        for inner in jex.jaxprs_in_params(e.params):
+            yield from _names_in(inner)
 
 
 def _refuse_axis_names(call: Call, closed: Any) -> None:
@@ -195,9 +227,7 @@ class Gradient:
                 self.is_float = [is_float(x) for x in outs]
                 return picked(self.is_float, outs), others(self.is_float, outs)
 
-            if program.remat != "none":
-                f = jax.checkpoint(f, policy=None if program.remat == "full" else program.remat)
-            outs, vjp, rest = jax.vjp(f, picked(wrt, operands), has_aux=True)
+            outs, vjp, rest = jax.vjp(checkpointed(f, program.remat), picked(wrt, operands), has_aux=True)
             residuals, self._tree = jax.tree.flatten(vjp)
             return merged(self.is_float, outs, rest), residuals
 
@@ -271,6 +301,36 @@ class Gradient:
 
         avals = [list(map(abstract, group)) for group in (self._params, self.kept, picked(live, self._outs))]
         return jax.make_jaxpr(backward)(*avals)
+
+
+def checkpointed(f: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
+    """A function of which backward keeps what a policy says."""
+    if remat in (NONE, ATTENTION_AGAIN):  # attention is under a checkpoint of its own
+        return f
+    return jax.checkpoint(_naming_products(f) if remat == SELECTIVE else f, policy=checkpoint_policy(remat))
+
+
+def _naming_products(f: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with a name for the result of every second product with weights, the first one's to begin with."""
+
+    def run(*args: Any) -> Any:
+        closed, shapes = jax.make_jaxpr(f, return_shape=True)(*args)
+        outs = _with_names(closed, jax.tree.leaves(args), itertools.cycle([True, False]))
+        return jax.tree.unflatten(jax.tree.structure(shapes), outs)
+
+    return run
+
+
+def _with_names(closed: Any, operands: Sequence[Any], turns: Iterator[bool]) -> list[Any]:
+    def name(e: Any, xs: list[Any]) -> list[Any]:
+        if e.primitive.name == "jit":
+            return _with_names(e.params["jaxpr"], xs, turns)
+        found = _compat.bind(e, xs)
+        if e.primitive.name != "dot_general" or any(e.params["dimension_numbers"][1]) or not next(turns):
+            return found
+        return [checkpoint_name(x, KEPT_PRODUCT) for x in found]
+
+    return evaluate_jaxpr(closed, operands, name)
 
 
 def _zeros(a: Any) -> jax.Array:
@@ -363,19 +423,25 @@ def _is_same_parameter(x: Any, y: Any) -> bool:
         return False
 
 
-def evaluate_jaxpr(closed: Any, operands: Sequence[Any]) -> list[Any]:
+Bind = Callable[[Any, list[Any]], list[Any]]
+"""How an equation runs on values."""
+
+
+def evaluate_jaxpr(closed: Any, operands: Sequence[Any], bind: Bind = _compat.bind) -> list[Any]:
     """Runs a closed jaxpr where it is called, as `jax.core.eval_jaxpr`, keeping the user's lines and names."""
     jaxpr = closed.jaxpr
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *operands), strict=True))
-    return evaluate(jaxpr.eqns, env, jaxpr.outvars)
+    return evaluate(jaxpr.eqns, env, jaxpr.outvars, bind)
 
 
-def evaluate(equations: Sequence[Any], env: dict[Any, Any], wanted: Sequence[Any]) -> list[Any]:
+def evaluate(
+    equations: Sequence[Any], env: dict[Any, Any], wanted: Sequence[Any], bind: Bind = _compat.bind
+) -> list[Any]:
     """Runs equations on the values in `env`; the values of some variables."""
     read = lambda a: a.val if isinstance(a, jex.Literal) else env[a]
     for e in equations:
         with _compat.equation_context(e):
-            env.update(zip(e.outvars, _compat.bind(e, list(map(read, e.invars))), strict=True))
+            env.update(zip(e.outvars, bind(e, list(map(read, e.invars))), strict=True))
     return list(map(read, wanted))
 
 

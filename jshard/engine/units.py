@@ -34,6 +34,7 @@ from jshard.errors import CallError
 from jshard.plans.mesh import data_degree
 from jshard.plans.placement import Placement
 from jshard.plans.policies import MixedPrecision, Prefetch
+from jshard.plans.remat import Remat
 from jshard.plans.units import NESTED, OWN, Unit
 
 FORWARD, BACKWARD = "forward", "backward"
@@ -151,7 +152,7 @@ def region_trace(mesh: Mesh) -> Iterator[None]:
         _traces.reset(token)
 
 
-def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Any) -> Any:
+def call_unit(call: Call, settings: UnitSettings, precision: MixedPrecision, remat: Remat) -> Any:
     """The call of a unit inside a region's trace."""
     traces = _traces.get()
     assert traces is not None

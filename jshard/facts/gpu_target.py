@@ -8,6 +8,9 @@ from typing import Any
 
 Field = tuple[str, Any]  # a name of the proto and its value; a list of fields is a message
 
+CUDNN = 9, 10
+"""The version that a GPU which is not there has."""
+
 # What XLA calls the dtypes (xla_data.proto, PrimitiveType).
 _F16, _F32, _F64, _BF16 = 10, 11, 12, 16
 _S32, _U32 = 4, 8
@@ -85,7 +88,7 @@ def target_config_text(target: GpuTarget) -> str:
     whole: list[Field] = [
         ("gpu_device_info", _device_info(target)),
         ("platform_name", "CUDA"),
-        ("dnn_version_info", [("major", 9), ("minor", 10), ("patch", 0)]),
+        ("dnn_version_info", [("major", CUDNN[0]), ("minor", CUDNN[1]), ("patch", 0)]),
         ("runtime_version", [("major", 12), ("minor", 9), ("patch", 0)]),
         ("device_description_str", target.description),
     ]
@@ -133,7 +136,7 @@ def _device_info(target: GpuTarget) -> list[Field]:
         ("driver_version", "13.0.0"),
         ("runtime_version", "12.9.0"),
         ("compile_time_toolkit_version", "12.9.0"),
-        ("dnn_version", "9.10.0"),
+        ("dnn_version", f"{CUDNN[0]}.{CUDNN[1]}.0"),
     ]
     if target.rates is not None:
         fields.append(("scalar_unit_description", _rate_infos(target.rates.scalar)))

@@ -1,9 +1,10 @@
-"""Pallas kernels that leave room for communication, and the model of how much room there is.
+"""Pallas kernels that leave room for communication, and attention by cuDNN where there is one.
 
 Example:
     >>> y = js.kernels.matmul(x, w, occupancy=js.kernels.Occupancy(reserved_sms=16))
 """
 
+from jshard.kernels.attention import attention as attention
 from jshard.kernels.knobs import KernelError as KernelError
 from jshard.kernels.knobs import Occupancy as Occupancy
 from jshard.kernels.matmul import matmul as matmul

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import dataclasses
 import math
 import re
@@ -11,10 +12,12 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from jshard import _compat
 from jshard._kernel_names import scope
 from jshard.engine.context import region_mesh
+from jshard.facts.devices import device_of
 from jshard.kernels.knobs import KernelError, Occupancy
 from jshard.plans.mesh import manual_axes
 
@@ -35,6 +38,20 @@ class TracedDevice:
     sms: int = _HOPPER_SMS  # its multiprocessors
     smem_limit_bytes: int = _HOPPER_SMEM_BYTES  # the most shared memory of a block
     is_hopper: bool = False  # whether the kernels run on it
+    capability: int = 0  # major compute capability of a GPU of NVIDIA's; 0 where it is none, or not known
+
+
+_planned: contextvars.ContextVar[TracedDevice | None] = contextvars.ContextVar("planned", default=None)
+
+
+@contextlib.contextmanager
+def planned_for(here: TracedDevice) -> Iterator[None]:
+    """Inside, what is traced without devices of its own is for this one, as for a cluster that is not there."""
+    token = _planned.set(here)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
 
 
 def place() -> TracedDevice:
@@ -45,9 +62,11 @@ def place() -> TracedDevice:
     """
     mesh = region_mesh()
     device: Any = _compat.abstract_device() if mesh is None else mesh.abstract_mesh.abstract_device
-    if device is None and mesh is not None:
+    if device is None and isinstance(mesh, Mesh):
         device = mesh.devices.flat[0]
-    elif device is None:
+    if device is None and (planned := _planned.get()) is not None:
+        return planned
+    if device is None:
         default = getattr(jax.config, "jax_default_device", None)
         device = jax.devices(default)[0] if isinstance(default, str) else default or jax.devices()[0]
     platform = "gpu" if device.platform in ("cuda", "rocm") else device.platform
@@ -57,6 +76,7 @@ def place() -> TracedDevice:
         sms=getattr(device, "num_cores", None) or getattr(device, "core_count", None) or _HOPPER_SMS,
         smem_limit_bytes=getattr(device, "shared_memory_per_block_optin", None) or _HOPPER_SMEM_BYTES,
         is_hopper=platform == "gpu" and _is_hopper(device),
+        capability=_capability(device) if platform == "gpu" else 0,
     )
 
 
@@ -113,7 +133,8 @@ def _automatic_axes() -> dict[str, int]:
 
 def _may_be_split() -> bool:
     """Whether nothing says that arrays are whole: no mesh is in use, and there are several devices."""
-    return region_mesh() is None and _compat.abstract_device() is None and jax.device_count() > 1
+    several = jax.device_count() > 1 or _planned.get() is not None
+    return region_mesh() is None and _compat.abstract_device() is None and several
 
 
 def _array_reasons(arrays: Collection[Any]) -> list[str]:
@@ -126,6 +147,15 @@ def _array_reasons(arrays: Collection[Any]) -> list[str]:
 def _is_hopper(device: Any) -> bool:
     capability = getattr(device, "compute_capability", None)
     return capability == "9.0" if capability else bool(_HOPPER.search(device.device_kind))
+
+
+def _capability(device: Any) -> int:
+    """The major number; of a device that is not there that of its row in the table."""
+    found = str(getattr(device, "compute_capability", "") or "").partition(".")[0]
+    if found.isdecimal():
+        return int(found)
+    facts = device_of(device.device_kind)
+    return facts.target.major if facts is not None and facts.target is not None else 0
 
 
 # What every kernel's call has in common: which form runs, on what device, and under what name.

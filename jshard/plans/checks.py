@@ -11,7 +11,8 @@ from flax import nnx
 from jshard.errors import AnnotationError
 from jshard.plans.memories import check_offload
 from jshard.plans.placement import PARAMS
-from jshard.plans.policies import OFFLOADED, UnitPolicy
+from jshard.plans.policies import UnitPolicy
+from jshard.plans.remat import OFFLOADED
 from jshard.plans.replicated import ARRAY, Other, others_of
 from jshard.plans.units import PathPattern, Unit, dotted, nested_units, occurrences, plain_class, unit_of
 from jshard.plans.units import modules as modules_of

@@ -3,27 +3,15 @@
 import dataclasses
 import fnmatch
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
-from jshard._kernel_names import PRODUCT
 from jshard.errors import AnnotationError
 from jshard.plans.mesh import FSDP, AnyMesh, degree
-
-Remat = str | Callable[..., Any]
-"""`"none"`, `"dots"`, `"offload"`, `"full"`, or a policy from `jax.checkpoint_policies`."""
-
-OFFLOADED = "offload"
-
-# A gathered parameter must not be kept for backward under another name: these primitives only rename or recast.
-_FREE = frozenset(
-    "all_gather broadcast_in_dim convert_element_type copy expand_dims name pcast pvary reshape reshard"
-    " sharding_constraint slice split squeeze transpose".split()
-)
+from jshard.plans.remat import Remat, check_remat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,61 +171,6 @@ def _check_reshard(value: bool | int | None, size: int) -> None:
         where=f"fully_shard(reshard_after_forward={value!r}), fsdp={size}",
         why=f"it is True, False, or a number that divides the degree of the fsdp axis, {size}.",
         do="js.fully_shard(block, mesh=mesh, reshard_after_forward=True)",
-    )
-
-
-def checkpoint_policy(remat: Remat) -> Callable[..., Any] | None:
-    """The `jax.checkpoint` policy for a unit whose gathered parameters are not kept; None keeps nothing."""
-    if remat == "full":
-        return None
-    inner = {
-        "none": jax.checkpoint_policies.everything_saveable,
-        "dots": jax.checkpoint_policies.save_from_both_policies(
-            jax.checkpoint_policies.dots_saveable, jax.checkpoint_policies.save_only_these_names(PRODUCT)
-        ),
-        OFFLOADED: _products_offloaded,
-    }.get(remat, remat)  # type: ignore[arg-type]
-
-    def policy(prim: Any, *args: Any, **params: Any) -> Any:
-        is_free = prim.name in _FREE and params.get("name") != PRODUCT and not _by_name(inner, prim, args, params)
-        return False if is_free else inner(prim, *args, **params)
-
-    return policy
-
-
-def offloads(remat: Remat) -> bool:
-    """Whether a policy keeps something in host memory; one of the user's may."""
-    return remat == OFFLOADED or callable(remat)
-
-
-_PRODUCTS_BY_NAME = jax.checkpoint_policies.save_and_offload_only_these_names(
-    names_which_can_be_saved=[], names_which_can_be_offloaded=[PRODUCT], offload_src="device", offload_dst="pinned_host"
-)
-_DOTS_OFFLOADED = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
-
-
-def _products_offloaded(prim: Any, *args: Any, **params: Any) -> Any:
-    """Results of matrix products go to host memory; those of our kernels are known by their name."""
-    return (_PRODUCTS_BY_NAME if prim.name == "name" else _DOTS_OFFLOADED)(prim, *args, **params)
-
-
-def _by_name(inner: Callable[..., Any], prim: Any, args: tuple, params: dict[str, Any]) -> bool:
-    """Whether a policy treats a named value by its name: one that keeps any would keep gathered parameters, too."""
-    if prim.name != "name":
-        return False
-    return inner(prim, *args, **params) != inner(prim, *args, **params | {"name": "a name that nothing has"})
-
-
-def check_remat(remat: Remat) -> None:
-    """Raises for a remat policy that does not exist."""
-    if callable(remat) or remat in ("none", "dots", OFFLOADED, "full"):
-        return
-    raise AnnotationError(
-        "The remat policy is not known.",
-        where=f"fully_shard(remat={remat!r})",
-        why='it is "none" (keep activations), "dots" (keep the results of matrix products), "offload" (keep them'
-        ' in host memory), "full" (recompute the unit), or a function from jax.checkpoint_policies.',
-        do='js.fully_shard(block, mesh=mesh, remat="full")',
     )
 
 

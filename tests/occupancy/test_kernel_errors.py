@@ -48,7 +48,13 @@ def knobs(**settings):
 
 TILED = {"persistent": False, "tile_m": 128, "tile_n": 128}
 
+HEADS = of(2, 128, 4, 264)
+
 ERRORS = {
+    "attention: heads, on an A100": lambda: traced(call("attention", backend="cudnn"), *[HEADS] * 3, device=A100),
+    "attention: no GPU": lambda: traced(call("attention", backend="cudnn"), *[of(2, 128, 4, 64)] * 3, device=None),
+    "attention: parts": lambda: traced(call("attention", backend="xla", queries_at_once=8), *[HEADS] * 3),
+    "attention: backend": lambda: traced(call("attention"), *[HEADS] * 3),
     "shapes: matmul, stored the other way": lambda: traced(call("matmul"), of(8, 64), of(32, 64)),
     "shapes: matmul, its bias": lambda: traced(call("matmul"), of(8, 64), of(64, 32), of(64)),
     "shapes: matmul, no matrix": lambda: traced(call("matmul"), of(), of(2, 64, 32)),

@@ -6,7 +6,7 @@ from jshard._text import folded_names
 from jshard.engine.moved import Mixing
 from jshard.inspect.hlo.work import OpWork
 
-_FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA"}
+_FORMS = {"mosaic": "on Mosaic GPU", "interpret": "step by step", "xla": "as plain XLA", "cudnn": "by cuDNN"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class KernelUse:
     """One kernel in one form."""
 
     kernel: str  # such as `matmul`
-    form: str  # "mosaic", "interpret" or "xla"
+    form: str  # "mosaic", "cudnn", "interpret" or "xla"
     calls: int  # instructions that call it, those of backward with them; 0 for plain XLA, whose operations are fused
 
     def __str__(self) -> str:

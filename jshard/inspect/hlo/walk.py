@@ -28,7 +28,7 @@ from jshard.inspect.hlo.module import (
     tuple_index,
 )
 from jshard.inspect.hlo.schedule import Blocking, Compute, KernelUse, Loop, Schedule, Start, Step, Wait, Window
-from jshard.inspect.hlo.work import MOSAIC, OpWork, Worker, added
+from jshard.inspect.hlo.work import CUDNN, MOSAIC, OpWork, Worker, added
 
 _ARRIVING = " state"
 
@@ -310,7 +310,7 @@ def kernels_in(module: Module) -> tuple[KernelUse, ...]:
     for computation in module.computations.values():
         for instruction in computation.instructions:
             for found in set(kernels_of(instruction.op_name)):
-                calls[found] += f'custom_call_target="{MOSAIC}' in instruction.attributes
+                calls[found] += any(f'custom_call_target="{name}' in instruction.attributes for name in (MOSAIC, CUDNN))
     return tuple(KernelUse(*found, count) for found, count in sorted(calls.items()))
 
 

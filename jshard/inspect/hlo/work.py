@@ -21,7 +21,7 @@ _FREE = frozenset(
 _BESIDE, _HOST = ("fusion-start", "fusion-done"), "S(5)"  # asynchronous fusions; XLA's name of the host's memory
 _SLICES = ("dynamic-slice", "slice", "gather")
 _GEMMS = "__cublas", "__onednn$matmul", "__triton_gemm"
-_ATTENTION = "__cudnn$fmha"
+CUDNN = "__cudnn$fmha"  # its attention
 MOSAIC, _KERNEL = "mosaic_gpu", f"/{PREFIX}"  # kernels of Pallas, and the names of those in jshard.kernels
 _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIndicesInBound"
 
@@ -171,7 +171,7 @@ def _custom_call(home: Computation, call: Instruction) -> OpWork:
         (dtype, left), (_, right), (_, out) = (_array(x) for x in (home.operand(call, 0), home.operand(call, 1), call))
         batch = math.prod(left[d] for d in _places(call.attributes, "lhs_batch_dimensions") if d < len(left))
         return _product(dtype, batch, *_sides(*(math.prod(dims) / batch for dims in (left, right, out))))
-    if name.startswith(_ATTENTION):
+    if name.startswith(CUDNN):
         return _attention(home, call, backward="Backward" in name)
     if name.startswith(MOSAIC) and _KERNEL in call.op_name:
         return _kernel(home, call)
@@ -206,7 +206,7 @@ def _attention(home: Computation, call: Instruction, *, backward: bool) -> OpWor
     """Two matrix products forward, five backward; half of them behind a causal mask."""
     (dtype, query), (_, key) = (_array(home.operand(call, i)) for i in (0, 1))
     if len(query) != 4 or len(key) != 4:
-        return OpWork(uncounted=("__cudnn$fmha",))
+        return OpWork(uncounted=(CUDNN,))
     count = (5 if backward else 2) * 2.0 * math.prod(query) * key[1]
     causal = "CAUSAL" in call.attributes
     done = count / 2 if causal else count

@@ -1,0 +1,157 @@
+"""`attention`: cuDNN's on NVIDIA GPUs, which keeps no scores; JAX's plain form elsewhere."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from jshard import _compat
+from jshard._kernel_names import CONTEXT, scope
+from jshard.engine.context import note_attention
+from jshard.kernels.backend import TracedDevice, check_sizes, place
+from jshard.kernels.knobs import KernelError
+
+AttentionBackend = Literal["auto", "cudnn", "xla"]
+_BACKENDS = ("auto", "cudnn", "xla")
+_AMPERE, _HOPPER = 8, 9  # compute capabilities
+_WIDEST, _WIDEST_BEFORE_HOPPER = 256, 128  # heads that cuDNN takes
+
+
+def attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    bias: jax.Array | None = None,
+    lengths: jax.Array | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    queries_at_once: int | None = None,
+    backend: AttentionBackend = "auto",
+) -> jax.Array:
+    """Attention of each query to the keys of its sequence: `softmax(scale * q @ k.T + bias) @ v`, by heads.
+
+    On an NVIDIA GPU since Ampere it is `jax.nn.dot_product_attention(implementation="cudnn")` for bfloat16 and
+    float16: no array of (T, S) is made, and a causal mask halves the arithmetic. Elsewhere it is the same function in
+    plain form. The choice is made while the model is traced, by the devices of its mesh, so it is right for a cluster
+    that is not there, too. `js.audit` says which form a program has.
+
+    In plain form its result is named "context" for policies of `jax.checkpoint`; policies of `remat=` that keep
+    "context" keep what cuDNN's backward needs of its forward.
+
+    Args:
+        q: (B, T, H, K).
+        k: (B, S, G, K), where G divides H: heads of keys and values may be shared by groups of queries.
+        v: (B, S, G, K).
+        bias: (1 or B, H, T, S), added to the scores.
+        lengths: (B,) int32: how many of the keys of each sequence are real; what follows is padding.
+        is_causal: each position sees those up to its own; the last query is at the place of the last key.
+        scale: of the scores; 1 / sqrt(K) by default.
+        queries_at_once: in plain form, make the scores of so many queries at a time, and again for backward. Takes
+            neither bias nor lengths, and is for causal attention.
+        backend: "auto"; "cudnn", or an error that says why it cannot run; "xla" for the plain form.
+
+    Returns:
+        (B, T, H, K) in the dtype of `q`.
+
+    Raises:
+        KernelError: cuDNN is asked for and cannot run, or the settings do not go together.
+
+    Example:
+        >>> q, k = jnp.ones((2, 16, 8, 64)), jnp.ones((2, 16, 2, 64))
+        >>> js.kernels.attention(q, k, k, is_causal=True).shape
+        (2, 16, 8, 64)
+    """
+    form = _form(backend, q, k, bias)
+    how: dict[str, Any] = {"bias": bias, "key_value_seq_lengths": lengths, "is_causal": is_causal, "scale": scale}
+    run: Callable[..., jax.Array]
+    if form == "cudnn":
+        how["bias"] = None if bias is None else bias.astype(q.dtype)
+        run = functools.partial(jax.nn.dot_product_attention, implementation="cudnn", **how)
+    elif queries_at_once is None:
+        run = functools.partial(jax.nn.dot_product_attention, **how)
+    else:
+        _check_parts(q, k, is_alone=bias is None and lengths is None and is_causal)
+        run = functools.partial(_in_parts, scale=scale, queries_at_once=queries_at_once)
+    if note_attention():
+        run = jax.checkpoint(run)
+    with jax.named_scope(scope("attention", form)):
+        y = run(q, k, v)
+        return y if form == "cudnn" else checkpoint_name(y, CONTEXT)
+
+
+def _in_parts(q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float | None, queries_at_once: int) -> jax.Array:
+    """Causal attention in plain form, of some queries at a time: each part sees the keys up to its end."""
+    T, N = q.shape[1], queries_at_once
+    ends = [min(start + N, T) for start in range(0, T, N)]
+    return jnp.concatenate([_look_back(scale, q[:, (e - 1) // N * N : e], k[:, :e], v[:, :e]) for e in ends], axis=1)
+
+
+@functools.partial(jax.checkpoint, static_argnums=0)
+def _look_back(scale: float | None, q_BNHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) -> jax.Array:
+    """What the last N of S positions find in those up to their own; backward makes the scores again."""
+    N, S = q_BNHK.shape[1], k_BSGK.shape[1]
+    mask_NS = jnp.tril(jnp.ones((N, S), bool), S - N)
+    return jax.nn.dot_product_attention(q_BNHK, k_BSGK, v_BSGK, mask=mask_NS[None, None], scale=scale)
+
+
+def _check_parts(q: jax.Array, k: jax.Array, *, is_alone: bool) -> None:
+    wrong = [] if is_alone else ["queries_at_once is for causal attention without bias and lengths."]
+    wrong += [] if q.shape[1] == k.shape[1] else ["queries_at_once is for as many queries as keys."]
+    check_sizes("attention", {"q": q, "k": k}, wrong, "js.kernels.attention(q, k, v, is_causal=True)")
+
+
+# ---- which form
+
+
+def _form(backend: str, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> str:
+    """What it runs as: by cuDNN, or in plain form."""
+    if backend not in _BACKENDS:
+        raise KernelError(
+            "attention does not have this backend.",
+            where=f"backend={backend!r}",
+            why=f"it is one of {', '.join(map(repr, _BACKENDS))}.",
+            do='backend="auto"',
+        )
+    if backend == "xla":
+        return "xla"
+    here = place()
+    here_not, these_not = _device_reasons(here), _array_reasons(here, q, k, bias)
+    if backend == "cudnn" and (here_not or these_not):
+        raise KernelError(
+            "attention cannot run by cuDNN here.",
+            where=[f"backend={backend!r}", f"device: {here.kind}", f"q: {q.dtype}{list(q.shape)}"],
+            why="\n".join(f"{reason}." for reason in (*here_not, *these_not)),
+            do='backend="auto" takes the plain form where cuDNN cannot run.',
+        )
+    if these_not and not here_not and _is_16_bits(q):  # in 32 bits nobody expects it
+        _compat.warn_user(
+            f"attention runs in plain form, which makes arrays of {q.shape[1]} x {k.shape[1]} scores for each head:"
+            f' {"; ".join(these_not)}. js.kernels.attention(backend="xla") says that this is meant.'
+        )
+    return "xla" if here_not or these_not else "cudnn"
+
+
+def _device_reasons(here: TracedDevice) -> list[str]:
+    is_there = here.platform == "gpu" and here.capability >= _AMPERE
+    return [] if is_there else [f"{here.kind} is no NVIDIA GPU since Ampere, for which cuDNN has it"]
+
+
+def _array_reasons(here: TracedDevice, q: jax.Array, k: jax.Array, bias: jax.Array | None) -> list[str]:
+    """Why cuDNN does not take arrays, as of 9.10, by the limits in `jax.nn.dot_product_attention`."""
+    width, widest = q.shape[-1], _WIDEST if here.capability >= _HOPPER else _WIDEST_BEFORE_HOPPER
+    found = [] if _is_16_bits(q) else [f"it takes bfloat16 or float16, and q is {q.dtype}"]
+    if width > widest or width % 8:
+        found.append(f"it takes heads up to {widest} wide, in multiples of 8, and these are {width} wide")
+    if bias is not None and (q.shape[1] % 2 or k.shape[1] % 2):
+        found.append(f"with a bias it takes even lengths, and these are {q.shape[1]} and {k.shape[1]}")
+    return found
+
+
+def _is_16_bits(x: jax.Array) -> bool:
+    return x.dtype.name in ("bfloat16", "float16")

@@ -1,0 +1,168 @@
+"""`js.kernels.attention`: the same numbers by cuDNN and in plain form, on one device and on data shards."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.kernels import KernelError
+from jshard.kernels.backend import TracedDevice
+from jshard.recipes.building import batch_of
+from jshard.train import load_model_file
+from tests.fake_cudnn import H100, fake_cudnn, trace_for
+from tests.micro_gpt import MODELS
+from tests.wide import wide
+
+B, T, H, G, K = 4, 16, 4, 2, 8
+RNG = np.random.default_rng(0)
+CASES: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "all": {"scale": 1.0},
+    "bias, causal": {"bias": RNG.normal(size=(1, H, T, T)), "is_causal": True},
+    "bias of each example": {"bias": RNG.normal(size=(B, H, T, T))},
+    "bias, lengths": {"bias": RNG.normal(size=(1, H, T, T)), "lengths": jnp.array([16, 3, 9, 1], jnp.int32)},
+}
+TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-2, "float16": 4e-3}  # of the largest element
+
+
+@pytest.fixture
+def cudnn(monkeypatch):
+    with fake_cudnn(monkeypatch):
+        yield
+
+
+def close(found: Any, wanted: Any, tolerance: float) -> None:
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        x, y = (np.asarray(a, np.float64) for a in (x, y))
+        assert np.abs(x - y).max() <= tolerance * max(np.abs(y).max(), 1e-3)
+
+
+def outcome(case: dict[str, Any], dtype: Any, **how: Any) -> Any:
+    """The result and the gradients of q, k, v and bias, for numbers that do not depend on the dtype."""
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=(B, T, heads, K)), dtype) for heads in (H, G, G))
+    ct = jnp.asarray(rng.normal(size=q.shape), jnp.float32)
+    given = {"bias": jnp.asarray(case["bias"], dtype)} if "bias" in case else {}
+    fixed = {name: x for name, x in case.items() if name != "bias"}
+
+    def loss(q, k, v, given):
+        y = js.kernels.attention(q, k, v, **given, **fixed, **how)
+        return (y.astype(jnp.float32) * ct).sum(), y
+
+    (_, y), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(q, k, v, given)
+    return y, grads
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", wide("float16")])
+@pytest.mark.parametrize("case", CASES)
+def test_cudnn_is_called_for_the_numbers_of_the_plain_form(cudnn, case, dtype):
+    exact = outcome(CASES[case], "float32", backend="xla")
+    close(outcome(CASES[case], dtype, backend="xla"), exact, TOLERANCE[dtype])
+    close(outcome(CASES[case], dtype, backend="cudnn"), exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_some_queries_at_a_time_are_all_of_them(dtype):
+    exact = outcome({"is_causal": True}, "float32")
+    close(outcome({"is_causal": True}, dtype, queries_at_once=5), exact, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [
+        ("llama", "full"),
+        *(wide(*each) for each in (("t5", "none"), ("gpt", "dots"), ("moe", "attention"), ("vdit", "full"))),
+    ],
+)
+def test_models_train_alike_with_both(cudnn, monkeypatch, name, remat):
+    """On eight data shards by cuDNN, and on one device in plain form: the same loss and gradients."""
+    model_file = load_model_file(MODELS / f"{name}.py")
+    recipe = model_file.recipe("tiny")[1]
+    small = {"n_layer": 2, "compute_dtype": "bfloat16", "remat": remat} | ({} if name == "moe" else {"scan": True})
+    recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, **small), sequence_length=32)
+    batch, calls = made_up(batch_of(model_file, recipe, 8)), []
+    attend = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *xs, **how: calls.append(how) or attend(*xs, **how))
+
+    def run(config, mesh):
+        model = js.shard_init(
+            lambda: model_file.build(config, nnx.Rngs(0)), lambda model: model_file.annotate(model, mesh)
+        )
+        return nnx.jit(js.value_and_grad(model_file.loss_fn))(model, js.shard_batch(batch, mesh))
+
+    loss, grads = run(recipe.model, js.mesh())
+    assert calls and all(how.get("implementation") == "cudnn" for how in calls)
+    plain = dataclasses.replace(recipe.model, attention="xla", remat="none")
+    wanted, exact = run(plain, js.mesh(devices=jax.devices()[:1]))
+    assert float(loss) == pytest.approx(float(wanted), rel=2e-3)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(exact), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        # In bfloat16 both; and of a bias cuDNN gives the gradient in 16 bits.
+        assert np.linalg.norm(x - y) <= 0.08 * np.linalg.norm(y) + 1e-6
+
+
+def made_up(like: Any) -> Any:
+    """A batch of numbers that differ in every example, none of them a padding."""
+
+    def of(x):
+        if jnp.issubdtype(x.dtype, jnp.integer):
+            return RNG.integers(1, 9, x.shape).astype(x.dtype)
+        return RNG.normal(size=x.shape).astype(x.dtype)
+
+    return jax.tree.map(of, like)
+
+
+# ---- which form
+
+
+def arrays(dtype: Any = "bfloat16", width: int = 64, length: int = 16) -> Any:
+    return [jax.ShapeDtypeStruct((2, length, 4, width), dtype)] * 3
+
+
+def traced(*given: Any, **how: Any) -> str:
+    return str(jax.make_jaxpr(lambda *xs: js.kernels.attention(*xs, **how))(*given))
+
+
+A100 = dataclasses.replace(H100, kind="NVIDIA A100-SXM4-80GB", capability=8)
+V100 = dataclasses.replace(H100, kind="NVIDIA V100", capability=7)
+
+
+@pytest.mark.parametrize(
+    ("device", "width", "dtype", "form"),
+    [
+        (H100, 256, "bfloat16", "cudnn"),
+        (A100, 128, "float16", "cudnn"),
+        (H100, 64, "float32", "xla"),
+        (V100, 64, "float16", "xla"),
+        (TracedDevice("cpu", "cpu"), 64, "bfloat16", "xla"),
+        (TracedDevice("gpu", "AMD MI300X"), 64, "bfloat16", "xla"),
+    ],
+)
+def test_by_cudnn_where_it_can_run(cudnn, monkeypatch, device, width, dtype, form):
+    trace_for(monkeypatch, device)
+    assert ("dot_product_attention_fwd" in traced(*arrays(dtype, width))) == (form == "cudnn")
+    if form == "xla":
+        with pytest.raises(KernelError, match="attention cannot run by cuDNN here"):
+            traced(*arrays(dtype, width), backend="cudnn")
+
+
+@pytest.mark.parametrize(("device", "width"), [(A100, 256), (H100, 264), (H100, 60)])
+def test_heads_that_cudnn_does_not_take_are_computed_in_plain_form_and_said(cudnn, monkeypatch, device, width):
+    trace_for(monkeypatch, device)
+    with pytest.warns(UserWarning, match=f"these are {width} wide"):
+        assert "dot_product_attention_fwd" not in traced(*arrays(width=width))
+    assert "dot_product_attention_fwd" not in traced(*arrays(width=width), backend="xla")  # and no warning
+    with pytest.raises(KernelError, match=rf"these are {width} wide(.|\n)*do: *backend=\"auto\""):
+        traced(*arrays(width=width), backend="cudnn")
+
+
+def test_settings_that_do_not_go_together():
+    with pytest.raises(KernelError, match="does not have this backend"):
+        traced(*arrays(), backend="flash")
+    with pytest.raises(KernelError, match="queries_at_once is for causal attention"):
+        traced(*arrays(), queries_at_once=4)

@@ -1,0 +1,82 @@
+"""Remat policies by name: what the compiled program computes again, and the gradients of one device with each."""
+
+import dataclasses
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+import jshard as js
+from jshard.engine import trace
+from jshard.inspect.memory import activations
+from jshard.train import load_model_file
+from tests.micro_gpt import MODELS, micro
+from tests.wide import wide
+
+GPT_FILE = load_model_file(MODELS / "gpt.py")
+gpt = sys.modules[GPT_FILE.build.__module__]
+# In a loop: where layers are unrolled XLA:CPU may find that two of a kind are one.
+CONFIG = dataclasses.replace(micro().model, n_layer=2, scan=True)
+
+# Of a block's six products backward needs all results but the last: qkv, scores, context, out, up, down.
+AGAIN = {
+    "none": [],
+    "full": ["qkv", "scores", "context", "out", "up"],
+    "dots": [],
+    "dots_with_no_batch_dims": ["scores", "context"],
+    "attention": ["scores"],  # its result is kept, so the second product is not needed again
+    "torchtitan_selective": ["scores", "out"],  # qkv, up, and the context are kept
+    "minimal": ["scores", "context"],
+    "minimal_flash": ["scores"],
+    "save_dot_with_context_except_mlp": ["scores", "up"],
+    "names:qkv_proj,mlpwi": ["scores", "context", "out"],
+}
+FEW = "torchtitan_selective", "minimal_flash", "attention"
+
+
+def gradients(remat, mesh):
+    """The compiled program of the gradients, and what it gives."""
+    config = dataclasses.replace(CONFIG, remat=remat)
+    model = js.shard_init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), lambda model: gpt.annotate(model, mesh))
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (8, config.block_size + 1))
+    batch = js.shard_batch({"inputs": ids[:, :-1], "targets": ids[:, 1:]}, mesh)
+    step = nnx.jit(js.value_and_grad(GPT_FILE.loss_fn)).lower(model, batch).compile()
+    return step.as_text(), step(model, batch)
+
+
+@pytest.fixture(scope="module")
+def kept():
+    """What one device gives that keeps everything; how many products the program of eight has."""
+    _, found = gradients("none", js.mesh(devices=jax.devices()[:1]))
+    text, _ = gradients("none", js.mesh())
+    return found, products(text)
+
+
+def products(text):
+    return len(re.findall(r"= \S+ dot\(|custom_call_target=\"__onednn\$matmul", text))
+
+
+@pytest.mark.parametrize("remat", [name if name in FEW else wide(name) for name in AGAIN])
+def test_what_is_computed_again(kept, remat):
+    (loss, grads), num_products = kept
+    text, (found, others) = gradients(remat, js.mesh())
+    assert products(text) == num_products + len(AGAIN[remat])
+    np.testing.assert_allclose(float(found), float(loss), rtol=1e-5)
+    for x, y in zip(jax.tree.leaves(others), jax.tree.leaves(grads), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-6 * max(float(np.abs(y).max()), 1e-3))
+
+
+@pytest.mark.parametrize("remat", ["dots", wide("minimal_flash")])
+def test_equal_layers_are_differentiated_once(monkeypatch, remat):
+    """Seen to fail where each had a policy of its own, equal to none: as many derivatives as layers."""
+    made, of = [], trace.Gradient
+    monkeypatch.setattr(trace, "Gradient", lambda *args: made.append(args) or of(*args))
+    mesh, config = js.mesh(devices=8), dataclasses.replace(CONFIG, n_layer=3, scan=False, remat=remat)
+    model = js.abstract_init(lambda: gpt.GPT(config, rngs=nnx.Rngs(0)), lambda model: gpt.annotate(model, mesh))
+    ids = jax.ShapeDtypeStruct((8, config.block_size), "int32")
+    activations(model, GPT_FILE.loss_fn, {"inputs": ids, "targets": ids})
+    blocks = [wrt for program, wrt in made if program.remat == remat]
+    assert len(blocks) == 1
