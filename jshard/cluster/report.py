@@ -64,6 +64,7 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
 # The report: what was compiled, and apart from it what is estimated.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
+_CLOSE, _HALF = 0.85, 0.5  # of the memory, and of the communication
 _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by default
 
 
@@ -217,6 +218,13 @@ class ClusterPlan(Printed):
         lines = ["NCCL, CUDA and fragmentation come on top: leave several GiB."]
         if peak > _PREALLOCATED * device.hbm_bytes:
             lines.append("JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
+        hidden = self.estimates.stated.hidden
+        if peak > _CLOSE * device.hbm_bytes and hidden < _HALF:
+            more = f"--set accumulate={2 * self.step.accumulate}"
+            lines.append(
+                f"So close to the limit the compiler overlaps less: {hidden:.0%} of the communication is hidden."
+                f" --unit remat=full, or {more}, leaves it room."
+            )
         return lines
 
     def _estimate_table(self) -> FittedTable:

@@ -383,6 +383,32 @@ _ALL = (
 )
 DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
 
+# Machines that clouds rent, by their own names: a device above, with the adapters that one of its hosts of 8 has.
+_EFA = "EFA"
+
+
+def _rented(name: str, device: str, gbit_per_s: int, fabric: str) -> DeviceFacts:
+    link = DeviceLink(
+        gbit_per_s / 64, f"{gbit_per_s} Gb/s of {fabric} for a host of 8 GPUs", reached_percent=80, least_percent=40
+    )
+    return dataclasses.replace(DEVICES[device], title=f"{DEVICES[device].title} ({name})", slow=link)
+
+
+CLOUDS: Mapping[str, DeviceFacts] = types.MappingProxyType(
+    {
+        name: _rented(name, device, gbit_per_s, fabric)
+        for name, device, gbit_per_s, fabric in (
+            ("a3-high", "h100", 800, "GPUDirect-TCPX"),  # cloud.google.com/compute/docs/gpus/gpudirect: 4 x 200
+            ("a3-mega", "h100", 1600, "GPUDirect-TCPXO"),  # the same: 8 x 200
+            ("p4d", "a100-40", 400, _EFA),  # aws.amazon.com/ec2/instance-types/p4
+            ("p4de", "a100-80", 400, _EFA),
+            ("p5", "h100", 3200, _EFA),  # aws.amazon.com/ec2/instance-types/p5
+            ("dgx-a100", "a100-80", 1600, "InfiniBand"),  # NVIDIA DGX A100 data sheet: 8 x 200
+            ("dgx-h100", "h100", 3200, "InfiniBand"),  # NVIDIA DGX H100 data sheet: 8 x 400
+        )
+    }
+)
+
 # Devices of which no cluster is planned: what the driver calls them, dense bf16 (of a V100 fp16) for each device as JAX
 # counts them, and the source. Where a sheet gives the figure with sparsity, half of it is taken.
 _PEAKS_ALONE = (

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.facts.devices import DEVICES, device_of, peak_of
+from jshard.facts.devices import CLOUDS, DEVICES, device_of, peak_of
 from jshard.facts.gpu_target import target_config_text
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]
@@ -30,6 +30,20 @@ def test_every_number_has_a_source_and_assumptions_say_so(facts):
     for link in (facts.fast, facts.slow):
         assert 0 < link.range[0] < link.bytes_per_s < link.range[1]
     assert facts.slow.bytes_per_s < facts.fast.bytes_per_s < facts.hbm_bytes_per_s
+
+
+def test_machines_of_clouds_have_adapters_of_their_own():
+    rates = {name: facts.slow.gb_per_s for name, facts in CLOUDS.items()}
+    assert rates == {
+        "a3-high": 12.5,
+        "a3-mega": 25,
+        "p4d": 6.25,
+        "p4de": 6.25,
+        "p5": 50,
+        "dgx-a100": 25,
+        "dgx-h100": 50,
+    }
+    assert "800 Gb/s of GPUDirect-TCPX for a host of 8 GPUs" in CLOUDS["a3-high"].sources["slow_bytes_per_s"]
 
 
 @pytest.mark.parametrize("facts", DEVICES.values(), ids=lambda facts: facts.name)

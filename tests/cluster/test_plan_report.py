@@ -72,6 +72,12 @@ def test_where_nothing_helps_it_says_so(tried, text):
     assert json.loads(report.to_json())["suggestions"] == []
 
 
+def test_close_to_the_limit_a_plan_says_that_overlap_is_gone():
+    near, far = (" ".join(str(plan_of(peak)).split()) for peak in (0.95, 0.5))
+    assert "of the communication is hidden. --unit remat=full, or --set accumulate=2, leaves it room." in near
+    assert "leaves it room" not in far
+
+
 def test_the_json_has_what_is_published_of_runs_and_where_the_time_goes():
     found = json.loads(PlanReport(plan=plan_of(0.5)).to_json())
     stated, tokens = found["estimate"]["stated"], found["batch_size"] * found["sequence_length"]
