@@ -1,19 +1,28 @@
 """Saves and restores side by side: jshard, Orbax as it is, PyTorch's distributed checkpoints, and plain files.
 
-The same 0.8 GB of random float32, in fresh processes each round, in turn and in shuffled order. Every process saves and
-loads once without being counted. All of them fsync. PyTorch takes part where it is installed (extra `peers`).
+Every library has a process, or two, that live through a row; in each round they take turns, in shuffled order, one at
+work at a time. All of them fsync. A first turn is not counted. Cold: the pages of the checkpoint's files were given
+back to the system before. A library that takes more than its share of the row's time drops out of further rounds, and
+how many it has is shown. PyTorch takes part where it is installed (extra `peers`), or by `--torch-python`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import queue
 import random
+import shutil
 import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,93 +33,345 @@ TITLE = "Saving and restoring a checkpoint"
 MEASURES_TIME = True
 
 _WORKER = Path(__file__).with_name("checkpoint_worker.py")
-_OPERATIONS = ("save", "load", "resharded", "copies", "copies, read once", "blocked", "asynchronous")
-_ONCE = "copies, read once"
-_ROUNDS = 5
+_LIBRARIES = ("plain", "Orbax", "PyTorch DCP", "jshard")
+_STATES = {  # two arrays a layer, but for the last
+    "2MB": {"layers": 24, "kernel": (128, 160), "bias": True},
+    "202MB": {"layers": 24, "kernel": (1024, 2048), "bias": True},
+    "806MB": {"layers": 24, "kernel": (4096, 2048), "bias": True},
+    "10k": {"layers": 10_000, "kernel": (8, 16), "bias": False},
+}
+_ROWS = (*_STATES, "once", "memory")
+_SHARES = {"2MB": 1, "202MB": 3, "806MB": 8, "10k": 10, "once": 2, "memory": 1}  # of the time
+_OPERATIONS = ("save", "load", "cold load", "resharded", "unverified", "mapped", "cold mapped", "asynchronous")
+_SHARDS_KIB = (64, 256, 1024, 4096, 16384, 65536)
+_LONGEST_S = 300.0  # of one operation
+
+Answer = dict[str, Any]
 
 
-def run(*, quick: bool) -> dict[str, Any]:
-    """Seconds of every operation in every round, by library and number of processes."""
-    size = {"layers": 2, "rows": 256} if quick else {"layers": 24, "rows": 4096}
-    variants = [("raw", 1), ("jshard", 1), ("jshard, no sums", 1), ("Orbax", 1), ("jshard", 2), ("Orbax", 2)]
-    if importlib.util.find_spec("torch") is not None:
-        variants.append(("dcp", 2))
-    found: dict[str, dict[str, list[float]]] = {}
-    with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".jshard-benchmark-") as folder:
-        for number in range(1 if quick else _ROUNDS):
-            for library, processes in random.Random(number).sample(variants, len(variants)):
-                times = _round(library, processes, Path(folder) / "c", size)
-                rows = found.setdefault(f"{library}, {processes}", {name: [] for name in _OPERATIONS})
-                for name, seconds in times.items():
-                    rows[name].append(seconds)
-    return {"size": size, "seconds": found}
+def arguments(parser: Any) -> None:
+    """What a run can be told."""
+    words = lambda text: text.split(",")
+    parser.add_argument("--rows", type=words, default=list(_ROWS), metavar="ROW,...", help=f"of {','.join(_ROWS)}")
+    parser.add_argument("--libraries", type=words, default=list(_LIBRARIES), metavar="NAME,...")
+    parser.add_argument("--processes", type=lambda text: [int(n) for n in words(text)], default=[1, 2], metavar="N,...")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--minutes", type=float, default=25.0, help="for all rows together")
+    parser.add_argument("--torch-python", default=sys.executable, metavar="PYTHON", help="the one that has PyTorch")
+    parser.add_argument(
+        "--disk", type=Path, default=Path.home(), metavar="DIR", help="where the checkpoints are written"
+    )
+
+
+def run(
+    *,
+    quick: bool,
+    rows: Sequence[str] = _ROWS,
+    libraries: Sequence[str] = _LIBRARIES,
+    processes: Sequence[int] = (1, 2),
+    rounds: int = 7,
+    minutes: float = 25.0,
+    torch_python: str = sys.executable,
+    disk: Path | None = None,
+) -> dict[str, Any]:
+    """Of each row, each number of processes and each library: what every operation took in every round."""
+    has_torch = torch_python != sys.executable or importlib.util.find_spec("torch") is not None
+    chosen = [name for name in libraries if name != "PyTorch DCP" or has_torch]
+    found: dict[str, Any] = {"states": {}, "read_once": [], "memory": [], "worker_versions": {}}
+    share_s = 60 * minutes / sum(_SHARES[row] for row in rows)
+    with tempfile.TemporaryDirectory(dir=disk or Path.home(), prefix=".jshard-benchmark-") as place:
+        turns = _Turns(Path(place), torch_python)
+        for row in rows:
+            limit_s = share_s * _SHARES[row]
+            if row == "once":
+                found["read_once"] = turns.read_once(_SHARDS_KIB[:2] if quick else _SHARDS_KIB)
+            elif row == "memory":
+                found["memory"] = turns.memory(_STATES["2MB" if quick else "202MB"], 3 if quick else 20)
+            else:
+                for count in processes:
+                    asked = (_STATES[row], count, chosen, 1 if quick else rounds, limit_s / len(processes))
+                    found["states"][f"{row}, {count}"] = turns.side_by_side(*asked)
+            print(f"{row}: done", file=sys.stderr, flush=True)
+        found["worker_versions"] |= turns.versions
+    return found
+
+
+class _Turns:
+    """Libraries that take turns on one disk."""
+
+    def __init__(self, place: Path, torch_python: str) -> None:
+        self._folder, self._torch_python = place / "c", torch_python
+        self.versions: dict[str, str] = {}
+
+    def side_by_side(
+        self, state: Mapping[str, Any], processes: int, libraries: Sequence[str], rounds: int, limit_s: float
+    ) -> dict[str, Any]:
+        found: dict[str, Any] = {name: {"first": {}, "rounds": [], "stopped": None} for name in libraries}
+        share_s, spent_s = limit_s / len(libraries), dict.fromkeys(libraries, 0.0)
+        with contextlib.ExitStack() as alive:
+            workers = {n: alive.enter_context(self._workers(n, state, processes)) for n in libraries}
+            for number in range(rounds + 1):
+                for name in random.Random(number).sample(list(libraries), len(libraries)):
+                    of, begin_s = found[name], time.monotonic()
+                    if of["stopped"] or (number and spent_s[name] * (number + 1) / number > share_s):
+                        of["stopped"] = of["stopped"] or f"{len(of['rounds'])} rounds in {spent_s[name]:.0f} s"
+                        continue
+                    turn = self._turn(workers[name], share_s - spent_s[name])
+                    spent_s[name] += time.monotonic() - begin_s
+                    if number:
+                        of["rounds"].append(turn)
+                    else:
+                        of["first"] = turn
+                    of["stopped"] = next((answer["error"] for answer in turn.values() if "error" in answer), None)
+        return found
+
+    def _turn(self, workers: _Workers, left_s: float) -> dict[str, Answer]:
+        """All that a library can do once, or as much of it as there is time for."""
+        found: dict[str, Answer] = {}
+        end_s = time.monotonic() + max(left_s, 0.0)
+        self._clear()
+        for name in _OPERATIONS:
+            plain_name = name.removeprefix("cold ")
+            if plain_name not in workers.operations or (len(found) > 1 and time.monotonic() > end_s):
+                continue
+            if name == "asynchronous":
+                self._clear()
+            elif name != plain_name:
+                _give_back(self._folder)
+            found[name] = workers.ask(plain_name)
+            if "error" in found[name]:
+                break
+        self._clear()
+        return found
+
+    def read_once(self, shards_kib: Sequence[int]) -> list[dict[str, Any]]:
+        """Bytes that each of two processes reads of what both hold, whole and once."""
+        found = []
+        for kib in shards_kib:
+            state = {
+                "layers": max(1, (32 << 10) // (4 * kib)),
+                "kernel": (4 * kib, 256),
+                "bias": False,
+                "mesh": "copies",
+            }
+            row: dict[str, Any] = {"shard_kib": kib, "state_bytes": state["layers"] * 4 * kib * 1024}
+            with self._workers("jshard", state, 2) as workers:
+                self._clear()
+                workers.ask("save")
+                for _ in range(2):  # the first one is not counted
+                    for name in ("copies", "copies, read once"):
+                        row[name] = workers.ask(name)
+            self._clear()
+            found.append(row)
+        return found
+
+    def memory(self, state: Mapping[str, Any], rounds: int) -> list[int]:
+        """Bytes of memory of a process after each save and load."""
+        found = []
+        with self._workers("jshard", state, 1) as workers:
+            for _ in range(rounds):
+                self._clear()
+                workers.ask("save")
+                found.append(workers.ask("load").get("rss_bytes", 0))
+        self._clear()
+        return found
+
+    @contextlib.contextmanager
+    def _workers(self, library: str, state: Mapping[str, Any], processes: int) -> Iterator[_Workers]:
+        python = self._torch_python if library == "PyTorch DCP" else sys.executable
+        asked = {"library": library, "folder": str(self._folder), "processes": processes, "mesh": "all", **state}
+        workers = _Workers(python, asked | {"coordinator": f"localhost:{_free_port()}"})
+        try:
+            self.versions |= workers.start()
+            yield workers
+        finally:
+            workers.close()
+
+    def _clear(self) -> None:
+        """Removes what is there, and waits until the disk has nothing left to write."""
+        for path in self._folder.parent.glob("c*"):
+            shutil.rmtree(path)
+        os.sync()
+
+
+class _Workers:
+    """The processes of a library, which do the same at the same time."""
+
+    def __init__(self, python: str, asked: Mapping[str, Any]) -> None:
+        commands = [[python, str(_WORKER), json.dumps({**asked, "process": n})] for n in range(asked["processes"])]
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self._processes = [subprocess.Popen(command, **pipes) for command in commands]
+        self._answers: list[queue.Queue[str]] = [queue.Queue() for _ in commands]
+        for process, answers in zip(self._processes, self._answers, strict=True):
+            threading.Thread(target=_listen, args=(process, answers), daemon=True).start()
+        self.library, self.operations = asked["library"], []
+
+    def start(self) -> dict[str, str]:
+        """Waits until they have their state; gives versions of what they have imported."""
+        answer = self._hear()
+        if "error" in answer:
+            raise RuntimeError(f"{self.library} did not start: {answer['error']}; its messages are above")
+        self.operations = answer["operations"]
+        return answer["versions"]
+
+    def ask(self, operation: str) -> Answer:
+        """What an operation took: the seconds of the clock of the slowest process, all else summed up."""
+        for process in self._processes:
+            with contextlib.suppress(OSError):
+                print(operation, file=process.stdin)
+        return self._hear()
+
+    def _hear(self) -> Answer:
+        end_s, answers = time.monotonic() + _LONGEST_S, []
+        for each in self._answers:
+            try:
+                answers.append(json.loads(each.get(timeout=max(0.0, end_s - time.monotonic()))))
+            except queue.Empty:
+                return {"error": f"more than {_LONGEST_S:.0f} s"}
+        if errors := [answer["error"] for answer in answers if "error" in answer]:
+            return {"error": errors[0]}
+        if "operations" in answers[0]:
+            return answers[0]
+        most = {name: max(a[name] for a in answers) for name in ("wall_s", "blocked_s") if name in answers[0]}
+        total = {name: sum(a[name] for a in answers) for name in ("cpu_s", "disk_bytes", "rss_bytes")}
+        return most | total | {"read_bytes": [a["read_bytes"] for a in answers]}
+
+    def close(self) -> None:
+        """Ends them."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.wait()
+
+
+def _listen(process: subprocess.Popen[str], answers: queue.Queue[str]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        answers.put(line)
+    answers.put(json.dumps({"error": "it ended"}))
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
+def _give_back(folder: Path) -> None:
+    """The pages of all files of a folder: what reads them next reads the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())  # pages that are not written stay
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+# The tables.
+
+
+def merged(reports: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One report of several runs, each of some of the rows; of a row that two have, the later one counts."""
+    whole = dict(sorted(reports, key=lambda report: report["date"])[-1])
+    for name in ("states", "read_once", "memory"):
+        parts = [report[name] for report in sorted(reports, key=lambda report: report["date"]) if report[name]]
+        whole[name] = {k: v for part in parts for k, v in part.items()} if name == "states" else (parts or [[]])[-1]
+    whole["load_per_core_before"] = max(report["load_per_core_before"] for report in reports)
+    return whole
 
 
 def table(result: dict[str, Any]) -> list[str]:
     """Medians with the range, and what the goals come to."""
-    size, found = result["size"], result["seconds"]
-    num_bytes = size["layers"] * (size["rows"] + 1) * 2048 * 4
-    text = [
-        f"{num_bytes / 1e6:.0f} MB in {2 * size['layers']} arrays; seconds, median of "
-        f"{len(next(iter(found.values()))['save'])} (least to most).",
-        "`resharded`: saved by 8 devices along dim 0, loaded by 4 (2 processes: 8) along both; PyTorch: along dim 1.",
-        "`copies`: two processes hold all of it each (HSDP); `read once`: each reads half, and they exchange.",
+    lines = [
+        "2MB, 202MB and 806MB have 48 arrays, 10k 10,000 of 512 bytes; float32. Seconds: median (least to most), and",
+        "CPU seconds of all processes. `resharded`: saved by 8 devices along dim 0, loaded by 4 (2 processes: 8) along",
+        "both; PyTorch: along dim 1. `first load`: the one that is not counted. plain: one file a process, one fsync.",
         "",
     ]
-    head = ["library, processes", *_OPERATIONS]
-    rows = [
-        [
-            name.replace("dcp", "PyTorch DCP").replace("raw", "plain files"),
-            *map(_cell, map(found[name].get, _OPERATIONS)),
+    for row, libraries in result["states"].items():
+        lines += [f"## {row} {'process' if row.endswith(' 1') else 'processes'}", "", *_row_table(libraries), ""]
+    goals = [line for row, libraries in result["states"].items() for line in _goals(row, libraries)]
+    if goals:
+        lines += [
+            "## Goals",
+            "",
+            *markdown_table(["row", "ratio of medians", "goal", "wall", "CPU"], goals, num_words=3),
         ]
-        for name in sorted(found)
-    ]
-    return [*text, *markdown_table(head, rows, num_words=len(head)), "", *_goals(found)]
+    return [*lines, "", *_once_table(result["read_once"]), *_memory_lines(result["memory"])]
 
 
-def _goals(found: dict[str, Any]) -> list[str]:
-    """The figures that were aimed at, and those that were reached."""
-
-    def median(name: str, operation: str) -> float | None:
-        times = found.get(name, {}).get(operation)
-        return statistics.median(times) if times else None
-
-    wanted = [
-        ("save, beside Orbax as it is", "Orbax, 1", "save", "jshard, 1", "save", ">= 3"),
-        ("save, 2 processes, beside Orbax as it is", "Orbax, 2", "save", "jshard, 2", "save", ">= 3"),
-        ("load, beside Orbax as it is", "Orbax, 1", "load", "jshard, 1", "load", ">= 2"),
-        ("load, 2 processes, beside Orbax as it is", "Orbax, 2", "load", "jshard, 2", "load", ">= 2"),
-        ("save, 2 processes, beside PyTorch DCP", "dcp, 2", "save", "jshard, 2", "save", "> 1"),
-        ("load, 2 processes, beside PyTorch DCP", "dcp, 2", "load", "jshard, 2", "load", ">= 1"),
-        ("save over plain files with fsync", "jshard, 1", "save", "raw, 1", "save", "<= 1.1"),
-        ("resharded load over the same mesh", "jshard, 1", "resharded", "jshard, 1", "load", "<= 1.2"),
-        ("resharded load over the same mesh, 2 processes", "jshard, 2", "resharded", "jshard, 2", "load", "<= 1.2"),
-        ("blocked over the whole asynchronous save", "jshard, 1", "blocked", "jshard, 1", "asynchronous", "<= 0.05"),
-        ("blocked, 2 processes", "jshard, 2", "blocked", "jshard, 2", "asynchronous", "<= 0.05"),
-        ("save with sums over without", "jshard, 1", "save", "jshard, no sums, 1", "save", "<= 1.1"),
-        ("two copies, each read whole, over read once and exchanged", "jshard, 2", "copies", "jshard, 2", _ONCE, ""),
-        ("load with sums over without", "jshard, 1", "load", "jshard, no sums, 1", "load", "<= 1.1"),
-    ]
+def _row_table(libraries: Mapping[str, Any]) -> list[str]:
+    asked = [name for name in _OPERATIONS if any(_times(of, name) for of in libraries.values())]
     rows = []
+    for library, of in libraries.items():
+        first = of["first"].get("load", {}).get("wall_s")
+        cells = [_cell(of, name) for name in asked]
+        rows.append([library, str(len(of["rounds"])), "" if first is None else f"{first:.2f}", *cells])
+    lines = markdown_table(["", "rounds", "first load", *asked], rows)
+    stopped = [f"{library}: {of['stopped']}." for library, of in libraries.items() if of["stopped"]]
+    return [*lines, *([""] if stopped else []), *stopped]
+
+
+def _times(of: Mapping[str, Any], operation: str, field: str = "wall_s") -> list[float]:
+    """Of all rounds; of the first turn where there was no time for another."""
+    answers = [turn.get(operation, {}) for turn in of["rounds"] or [of["first"]]]
+    return [answer[field] for answer in answers if field in answer]
+
+
+def _cell(of: Mapping[str, Any], operation: str) -> str:
+    wall, cpu = _times(of, operation), _times(of, operation, "cpu_s")
+    form = ".2f" if wall and statistics.median(wall) >= 0.2 else ".3f"
+    return f"{Spread.of(wall).text(form)}, {statistics.median(cpu):{form}}" if wall else ""
+
+
+def _goals(row: str, libraries: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Ratios beside what was aimed at; above one is better where the goal is a least."""
+    large = row.startswith(("202", "806"))
+    wanted = [
+        ("save, Orbax / jshard", "Orbax", "save", "jshard", "save", ">= 3"),
+        ("save, DCP / jshard", "PyTorch DCP", "save", "jshard", "save", "> 1"),
+        ("save, jshard / plain", "jshard", "save", "plain", "save", "<= 1.15" if large else ""),
+        ("load, Orbax / jshard", "Orbax", "load", "jshard", "load", ">= 2"),
+        ("load, DCP / jshard", "PyTorch DCP", "load", "jshard", "load", ">= 1"),
+        ("cold load, Orbax / jshard", "Orbax", "cold load", "jshard", "cold load", ">= 2"),
+        ("cold load, DCP / jshard", "PyTorch DCP", "cold load", "jshard", "cold load", ">= 1"),
+        ("resharded / same mesh", "jshard", "resharded", "jshard", "load", "<= 1.5"),
+        ("verified / unverified", "jshard", "load", "jshard", "unverified", "<= 1.10"),
+        ("mapped load, Orbax / jshard", "Orbax", "load", "jshard", "mapped", ""),
+    ]
     for what, above, operation, below, other, goal in wanted:
-        first, second = median(above, operation), median(below, other)
-        if first is not None and second is not None:
-            rows.append([what, goal, f"{first / second:.2f}"])
-    return markdown_table(["ratio of medians", "goal", "reached"], rows, num_words=3)
+        found = [
+            (_times(libraries.get(above, _NONE), operation, field), _times(libraries.get(below, _NONE), other, field))
+            for field in ("wall_s", "cpu_s")
+        ]
+        if all(all(pair) for pair in found):
+            yield [row, what, goal, *(f"{statistics.median(a) / statistics.median(b):.2f}" for a, b in found)]
+    of = libraries.get("jshard", _NONE)
+    if blocked := _times(of, "asynchronous", "blocked_s"):
+        share = statistics.median(blocked) / statistics.median(_times(of, "asynchronous"))
+        yield [row, "blocked / asynchronous save", "<= 0.05" if large else "", f"{share:.3f}", ""]
 
 
-def _cell(seconds: list[float]) -> str:
-    return Spread.of(seconds).text(".2f") if seconds else ""
+_NONE: dict[str, Any] = {"first": {}, "rounds": []}
 
 
-def _round(library: str, processes: int, folder: Path, size: dict[str, int]) -> dict[str, float]:
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    asked = {"library": library, "folder": str(folder), "processes": processes, "coordinator": coordinator, **size}
-    commands = [[sys.executable, str(_WORKER), json.dumps(asked | {"process": n})] for n in range(processes)]
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for command in commands]
-    output = [process.communicate(timeout=600)[0] for process in running]
-    if any(process.returncode for process in running):
-        raise RuntimeError(f"{library} with {processes} processes failed; its messages are above")
-    return json.loads(output[0].splitlines()[-1])
+def _once_table(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not found:
+        return []
+    mega = lambda answer: " / ".join(f"{count / 1e6:.1f}" for count in answer.get("read_bytes", ()))
+    seconds = lambda answer: f"{answer['wall_s']:.2f}" if "wall_s" in answer else answer.get("error", "")
+    rows = []
+    for row in found:
+        whole, once = row["copies"], row["copies, read once"]
+        share = max(once["read_bytes"]) / max(whole["read_bytes"]) if "read_bytes" in once else float("nan")
+        cells = [f"{row['shard_kib']} KiB", f"{row['state_bytes'] / 1e6:.0f}", mega(whole), mega(once), f"{share:.2f}"]
+        rows.append([*cells, seconds(whole), seconds(once)])
+    head = ["shards of", "state, MB", "MB read by each", "read once", "share (goal 0.5)", "s", "s, read once"]
+    title = "HSDP: two processes that hold all of it each; bytes as the kernel counts them (`rchar`)."
+    return ["## Read once", "", title, "", *markdown_table(head, rows), ""]
+
+
+def _memory_lines(found: Sequence[int]) -> list[str]:
+    if not found:
+        return []
+    shown = ", ".join(f"{number / 1e6:.0f}" for number in found)
+    return ["## Memory", "", f"MB of the process after each of {len(found)} saves and loads of 202 MB: {shown}.", ""]

@@ -1,61 +1,217 @@
-"""One library saves and loads the state of `checkpoint.py`, in a process of its own.
+"""One library saves and loads a state of `checkpoint.py`: a process that does one operation after another, as asked.
 
-It is asked by one argument of JSON. Prints a line of JSON with seconds by operation; of several processes the first
-one speaks.
+Its argument is JSON, and so is each line that it reads and each that it prints: what an operation took. It runs without
+JAX where the library is PyTorch's or plain files.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
-import shutil
+import resource
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-Times = dict[str, float]
+Operations = dict[str, Callable[[], Any]]
+"""What can be asked for. A save in the background gives a function that waits for its end."""
 
 
 def main() -> None:
-    """Runs the library that the argument names."""
+    """Makes the state, says so, and does what it is asked until its input ends."""
     asked = json.loads(sys.argv[1])
-    libraries: dict[str, Callable[[dict[str, Any]], Times]] = {"raw": raw, "dcp": dcp}
-    found = libraries.get(asked["library"], with_jax)(asked)
-    if asked["process"] == 0:
-        print(json.dumps(found))
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # libraries may print
+    libraries: dict[str, Any] = {"plain": plain, "PyTorch DCP": dcp, "Orbax": orbax, "jshard": jshard}
+    operations = libraries[asked["library"]](asked)
+    versions = {name: sys.modules[name].__version__ for name in ("torch",) if name in sys.modules}
+    print(json.dumps({"operations": list(operations), "versions": versions}), file=answers)
+    for line in sys.stdin:
+        try:
+            answer = measured(operations[line.strip()])
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"}
+        print(json.dumps(answer), file=answers)
+    os._exit(0)  # nothing to end in order: the parent has all it wants
 
 
-def values(layers: int, rows: int) -> dict[str, np.ndarray]:
-    """The state: so many layers of a (rows, 2048) kernel and a bias, random float32."""
-    rng = np.random.default_rng(0)
-    kernels = {f"layer{i:02d}/kernel": rng.standard_normal((rows, 2048), dtype=np.float32) for i in range(layers)}
-    return kernels | {f"layer{i:02d}/bias": rng.standard_normal(2048, dtype=np.float32) for i in range(layers)}
+def measured(operation: Callable[[], Any]) -> dict[str, float]:
+    """What an operation takes: seconds, of the clock and of the process tree, and bytes read."""
+    gc.collect()
+    before, cpu_s, begin_s = _io(), _cpu_s(), time.perf_counter()
+    result = operation()
+    end_s, found = time.perf_counter(), {}
+    if callable(result):
+        found["blocked_s"] = end_s - begin_s
+        result()
+        end_s = time.perf_counter()
+    found |= {"wall_s": end_s - begin_s, "cpu_s": _cpu_s() - cpu_s}
+    after = _io()
+    del result
+    gc.collect()
+    return found | {"read_bytes": after[0] - before[0], "disk_bytes": after[1] - before[1], "rss_bytes": _rss_bytes()}
 
 
-def raw(asked: dict[str, Any]) -> Times:
-    """Plain files, one an array: what the disk itself takes."""
-    folder, state = Path(asked["folder"]), values(asked["layers"], asked["rows"])
-
-    def write() -> None:
-        folder.mkdir()
-        for number, array in enumerate(state.values()):
-            with (folder / str(number)).open("wb") as file:
-                file.write(array)
-                file.flush()
-                os.fsync(file.fileno())
-
-    def read() -> Any:
-        return [np.fromfile(folder / str(number), np.float32) for number in range(len(state))]
-
-    return _timed(folder, write, {"load": read})
+def _io() -> tuple[int, int]:
+    """Bytes that this process asked to read, and those that came from the disk."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["rchar"]), int(lines["read_bytes"])
 
 
-def with_jax(asked: dict[str, Any]) -> Times:
-    """jshard, or plain Orbax."""
+def _rss_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cpu_s() -> float:
+    """Seconds of all cores for this process, the children that have ended, and those that run."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(_running_s(os.getpid()))
+
+
+def _running_s(process: int) -> Iterator[float]:
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            for child in (task / "children").read_text().split():
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                yield sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
+                yield from _running_s(int(child))
+
+
+# The state, and the libraries.
+
+
+def arrays(asked: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+    """So many layers of a kernel and, if asked for, a bias; random float32."""
+    rng, shape = np.random.default_rng(0), asked["kernel"]
+    for number in range(asked["layers"]):
+        yield f"layer{number:05d}/kernel", rng.standard_normal(shape, dtype=np.float32)
+        if asked["bias"]:
+            yield f"layer{number:05d}/bias", rng.standard_normal(shape[-1], dtype=np.float32)
+
+
+def plain(asked: dict[str, Any]) -> Operations:
+    """One file a process, written from its beginning to its end and synced: what the disk itself takes."""
+    folder, rank, count = Path(asked["folder"]), asked["process"], asked["processes"]
+    mine = {name: np.array_split(array, count)[rank].copy() for name, array in arrays(asked)}
+    sizes = {name: part.shape for name, part in mine.items()}
+
+    def save() -> None:
+        folder.mkdir(exist_ok=True)
+        with (folder / str(rank)).open("wb", buffering=0) as file:
+            for part in mine.values():
+                file.write(part.data)
+            os.fsync(file.fileno())
+
+    def load() -> Any:
+        with (folder / str(rank)).open("rb", buffering=0) as file:
+            found = {name: np.empty(shape, np.float32) for name, shape in sizes.items()}
+            for part in found.values():
+                file.readinto(part.data)
+        return found
+
+    return {"save": save, "load": load}
+
+
+def dcp(asked: dict[str, Any]) -> Operations:
+    """PyTorch's distributed checkpoints, a process per rank, sharded along the first dim."""
+    import logging
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as checkpoint
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor, empty
+
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    folder, count = asked["folder"], asked["processes"]
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
+    if count == 1:
+        state: Any = {name: torch.from_numpy(array) for name, array in arrays(asked)}
+        new: Any = lambda dim: {name: torch.empty_like(tensor) for name, tensor in state.items()}
+    else:
+        host, port = asked["coordinator"].split(":")
+        os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
+        dist.init_process_group("gloo", rank=asked["process"], world_size=count)
+        mesh = init_device_mesh("cpu", (count,))
+        state = {name: distribute_tensor(torch.from_numpy(array), mesh, [Shard(0)]) for name, array in arrays(asked)}
+        new = lambda dim: {
+            name: empty(tensor.shape, device_mesh=mesh, placements=[Shard(min(dim, tensor.ndim - 1))])
+            for name, tensor in state.items()
+        }
+    alone = {"no_dist": True} if count == 1 else {}
+
+    def load(dim: int) -> Any:
+        target = new(dim)
+        checkpoint.load(target, checkpoint_id=folder, **alone)
+        return target
+
+    loads = {"load": lambda: load(0)} | ({"resharded": lambda: load(1)} if count > 1 else {})
+    return {"save": lambda: _no_result(checkpoint.save(state, checkpoint_id=folder, **alone)), **loads}
+
+
+def _no_result(result: Any) -> None:
+    """For what gives something that is not to be waited for."""
+
+
+def jshard(asked: dict[str, Any]) -> Operations:
+    """With sums, and without looking at them; mapped, where this version can."""
+    import inspect
+
+    state, likes = _with_jax(asked)
+    import jax
+
+    import jshard as js
+
+    folder = asked["folder"]
+
+    def load(mesh: str, **options: Any) -> Any:
+        return jax.block_until_ready(js.checkpoint.restore(folder, likes[mesh], **options))
+
+    found: Operations = {
+        "save": lambda: js.checkpoint.save(folder, state),
+        "load": lambda: load("all"),
+        "resharded": lambda: load("other"),
+        "unverified": lambda: load("all", verify=False),
+        "asynchronous": lambda: js.checkpoint.save_async(folder, state).wait,
+        "copies": lambda: load("copies"),
+        "copies, read once": lambda: load("copies", read_once=True),
+    }
+    if "map" in inspect.signature(js.checkpoint.restore).parameters:
+        found["mapped"] = lambda: load("all", map=True)
+    return found
+
+
+def orbax(asked: dict[str, Any]) -> Operations:
+    """As it is: `save` and `load` with their defaults."""
+    import logging
+
+    state, likes = _with_jax(asked)
+    import jax
+    from orbax.checkpoint import v1 as ocp
+
+    logging.disable(logging.WARNING)
+    folder = asked["folder"]
+    load = lambda mesh: jax.block_until_ready(ocp.load(folder, likes[mesh]))
+    return {
+        "save": lambda: _no_result(ocp.save(folder, state)),
+        "load": lambda: load("all"),
+        "resharded": lambda: load("other"),
+        "asynchronous": lambda: ocp.save_async(folder, state).result,
+    }
+
+
+def _with_jax(asked: dict[str, Any]) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    """The state on a mesh of all devices, and the same without values for each mesh that it is loaded onto."""
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
@@ -66,163 +222,22 @@ def with_jax(asked: dict[str, Any]) -> Times:
     from jax.sharding import Mesh, NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    meshes = {"all": Mesh(np.array(jax.devices()), ("fsdp",))}
-    other = np.array(jax.devices()[:4] if processes == 1 else jax.devices())
-    meshes["other"] = Mesh(other.reshape(2, -1), ("a", "b"))
-    meshes["copies"] = Mesh(np.array(jax.devices()).reshape(2, 4), ("replica", "fsdp"))  # one in each process, if two
+    devices = np.array(jax.devices())
+    meshes = {"all": Mesh(devices, ("fsdp",))}
+    meshes["other"] = Mesh((devices[:4] if processes == 1 else devices).reshape(2, -1), ("a", "b"))
+    meshes["copies"] = Mesh(devices.reshape(2, 4), ("replica", "fsdp"))  # one in each process, if two
 
-    def shard(array: np.ndarray, mesh: str) -> Any:
-        spec = P("fsdp") if mesh != "other" else P("b") if array.ndim == 1 else P("b", "a")
+    def sharding(ndim: int, mesh: str) -> Any:
+        spec = P("fsdp") if mesh != "other" else P("b") if ndim == 1 else P("b", "a")
         return NamedSharding(meshes[mesh], spec)
 
-    def placed(array: np.ndarray) -> Any:
-        return jax.make_array_from_callback(array.shape, shard(array, "all"), lambda box: array[box])
-
-    arrays = values(asked["layers"], asked["rows"])
-    state = {name: placed(array) for name, array in arrays.items()}
-    jax.block_until_ready(state)
-    like = {
-        mesh: {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=shard(a, mesh)) for name, a in arrays.items()}
-        for mesh in meshes
-    }
-    return (_jshard if asked["library"].startswith("jshard") else _orbax)(asked, state, like)
-
-
-def _jshard(asked: dict[str, Any], state: Any, like: Any) -> Times:
-    import jax
-
-    import jshard as js
-
-    folder, verify = Path(asked["folder"]), True
-    if asked["library"] == "jshard, no sums":
-        from jshard.checkpoint import saving
-
-        saving.LeafSums = _NoSums
-        verify = False
-
-    def load(mesh: str, read_once: bool = False) -> Any:
-        return jax.block_until_ready(js.checkpoint.restore(folder, like[mesh], verify=verify, read_once=read_once))
-
-    loads = {"load": lambda: load("all"), "resharded": lambda: load("other")}
-    if asked["processes"] > 1:
-        loads |= {"copies": lambda: load("copies", False), "copies, read once": lambda: load("copies", True)}
-    times = _timed(folder, lambda: js.checkpoint.save(folder, state), loads, primary=asked["process"] == 0)
-    _clear(folder, asked["process"] == 0)
-    return times | _in_background(lambda: js.checkpoint.save_async(folder, state).wait)
-
-
-class _NoSums:
-    """In place of `LeafSums`: what a save takes without them."""
-
-    def __init__(self, *leaf: Any) -> None:
-        pass
-
-    def total(self) -> tuple[int, int]:
-        return 0, 0
-
-
-def _orbax(asked: dict[str, Any], state: Any, like: Any) -> Times:
-    import logging
-
-    import jax
-    from orbax.checkpoint import v1 as ocp
-
-    logging.disable(logging.WARNING)
-    folder = Path(asked["folder"])
-
-    def load(mesh: str) -> Any:
-        return jax.block_until_ready(ocp.load(str(folder), like[mesh]))
-
-    loads = {"load": lambda: load("all"), "resharded": lambda: load("other")}
-    times = _timed(folder, lambda: ocp.save(str(folder), state), loads, primary=asked["process"] == 0)
-    _clear(folder, asked["process"] == 0)
-    return times | _in_background(lambda: ocp.save_async(str(folder), state).result)
-
-
-def dcp(asked: dict[str, Any]) -> Times:
-    """PyTorch's distributed checkpoints, a process per rank, sharded along the first dim."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as checkpoint
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor, empty
-
-    torch.set_num_threads(1)
-    host, port = asked["coordinator"].split(":")
-    os.environ.update(MASTER_ADDR=host, MASTER_PORT=port)
-    dist.init_process_group("gloo", rank=asked["process"], world_size=asked["processes"])
-    mesh = init_device_mesh("cpu", (asked["processes"],))
-    arrays = values(asked["layers"], asked["rows"])
-    state = {name: distribute_tensor(torch.from_numpy(array), mesh, [Shard(0)]) for name, array in arrays.items()}
-    folder = Path(asked["folder"])
-
-    def load(dim: int) -> None:
-        dims = {name: dim if array.ndim > 1 else 0 for name, array in arrays.items()}
-        target = {
-            name: empty(array.shape, device_mesh=mesh, placements=[Shard(dims[name])]) for name, array in arrays.items()
-        }
-        checkpoint.load(target, checkpoint_id=str(folder))
-
-    loads = {"load": lambda: load(0), "resharded": lambda: load(1)}
-    times = _timed(
-        folder,
-        lambda: checkpoint.save(state, checkpoint_id=str(folder)),
-        loads,
-        primary=asked["process"] == 0,
-        meet=dist.barrier,
+    placed = lambda array: jax.make_array_from_callback(
+        array.shape, sharding(array.ndim, asked["mesh"]), lambda box: array[box].copy()
     )
-    dist.destroy_process_group()
-    return times
-
-
-def _timed(
-    folder: Path,
-    save: Callable[[], Any],
-    loads: dict[str, Callable[[], Any]],
-    *,
-    primary: bool = True,
-    meet: Callable[[], Any] | None = None,
-) -> Times:
-    """Everything once without being counted, then once more."""
-    times: Times = {}
-    for _ in range(2):
-        _clear(folder, primary, meet)
-        begin = time.perf_counter()
-        save()
-        times["save"] = time.perf_counter() - begin
-        for name, load in loads.items():
-            begin = time.perf_counter()
-            load()
-            times[name] = time.perf_counter() - begin
-    if meet is not None:
-        meet()
-    return times
-
-
-def _in_background(save: Callable[[], Callable[[], Any]]) -> Times:
-    """How long a save keeps its caller, and how long it takes; it gives what waits for its end."""
-    begin = time.perf_counter()
-    wait = save()
-    blocked = time.perf_counter() - begin
-    wait()
-    return {"blocked": blocked, "asynchronous": time.perf_counter() - begin}
-
-
-def _clear(folder: Path, primary: bool, meet: Callable[[], Any] | None = None) -> None:
-    """Removes what is there, and waits until the disk has nothing left to write."""
-    meet = meet or _meet
-    meet()
-    if primary:
-        shutil.rmtree(folder, ignore_errors=True)
-        os.sync()
-    meet()
-
-
-def _meet() -> None:
-    if "jax" in sys.modules:
-        from jshard._processes import exchange
-
-        exchange("benchmark", "", timeout_s=600)
+    state = {name: placed(array) for name, array in arrays(asked)}
+    jax.block_until_ready(state)
+    abstract = lambda x, mesh: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding(x.ndim, mesh))
+    return state, {mesh: {name: abstract(x, mesh) for name, x in state.items()} for mesh in meshes}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ ROOMS = (
     *("facts", "ground"),
 )
 CORE = ("api", "linen", "engine", "plans")
-MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 48_290, 226, 12_310, 55
+MOST_LINES, MOST_FILES, MOST_CORE_LINES, MOST_CORE_FILES = 51_030, 238, 12_310, 55
 MOST_NAMES, MOST_PARAMETERS = 25, 9
 SMALL = 80  # lines: what is shorter and has one importer belongs to it
 

@@ -1,11 +1,10 @@
-"""What several processes hold: each writes a part by bytes, each reads a part, and they exchange the parts.
+"""What several processes hold: each reads a part, and they exchange the parts.
 
 And arrays that each process has for itself: they are stored as one, once they are found to be equal.
 """
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -55,62 +54,6 @@ def _spans_processes(mesh: Mesh, axis: str) -> bool:
     owners = _owners(mesh.devices)
     lines = np.moveaxis(owners, mesh.axis_names.index(axis), -1)
     return bool((lines != lines[..., :1]).any())
-
-
-# Who writes what several processes hold: first copies are dealt to the processes by bytes.
-
-
-def balanced(leaves: Mapping[str, Any], *, least_slice_bytes: int) -> dict[str, Any]:
-    """The same leaves; of an array with copies in several processes, the first copy is where the least is written.
-
-    `leaves` are those of a state by path, the same in all processes. Shards of which every copy's part has at least
-    `least_slice_bytes` are cut among the copies by Orbax, and stay.
-    """
-    found, load = dict(leaves), collections.Counter[int]()
-    arrays = {path: leaf for path, leaf in leaves.items() if _is_shiftable(leaf)}
-    for path in sorted(arrays, key=lambda path: (-arrays[path].nbytes, path)):
-        leaf = arrays[path]
-        shard_bytes = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        shards = _first_copies(leaf.sharding)
-        num_copies = leaf.sharding.num_devices // len(shards[0])
-        if shard_bytes >= num_copies * least_slice_bytes:
-            continue
-        shift = min(shards, key=lambda shift: max(load[process] for process in shards[shift]))
-        for process in shards[shift]:
-            load[process] += shard_bytes
-        found[path] = _shifted(leaf, shift) if shift else leaf
-    return found
-
-
-def _is_shiftable(leaf: Any) -> bool:
-    is_array = isinstance(leaf, jax.Array) and not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return is_array and bool(spreads(leaf.sharding))
-
-
-def _first_copies(sharding: NamedSharding) -> dict[int, list[int]]:
-    """The processes that hold the first copies of all shards, by the number of devices that the mesh is shifted."""
-    mesh, axis = sharding.mesh, spreads(sharding)[0]
-    used = _used(sharding)
-    assert isinstance(mesh, Mesh)  # arrays with an abstract one there are none
-    places = tuple(slice(None) if name in used or name == axis else 0 for name in mesh.axis_names)
-    kept = [name for name in mesh.axis_names if name in used or name == axis]
-    owners = _owners(mesh.devices[places])
-    lines = np.moveaxis(owners, kept.index(axis), 0).reshape(mesh.shape[axis], -1)
-    found: dict[int, list[int]] = {}
-    for shift, line in enumerate(lines.tolist()):
-        if line not in found.values():
-            found[shift] = line
-    return found
-
-
-def _shifted(leaf: jax.Array, shift: int) -> jax.Array:
-    sharding = leaf.sharding
-    assert isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh)
-    mesh = sharding.mesh
-    devices = np.roll(mesh.devices, -shift, axis=mesh.axis_names.index(spreads(sharding)[0]))
-    moved = Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-    placed = NamedSharding(moved, sharding.spec, memory_kind=sharding.memory_kind)
-    return jax.make_array_from_single_device_arrays(leaf.shape, placed, [x.data for x in leaf.addressable_shards])
 
 
 # Arrays that each process has for itself.

@@ -8,15 +8,16 @@ from typing import Any
 
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.formats.source import Names
-from jshard.checkpoint.lookup import local_path
-from jshard.checkpoint.readers import ForeignCheckpoint, Opened, open_checkpoint
+from jshard.checkpoint.lookup import place_of
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.readers import ForeignCheckpoint, open_checkpoint
 from jshard.checkpoint.restoring import Extra, Forecast, Missing, Restoring
-from jshard.checkpoint.saving import Pending, Saving
+from jshard.checkpoint.saving import Format, Pending, Saving
 
 TIMEOUT_S = 1200.0
 
 
-def save(path: str | os.PathLike[str], state: Any, *, timeout_s: float = TIMEOUT_S) -> None:
+def save(path: str | os.PathLike[str], state: Any, *, format: Format = "packed", timeout_s: float = TIMEOUT_S) -> None:
     """Writes a state; every process calls it, and each writes what its devices hold.
 
     It returns when the checkpoint is complete, on the disk, and under its name.
@@ -25,6 +26,7 @@ def save(path: str | os.PathLike[str], state: Any, *, timeout_s: float = TIMEOUT
         path: a folder that does not exist yet.
         state: names and what they stand for, or one such thing alone: nnx modules, nnx optimizers, pytrees of
             arrays (random keys among them), numbers and texts, and objects with `get_state()` and `set_state()`.
+        format: "packed", a few large files; or "orbax", folders of zarr, which plain Orbax reads.
         timeout_s: how long to wait for other processes.
 
     Raises:
@@ -35,15 +37,18 @@ def save(path: str | os.PathLike[str], state: Any, *, timeout_s: float = TIMEOUT
     Example:
         >>> js.checkpoint.save("run/100", {"model": model, "optimizer": optimizer, "step": 100})
     """
-    Saving(local_path(path), state, timeout_s=timeout_s).finish()
+    Saving(place_of(path), state, format=format, timeout_s=timeout_s).finish()
 
 
-def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = TIMEOUT_S) -> Pending:
+def save_async(
+    path: str | os.PathLike[str], state: Any, *, format: Format = "packed", timeout_s: float = TIMEOUT_S
+) -> Pending:
     """`save` that returns when the devices' values are copied: the next step may overwrite them.
 
     Args:
         path: a folder that does not exist yet.
         state: what `save` takes.
+        format: see `save`.
         timeout_s: how long to wait for other processes.
 
     Returns:
@@ -57,8 +62,8 @@ def save_async(path: str | os.PathLike[str], state: Any, *, timeout_s: float = T
         >>> pending = js.checkpoint.save_async("run/200", {"model": model, "step": 200})
         >>> pending.wait()
     """
-    path = local_path(path)
-    saving = Saving(path, state, timeout_s=timeout_s)
+    path = place_of(path)
+    saving = Saving(path, state, format=format, timeout_s=timeout_s)
     return saving.in_background(saving.finish, timeout_s=2 * timeout_s)
 
 
@@ -108,7 +113,7 @@ def restore(
     Example:
         >>> model = js.checkpoint.restore("run/100", like={"model": model})["model"]
     """
-    opened = open_checkpoint(local_path(path), names=names, verify=verify)
+    opened = open_checkpoint(place_of(path), names=names, verify=verify)
     rename = _without_the_one_name(opened, like) if rename is None else rename
     restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.run(verify=verify, timeout_s=timeout_s)
@@ -149,7 +154,7 @@ def forecast(
     Example:
         >>> print(js.checkpoint.forecast("run/100", like={"model": model}))
     """
-    opened = open_checkpoint(local_path(path), names=names, verify=verify)
+    opened = open_checkpoint(place_of(path), names=names, verify=verify)
     rename = _without_the_one_name(opened, like) if rename is None else rename
     restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
     return restoring.forecast

@@ -17,8 +17,13 @@ from typing import Literal
 import numpy as np
 
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.manifest import StoredLeaf
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.buckets import BucketError, Place
+from jshard.checkpoint.lookup import place_of
+from jshard.checkpoint.manifest import CHANGED, StoredLeaf
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.packed import PackedCheckpoint
+from jshard.checkpoint.readers import OrbaxCheckpoint, own_checkpoint
+from jshard.checkpoint.storage import FOLDER
 from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError, printable
 
@@ -53,7 +58,7 @@ class Verdict:
         unsummed: leaves that could be read and have no sums to be compared with, in a checkpoint of others all.
     """
 
-    path: Path
+    path: Place
     findings: tuple[Finding, ...]
     num_leaves: int
     num_bytes: int
@@ -87,9 +92,13 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
         >>> verdict.is_good, [finding.leaf for finding in verdict.findings]
         (False, ['model/blocks/3/mlp/up/kernel'])
     """
-    path = Path(path).absolute()
+    path = place_of(path)
     try:
-        source = OrbaxCheckpoint(path)
+        source = own_checkpoint(path)
+        if isinstance(source, PackedCheckpoint):
+            return _packed(source, on_read)
+    except BucketError:
+        raise  # nothing is known of the checkpoint
     except RunError as error:
         return _unreadable(path, error)
     manifest, arrays = source.manifest, source.arrays
@@ -110,7 +119,27 @@ def verify(path: str | os.PathLike[str], *, on_read: Callable[[int], object] = l
     )
 
 
-def _unreadable(path: Path, error: RunError) -> Verdict:
+def _packed(source: PackedCheckpoint, on_read: Callable[[int], object]) -> Verdict:
+    """The verdict on a packed checkpoint, all of whose bytes have a sum."""
+    findings = []
+    can_be_read = True
+    for line in _manifest.damage(source.path, source.manifest):
+        file, _, why = line.partition("  ")
+        if not (file.startswith(f"{FOLDER}/") and why == CHANGED):  # of those it is found which leaves they are
+            findings.append(Finding(leaf=None, file=file, why=why))
+            can_be_read &= not file.startswith(f"{FOLDER}/")
+    if can_be_read:
+        findings += [Finding(leaf=leaf, file=file, why=why) for leaf, file, why in source.changed(on_read)]
+    return Verdict(
+        path=source.path,
+        findings=tuple(findings),
+        num_leaves=len(source.leaves),
+        num_bytes=sum(leaf.nbytes for leaf in source.arrays.values()),
+        num_files=len(source.manifest.files),
+    )
+
+
+def _unreadable(path: Place, error: RunError) -> Verdict:
     """What describes the checkpoint is damaged: nothing else of it is known."""
     file = error.where[0].removeprefix(f"{path}/")
     finding = Finding(leaf=None, file=None if file == str(path) else file, why=error.why)
@@ -190,15 +219,14 @@ class LeafDiff:
 
 
 def diff(
-    a: Path, b: Path, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
+    a: Place, b: Place, *, values: bool = True, on_read: Callable[[int], object] = lambda num_bytes: None
 ) -> list[LeafDiff]:
     """Compares two checkpoints leaf by leaf; meshes, chunks and the programs that wrote them may differ.
 
     Args:
         a: one.
         b: the other.
-        values: whether values are read. Without it leaves are taken to be equal whose sums are (`sums.py`), and those
-            that have none if their shapes are.
+        values: whether norms are computed. Without it, leaves that both have sums of are not read (`sums.py`).
         on_read: called with the bytes of each box that was read, of one of the two.
 
     Returns:
@@ -208,18 +236,22 @@ def diff(
         CheckpointError: there is no checkpoint at one of the paths.
         RunError: one of them is damaged.
     """
-    sources = OrbaxCheckpoint(a), OrbaxCheckpoint(b)
+    sources = own_checkpoint(a), own_checkpoint(b)
     held = [source.leaves for source in sources]
-    python = [source.values() for source in sources] if values else [{}, {}]
+    python = [source.values() for source in sources]
 
     def one(path: str) -> LeafDiff:
         first, second = (leaves.get(path) for leaves in held)
         kind, norms = _known(first, second), None
-        if first is not None and second is not None and first.shape == second.shape and values:
-            if first.is_array and second.is_array:
-                is_equal, norms = _compared(sources, path, on_read)
+        is_noted = first is not None and second is not None and None not in (first.sums, second.sums)
+        if first is not None and second is not None and first.shape == second.shape and (values or not is_noted):
+            are_arrays = first.is_array and second.is_array
+            if are_arrays and (values or kind == "equal"):
+                is_equal, norms = _compared(sources, path, on_read, norms=values)
                 kind = "values" if kind == "equal" and not is_equal else kind
-            elif not np.array_equal(np.asarray(python[0].get(path)), np.asarray(python[1].get(path))):
+            elif not first.is_array and not np.array_equal(
+                np.asarray(python[0].get(path)), np.asarray(python[1].get(path))
+            ):
                 kind = "values" if kind == "equal" else kind
         return LeafDiff(path=path, kind=kind, a=first, b=second, norms=norms)
 
@@ -239,19 +271,23 @@ def _known(a: StoredLeaf | None, b: StoredLeaf | None) -> Kind:
 
 
 def _compared(
-    sources: tuple[OrbaxCheckpoint, OrbaxCheckpoint], path: str, on_read: Callable[[int], object]
-) -> tuple[bool, Norms]:
-    """Whether an array is equal bit for bit, and its norms."""
+    sources: tuple[Opened, Opened], path: str, on_read: Callable[[int], object], *, norms: bool
+) -> tuple[bool, Norms | None]:
+    """Whether an array is equal bit for bit, and its norms if they are wanted."""
     sums, most, is_equal = np.zeros(3), 0.0, True
     for box in sources[0].boxes(path, _WIDENED_BYTES) if sources[0].leaves[path].nbytes else ():
         a, b = (source.read(path, box) for source in sources)
         on_read(a.nbytes + b.nbytes)
         is_equal &= a.dtype == b.dtype and a.tobytes() == b.tobytes()
+        if not norms:
+            continue
         wide = [values.astype(np.complex128 if np.iscomplexobj(values) else np.float64) for values in (a, b)]
         with np.errstate(invalid="ignore", over="ignore"):
             apart = np.abs(wide[0] - wide[1])
             sums += [np.sum(np.abs(values) ** 2) for values in (*wide, apart)]
             most = float(np.maximum(most, apart.max()))
+    if not norms:
+        return is_equal, None
     first, second, apart = map(float, np.sqrt(sums))
     relative = apart / first if first else math.inf if apart else 0.0
     return is_equal, Norms(a=first, b=second, relative=relative, most=most)

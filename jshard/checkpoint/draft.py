@@ -18,13 +18,21 @@ import shutil
 import socket
 from pathlib import Path
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.errors import FourPartError, RunError
 
 SAVING_SUFFIX = ".saving"
 UNCOMMITTED_SUFFIX = ".orbax-checkpoint-tmp"  # Orbax writes beside the final path, and renames
 
-_OF_DISK = "ENOSPC", "EDQUOT", "EFBIG", "EIO", "EROFS", "EACCES", "EPERM"  # as `reason` has them
+_MENDS = {  # by the names of errors, as `reason` has them
+    ("ENOSPC", "EDQUOT"): "make room, or name a folder on another disk.",
+    ("EFBIG",): "allow larger files, as by ulimit -f unlimited, or name a folder on another disk.",
+    ("EIO",): "mend the disk, or name a folder on another one.",
+    ("EROFS", "EACCES", "EPERM"): "give write access there, or name another folder.",
+    ("ENAMETOOLONG",): "give a shorter path.",
+    ("ENOTDIR", "EEXIST", "ENOENT"): "name a path whose parents are folders, or can be made.",
+}
 _ARRAY = "zarr.json"  # describes an array, in its folder
 _held: set[int] = set()  # files that are locked
 
@@ -157,20 +165,22 @@ def remove_unnamed(path: Path) -> bool:
     return bool(found)
 
 
-def in_four_parts(path: Path, error: Exception) -> FourPartError:
+def in_four_parts(path: Place, error: Exception) -> FourPartError:
     """An error of whatever kind, of a checkpoint that could not be written, as a user meets it."""
     return error if isinstance(error, FourPartError) else write_failed(path, reason(error))
 
 
-def write_failed(path: Path, why: str) -> RunError:
+def write_failed(path: Place, why: str) -> RunError:
     """The error for a checkpoint that could not be written."""
-    is_of_disk = any(f"({name})" in why for name in _OF_DISK)
-    return RunError(
-        "The checkpoint could not be written.",
-        where=str(path),
-        why=why,
-        do="make room, or name a folder on another disk." if is_of_disk else "remove that cause, and write it again.",
-    )
+    return RunError("The checkpoint could not be written.", where=str(path), why=why, do=mend(why))
+
+
+def mend(why: str) -> str:
+    """What to do about a write that failed, by the operating system's name for the cause, as `reason` has it."""
+    for names, do in _MENDS.items():
+        if any(f"({name})" in why for name in names):
+            return do
+    return "remove that cause, and write it again."
 
 
 # What would survive a power cut.
@@ -187,7 +197,8 @@ def keep_on_disk(folder: Path) -> None:
             arrays.add(inner)
         else:
             for name in names:
-                flush(os.path.join(inner, name))
+                if not name.endswith(".safetensors"):  # flushed by whoever wrote it
+                    flush(os.path.join(inner, name))
         if folders or inner not in arrays:
             flush(inner)
 

@@ -50,7 +50,7 @@ def flatten(state: Any) -> dict[Path, Any]:
         raise CheckpointError(
             "The state cannot be stored by path.",
             where=sorted(twice),
-            why="two leaves have the same path: keys are stored as text, so that 1 and '1' are one.",
+            why="two leaves have the same path: keys are stored as text.",
             do="name them differently.",
         )
     return found
@@ -64,7 +64,7 @@ def logical_shapes(state: Any) -> dict[Path, tuple[int, ...]]:
             variables = nnx.to_flat_state(nnx.state(value) if _is_nnx(value) else value)
             places = [((*name, *map(str, path)), variable) for path, variable in variables]
         else:
-            is_leaf = lambda x: is_padded(x) or padding_of(x) is not None
+            is_leaf = lambda x: is_padded(x) or padding_of(x) is not None or _is_mixed(x)
             flat = jax.tree_util.tree_flatten_with_path(value, is_leaf=is_leaf)[0]
             places = [((*name, *map(_key, path), "value"), variable) for path, variable in flat]
             found |= {(*name, *map(_key, path)): box.shape for path, box in flat if is_padded(box)}
@@ -76,7 +76,7 @@ def unflatten_like(like: Any, leaves: Mapping[Path, Any]) -> Any:
     """The inverse of `flatten`: new objects of the kinds in `like`, holding other leaves."""
     filled = {name: _filled(value, name, leaves) for name, value in _parts(like)}
     if _is_named(like):
-        return {key: filled[(str(key),)] for key in like}
+        return {key: filled[(name,)] for key, name in _names(like).items()}
     return filled[()]
 
 
@@ -274,7 +274,7 @@ def _is_named(state: Any) -> bool:
 
 def _parts(state: Any) -> list[tuple[Path, Any]]:
     if _is_named(state):
-        return [((str(name),), value) for name, value in state.items()]
+        return [((name,), state[key]) for key, name in _names(state).items()]
     return [((), state)]
 
 
@@ -291,8 +291,29 @@ def _leaves(value: Any, name: Path) -> Iterator[tuple[Path, Any]]:
 
 
 def _tree_leaves(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_padded)[0]:
-        yield (*name, *map(_key, path)), leaf.value if is_padded(leaf) else leaf  # one path, padded or not
+    for path, node in _nodes(tree, name):
+        if _is_mixed(node):
+            for key, inner in _names(node).items():
+                yield from _tree_leaves(node[key], (*path, inner))
+        else:
+            yield path, node.value if is_padded(node) else node  # one path, padded or not
+
+
+def _nodes(tree: Any, name: Path) -> Iterator[tuple[Path, Any]]:
+    """Leaves, and dicts that JAX cannot take apart."""
+    flat = jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: is_padded(x) or _is_mixed(x))[0]
+    return (((*name, *map(_key, path)), node) for path, node in flat)
+
+
+def _is_mixed(node: Any) -> bool:
+    """Whether a dict has keys that JAX cannot sort: texts and others."""
+    return type(node) is dict and len({isinstance(key, str) for key in node}) > 1
+
+
+def _names(tree: Mapping[Any, Any]) -> dict[Any, str]:
+    """What keys are called in paths: themselves, or in quotes beside a number that is written alike."""
+    numbers = {str(key) for key in tree if not isinstance(key, str)}
+    return {key: repr(key) if isinstance(key, str) and key in numbers else str(key) for key in tree}
 
 
 def _key(key: Any) -> str:
@@ -317,7 +338,13 @@ def _filled(value: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
 
 
 def _filled_tree(tree: Any, name: Path, leaves: Mapping[Path, Any]) -> Any:
-    return jax.tree.unflatten(jax.tree.structure(tree), [leaves[path] for path, _ in _tree_leaves(tree, name)])
+    found = [
+        {key: _filled_tree(node[key], (*path, inner), leaves) for key, inner in _names(node).items()}
+        if _is_mixed(node)
+        else leaves[path]
+        for path, node in _nodes(tree, name)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=_is_mixed), found)
 
 
 # Which leaves of a state are its parameters.
@@ -353,5 +380,7 @@ def _begins(value: Any, path: Path, *, within: bool = False) -> Iterator[Path]:
 
 def _children(node: Any) -> list[tuple[str, Any]]:
     """What is directly below a node of a pytree, by key."""
+    if _is_mixed(node):
+        return [(name, node[key]) for key, name in _names(node).items()]
     found = jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     return [(jax.tree_util.keystr(path, simple=True), child) for path, child in found if path]

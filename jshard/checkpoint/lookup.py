@@ -7,18 +7,20 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.checkpoint.storage import COMMIT_MARK, is_committed
 from jshard.errors import FourPartError, RunError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 
 
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """The absolute path of a checkpoint.
+def place_of(path: str | os.PathLike[str]) -> Place:
+    """The absolute path of a checkpoint, or its address in a bucket.
 
     Raises:
-        CheckpointError: it is no path, or one of a bucket.
+        CheckpointError: it is neither.
     """
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(
@@ -27,23 +29,23 @@ def local_path(path: str | os.PathLike[str]) -> Path:
             why="the path comes first, and what is saved, or is to be restored, after it.",
             do='save("run/100", state), and restore("run/100", like=state)',
         )
-    refuse_buckets(path)
-    return Path(path).absolute()
+    return BucketPath.parse(path) or local_path(path)
 
 
-def refuse_buckets(path: str | os.PathLike[str]) -> None:
-    """Raises for the address of a bucket, which would be taken for a folder of that name.
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of something that is to be on the machine.
 
     Raises:
-        CheckpointError: it is one.
+        CheckpointError: it is the address of something else, which would be taken for a folder of that name.
     """
     if _URL.match(os.fspath(path)):
         raise CheckpointError(
-            "Checkpoints cannot be in a bucket.",
+            "Checkpoints cannot be there.",
             where=os.fspath(path),
-            why="a folder gets its name by a rename when it is complete, and buckets have none.",
-            do="mount the bucket, or save to a disk and copy: gcloud storage cp -r run/100 gs://bucket/run/",
+            why="they are in folders of the machine, and in buckets of GCS and S3, where it says so.",
+            do="name a folder, or a bucket: gs://bucket/run/checkpoints, s3://bucket/run/checkpoints",
         )
+    return Path(path).absolute()
 
 
 # Where the checkpoints are, for whoever gave a path at which there is none.
@@ -52,7 +54,7 @@ OF_A_RUN = "checkpoints"  # the folder of a run that holds them
 INCOMPLETE = f"a folder without {COMMIT_MARK}, copied by half, or of a save that did not end, or of another program"
 
 
-def no_checkpoint(path: Path) -> CheckpointError:
+def no_checkpoint(path: Place) -> CheckpointError:
     """The error for a path at which there is no checkpoint: it names one nearby, if there is one."""
     why, found = _nearby(path)
     return CheckpointError(
@@ -65,7 +67,7 @@ def no_checkpoint(path: Path) -> CheckpointError:
     )
 
 
-def no_such_step(folder: Path, step: int | None) -> CheckpointError:
+def no_such_step(folder: Place, step: int | None) -> CheckpointError:
     """The error for a series without the checkpoint that is asked for; None asked for any."""
     steps = steps_in(folder)
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -75,21 +77,21 @@ def no_such_step(folder: Path, step: int | None) -> CheckpointError:
     return CheckpointError(f"There is no {wanted} to restore.", where=str(folder), why=why, do=do)
 
 
-def not_written(path: Path, steps: Sequence[int], error: FourPartError) -> RunError:
+def not_written(path: Place, steps: Sequence[int], error: FourPartError) -> RunError:
     """The error for a checkpoint of a series that could not be written; `steps` are those that are there."""
     good = (
         f"the last good checkpoint is {path.with_name(str(steps[-1]))}." if steps else "there is no earlier checkpoint."
     )
-    mend = "make room or mend the disk" if error.do.startswith("make room") else "remove that cause"
+    mend = error.do.partition(",")[0].rstrip(".") if isinstance(error, RunError) else "remove that cause"
     return RunError(
         f"The checkpoint of step {path.name} could not be written.",
-        where=[str(path), *(place for place in error.where if place not in (str(path), str(path.absolute())))],
+        where=[str(path), *(place for place in error.where if place != str(path))],
         why=f"{error.why}\n{good}",
         do=f"{mend}, then continue the run with --resume." if steps else f"{mend}, then start the run anew.",
     )
 
 
-def not_read(path: Path, steps: Sequence[int], error: RunError) -> RunError:
+def not_read(path: Place, steps: Sequence[int], error: RunError) -> RunError:
     """The error for a checkpoint of a series that cannot be read; `steps` are those that are there."""
     others = [other for other in reversed(steps) if str(other) != path.name]
     return RunError(
@@ -102,7 +104,7 @@ def not_read(path: Path, steps: Sequence[int], error: RunError) -> RunError:
     )
 
 
-def _no_series(folder: Path) -> tuple[str, str]:
+def _no_series(folder: Place) -> tuple[str, str]:
     """Why a folder holds no series, and what to do about it."""
     if is_committed(folder):
         why = "it is a checkpoint, and not a folder of them."
@@ -112,23 +114,26 @@ def _no_series(folder: Path) -> tuple[str, str]:
     return "complete checkpoints there: none.", "start the run anew, in another folder."
 
 
-def steps_in(folder: Path) -> list[int]:
+def steps_in(folder: Place) -> list[int]:
     """Steps with a complete checkpoint, oldest first."""
+    if isinstance(folder, BucketPath):
+        found = (re.fullmatch(f"(0|[1-9][0-9]*)/{re.escape(MANIFEST)}", name) for name in folder.objects())
+        return sorted(int(each[1]) for each in found if each)
     return [step for step in _numbers_in(folder) if is_committed(folder / str(step))]
 
 
-def incomplete_in(folder: Path) -> list[int]:
+def incomplete_in(folder: Place) -> list[int]:
     """Steps whose folder is no complete checkpoint, oldest first."""
     steps = _numbers_in(folder)
     return [step for step in steps if (folder / str(step)).is_dir() and not is_committed(folder / str(step))]
 
 
-def _numbers_in(folder: Path) -> list[int]:
+def _numbers_in(folder: Place) -> list[int]:
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and str(int(name)) == name)
 
 
-def _nearby(path: Path) -> tuple[str, Path | None]:
+def _nearby(path: Place) -> tuple[str, Place | None]:
     """What is at a path instead, and the checkpoint that was probably meant."""
     for above in path.parents:
         if is_committed(above):
@@ -142,7 +147,17 @@ def _nearby(path: Path) -> tuple[str, Path | None]:
         if steps:
             return f"no such folder; beside it are steps {_list(steps)}.", path.parent / str(steps[-1])
         return "no such folder.", None
-    return "the folder is not one that save() completed." if path.is_dir() else "it is a file.", None
+    if path.is_dir():
+        return "the folder is not one that save() completed.", None
+    kinds = {
+        ".msgpack": "Flax's msgpack",
+        ".npz": "NumPy",
+        ".pt": "torch.save",
+        ".pth": "torch.save",
+        ".bin": "torch.save",
+    }
+    kind = kinds.get(Path(path.name).suffix, "an unknown format")
+    return f"it is a file of {kind}; of files, those of safetensors alone are read.", None
 
 
 def _list(steps: list[int], shown: int = 5) -> str:

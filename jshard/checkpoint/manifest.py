@@ -19,18 +19,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place
 from jshard.checkpoint.draft import write_text
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.sums import Sums
 from jshard.errors import RunError
 
 NAME = "jshard.json"
-FORMAT = 1
+FORMAT = 2  # 1 has arrays of zarr, and their sums
 MARK = {"jshard": FORMAT}  # in what Orbax keeps: a checkpoint with the mark and without a manifest has lost it
 
 _SMALL_BYTES = 1 << 16
+CHANGED = "its bytes have changed"
 PACKAGES = ("jshard", "jax", "flax", "optax", "orbax-checkpoint")
 
 
@@ -87,6 +89,8 @@ class Manifest:
         processes: how many saved it.
         metrics: what the state was worth.
         versions: of the packages that wrote it.
+        packed: size of every packed file, by its name, and the sum of its index, which stands for all in it.
+        values: of the leaves that are values of Python, where the files are packed.
     """
 
     leaves: Mapping[str, StoredLeaf]
@@ -97,6 +101,8 @@ class Manifest:
     processes: int = 1
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    packed: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    values: Mapping[str, int | float | str] = dataclasses.field(default_factory=dict)
 
 
 def describe(leaf: Any, shape: tuple[int, ...] | None = None) -> StoredLeaf:
@@ -122,7 +128,8 @@ def files_of(folder: Path) -> dict[str, tuple[int, int | None]]:
                 left.append((entry.path, f"{path}/"))
             elif path not in (NAME, f"{NAME}.tmp"):
                 size = entry.stat().st_size
-                holds_values = "/c/" in path or "/d/" in path  # those have sums; texts and descriptions have none
+                # Those have sums; texts and descriptions have none.
+                holds_values = "/c/" in path or "/d/" in path or path.endswith(".safetensors")
                 has_checksum = size <= _SMALL_BYTES or not holds_values
                 found[path] = (size, zlib.crc32(Path(entry.path).read_bytes()) if has_checksum else None)
     return dict(sorted(found.items()))
@@ -140,12 +147,19 @@ def chunks_of(folder: Path) -> dict[str, tuple[int, ...]]:
 
 def write(folder: Path, manifest: Manifest) -> None:
     """Writes a manifest, and returns when it is on the disk."""
+    write_text(folder / NAME, to_text(manifest))
+
+
+def to_text(manifest: Manifest) -> str:
+    """A manifest as its file holds it."""
     body = json.dumps(to_json(manifest))
-    write_text(folder / NAME, json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body}))
+    return json.dumps({"crc32": zlib.crc32(body.encode()), "seal": body})
 
 
-def read(folder: Path) -> Manifest | None:
+def read(folder: Place, *, check: bool = True) -> Manifest | None:
     """The manifest of a checkpoint; None where there is none, as in folders that others wrote.
+
+    Without a `check`, one whose checksum does not fit is taken as it is, if it can be read at all.
 
     Raises:
         CheckpointError: a newer jshard wrote it.
@@ -155,11 +169,13 @@ def read(folder: Path) -> Manifest | None:
     try:
         held = json.loads(path.read_bytes())
         body = held["seal"]
-        if zlib.crc32(body.encode()) != held["crc32"]:
+        if check and zlib.crc32(body.encode()) != held["crc32"]:
             raise ValueError("its checksum does not fit")
         fields = json.loads(body)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except BucketError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise RunError(
             "The checkpoint's manifest cannot be read.",
@@ -178,11 +194,17 @@ def read(folder: Path) -> Manifest | None:
     return from_json(fields)
 
 
-def damage(folder: Path, manifest: Manifest) -> list[str]:
+def damage(folder: Place, manifest: Manifest) -> list[str]:
     """What is wrong with the files of a checkpoint, a line each: missing, cut off, or with other bytes.
 
     Large files of arrays are looked at for their size only: their values are summed when they are read.
     """
+    if isinstance(folder, BucketPath):
+        here = folder.objects()
+        sizes = {name: (size, here.get(name)) for name, (size, _) in manifest.files.items()}
+        wrong = {name: (size, there) for name, (size, there) in sizes.items() if size != there}
+        text = lambda size, there: "is missing" if there is None else f"{there} bytes of {size}"
+        return [f"{name}  {text(*both)}" for name, both in wrong.items()]
     found = []
     for name, (size, crc32) in manifest.files.items():
         try:
@@ -190,7 +212,7 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
             if here != size:
                 found.append(f"{name}  {here} bytes of {size}")
             elif crc32 is not None and zlib.crc32((folder / name).read_bytes()) != crc32:
-                found.append(f"{name}  its bytes have changed")
+                found.append(f"{name}  {CHANGED}")
         except FileNotFoundError:
             found.append(f"{name}  is missing")
         except OSError as error:
@@ -200,24 +222,28 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
 
 def _spec(leaf: Any) -> str | None:
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
-        return None
-    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in sharding.spec)
+    return spec_text(sharding.spec) if isinstance(sharding, NamedSharding) else None
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """How an array is sharded, for people: the mesh axes of each dim."""
+    return ", ".join("*".join(axis) if isinstance(axis, tuple) else str(axis or "-") for axis in spec)
 
 
 def to_json(manifest: Manifest) -> dict[str, Any]:
     """A manifest in values of JSON."""
     fields = {field.name: getattr(manifest, field.name) for field in dataclasses.fields(manifest)}
-    given = {path: dataclasses.asdict(leaf) for path, leaf in manifest.leaves.items()}
+    given = {path: vars(leaf) for path, leaf in manifest.leaves.items()}
     leaves = {path: {name: x for name, x in leaf.items() if x is not None} for path, leaf in given.items()}
-    return {"format": FORMAT, **fields, "leaves": leaves}
+    return {"format": FORMAT if manifest.packed else 1, **fields, "leaves": leaves}
 
 
 def from_json(fields: Mapping[str, Any]) -> Manifest:
     """The inverse of `to_json`."""
     given = _known(Manifest, fields)
     given["leaves"] = {path: StoredLeaf(**_known(StoredLeaf, leaf)) for path, leaf in fields["leaves"].items()}
-    given["files"] = {name: (size, crc32) for name, (size, crc32) in fields["files"].items()}
+    for name in ("files", "packed"):
+        given[name] = {file: (size, checksum) for file, (size, checksum) in fields.get(name, {}).items()}
     return Manifest(**given)
 
 

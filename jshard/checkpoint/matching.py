@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
@@ -221,7 +222,7 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
     found = [_same_kind(leaf, wanted) for leaf in found]
     leaf = found[0]
     if not isinstance(leaf, jax.Array):  # a value of Python, or an array that was read on the host
-        array = _as_dtype(np.asarray(_picked(pick, found)), wanted.dtype)
+        array = _as_dtype(pick, np.asarray(_picked(pick, found)), wanted.dtype)
         if array.shape != wanted.shape:  # which is padded
             array = np.pad(array, [(0, size - own) for size, own in zip(wanted.shape, array.shape, strict=True)])
         return jax.make_array_from_callback(wanted.shape, wanted.sharding, lambda box: array[box])
@@ -236,6 +237,8 @@ def finish(pick: Pick, found: list[Any], wanted: Any) -> Any:
 
 def num_overflows(pick: Pick, found: list[Any], leaf: Any) -> int:
     """How many values of a leaf were numbers as they were stored, and are none in the dtype that is wanted."""
+    if isinstance(found[0], int | float) and hasattr(leaf, "dtype"):  # a value of Python
+        return int(math.isfinite(found[0])) if jnp.issubdtype(leaf.dtype, jnp.inexact) and _num_not_finite(leaf) else 0
     dtypes = [getattr(x, "dtype", int) for x in (found[0], leaf)]
     if not all(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
         return 0
@@ -260,11 +263,11 @@ def _on_host(pick: Pick, found: list[Any], wanted: Any) -> Any:
     """The same for leaves that are not on devices."""
     found = [_same_kind(leaf, wanted) for leaf in found]
     if isinstance(wanted, bool):
-        return bool(_as_dtype(np.asarray(_picked(pick, found)), np.bool_))
+        return bool(_as_dtype(pick, np.asarray(_picked(pick, found)), np.bool_))
     if not hasattr(found[0], "shape") and not isinstance(wanted, np.ndarray | np.generic):
         return found[0]
     array = np.asarray(_picked(pick, found))
-    return _as_dtype(array, wanted.dtype) if isinstance(wanted, np.ndarray | np.generic) else array.item()
+    return _as_dtype(pick, array, wanted.dtype) if isinstance(wanted, np.ndarray | np.generic) else array.item()
 
 
 def _same_kind(leaf: Any, wanted: Any) -> Any:
@@ -278,7 +281,7 @@ def _is_key(leaf: Any) -> bool:
     return jnp.issubdtype(getattr(leaf, "dtype", int), jax.dtypes.prng_key)
 
 
-def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
+def _as_dtype(pick: Pick, array: np.ndarray, dtype: Any) -> np.ndarray:
     """An array in another dtype, but for integers, and truth values, that it cannot hold."""
     is_whole = array.dtype == object or jnp.issubdtype(array.dtype, jnp.integer)  # object: of more than 64 bits
     try:
@@ -290,8 +293,8 @@ def _as_dtype(array: np.ndarray, dtype: Any) -> np.ndarray:
         cast, is_changed = array, True
     if is_changed:
         raise CheckpointError(
-            "A stored number is too large.",
-            where=f"{array.max() if array.size == 1 else 'up to ' + str(array.max())}",
+            "A stored number does not fit.",
+            where=f"{pick.stored[0]}  {array.max() if array.size == 1 else 'up to ' + str(array.max())}",
             why=f"`like` wants it as {np.dtype(dtype).name}.",
             do="give `like` a value of Python or a wider dtype there.",
         )

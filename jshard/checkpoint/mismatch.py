@@ -7,12 +7,12 @@ import json
 import math
 import shlex
 from collections.abc import Callable, Collection, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.errors import CheckpointError
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import Match, renamed
@@ -24,7 +24,7 @@ _MOMENTS = frozenset("acc_grads m momentum mu nu nu_max sum_of_squares trace v".
 
 
 def check_fits(
-    path: Path,
+    path: Place,
     found: Match,
     stored: Mapping[str, StoredLeaf],
     wanted: Mapping[str, Any],
@@ -48,7 +48,7 @@ def check_fits(
         extra: "error" or "ignore".
         items: names of the trees of a checkpoint that holds several: `like` has to name one.
     """
-    if items and not any(renamed(key, rename).split("/")[0] in items for key in wanted):
+    if items and not any(_is_in(item, renamed(key, rename)) for key in wanted for item in items):
         raise _names_no_tree(path, found, stored, wanted, items)
     lost = found.missing if missing == "error" else [key for key in found.missing if key in abstract]
     unwanted = found.extra if extra == "error" else ()
@@ -74,10 +74,10 @@ def check_fits(
 
 
 def _names_no_tree(
-    path: Path, found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], items: Collection[str]
+    path: Place, found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], items: Collection[str]
 ) -> CheckpointError:
     """The error for a `like` that fits into several trees, or into none: which one is meant is not guessed."""
-    sizes = collections.Counter(key.split("/")[0] for key in stored)
+    sizes = {item: sum(_is_in(item, key) for key in stored) for item in items}
     begins = sorted({printable(key.split("/")[0]) for key in wanted})
     calls = [
         f"restore({str(path)!r}, {{{theirs!r}: like}})[{theirs!r}]"
@@ -95,6 +95,10 @@ def _names_no_tree(
         f"{', '.join(begins) or 'nothing'}.",
         do="\n".join(f"js.checkpoint.{call}" for call in calls) or f"jshard ckpt inspect {shlex.quote(str(path))}",
     )
+
+
+def _is_in(item: str, key: str) -> bool:
+    return f"{key}/".startswith(f"{item}/")
 
 
 def _uneven(key: str, leaf: Any) -> str | None:
@@ -134,7 +138,7 @@ def _above(key: str) -> list[str]:
 
 
 def _advice(
-    found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Path
+    found: Match, stored: Mapping[str, StoredLeaf], wanted: Mapping[str, Any], rename: Mapping[str, str], path: Place
 ) -> tuple[str, str]:
     """Why, and what to do."""
     why = "it was saved from another model, or from another optimizer."

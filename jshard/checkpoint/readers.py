@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
-import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +15,19 @@ import numpy as np
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
+from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats import DcpSource, NamedSource, SafetensorsSource, foreign_source
 from jshard.checkpoint.formats.source import ArraySource, Box, Names, bounds, whole
 from jshard.checkpoint.lookup import no_checkpoint
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
+from jshard.checkpoint.opened import BOX_BYTES, Opened, boxes_bytes, cut, padded, unreadable
+from jshard.checkpoint.packed import PackedCheckpoint, is_packed, packed_source
+from jshard.checkpoint.storage import FOLDER
 from jshard.errors import RunError, printable
 
-_BOX_BYTES = 64 << 20
 _UNREAD = StoredLeaf(shape=(), dtype="str")  # what has no name here, and values that nobody has asked for
 _KINDS = {int: "int", bool: "int", float: "float", str: "str"}
-
-
-class Opened:
-    """A checkpoint that is opened.
-
-    Attributes:
-        path: where it is.
-        manifest: what it says of itself; None if jshard did not write it.
-        leaves: what it holds, by path; a random key is its numbers.
-        items: the names that all paths begin with, where it holds several trees that were saved side by side.
-    """
-
-    path: Path
-    manifest: Manifest | None = None
-    leaves: Mapping[str, StoredLeaf]
-    items: tuple[str, ...] = ()
-
-    @property
-    def arrays(self) -> dict[str, StoredLeaf]:
-        """The leaves that are no values of Python."""
-        return {name: leaf for name, leaf in self.leaves.items() if leaf.is_array}
-
-    def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """The leaves, with the kinds of the values that these stored paths ask for; others of them may be unread."""
-        raise NotImplementedError
-
-    def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
-        """The most that a read of some leaves has in host memory beside them."""
-        raise NotImplementedError
-
-    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Reads some leaves whole; a `RunError` if something of it is damaged or cannot be read.
-
-        Args:
-            wanted: by stored path: arrays without values (`jax.ShapeDtypeStruct` with shardings), numpy arrays, or
-                values of Python, in the shapes and dtypes that are stored.
-        """
-        raise NotImplementedError
-
-    def read(self, name: str, box: Box) -> np.ndarray:
-        """A box of an array, as a new array; threads may call it at the same time. It raises as `load` does."""
-        raise NotImplementedError
-
-    def values(self) -> dict[str, Any]:
-        """The leaves that are numbers or texts of Python, by path."""
-        raise NotImplementedError
 
 
 class OrbaxCheckpoint(Opened):
@@ -81,29 +37,30 @@ class OrbaxCheckpoint(Opened):
 
     Args:
         path: its folder.
-        verify: whether a manifest that is lost or damaged is an error; else the folder is read as one of plain Orbax.
+        manifest: its manifest, if it has one.
+        verify: whether a manifest that is lost is an error; else the folder is read as one of plain Orbax.
 
     Raises:
-        CheckpointError: there is no checkpoint there, or a newer jshard wrote it.
+        CheckpointError: there is no checkpoint there.
         RunError: what describes it is damaged.
     """
 
-    def __init__(self, path: Path, *, verify: bool = True) -> None:
-        self.path, self._verify = path, verify
+    path: Path
+
+    def __init__(self, path: Path, manifest: Manifest | None, *, verify: bool = True) -> None:
+        self.path, self.manifest, self._verify = path, manifest, verify
         self._names: dict[str, str] = {}  # of leaves that are called otherwise there
-        try:
-            self.manifest = _manifest.read(path)
-        except RunError:
-            if verify:
-                raise
-            self.manifest = None
         self.leaves = self._from_orbax() if self.manifest is None else self.manifest.leaves
         names = storage.items(path) if self.manifest is None else ()
-        self.items = tuple(map(_leaves.escape, names))
+        self.items = tuple("/".join(map(_leaves.escape, name.split("/"))) for name in names)
         self._arrays = functools.lru_cache(maxsize=64)(_open)
 
     def leaves_for(self, asked: Collection[str]) -> Mapping[str, StoredLeaf]:
-        """See `Opened.leaves_for`; a leaf of others whose keys have slashes is found by the path that asks for it."""
+        """See `Opened.leaves_for`; finds leaves of others whose keys have slashes, and their only item by its name."""
+        if self.manifest is None and (item := storage.only_item(self.path, asked)):
+            named = {f"{item}/{path}": path for path in self.leaves}
+            self._names |= {ours: self._stored_name(path) for ours, path in named.items()}
+            return {ours: self.leaves[path] for ours, path in named.items()}
         places = {name: path for path, name in self._names.items()}
         slashed = {path: places.get(_leaves.unescape(path)) for path in asked if "%2F" in path}
         found = {path: place for path, place in slashed.items() if place is not None}
@@ -144,7 +101,7 @@ class OrbaxCheckpoint(Opened):
         except Exception as error:
             raise unreadable(self.path, f"{printable(name)}: {reason(error)}") from error
 
-    def boxes(self, name: str, budget_bytes: int = _BOX_BYTES) -> Iterator[Box]:
+    def boxes(self, name: str, budget_bytes: int = BOX_BYTES) -> Iterator[Box]:
         """Boxes that make up an array, each of whole chunks and of at most so many bytes, unless a chunk has more."""
         leaf, array = self.leaves[name], self._array(name)
         chunk = leaf.shape if array is None or not leaf.shape else array.chunk_layout.read_chunk.shape
@@ -203,12 +160,8 @@ class OrbaxCheckpoint(Opened):
         except Exception as error:
             raise unreadable(self.path, reason(error)) from error
         if self._verify and "jshard" in mark:
-            raise RunError(
-                "The checkpoint cannot be read.",
-                where=str(self.path),
-                why=f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it.",
-                do="copy it again, or restore another one; or this one without any check: verify=False.",
-            )
+            do = "copy it again, or restore another one; or this one without any check: verify=False."
+            raise _unsealed(self.path, do)
         leaves = {name: _described(leaf) for name, leaf in found.items()}
         if "jshard" in mark:
             return leaves
@@ -283,36 +236,46 @@ class ForeignCheckpoint(Opened):
         return jax.block_until_ready(leaf)  # before the next one is read
 
 
-def open_checkpoint(path: Path, *, names: Names | None = None, verify: bool = True) -> Opened:
+def open_checkpoint(path: Place, *, names: Names | None = None, verify: bool = True) -> Opened:
     """Opens a checkpoint, whoever wrote it; for the arguments see the two classes above.
 
     Raises:
         CheckpointError: there is no checkpoint there.
         RunError: what describes it is damaged.
     """
+    if isinstance(path, BucketPath):
+        return own_checkpoint(path, verify=verify)
+    if path.name == FOLDER and is_packed(path.parent):
+        raise no_checkpoint(path)
     source = foreign_source(path)
-    return OrbaxCheckpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
+    return own_checkpoint(path, verify=verify) if source is None else ForeignCheckpoint(path, source, names)
 
 
-def unreadable(path: Path, why: str) -> RunError:
-    """The error for a checkpoint that is damaged."""
-    return RunError("The checkpoint cannot be read.", where=str(path), why=why, do="restore another one.")
+def own_checkpoint(path: Place, *, verify: bool = True) -> PackedCheckpoint | OrbaxCheckpoint:
+    """Opens what jshard or plain Orbax wrote; for the arguments and errors see the classes."""
+    try:
+        manifest = _manifest.read(path, check=verify)
+    except RunError:
+        if verify or isinstance(path, BucketPath) or is_packed(path):
+            raise
+        manifest = None
+    if manifest is not None and manifest.packed:
+        return PackedCheckpoint(path, manifest, packed_source(path), verify=verify)
+    if isinstance(path, BucketPath):
+        raise no_checkpoint(path)
+    if manifest is None and is_packed(path):
+        raise _unsealed(path, "copy it again, or restore another one.")
+    return OrbaxCheckpoint(path, manifest, verify=verify)
 
 
-def cut(shape: Sequence[int], itemsize: int, chunk: Sequence[int], budget_bytes: int) -> Iterator[Box]:
-    """Cuts an array that is stored in chunks into boxes of whole ones: the first dim as far as it goes, then the next.
-
-    Each has at most so many bytes, unless a chunk has more.
-    """
-    if math.prod(shape) * itemsize <= max(budget_bytes, itemsize):
-        yield tuple(slice(0, size) for size in shape)
-        return
-    row_bytes = math.prod(shape[1:]) * itemsize
-    step = chunk[0] * max(1, budget_bytes // (chunk[0] * row_bytes))
-    for start in range(0, shape[0], step):
-        rows = min(step, shape[0] - start)
-        for rest in cut(shape[1:], itemsize * rows, chunk[1:], budget_bytes):
-            yield slice(start, start + rows), *rest
+def _unsealed(path: Path, do: str) -> RunError:
+    """The error for a checkpoint of ours that has lost its manifest."""
+    return RunError(
+        "The checkpoint cannot be read.",
+        where=str(path),
+        why=f"its manifest, {_manifest.NAME}, is missing: it was copied by half, or somebody removed it.",
+        do=do,
+    )
 
 
 def _open(folder: Path, driver: str, is_shared: bool, name: str) -> Any:
@@ -347,26 +310,6 @@ def _by_path(path: Path, names: Sequence[str]) -> dict[str, str]:
 
 def _without_layers(path: str) -> str:
     return "/".join(key for key in path.split("/") if not key.isdecimal())
-
-
-def boxes_bytes(like: Any) -> int:
-    """Bytes of the boxes that the devices of this process are to hold of a leaf."""
-    if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None:
-        return getattr(like, "nbytes", 0)
-    shard = math.prod(like.sharding.shard_shape(like.shape)) * like.dtype.itemsize
-    return shard * len(like.sharding.addressable_devices)
-
-
-def padded(
-    read: Callable[[Box], np.ndarray], box: Box, like: jax.ShapeDtypeStruct, shape: tuple[int, ...]
-) -> np.ndarray:
-    """A box of a stored array, with zeros where it reaches beyond its shape."""
-    if like.shape == shape:
-        return read(box)
-    limits = [part.indices(size)[:2] for part, size in zip(box, like.shape, strict=True)]
-    inside = tuple(slice(min(start, n), min(stop, n)) for (start, stop), n in zip(limits, shape, strict=True))
-    beyond = [(0, stop - start - (i.stop - i.start)) for (start, stop), i in zip(limits, inside, strict=True)]
-    return np.pad(read(inside), beyond)
 
 
 def _described(leaf: Any) -> StoredLeaf:

@@ -1,4 +1,4 @@
-"""Rewrites checkpoints with pieces that suit another mesh, and imports those of other libraries; part by part."""
+"""Rewrites checkpoints with pieces that suit another mesh, and imports those of other libraries, piece by piece."""
 
 from __future__ import annotations
 
@@ -6,81 +6,63 @@ import collections
 import contextlib
 import dataclasses
 import math
-import shutil
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.draft import (
-    UNCOMMITTED_SUFFIX,
-    Owner,
-    in_four_parts,
-    remove_unnamed,
-    unnamed,
-)
-from jshard.checkpoint.errors import CheckpointError, quiet
-from jshard.checkpoint.formats.source import ArraySource, Box, bounds, whole
+from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.draft import Owner, in_four_parts, remove_unnamed, unnamed
+from jshard.checkpoint.errors import CheckpointError
+from jshard.checkpoint.files.dealing import limits
+from jshard.checkpoint.files.layout import Piece, laid_out
+from jshard.checkpoint.formats.source import ArraySource, Box
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.matching import stacks
-from jshard.checkpoint.readers import Opened, OrbaxCheckpoint
-from jshard.checkpoint.saving import complete, give_memory_back
-from jshard.checkpoint.sums import LeafSums, Sums
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.readers import own_checkpoint
+from jshard.checkpoint.saving import complete
+from jshard.checkpoint.sums import Sums, add, box_sums
 from jshard.errors import RunError, printable
 
-_PARTS_SUFFIX = ".partial_save"  # Orbax's, until the parts are joined
 _TIMEOUT_S = 1200.0
-_PART_BYTES = 256 << 20
-_KEY_KINDS = ("threefry2x32", "rbg", "unsafe_rbg")
 
 Specs = Mapping[str, PartitionSpec]
 OnWritten = Callable[[int], object]
 
 
 def reshard(
-    path: Path, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
+    path: Place, out: Path, mesh: Mesh, *, specs: Specs | None = None, on_written: OnWritten = lambda num_bytes: None
 ) -> Manifest:
     """Writes a checkpoint anew, cut as a mesh would save it.
 
-    Memory holds 256 MiB of it at a time, or its largest leaf, two to three times over.
+    Memory holds a few of the pieces that it is cut into at a time.
 
     Args:
         path: a checkpoint.
         out: a folder that does not exist yet.
         mesh: of as many devices as are to read it; those of a CPU will do.
         specs: how leaves are to be sharded, by path; others are as they were saved, as far as the mesh allows.
-        on_written: called with the bytes of each part that was written.
+        on_written: called with the bytes of each piece that is written.
 
     Raises:
         CheckpointError: there is no checkpoint at `path`, or there is something at `out`.
         RunError: the checkpoint is damaged, or writing failed; nothing is left at `out`.
     """
-    source = OrbaxCheckpoint(path)
-    manifest = source.manifest or Manifest(leaves={}, files={})
-    sums = {name: leaf.sums for name, leaf in source.leaves.items() if leaf.sums is not None}
-    like = dataclasses.replace(manifest, mesh=dict(mesh.shape))
-    return _rewritten(source, out, mesh, specs or {}, like=like, sums=sums, on_written=on_written)
+    source = own_checkpoint(path)
+    like = source.manifest or Manifest(leaves={}, files={})
+    return _rewritten(source, out, mesh, specs or {}, like=like, on_written=on_written)
 
 
 def import_leaves(source: Opened, out: Path, mesh: Mesh, *, on_written: OnWritten = lambda num_bytes: None) -> Manifest:
     """Writes what a source holds as a checkpoint of ours; arguments, memory and errors as of `reshard`."""
-    manifest = Manifest(leaves={}, files={}, saved_at=time.time(), mesh=dict(mesh.shape))
-    return _rewritten(source, out, mesh, {}, like=manifest, sums={}, on_written=on_written)
-
-
-def _rewritten(source: Opened, out: Path, mesh: Mesh, specs: Specs, **options: Any) -> Manifest:
-    arrays, values = source.arrays, source.values()
-    _leaves.check_paths([*arrays, *values])
-    layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in arrays.items()}
-    return _save_parts(out, _parts(source, values, layout, mesh), **options)
+    like = Manifest(leaves={}, files={}, saved_at=time.time())
+    return _rewritten(source, out, mesh, {}, like=like, on_written=on_written)
 
 
 def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
@@ -100,63 +82,64 @@ def spec_for(leaf: StoredLeaf, mesh: Mesh) -> PartitionSpec:
     return PartitionSpec(*(None,) * dim, "fsdp")
 
 
-def _parts(source: Opened, values: dict[str, Any], layout: Specs, mesh: Mesh) -> Iterator[dict[str, Any]]:
-    """The leaves in parts of some hundred MiB: values first, then the arrays, each on devices as its spec says."""
-    part, part_bytes = values, 0
-    for name, spec in layout.items():
-        leaf = source.leaves[name]
-        if part_bytes + leaf.nbytes > _PART_BYTES and part_bytes:
-            yield part
-            part, part_bytes = {}, 0
-        array = _array(source, name, NamedSharding(_part_of_mesh(mesh, spec), spec))
-        part[name] = array if leaf.key is None else _as_key(array, leaf.key)
-        part_bytes += leaf.nbytes
-    yield part
+class _Boxes:
+    """Boxes of a source that are read when they are written, and summed where the source has sums to compare with.
+
+    Args:
+        source: what is read.
+        layout: how each array is to be sharded.
+        mesh: over what.
+        on_written: called with the bytes of each box.
+    """
+
+    def __init__(self, source: Opened, layout: Specs, mesh: Mesh, on_written: OnWritten) -> None:
+        self._source, self._on_written, self.is_stopped = source, on_written, False
+        self._sums: dict[str, list[Sums]] = collections.defaultdict(list)
+        pieces, self.leaves = [], dict(source.leaves)
+        for number, (path, leaf) in enumerate(source.leaves.items()):
+            if not leaf.is_array:
+                continue
+            sharding = NamedSharding(mesh, layout[path])
+            boxes = dict.fromkeys(
+                limits(index or (), leaf.shape) for index in sharding.devices_indices_map(leaf.shape).values()
+            )
+            pieces += [Piece(number, path, np.dtype(leaf.dtype), box) for box in boxes]
+            chunk = sharding.shard_shape(leaf.shape)
+            spec = _manifest.spec_text(layout[path])
+            self.leaves[path] = dataclasses.replace(leaf, spec=spec, chunk=chunk, sums=None)
+        self.files = tuple(laid_out(pieces))
+
+    def values(self, file: int, number: int) -> np.ndarray:
+        """The values of a piece."""
+        if self.is_stopped:
+            raise InterruptedError("it was stopped")
+        piece = self.files[file].pieces[number]
+        box = tuple(slice(*limit) for limit in piece.box)
+        values = self._source.read(piece.path, box)
+        if (leaf := self._source.leaves[piece.path]).sums is not None:
+            self._sums[piece.path].append(box_sums(values, box, leaf.shape))
+        self._on_written(values.nbytes)
+        return np.ascontiguousarray(values)
+
+    def check(self, path: Path) -> None:
+        """Raises a `RunError` if something is not as it was saved, where the source has sums of leaves."""
+        leaves = self._source.leaves
+        bad = [name for name, sums in self._sums.items() if add(sums) != leaves[name].sums]
+        if bad:
+            raise RunError(
+                "The checkpoint could not be written.",
+                where=[str(path), *(f"{name}  {leaves[name].shape} {leaves[name].dtype}" for name in bad)],
+                why="the values that were read are not those that were saved: their sums differ.",
+                do="take another checkpoint; what is damaged in the one that was read: jshard ckpt verify PATH",
+            )
 
 
-def _array(source: Opened, name: str, sharding: NamedSharding) -> Any:
-    leaf = source.leaves[name]
-    dtype = np.dtype(leaf.dtype)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:  # 64 bits, which jax would cut
-        return source.read(name, whole(leaf))
-
-    def read(index: Box | None) -> np.ndarray:
-        return source.read(name, tuple(slice(*limit) for limit in bounds(index or (), leaf.shape)))
-
-    return jax.make_array_from_callback(leaf.shape, sharding, read, dtype=dtype)
-
-
-def _part_of_mesh(mesh: Mesh, spec: PartitionSpec) -> Mesh:
-    """The devices that hold different pieces of a leaf: copies of pieces need not be held."""
-    used = {axis for axes in spec for axis in (axes if isinstance(axes, tuple) else (axes,))}
-    corner = tuple(slice(None) if axis in used else slice(0, 1) for axis in mesh.axis_names)
-    return Mesh(mesh.devices[corner], mesh.axis_names)
-
-
-def _as_key(numbers: jax.Array, kind: str) -> jax.Array:
-    """The random key that some numbers are."""
-    for implementation in _KEY_KINDS:
-        key = jax.random.wrap_key_data(jnp.asarray(numbers), impl=implementation)
-        if str(key.dtype) == f"key<{kind}>":
-            return key
-    raise RunError(
-        "A random key of the checkpoint is of an unknown kind.",
-        where=f"key<{kind}>",
-        why=f"known are {', '.join(_KEY_KINDS)}.",
-        do="rewrite the checkpoint by the program that saved it.",
-    )
-
-
-# A checkpoint that one process writes part by part; each part is let go before the next is asked for.
-
-
-def _save_parts(
-    path: Path, parts: Iterable[Mapping[str, Any]], *, like: Manifest, sums: Mapping[str, Sums], on_written: OnWritten
+def _rewritten(
+    source: Opened, path: Path, mesh: Mesh, specs: Specs, *, like: Manifest, on_written: OnWritten
 ) -> Manifest:
-    """Writes leaves by path, all values of Python in one part; it is complete and under its name when this returns.
+    """Writes what a source holds; it is complete and under its name when this returns.
 
-    `like` has the step, the time, the metrics and the mesh for the manifest; a leaf that does not have its `sums` was
-    damaged where it came from.
+    `like` has the step, the time and the metrics for the manifest.
     """
     if path.exists():
         raise CheckpointError(
@@ -165,34 +148,32 @@ def _save_parts(
             why="there is something at that path already.",
             do="give another path; nothing is ever overwritten.",
         )
-    from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
-
-    draft = unnamed(path)
-    described: dict[str, StoredLeaf] = {}
-    owner = None
+    values = source.values()
+    layout = {name: specs.get(name, spec_for(leaf, mesh)) for name, leaf in source.arrays.items()}
+    boxes, owner = _Boxes(source, layout, mesh, on_written), None
     new_folders = [folder for folder in path.parents if not folder.exists()]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        owner = Owner(draft)
-        _discard(path)
-        for part in parts:
-            described |= {name: _described(leaf) for name, leaf in part.items()}
-            _check_sums(path, described, part, sums)
-            full = {name: leaf for name, leaf in part.items() if getattr(leaf, "size", 1)}
-            with quiet(), storage.saving_options(ocp, full, lambda: None, _TIMEOUT_S):
-                ocp.partial.save(str(draft), _leaves.nested(full))
-            num_bytes = sum(map(storage.local_bytes, full.values()))
-            del part, full
-            give_memory_back()
-            on_written(num_bytes)
+        owner = Owner(unnamed(path))
+        remove_unnamed(path)
+        part = storage.PackedPart(boxes)
+        wait = storage.save_async(unnamed(path), part, timeout_s=_TIMEOUT_S)
+        try:
+            wait()
+        except BaseException:  # the user may have interrupted it, and threads go on to write
+            boxes.is_stopped = True
+            with contextlib.suppress(Exception):
+                wait()
+            raise
+        boxes.check(path)
         owner.check()
-        with quiet():
-            ocp.partial.finalize(str(draft))
-        facts = {"step": like.step, "saved_at": like.saved_at, "mesh": like.mesh, "metrics": like.metrics}
-        manifest = complete(path, described, **facts)
+        facts = {"step": like.step, "saved_at": like.saved_at, "mesh": dict(mesh.shape), "metrics": like.metrics}
+        leaves = {name: leaf for name, leaf in boxes.leaves.items() if leaf.is_array}
+        leaves |= {name: _manifest.describe(value) for name, value in values.items()}
+        manifest = complete(path, leaves, packed=part.files, values=values, **facts)
     except BaseException as error:
         if owner is not None:
-            _discard(path)
+            remove_unnamed(path)
         if not isinstance(error, Exception) or isinstance(error, CheckpointError | RunError):
             raise
         raise in_four_parts(path, error) from error
@@ -204,30 +185,6 @@ def _save_parts(
                 for folder in new_folders:
                     folder.rmdir()
     return manifest
-
-
-def _discard(path: Path) -> None:
-    remove_unnamed(path)
-    parts = unnamed(path).name + _PARTS_SUFFIX
-    for name in (parts, parts + UNCOMMITTED_SUFFIX):
-        shutil.rmtree(path.with_name(name), ignore_errors=True)
-
-
-def _described(leaf: Any) -> StoredLeaf:
-    stored = _manifest.describe(leaf)
-    sums = LeafSums(leaf).total() if stored.is_array and leaf.size else None
-    return dataclasses.replace(stored, sums=sums)
-
-
-def _check_sums(path: Path, described: Mapping[str, StoredLeaf], part: Mapping[str, Any], sums: Any) -> None:
-    bad = [name for name in part if name in sums and described[name].sums not in (None, sums[name])]
-    if bad:
-        raise RunError(
-            "The checkpoint could not be written.",
-            where=[str(path), *(f"{name}  {described[name].shape} {described[name].dtype}" for name in bad)],
-            why="the values that were read are not those that were saved: their sums differ.",
-            do="take another checkpoint; what is damaged in the one that was read: jshard ckpt verify PATH",
-        )
 
 
 # Some leaves of a checkpoint as a source of their own, such as the model alone, layer by layer.
@@ -264,7 +221,7 @@ class Part(Opened):
         return self._source.read(path, (slice(layer, layer + 1), *box))[0]
 
 
-def part_of(source: OrbaxCheckpoint, part: str, *, names: Collection[str] | None = None) -> Part:
+def part_of(source: Opened, part: str, *, names: Collection[str] | None = None) -> Part:
     """The arrays below a path, without it; random keys and counts of draws are left out.
 
     Args:

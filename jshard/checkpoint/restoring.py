@@ -6,13 +6,11 @@ import collections
 import concurrent.futures
 import dataclasses
 import functools
-import itertools
 import logging
 import math
 import os
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
@@ -23,12 +21,15 @@ from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.balance import cut_further, spreads
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
+from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
+from jshard.checkpoint.opened import Opened, unreadable
 from jshard.checkpoint.position import check_position, is_data_position
-from jshard.checkpoint.readers import Opened, OrbaxCheckpoint, unreadable
+from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.sums import LeafSums, Sums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
@@ -42,9 +43,6 @@ _log = logging.getLogger("jshard.checkpoint")
 
 Missing = Literal["error", "init"]
 Extra = Literal["error", "ignore"]
-
-
-Bounds = tuple[tuple[int, int], ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,8 +74,8 @@ class Forecast:
         return f"{text}{worst}; up to {human_bytes(self.host_bytes, 1)} of host memory beside the state"
 
 
-def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_flight_bytes: int) -> Forecast:
-    """What it comes to in this process to read some leaves, of which so many bytes at a time."""
+def _forecast(opened: Opened, stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any]) -> Forecast:
+    """What it comes to in this process to read some leaves."""
     wanted = touched = on_host = 0
     in_vain: dict[str, int] = {}
     for path, like in reads.items():
@@ -87,7 +85,7 @@ def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_
         boxes = _boxes(leaf, like)
         itemsize = jnp.dtype(leaf.dtype).itemsize
         here = sum(math.prod(stop - start for start, stop in box) for box in boxes) * itemsize
-        there = sum(_touched(box, leaf.chunk or leaf.shape, leaf.shape) for box in boxes) * itemsize
+        there = opened.touched(path, leaf, boxes) * itemsize
         wanted, touched = wanted + here, touched + there
         in_vain[path] = there - here
         if not isinstance(like, jax.ShapeDtypeStruct):
@@ -96,27 +94,18 @@ def _forecast(stored: Mapping[str, StoredLeaf], reads: Mapping[str, Any], *, in_
     return Forecast(
         wanted_bytes=wanted,
         touched_bytes=touched,
-        host_bytes=on_host + min(in_flight_bytes, touched),
+        host_bytes=on_host + min(opened.in_flight_bytes(reads), touched),
         worst=worst if worst is not None and in_vain[worst] else None,
     )
 
 
-def _boxes(leaf: StoredLeaf, like: Any) -> set[Bounds]:
+def _boxes(leaf: StoredLeaf, like: Any) -> set[Limits]:
     """The boxes of a leaf that this process holds; a random key is read whole."""
     whole = tuple((0, size) for size in leaf.shape)
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
         return {whole}
     found: Any = like.sharding.addressable_devices_indices_map(like.shape).values()
     return {tuple(part.indices(size)[:2] for part, size in zip(box, leaf.shape, strict=True)) for box in found}
-
-
-def _touched(box: Bounds, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:
-    """Elements of the chunks that a box is in."""
-    count = int(all(start < stop for start, stop in box))
-    for (start, stop), step, size in itertools.zip_longest(box, chunk, shape):
-        step = max(step, 1)
-        count *= min(-(-stop // step) * step, size) - start // step * step
-    return count
 
 
 class Restoring:
@@ -186,7 +175,7 @@ class Restoring:
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        return _forecast(self._stored, self.reads, in_flight_bytes=self.opened.in_flight_bytes(self.reads))
+        return _forecast(self.opened, self._stored, self.reads)
 
     def _spread(self, like: Any) -> Any:
         """An array to be read, cut further where several processes would read the same."""
@@ -198,15 +187,20 @@ class Restoring:
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
-        self._warn(verify)
-        path, found, sums, error = self.opened.path, {}, {}, None
+        path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
         try:
             found, sums = self._read(verify)
+            num_bytes = self.forecast.wanted_bytes
         except Exception as caught:  # the others wait to hear of it
             error = caught
-        own = {"sums": sums, "report": self.phases.report(num_bytes=self.forecast.wanted_bytes)}
+        own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
-        failed = lambda failures: unreadable(path, why(failures))
+        kinds = lambda failures: {parts["kind"] for parts in failures.values()}
+        failed = lambda failures: (
+            bucket_error(path, why(failures))
+            if isinstance(path, BucketPath) and BucketError.__name__ in kinds(failures)
+            else unreadable(path, why(failures))
+        )
         heard = all_or_none(f"read {path}", own, error, failed=failed, timeout_s=timeout_s)
         if sums and self.opened.manifest is not None:
             _check_sums(path, self.opened.manifest, [other["sums"] for other in heard])
@@ -226,6 +220,7 @@ class Restoring:
         if verify and manifest is not None:
             with self.phases("plan"):
                 _check_files(self.opened.path, manifest)
+        self._warn(verify)
         with self.phases("read"):
             found = self.opened.load(self.reads)
             jax.block_until_ready(found)
@@ -261,7 +256,7 @@ class Restoring:
                 parts = [found[path] for path in pick.stored]
                 leaf = finish(pick, parts, self._wanted[key])
                 if count := num_overflows(pick, parts, leaf):
-                    dtypes = f"{parts[0].dtype} -> {leaf.dtype}"
+                    dtypes = f"{getattr(parts[0], 'dtype', type(parts[0]).__name__)} -> {leaf.dtype}"
                     self._overflows.append(f"{key}  {dtypes}: {count} values became inf or nan")
                 del parts
             shared = any(leaf is found[path] and left[path] > 1 for path in pick.stored)
@@ -295,7 +290,7 @@ class Restoring:
         _log.info("%s: %s", self.opened.path, self.forecast)
         if notes:
             message = f"{self.opened.path} is restored; " + "\n".join(notes)
-            warnings.warn(message, CheckpointWarning, stacklevel=4)
+            warnings.warn(message, CheckpointWarning, stacklevel=5)
 
 
 def _asked(like: Any, live: Mapping[str, tuple[_leaves.Path, Any]], only: str | None) -> list[str]:
@@ -334,14 +329,14 @@ def _check_policies(missing: str, extra: str) -> None:
             )
 
 
-def _check_files(path: Path, manifest: _manifest.Manifest) -> None:
+def _check_files(path: Place, manifest: _manifest.Manifest) -> None:
     if found := _manifest.damage(path, manifest):
         raise _damaged(
             path, found, f"of {len(manifest.files)} files {len(found)} are not as they were when it was saved."
         )
 
 
-def _check_sums(path: Path, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
+def _check_sums(path: Place, manifest: _manifest.Manifest, heard: list[dict[str, Any]]) -> None:
     """Compares the sums of what all processes have read with those of the manifest."""
     bad = []
     for key in heard[0]:
@@ -353,7 +348,7 @@ def _check_sums(path: Path, manifest: _manifest.Manifest, heard: list[dict[str, 
         raise _damaged(path, bad, "the values that were read are not those that were saved: their sums differ.")
 
 
-def _damaged(path: Path, where: list[str], why: str) -> RunError:
+def _damaged(path: Place, where: list[str], why: str) -> RunError:
     """The error for a checkpoint of which some files or leaves have changed since it was saved."""
     do = "copy it again from where it is whole, or restore another one."
     return RunError(unreadable(path, why).what, where=[str(path), *where], why=why, do=do)

@@ -8,7 +8,6 @@ A folder under its final name is complete: until then it is called `NAME.saving`
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
@@ -21,22 +20,27 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
+
+import jax
 
 from jshard._compat import before_threads_end, orbax_operations, versions
 from jshard._processes import all_or_none, failures, is_primary, publish_failure, show_threads
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint import storage
-from jshard.checkpoint.balance import balanced, check_equal, local_copies
+from jshard.checkpoint.balance import check_equal, local_copies
+from jshard.checkpoint.buckets import BucketPath, Place
 from jshard.checkpoint.draft import Owner, flush, in_four_parts, keep_on_disk, remove_unnamed, unnamed, write_failed
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
+from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
 from jshard.checkpoint.sums import LeafSums, add
 from jshard.checkpoint.timeline import Phases, mesh_layout
-from jshard.errors import FourPartError, RunError
+from jshard.errors import FourPartError, RunError, causes
 
-_SUMMING_THREADS = 2
+Format = Literal["packed", "orbax"]
+
 _numbers = itertools.count()  # the saves of a program come in the same order in all its processes
 _END_S = 2400.0  # the longest that the end of a program waits by default
 
@@ -50,7 +54,9 @@ class Saving:
         step: number of steps that are done, for the manifest.
         metrics: what the state is worth, for the manifest.
         timeout_s: how long any one wait may take.
+        format: "packed", or "orbax" for folders of zarr, which plain Orbax reads.
         prepare: done first, by the first process.
+        check: done by it just before the checkpoint counts; an error stops that.
 
     Raises:
         CheckpointError: there is something at `path` already, or some leaves cannot be saved.
@@ -59,31 +65,36 @@ class Saving:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         state: Any,
         *,
         step: int | None = None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float,
+        format: Format = "packed",
         prepare: Callable[[], None] = lambda: None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        self.path, self._draft, self._step, self._timeout_s = path, unnamed(path), step, timeout_s
+        self._format = checked_format(format, path)
+        self.path, self._step, self._timeout_s, self._check = path, step, timeout_s, check
         self._metrics = {name: float(value) for name, value in (metrics or {}).items()}
         self.phases = Phases()
         self._wrote_until_s = 0.0
         self._failures = f"save {next(_numbers)}"
         self._held = contextlib.ExitStack()  # what ends with the save
+        self._part: storage.PackedPart | None = None
+        self._totals: dict[str, LeafSums] = {}
         self._owner: Owner | None = None
+        self._agreed: Exception | None = None  # why no process could write, where all have heard of it
         try:
             with self.phases("plan"):
                 leaves, copies = self._together("begin", lambda: self._checked(state, prepare))
                 check_equal(copies)
                 # A process that came late, and was given up by the others, must not begin what Orbax counts.
-                sums, counts = self._together("all here", lambda: (self._sums(leaves), orbax_operations()))
-                orbax_operations(max(counts))
-            with self.phases("device_to_host"), self._errors_named():
-                self._wait = storage.save_async(self._draft, leaves, on_written=self._note_written, timeout_s=timeout_s)
-            self._finish_sums(sums)
+            held, counts = self._together("all here", lambda: (self._hold(leaves), orbax_operations()))
+            orbax_operations(max(counts))
+            with self._errors_named():
+                self._begin(held)
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
@@ -126,7 +137,7 @@ class Saving:
 
     def _finish(self) -> None:
         _, heard = self._together("written", lambda: (None, self._written()))
-        del self._totals, self._wait  # with all that they hold of the state: it may be long until a collection
+        del self._part, self._totals, self._wait  # with all that they hold of the state
         self._together("complete", lambda: (self._complete(heard) if is_primary() else None, None))
         give_memory_back()
         reports = [other["report"] for other in heard]
@@ -141,49 +152,70 @@ class Saving:
         written_s = max(self._wrote_until_s, self.blocked_s)
         self.phases.add("write", self.blocked_s, written_s)
         self.phases.add("commit", written_s, self.phases.now_s())
-        with self.phases("sums"):
-            totals = {key: total.result() for key, total in self._totals.items()}
-        return {"sums": totals, "report": self.phases.report(num_bytes=self.num_bytes)}
+        files = {} if self._part is None else self._part.files
+        totals = {key: sums.total() for key, sums in self._totals.items()}
+        return {"sums": totals, "files": files, "report": self.phases.report(num_bytes=self.num_bytes)}
 
     def _checked(self, state: Any, prepare: Callable[[], None]) -> tuple[dict[str, Any], Any]:
         """Checks everything; the leaves that have a value, and what the processes are to compare."""
         found = _leaves.flatten(state)
         leaves = _leaves.storable(found)
-        _leaves.check_paths(leaves)
+        if self._format == "orbax":
+            _leaves.check_paths(leaves)
         _refuse_nothing(self.path, leaves)
         self._logical = {_leaves.text(path): shape for path, shape in _leaves.logical_shapes(state).items()}
-        self._described = {key: _manifest.describe(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
+        self._described = {key: _described(leaf, self._logical.get(key)) for key, leaf in leaves.items()}
         by_text = {_leaves.text(path): leaf for path, leaf in found.items()}
         self._mesh, copies = mesh_layout(by_text), local_copies(by_text)
-        full = {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
-        full = balanced(full, least_slice_bytes=storage.LEAST_SLICE_BYTES)
-        self.num_bytes = sum(map(storage.local_bytes, full.values()))
         if is_primary():
             self._prepare(prepare)
-        return full, copies
+        return leaves, copies
 
-    def _sums(self, leaves: Mapping[str, Any]) -> dict[str, LeafSums]:
-        """Begun before anything can overwrite the values, on the devices where they are there."""
-        arrays = {key: leaf for key, leaf in leaves.items() if self._described[key].is_array}
-        return {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
+    def _hold(self, leaves: dict[str, Any]) -> HeldState | dict[str, Any]:
+        """The values, copied or held."""
+        with self.phases("device_to_host"):
+            self._values = {key: leaves[key] for key, stored in self._described.items() if not stored.is_array}
+            if self._format == "packed":
+                return HeldState(leaves, self._described)
+            arrays = {key: leaf for key, leaf in leaves.items() if key not in self._values}
+            self._totals = {key: LeafSums(leaf, self._logical.get(key)) for key, leaf in arrays.items()}
+            return {key: leaf for key, leaf in leaves.items() if getattr(leaf, "size", 1)}  # Orbax refuses empty ones
 
-    def _finish_sums(self, sums: Mapping[str, LeafSums]) -> None:
-        """In threads of their own, once the values are copied: before, they would take the cores from the copy."""
-        pool = concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS, "jshard-sums")
-        self._held.callback(pool.shutdown, cancel_futures=True)
-        self._totals = {key: pool.submit(each.total) for key, each in sums.items()}
+    def _begin(self, held: HeldState | dict[str, Any]) -> None:
+        """Begins to write what is held."""
+        if isinstance(held, HeldState):
+            self.num_bytes = held.num_bytes
+            self._part = storage.PackedPart(held, self._note_written, together=self._all_write)
+            if isinstance(self.path, BucketPath):
+                self._wait = storage.upload_packed(self.path, self._part, timeout_s=self._timeout_s)
+            else:
+                self._wait = storage.save_async(unnamed(self.path), self._part, timeout_s=self._timeout_s)
+        else:
+            self.num_bytes = sum(map(storage.local_bytes, held.values()))
+            written = self._note_written
+            self._wait = storage.save_zarr(self._draft(), held, on_written=written, timeout_s=self._timeout_s)
+
+    def _all_write(self, write: Callable[[], None]) -> None:
+        """Writes, and waits for the others: Orbax commits what its handlers say is written in all processes."""
+        try:
+            self._together("all wrote", lambda: (write(), None))
+        except Exception as error:
+            self._agreed = error
+            raise
 
     def _prepare(self, before: Callable[[], None]) -> None:
         before()
-        if self.path.exists():
+        if storage.is_committed(self.path) if isinstance(self.path, BucketPath) else self.path.exists():
             raise CheckpointError(
                 "The checkpoint cannot be written.",
                 where=str(self.path),
                 why="there is something at that path already.",
                 do="save under another name, for example with the step in it.",
             )
+        if isinstance(self.path, BucketPath):
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._owner = Owner(self._draft)
+        self._owner = Owner(unnamed(self.path))
         self._held.callback(self._owner.release)
         if remove_unnamed(self.path):
             message = f"what an interrupted save left of {self.path} was removed."
@@ -191,15 +223,25 @@ class Saving:
 
     def _complete(self, heard: list[dict[str, Any]]) -> None:
         """What the first process does at the end."""
-        assert self._owner is not None
-        self._owner.check()
-        storage.cut_padding(self._draft, self._logical)
+        if self._owner is not None:
+            self._owner.check()
+        self._check()
+        facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
+        facts |= {"processes": len(heard), "metrics": self._metrics}
+        if self._format == "packed":
+            packed = {name: tuple(found) for other in heard for name, found in other["files"].items()}
+            complete(self.path, self._described, packed=packed, values=self._values, **facts)
+            return
+        storage.cut_padding(self._draft(), self._logical)
         leaves = {}
         for key, described in self._described.items():
             sums = [other["sums"][key] for other in heard if key in other["sums"]]
             leaves[key] = dataclasses.replace(described, sums=add(sums) if sums else None)
-        facts = {"step": self._step, "saved_at": self.phases.began_at, "mesh": self._mesh["axes"]}
-        complete(self.path, leaves, **facts, processes=len(heard), metrics=self._metrics)
+        complete(self.path, leaves, **facts)
+
+    def _draft(self) -> Path:
+        assert isinstance(self.path, Path)
+        return unnamed(self.path)
 
     def _note_written(self) -> None:
         self._wrote_until_s = self.phases.now_s()
@@ -210,6 +252,8 @@ class Saving:
         try:
             kept, given = work()
         except Exception as caught:
+            if self._agreed is not None:  # all processes know, and nobody waits
+                raise self._agreed from (None if self._agreed in causes(caught) else caught)
             error = caught
         own = None if error is None else in_four_parts(self.path, error)
         # Whoever waited for the others in vain has had its time, and so had they.
@@ -238,19 +282,59 @@ class Saving:
             raise in_four_parts(self.path, error) from error
 
 
-def complete(path: Path, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
+def complete(path: Place, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
     """Writes the manifest of a draft, and gives it its name once it would survive a power cut."""
+    if isinstance(path, BucketPath):
+        return _complete_in_bucket(path, leaves, **facts)
     draft = unnamed(path)
     files = _manifest.files_of(draft)
-    storage.check_whole(draft, leaves, files)
-    chunks = _manifest.chunks_of(draft)
-    leaves = {key: dataclasses.replace(leaf, chunk=chunks.get(key)) for key, leaf in leaves.items()}
     manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
+    if manifest.packed:
+        storage.check_packed(draft, manifest)
+    else:
+        storage.check_whole(draft, leaves, files)
+        chunks = _manifest.chunks_of(draft)
+        leaves = {key: dataclasses.replace(leaf, chunk=chunks.get(key)) for key, leaf in leaves.items()}
+        manifest = dataclasses.replace(manifest, leaves=leaves)
     _manifest.write(draft, manifest)
     keep_on_disk(draft)
     draft.rename(path)
     flush(path.parent)
     return manifest
+
+
+def _complete_in_bucket(path: BucketPath, leaves: Mapping[str, StoredLeaf], **facts: Any) -> Manifest:
+    """Writes the manifest of files that are uploaded, if there is none yet: from then on they are a checkpoint."""
+    (path / storage.COMMIT_MARK).write(b"")  # for whoever copies it to a disk
+    files = {f"{storage.FOLDER}/{name}": (size, None) for name, (size, _) in facts["packed"].items()}
+    manifest = Manifest(leaves=leaves, files=files, versions=versions(_manifest.PACKAGES), **facts)
+    why = "\n".join(_manifest.damage(path, manifest))
+    if not why and not (path / _manifest.NAME).create(_manifest.to_text(manifest).encode()):
+        why = "another program completed a checkpoint there while this one wrote."
+    if why:
+        raise RunError(
+            "The checkpoint could not be written.", where=str(path), why=why, do="let one program save to an address."
+        )
+    return manifest
+
+
+def checked_format(format: str, path: Place) -> Format:
+    """A format that there is, or a `CheckpointError`."""
+    if format == "orbax" and isinstance(path, BucketPath):
+        raise CheckpointError(
+            "The state cannot be saved so.",
+            where=f'format="orbax", {path}',
+            why="Orbax gives a folder its name by a rename when it is complete, and buckets have none.",
+            do='format="packed", the default',
+        )
+    if format not in get_args(Format):
+        raise CheckpointError(
+            "The state cannot be saved so.",
+            where=f"format={format!r}",
+            why=f"there are {' and '.join(get_args(Format))}.",
+            do='format="packed", the default; or format="orbax", which plain Orbax reads.',
+        )
+    return format  # type: ignore[return-value]
 
 
 def give_memory_back() -> None:
@@ -259,7 +343,14 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _refuse_nothing(path: Path, leaves: Mapping[str, Any]) -> None:
+def _described(leaf: Any, shape: tuple[int, ...] | None) -> StoredLeaf:
+    """A leaf as it will be stored, with the shape of most of its pieces."""
+    stored = _manifest.describe(leaf, shape)
+    is_cut = isinstance(leaf, jax.Array) and stored.key is None
+    return dataclasses.replace(stored, chunk=leaf.sharding.shard_shape(leaf.shape)) if is_cut else stored
+
+
+def _refuse_nothing(path: Place, leaves: Mapping[str, Any]) -> None:
     if not any(getattr(leaf, "size", 1) for leaf in leaves.values()):
         raise CheckpointError(
             "There is nothing to save.",

@@ -6,17 +6,17 @@ import operator
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from jshard._processes import exchange, is_primary
-from jshard.checkpoint import timeline as _history
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place
 from jshard.checkpoint.checkpointer import TIMEOUT_S
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, refuse_buckets, steps_in
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.lookup import incomplete_in, no_such_step, not_read, not_written, place_of, steps_in
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.restoring import Extra, Missing, Restoring
-from jshard.checkpoint.saving import LOOK_S, Pending, Saving
+from jshard.checkpoint.saving import LOOK_S, Format, Pending, Saving, checked_format
+from jshard.checkpoint.series_bucket import SeriesBucket
 from jshard.checkpoint.series_folder import Keep, SeriesFolder, check_shared, is_shown, warn
 from jshard.errors import RunError
 
@@ -42,6 +42,7 @@ class Checkpointer:
         every: the interval of `should_save`, in steps; None where the caller decides alone.
         on_failure: what becomes of a `save_async` that failed: "raise", if in the background at the next call, or
             "warn", and training goes on. `save` raises in any case.
+        format: see `jshard.checkpoint.save`.
         timeout_s: how long any wait for other processes, or for a save at work, may take.
 
     Attributes:
@@ -66,11 +67,11 @@ class Checkpointer:
         keep: int | Keep = 3,
         every: int | None = None,
         on_failure: Literal["raise", "warn"] = "raise",
+        format: Format = "packed",
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        refuse_buckets(folder)
-        self.folder = Path(folder).absolute()
-        self._files = SeriesFolder(self.folder)
+        self.folder = place_of(folder)
+        self._files = SeriesBucket(self.folder) if isinstance(self.folder, BucketPath) else SeriesFolder(self.folder)
         self.keep = keep if isinstance(keep, Keep) else Keep(last=keep)
         self.every, self.timeout_s = every, timeout_s
         if (every is not None and every < 1) or on_failure not in ("raise", "warn"):
@@ -81,6 +82,7 @@ class Checkpointer:
                 do='every=1000, on_failure="raise"',
             )
         self._on_failure = on_failure
+        self._format: Format = checked_format(format, self.folder)
         self._pending: Pending | None = None
         self._saving: Saving | None = None  # what the pending one does
         self._look_at = 0.0
@@ -94,15 +96,17 @@ class Checkpointer:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.wait()
-        elif self._pending not in (None, self._given_up):  # an error is on its way; the save may still be good
-            try:
+        try:
+            if kind is None or self._pending not in (None, self._given_up):
                 self.wait()
-            except RunError as error:
-                warn(str(error))
+        except RunError as error:
+            if kind is None:
+                raise
+            warn(str(error))  # another error is on its way
+        finally:
+            self._files.release()
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Place:
         """Where the checkpoint of a step is, or would be."""
         return self.folder / str(step)
 
@@ -140,7 +144,7 @@ class Checkpointer:
             return False
         return step not in self.steps() or step in self._passed_over or self._files.damage(step) is not None
 
-    def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Path:
+    def save(self, step: int, state: Any, *, metrics: Mapping[str, float] | None = None) -> Place:
         """Writes the checkpoint of a step and returns when it is on the disk; every process calls it.
 
         Args:
@@ -258,11 +262,11 @@ class Checkpointer:
         while True:
             step = steps.pop()
             try:
-                opened = OrbaxCheckpoint(self.path(step), verify=verify)
+                opened = own_checkpoint(self.path(step), verify=verify)
                 restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra)
                 restored = restoring.run(verify=verify, timeout_s=self.timeout_s)
             except RunError as error:
-                if not (fall_back and steps):
+                if not (fall_back and steps) or isinstance(error, BucketError):
                     raise not_read(self.path(step), self.steps(), error) from error
                 self._passed_over.add(step)
                 warn(
@@ -296,7 +300,9 @@ class Checkpointer:
                 step=step,
                 metrics=metrics,
                 timeout_s=self.timeout_s,
+                format=self._format,
                 prepare=lambda: self._files.begin(step, is_damaged=step in self._passed_over),
+                check=self._files.check,
             )
         except RunError as error:
             self._failed(step, error)
@@ -357,7 +363,7 @@ class Checkpointer:
         noted, self._restores = [*self._restores, record], []
         if is_primary():
             for each in noted:
-                _history.append(self.folder, each)
+                self._files.note(each)
 
 
 def _checked(step: Any) -> int:

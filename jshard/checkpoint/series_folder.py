@@ -12,23 +12,25 @@ import time
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 
 from jshard._processes import exchange, is_primary
 from jshard.checkpoint import manifest as _manifest
+from jshard.checkpoint import timeline as _history
+from jshard.checkpoint.buckets import BucketError, BucketPath, Place
 from jshard.checkpoint.draft import SAVING_SUFFIX, discard_unnamed, is_owned, unnamed, write_text
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning, reason
 from jshard.checkpoint.lookup import (
     INCOMPLETE,
     OF_A_RUN,
     incomplete_in,
-    local_path,
     no_such_step,
-    refuse_buckets,
+    place_of,
     steps_in,
 )
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.checkpoint.storage import CHECKPOINT_METADATA, is_committed, is_item
 from jshard.checkpoint.timeline import NAME as HISTORY
 from jshard.errors import FourPartError, RunError
@@ -96,30 +98,77 @@ class Keep:
         return value if self.higher_is_better else -value
 
 
-class SeriesFolder:
-    """The files of a series, as one process sees them. What only one may do, the first process is to call.
+class SeriesFiles:
+    """What a series has in a folder or in a bucket, as one process sees it."""
 
-    Args:
-        folder: where the checkpoints are; it need not be there.
-    """
+    folder: Any
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> Any:
         """Where the checkpoint of a step is, or would be."""
         return self.folder / str(step)
 
     def damage(self, step: int) -> str | None:
         """What is wrong with the files of a complete checkpoint, in short; None if they are all there."""
         try:
-            manifest = OrbaxCheckpoint(self.path(step)).manifest
+            manifest = own_checkpoint(self.path(step)).manifest
+        except BucketError:
+            raise  # nothing is known of the checkpoint
         except RunError as error:
             return error.why
         except CheckpointError:
             return None  # of a newer jshard: a restore says so
         found = [] if manifest is None else _manifest.damage(self.path(step), manifest)
         return None if not found else found[0] + (f", and {len(found) - 1} more" if len(found) > 1 else "")
+
+    def delete_old(self, keep: Keep, *, written: int) -> None:
+        """Deletes what no rule keeps, of what the series wrote."""
+        begun = self._begun()
+        ours = {written, *(old for old in steps_in(self.folder) if old in begun)}
+        stay = keep.stay(ours, self._metrics(ours) if keep.best else {}, written=written)
+        for old in ours - stay:
+            try:
+                self.delete(old)
+            except OSError as error:
+                warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
+
+    def delete(self, step: int) -> None:
+        """Deletes a checkpoint, so that it is never there by half."""
+        raise NotImplementedError
+
+    def _begun(self) -> list[int]:
+        """The steps in the ledger; one that cannot be read claims nothing."""
+        try:
+            return [int(step) for step in json.loads((self.folder / LEDGER).read_bytes())["begun"]]
+        except BucketError:
+            raise
+        except (OSError, ValueError, KeyError, TypeError):
+            return []
+
+    def _metrics(self, steps: set[int]) -> dict[int, Mapping[str, float]]:
+        found = {}
+        for step in steps:
+            try:
+                manifest = _manifest.read(self.path(step))
+            except BucketError:
+                raise
+            except (RunError, CheckpointError):
+                continue
+            if manifest is not None:
+                found[step] = manifest.metrics
+        return found
+
+
+class SeriesFolder(SeriesFiles):
+    """The files of a series, as one process sees them. What only one may do, the first process is to call.
+
+    Args:
+        folder: where the checkpoints are; it need not be there.
+    """
+
+    folder: Path
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
 
     def begin(self, step: int, *, is_damaged: bool) -> None:
         """Removes what interrupted saves left, and notes that this step is ours before it is there.
@@ -162,39 +211,25 @@ class SeriesFolder:
         aside = path.rename(next(there for name in names if not (there := path.with_name(name)).exists()))
         warn(f"the damaged checkpoint {path} is now called {aside.name}.")
 
-    def delete_old(self, keep: Keep, *, written: int) -> None:
-        """Deletes what no rule keeps, of what the series wrote."""
-        begun = self._begun()
-        ours = {written, *(old for old in steps_in(self.folder) if old in begun)}
-        stay = keep.stay(ours, self._metrics(ours) if keep.best else {}, written=written)
-        for old in ours - stay:
-            try:
-                # The new name makes it one step: a checkpoint is never there by half.
-                self.path(old).rename(unnamed(self.path(old)))
-            except OSError as error:
-                warn(f"the old checkpoint {self.path(old)} could not be deleted: {reason(error)}")
-            discard_unnamed(self.path(old))
-
-    def _begun(self) -> list[int]:
-        """The steps in the ledger; one that cannot be read claims nothing."""
+    def delete(self, step: int) -> None:
+        """See `SeriesFiles.delete`: the new name makes it one step."""
         try:
-            return [int(step) for step in json.loads((self.folder / LEDGER).read_text())["begun"]]
-        except (OSError, ValueError, KeyError, TypeError):
-            return []
+            self.path(step).rename(unnamed(self.path(step)))
+        finally:
+            discard_unnamed(self.path(step))
 
-    def _metrics(self, steps: set[int]) -> dict[int, Mapping[str, float]]:
-        found = {}
-        for step in steps:
-            try:
-                manifest = _manifest.read(self.path(step))
-            except (RunError, CheckpointError):
-                continue
-            if manifest is not None:
-                found[step] = manifest.metrics
-        return found
+    def check(self) -> None:
+        """Nothing: the folder of each save has an owner."""
+
+    def release(self) -> None:
+        """Nothing."""
+
+    def note(self, record: Mapping[str, Any]) -> None:
+        """Adds a line to the history."""
+        _history.append(self.folder, record)
 
 
-def check_shared(folder: Path, *, timeout_s: float) -> None:
+def check_shared(folder: Place, *, timeout_s: float) -> None:
     """The first process writes a file, and the others look for it; every process calls it.
 
     Args:
@@ -210,8 +245,11 @@ def check_shared(folder: Path, *, timeout_s: float) -> None:
     name, error = f".shared-{secrets.token_hex(8)}", ""
     if is_primary():
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / name).touch()
+            if isinstance(folder, BucketPath):
+                (folder / name).write(b"")
+            else:
+                folder.mkdir(parents=True, exist_ok=True)
+                (folder / name).touch()
         except OSError as caught:
             error = reason(caught)
     name, error = exchange("folder", [name, error], timeout_s=timeout_s)[0]
@@ -222,7 +260,7 @@ def check_shared(folder: Path, *, timeout_s: float) -> None:
     here = [is_shown((folder / name).exists), socket.gethostname(), str(folder)]
     heard = exchange("folder seen", here, timeout_s=timeout_s + SHOWN_S)  # others may be looking still
     if is_primary():
-        (folder / name).unlink(missing_ok=True)
+        folder.delete([name]) if isinstance(folder, BucketPath) else (folder / name).unlink(missing_ok=True)
     blind = [f"process {number} on {host}: {path}" for number, (sees, host, path) in enumerate(heard) if not sees]
     if blind:
         raise CheckpointError(
@@ -252,19 +290,19 @@ def warn(message: str) -> None:
 # What is in a folder of checkpoints, and which checkpoint a path means.
 
 
-def series_at(path: Path) -> Path | None:
+def series_at(path: Place) -> Place | None:
     """The folder of the series at a path, that of a run or itself; None if there is none.
 
     It is looked at, by this process alone: nothing is written, and no other process is asked.
     """
-    refuse_buckets(path)
+    path = place_of(path)
     for folder in (path / OF_A_RUN, path):
         if not is_checkpoint(folder) and (steps_in(folder) or _holds(folder, (HISTORY, LEDGER))):
             return folder
     return None
 
 
-def checkpoint_at(path: Path, step: int | None = None) -> Path:
+def checkpoint_at(path: Place, step: int | None = None) -> Place:
     """The checkpoint that a path means, whether it is damaged or not.
 
     Args:
@@ -274,7 +312,7 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
     Raises:
         CheckpointError: there is no such checkpoint.
     """
-    path = local_path(path)
+    path = place_of(path)
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if step is not None:
@@ -291,12 +329,12 @@ def checkpoint_at(path: Path, step: int | None = None) -> Path:
     return series / str(steps[-1] if step is None else step)
 
 
-def is_checkpoint(path: Path) -> bool:
+def is_checkpoint(path: Place) -> bool:
     """Whether a folder looks like one checkpoint, or like one tree of one, by whomever it was written."""
     return is_committed(path) or is_item(path) or _holds(path, (_manifest.NAME, CHECKPOINT_METADATA))
 
 
-def _holds(folder: Path, names: Collection[str]) -> bool:
+def _holds(folder: Place, names: Collection[str]) -> bool:
     return any((folder / name).is_file() for name in names)
 
 
@@ -307,7 +345,7 @@ def _holds(folder: Path, names: Collection[str]) -> bool:
 class ListedCheckpoint:
     """A checkpoint, as it is listed; what only its manifest says is empty for one that jshard did not write."""
 
-    path: Path
+    path: Place
     step: int | None  # number of steps that were done; None where nobody said
     is_latest: bool = False  # the one that a run would go on from
     is_complete: bool = True  # else it is no checkpoint, and `damage` says what it may be
@@ -325,22 +363,22 @@ class ListedCheckpoint:
 class Listing:
     """What is at a path: checkpoints, and folders by step that are not complete, oldest first."""
 
-    path: Path
+    path: Place
     entries: tuple[ListedCheckpoint, ...]
     unfinished: tuple[str, ...] = ()  # names of what saves have left that were interrupted, or are writing now
 
 
-def listing(path: Path) -> Listing:
+def listing(path: Place) -> Listing:
     """What is at a path: a checkpoint, a series, or a run.
 
     Raises:
         CheckpointError: there is no checkpoint.
     """
-    path = local_path(path)
+    path = place_of(path)
     series = None if is_checkpoint(path) else series_at(path)
     if series is None:
         if not is_checkpoint(path):
-            OrbaxCheckpoint(path)  # raises, and says what is there
+            own_checkpoint(path)  # raises, and says what is there
         return Listing(path=path, entries=(_entry(path, step=None),))
     entries = [_entry(series / str(step), step=step) for step in steps_in(series)]
     for step in incomplete_in(series):
@@ -354,9 +392,9 @@ def listing(path: Path) -> Listing:
     return Listing(path=series, entries=tuple(entries), unfinished=tuple(left))
 
 
-def _entry(path: Path, *, step: int | None) -> ListedCheckpoint:
+def _entry(path: Place, *, step: int | None) -> ListedCheckpoint:
     try:
-        opened = OrbaxCheckpoint(path)
+        opened = own_checkpoint(path)
     except FourPartError as error:  # the others are listed all the same
         return ListedCheckpoint(path=path, step=step, damage=(f"{error.what} {error.why}",))
     manifest, leaves = opened.manifest, opened.leaves.values()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import concurrent.futures
 import contextlib
+import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import secrets
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +20,12 @@ import numpy as np
 
 from jshard._compat import set_orbax_deadline
 from jshard.checkpoint import leaves as _leaves
+from jshard.checkpoint.buckets import BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import quiet
-from jshard.checkpoint.manifest import MARK, StoredLeaf
+from jshard.checkpoint.files.layout import FileLayout
+from jshard.checkpoint.files.places import LocalFolder, Sink
+from jshard.checkpoint.files.writing import write_file
+from jshard.checkpoint.manifest import MARK, Manifest, StoredLeaf
 from jshard.checkpoint.manifest import NAME as MANIFEST
 from jshard.errors import RunError
 
@@ -69,12 +77,9 @@ def _left(group: Path, limit: str, used: str, cache: str) -> Iterator[int]:
 
 COMMIT_MARK = "commit_success.txt"  # Orbax adds it at the end, and renames the folder
 ITEM = "state"
+FOLDER = "arrays"  # of packed files
 
 _MIB = 1 << 20
-_FILES = 4096  # about so many per process: fewer are read too coarsely, more are slow to make
-_CHUNK_BYTES = (2 * _MIB, 16 * _MIB)
-_LEAST_CHUNK_BYTES = 1 * _MIB
-LEAST_SLICE_BYTES = 2 * _MIB  # of a leaf that several devices hold: smaller parts are not shared out among them
 _IN_FLIGHT_BYTES = 128 * _MIB  # of reads: memory beside the state itself
 _SHARE_OF_FREE = 8  # several processes may share a host
 _ARRAY = "zarr.json"  # describes an array, in its folder
@@ -83,32 +88,145 @@ DESCRIPTION = "_METADATA"  # of the arrays of one tree, in its folder
 CHECKPOINT_METADATA = "_CHECKPOINT_METADATA"  # Orbax's, in the folder of a checkpoint
 
 
-def save_async(
+def save_zarr(
     path: Path, leaves: Mapping[str, Any], *, on_written: Callable[[], object], timeout_s: float
 ) -> Callable[[], None]:
-    """Copies what the devices hold and begins to write it; every process calls it.
+    """The same for leaves by path that plain Orbax is to read; `on_written` is called when some were written."""
+    from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
+
+    set_orbax_deadline(timeout_s)
+    with quiet(), saving_options(ocp, on_written, timeout_s):
+        response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
+
+    return functools.partial(_wait, response, timeout_s)
+
+
+def _wait(response: Any, timeout_s: float) -> None:
+    with quiet():
+        try:
+            response.result(timeout_s)
+        except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
+            raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
+
+
+class Held(Protocol):
+    """The layouts of files, and the values of their pieces."""
+
+    @property
+    def files(self) -> Sequence[FileLayout]:
+        """The layouts."""
+        ...
+
+    def values(self, file: int, number: int) -> np.ndarray:
+        """The values of a piece, by the number of the file and its own there; each is asked for once, in order."""
+        ...
+
+
+class PackedPart:
+    """What this process writes of a packed checkpoint, as Orbax is given it.
+
+    Args:
+        held: what is written.
+        on_written: called in other threads whenever some of it was.
+        together: writes, and returns when all processes have.
+
+    Attributes:
+        files: size and sum of the index of each file that was written, by name.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        on_written: Callable[[], object] = lambda: None,
+        *,
+        together: Callable[[Callable[[], None]], None] = lambda write: write(),
+    ) -> None:
+        self._held, self._on_written, self._together = held, on_written, together
+        self.begin = ""  # of the names
+        self.files: dict[str, tuple[int, int]] = {}
+
+    def write_all(self, sink: Sink) -> None:
+        """Writes all files; those of all processes are on the disk when this returns.
+
+        Orbax gives the folder its name when its own process has written.
+        """
+        self._together(lambda: self.write(sink))
+
+    def write(self, sink: Sink) -> None:
+        """Writes all files of this process."""
+        held = self._held
+        for number, layout in enumerate(held.files):
+            name = f"{self.begin}{jax.process_index():05d}-{number:03d}.safetensors"
+            values = functools.partial(held.values, number)
+            self.files[name] = layout.num_bytes, write_file(sink, name, layout, values, self._on_written)
+
+
+class PackedHandler:
+    """Writes the part of each process into a folder that Orbax makes, and gives its final name when all are done."""
+
+    def is_handleable(self, checkpointable: Any) -> bool:
+        """Whether it can save something."""
+        return isinstance(checkpointable, PackedPart)
+
+    def is_abstract_handleable(self, abstract_checkpointable: Any) -> bool:
+        """Whether it can load something: that is jshard's own work."""
+        return False
+
+    async def save(self, directory: Any, checkpointable: PackedPart) -> Any:
+        """Begins to write, see Orbax."""
+
+        async def work() -> None:
+            folder = await directory.await_creation()
+            await asyncio.to_thread(checkpointable.write_all, LocalFolder(Path(folder)))
+
+        return work()
+
+    async def load(self, directory: Any, abstract_checkpointable: Any = None) -> Any:
+        """Nothing: see `is_abstract_handleable`."""
+        raise NotImplementedError("jshard.checkpoint.restore reads these files")
+
+    async def metadata(self, directory: Any) -> None:
+        """Nothing: the manifest has it."""
+
+
+def save_async(path: Path, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
+    """Begins to write a packed checkpoint; every process calls it.
 
     Args:
         path: a folder that does not exist yet.
-        leaves: arrays, numbers and texts by path.
-        on_written: called in other threads whenever this process has written some arrays.
+        part: what this process writes of it.
         timeout_s: how long it may take.
 
     Returns:
         A function that waits until all processes have written and the checkpoint is committed.
     """
-    from orbax.checkpoint import v1 as ocp  # slow to import, and few programs need it
+    from orbax.checkpoint import v1 as ocp
 
     set_orbax_deadline(timeout_s)
-    with quiet(), saving_options(ocp, leaves, on_written, timeout_s):
-        response = ocp.save_async(str(path), _leaves.nested(leaves), custom_metadata=dict(MARK))
+    context = ocp.Context()
+    context.asynchronous.timeout_secs = max(1, int(timeout_s))
+    context.checkpointables.registry = ocp.handlers.local_registry(include_global_registry=False)
+    context.checkpointables.registry.add(PackedHandler, checkpointable_name=FOLDER)
+    with quiet(), context:
+        response = ocp.save_checkpointables_async(str(path), {FOLDER: part}, custom_metadata=dict(MARK))
+    return functools.partial(_wait, response, timeout_s)
+
+
+def upload_packed(path: BucketPath, part: PackedPart, *, timeout_s: float) -> Callable[[], None]:
+    """`save_async` into a bucket, where there is nothing to rename: the manifest makes it a checkpoint.
+
+    No two saves write the same names: one that was taken for dead, and wakes up, changes nothing that counts.
+    """
+    part.begin = f"{secrets.token_hex(4)}-"
+    pool = concurrent.futures.ThreadPoolExecutor(1, "jshard-upload")
+    done = pool.submit(part.write, BucketFolder(path / FOLDER))
+    pool.shutdown(wait=False)
 
     def wait() -> None:
-        with quiet():
-            try:
-                response.result(timeout_s)
-            except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
-                raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
+        try:
+            done.result(timeout_s)
+        except TimeoutError as error:
+            raise TimeoutError(f"its part of {path} is not written after {timeout_s:.0f} s.") from error
 
     return wait
 
@@ -135,8 +253,9 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     with quiet(), context:
         for name, (folder, item) in _trees(path).items():
             begin = f"{name}/" if name else ""
-            here = {key.removeprefix(begin): like for key, like in wanted.items() if f"{key}/".startswith(begin)}
-            here = {"" if key == name else key: like for key, like in here.items()}
+            here = {
+                f"{key}/".removeprefix(begin)[:-1]: like for key, like in wanted.items() if f"{key}/".startswith(begin)
+            }
             if not here:
                 continue
             stored = ocp.metadata(folder, checkpointable_name=item).metadata if plain else None
@@ -145,26 +264,45 @@ def load(path: Path, wanted: Mapping[str, Any], *, plain: bool = False) -> dict[
     return {key: leaf for key, leaf in found.items() if key in wanted}
 
 
+def only_item(path: Path, asked: Collection[str]) -> str | None:
+    """The name of the one tree that others saved, if all paths ask for it by that name, and its own do not have it."""
+    names = [] if (path / DESCRIPTION).is_file() else [file.parent.name for file in path.glob(f"*/{DESCRIPTION}")]
+    if len(names) != 1 or not asked or not all(name.startswith(f"{names[0]}/") for name in asked):
+        return None
+    described, _ = metadata(path)
+    return None if any(name.split("/")[0] == names[0] for name in described) else names[0]
+
+
 def items(path: Path) -> tuple[str, ...]:
     """The names of the trees in a checkpoint, where it holds several.
 
-    Orbax saves such ones for `Composite(params=..., ema_params=...)` and `save_checkpointables`. Left to itself, it
-    reads one of them.
+    Orbax saves such ones for `Composite(params=..., ema_params=...)` and `save_checkpointables`, and one of them may be
+    a composite again. Left to itself, it reads one of them.
     """
-    names = sorted(file.parent.name for file in path.glob(f"*/{DESCRIPTION}"))
-    return () if len(names) < 2 or (path / DESCRIPTION).is_file() else tuple(names)
+    folders = [] if (path / DESCRIPTION).is_file() else [path]
+    names = []
+    for folder in folders:  # grows
+        for below in folder.iterdir() if folder.is_dir() else ():
+            if (below / DESCRIPTION).is_file():
+                names.append(below.relative_to(path).as_posix())
+            elif below.is_dir() and (folder == path or any(below.glob(f"*/{DESCRIPTION}"))):
+                folders.append(below)
+    return tuple(sorted(names)) if len(names) > 1 else ()
 
 
-def is_item(path: Path) -> bool:
+def is_item(path: Place) -> bool:
     """Whether a folder is one tree of a checkpoint by others."""
+    if isinstance(path, BucketPath):
+        return False
     is_tree = (path / DESCRIPTION).is_file() and not (path / CHECKPOINT_METADATA).is_file()
     return is_tree and (path.parent / CHECKPOINT_METADATA).is_file() and not (path.parent / MANIFEST).is_file()
 
 
-def _trees(path: Path) -> dict[str, tuple[str, str]]:
-    """What Orbax is to read, a checkpoint and an item of it, by the beginning of the paths."""
+def _trees(path: Path) -> dict[str, tuple[str, str | None]]:
+    """What Orbax is to read, a checkpoint and an item of it (or itself), by the beginning of the paths."""
     if names := items(path):
-        return {name: (str(path), name) for name in names}
+        # Of a composite in a composite Orbax takes the items for themselves.
+        return {name: (str(path / name), None) if "/" in name else (str(path), name) for name in names}
     if is_item(path):
         return {"": (str(path.parent), path.name)}
     return {"": (str(path), _AUTO)}
@@ -218,9 +356,9 @@ def metadata(path: Path) -> tuple[dict[str, Any], Mapping[str, Any]]:
     return found, noted if isinstance(noted, Mapping) else {}
 
 
-def is_committed(path: Path) -> bool:
+def is_committed(path: Place) -> bool:
     """Whether a save was completed there: half-written folders and those of others have no mark."""
-    return (path / COMMIT_MARK).is_file()
+    return (path / (MANIFEST if isinstance(path, BucketPath) else COMMIT_MARK)).is_file()
 
 
 def cut_padding(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -258,6 +396,23 @@ def check_whole(folder: Path, leaves: Mapping[str, StoredLeaf], files: Mapping[s
         )
 
 
+def check_packed(folder: Path, manifest: Manifest) -> None:
+    """Raises a `RunError` if some of the packed files are not there, or not whole."""
+    bad = []
+    for name, (size, _) in manifest.packed.items():
+        place = f"{FOLDER}/{name}"
+        here = manifest.files[place][0] if place in manifest.files else None
+        if here != size:
+            bad.append(f"{place}  is missing" if here is None else f"{place}  {here} bytes of {size}")
+    if bad:
+        raise RunError(
+            "The checkpoint could not be written.",
+            where=[str(folder), *bad],
+            why=f"{len(bad)} of {len(manifest.packed)} files are not there, or not whole, when all has been written.",
+            do="look for what else writes or deletes in that folder, and save again.",
+        )
+
+
 def _array_folder(folder: Path, path: str) -> Path:
     return folder / ITEM / path.replace("/", ".")
 
@@ -267,38 +422,6 @@ def _num_files(described: Path) -> int:
     array = json.loads(described.read_bytes())
     cut = array["chunk_grid"]["configuration"]["chunk_shape"]
     return math.prod(-(-size // part) for size, part in zip(array["shape"], cut, strict=True))
-
-
-def chunk_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget_bytes: int) -> int | None:
-    """The budget to cut a leaf's shards by, so that another mesh need not read far more than it wants.
-
-    Orbax cuts by whole divisors, the dims that are sharded first: 18,992 rows of 16 KiB may end in chunks of half a
-    MiB. So of the budgets from `budget_bytes` to 16 MiB the first is taken whose chunks are not too small; None leaves
-    every shard in one chunk.
-    """
-    if math.prod(shard) * itemsize <= budget_bytes:
-        return None
-    budget = budget_bytes
-    while budget <= _CHUNK_BYTES[1]:
-        if _cut_bytes(shape, shard, itemsize, budget) >= _LEAST_CHUNK_BYTES:
-            return budget
-        budget *= 2
-    return None
-
-
-def _cut_bytes(shape: tuple[int, ...], shard: tuple[int, ...], itemsize: int, budget: int) -> int:
-    """Bytes of a chunk as Orbax cuts a shard: the largest sharded dim by its next divisor until it fits."""
-    sizes = list(shard)
-    sharded = [whole != part for whole, part in zip(shape, shard, strict=True)]
-    while math.prod(sizes) * itemsize > budget:
-        left = [dim for dim, size in enumerate(sizes) if sharded[dim] and size > 1]
-        if not left:
-            sharded = [True] * len(sizes)
-            left = [dim for dim, size in enumerate(sizes) if size > 1]
-        dim = max(left, key=lambda dim: (sizes[dim], -dim))
-        sizes[dim] //= next(d for d in range(2, sizes[dim] + 1) if sizes[dim] % d == 0)
-        sharded[dim] = True
-    return math.prod(sizes) * itemsize
 
 
 class _Progress:
@@ -320,7 +443,7 @@ class _Progress:
         self._on_written()
 
 
-def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[], object], timeout_s: float) -> Any:
+def saving_options(ocp: Any, on_written: Callable[[], object], timeout_s: float) -> Any:
     """The context of Orbax in which some leaves are written."""
     context = ocp.Context()
     context.asynchronous.timeout_secs = max(1, int(timeout_s))
@@ -332,18 +455,6 @@ def saving_options(ocp: Any, leaves: Mapping[str, Any], on_written: Callable[[],
     saving.enable_write_sharding_file = False  # what is on disk knows nothing of the mesh
     # By default this follows the text of JAX_PLATFORMS. A leaf that all processes hold is written once, in parts.
     saving.use_replica_parallel = jax.process_count() > 1
-    saving.min_slice_bytes_for_replica_parallel = LEAST_SLICE_BYTES
-    here = sum(map(local_bytes, leaves.values()))
-    budget = int(min(max(here / _FILES, _CHUNK_BYTES[0]), _CHUNK_BYTES[1]))
-
-    def options(_: Any, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array) or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return None
-        shard = leaf.sharding.shard_shape(leaf.shape)
-        chunk = chunk_bytes(leaf.shape, shard, leaf.dtype.itemsize, budget)
-        return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=chunk)
-
-    saving.scoped_storage_options_creator = options
     return context
 
 

@@ -40,7 +40,7 @@ def add(parts: Iterable[Sequence[int]]) -> Sums:
 
 
 class LeafSums:
-    """The sums over what this process holds of a leaf; on an accelerator they are on their way when it is made.
+    """The sums over what this process holds of a leaf.
 
     Args:
         leaf: an array; of copies of a shard one counts, and of what each process has for itself that of the first.
@@ -54,15 +54,19 @@ class LeafSums:
         if jax.process_index() != 0 and (not isinstance(leaf, jax.Array) or leaf.is_fully_addressable):
             self._parts = []
         elif isinstance(leaf, jax.Array):
-            self._parts = [_part(shard, self._shape) for shard in leaf.addressable_shards if shard.replica_id == 0]
+            shards = [shard for shard in leaf.addressable_shards if shard.replica_id == 0]
+            self._parts = [(np.asarray(shard.data), tuple(shard.index)) for shard in shards]
         else:
-            self._parts = [(leaf[tuple(map(slice, self._shape))], tuple(slice(None) for _ in self._shape))]
+            self._parts = [(leaf, tuple(slice(None) for _ in self._shape))]
 
     def total(self) -> Sums:
-        """The sums; waits for the devices."""
-        return add(
-            [int(x) for x in part] if box is None else box_sums(part, box, self._shape) for part, box in self._parts
-        )
+        """The sums."""
+        return add(box_sums(values[_inside(box, self._shape)], box, self._shape) for values, box in self._parts)
+
+
+def _inside(box: Box, shape: Sequence[int]) -> Box:
+    """What of a box is no padding."""
+    return tuple(slice(max(0, size - (part.start or 0))) for part, size in zip(box, shape, strict=True))
 
 
 def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
@@ -91,62 +95,11 @@ def box_sums(values: np.ndarray, box: Box, shape: Sequence[int]) -> Sums:
     return total % _MODULUS, weighted % _MODULUS
 
 
-def _part(shard: Any, shape: tuple[int, ...]) -> tuple[Any, Box | None]:
-    """A shard to sum up later, on a host; or the sums that its device has begun to compute."""
-    box, values = tuple(shard.index), shard.data
-    inside = tuple(slice(max(0, size - (part.start or 0))) for part, size in zip(box, shape, strict=True))
-    if any(part.stop < size for part, size in zip(inside, values.shape, strict=True)):
-        values = values[inside]
-    if shard.device.platform == "cpu":
-        return np.asarray(values), box  # no copy, and it keeps the values when the array is donated
-    return device_sums(values, box, shape), None
-
-
-def device_sums(values: jax.Array, box: Box, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    """`box_sums` where the values are: the twin for accelerators."""
-    # Whatever mesh is active: the values are on one device.
-    here = jax.sharding.Mesh(np.array(list(values.devices())), "device")
-    with jax.enable_x64(True), jax.set_mesh(here):
-        starts = np.array([part.start or 0 for part in box], np.uint64)
-        return _device_sums(values, starts, shape=shape)
-
-
-@jax.jit(static_argnames=("shape",))
-def _device_sums(values: jax.Array, starts: jax.Array, *, shape: tuple[int, ...]) -> tuple[jax.Array, ...]:
-    if values.ndim == 0:
-        values, shape, starts = values.reshape(1), (1,), jnp.zeros(1, jnp.uint64)
-    words = _device_words(values).astype(jnp.uint64)
-    per_element = words.shape[-1] // max(values.shape[-1], 1)
-    width, per_row = _segments(shape, per_element)
-    index = lambda dim: jax.lax.broadcasted_iota(jnp.uint64, words.shape, dim)
-    row = jnp.zeros(words.shape, jnp.uint64)
-    for dim in range(values.ndim - 1):
-        row = row * jnp.uint64(shape[dim]) + index(dim) + starts[dim]
-    column = index(words.ndim - 1) + starts[-1] * per_element
-    number = row * jnp.uint64(per_row) + column // jnp.uint64(width)
-    return jnp.sum(words, dtype=jnp.uint64), jnp.sum(words * (2 * number + 1), dtype=jnp.uint64)
-
-
 def _segments(shape: tuple[int, ...], per_element: int) -> tuple[int, int]:
     """The width of a leaf's segments in words, and how many a row has."""
     num_columns = (shape[-1] if shape else 1) * per_element
     width = _SEGMENT_WORDS if math.prod(shape) * per_element > _SMALL_WORDS else 1
     return width, -(-num_columns // width)
-
-
-def _device_words(values: jax.Array) -> jax.Array:
-    if values.dtype == jnp.bool_:
-        return values.astype(jnp.uint8)
-    if values.dtype.name == _FLOAT4:
-        return jax.lax.bitcast_convert_type(values, jnp.uint4).astype(jnp.uint8)
-    if _is_sub_byte(values.dtype):
-        return values.astype(jnp.int8).astype(jnp.uint8)
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        values = jnp.stack([values.real, values.imag], axis=-1)
-        values = values.reshape(*values.shape[:-2], -1)
-    itemsize = values.dtype.itemsize
-    words = jax.lax.bitcast_convert_type(values, jnp.dtype(f"uint{8 * min(itemsize, 4)}"))
-    return words.reshape(*words.shape[:-2], -1) if itemsize > 4 else words
 
 
 def _words(values: np.ndarray) -> np.ndarray:

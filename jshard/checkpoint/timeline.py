@@ -17,6 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from jshard.checkpoint.buckets import Place
+
 
 class Phases:
     """A clock that names what it measures; phases (`PHASES`) may overlap, and several threads may report."""
@@ -70,11 +72,11 @@ def append(folder: Path, record: Mapping[str, Any]) -> None:
         file.write(line.encode())
 
 
-def read(folder: Path) -> list[dict[str, Any]]:
+def read(folder: Place) -> list[dict[str, Any]]:
     """The history of a series, oldest first; lines that were cut off by a crash are left out."""
     found = []
     with contextlib.suppress(OSError):
-        for line in (folder / NAME).read_text().splitlines():
+        for line in (folder / NAME).read_bytes().decode().splitlines():
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
     return found
@@ -177,7 +179,7 @@ class Timeline:
         return max(found, key=lambda slow: slow.time_s - slow.median_s, default=None)
 
 
-def timelines(folder: Path) -> list[Timeline]:
+def timelines(folder: Place) -> list[Timeline]:
     """Every save and restore in the history of a series, oldest first; broken lines are left out."""
     found = []
     for record in read(folder):

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import duration, human_bytes
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.timeline import SLOWER, ProcessTimes, Timeline
 from jshard.inspect.drawing import Bar, chrome_trace, html_page, write_png
 from jshard.inspect.tables import FittedTable, add_row, made_table, printed
@@ -64,7 +65,7 @@ _CLOCKS = "Seconds; a process begins as the clock of its host says, and its phas
 class TimelineReport:
     """What `jshard ckpt timeline` shows: one save or restore process by process, and all of them, oldest first."""
 
-    folder: Path  # of the series
+    folder: Place  # of the series
     shown: Timeline
     every: tuple[Timeline, ...]
     mtbf_s: float  # assumed time between failures

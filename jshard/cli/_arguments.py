@@ -198,6 +198,9 @@ class TrainArgs(RecipeArgs):
     """Folder to write, empty or new; by default runs/MODEL-RECIPE, with a number if that is taken."""
     resume: bool = False
     """Continue the run in --out (by default the newest of this recipe) from its last checkpoint, with its options."""
+    checkpoints: Annotated[str | None, tyro.conf.arg(metavar="ADDRESS")] = None
+    """Where the checkpoints go: an address in a bucket, of this run alone, gs://BUCKET/NAME or s3://BUCKET/NAME; by
+    default OUT/checkpoints. All else of the run stays in --out."""
     init_from: Annotated[Path | None, tyro.conf.arg(metavar="PATH")] = None
     """Begin with the parameters of a checkpoint: of jshard (a checkpoint, or a run), of Orbax, of PyTorch's distributed
     checkpoints, or safetensors; the model file's `hf_names` says what others call them. A run that is resumed goes on

@@ -13,7 +13,8 @@ from typing import Any
 from flax import nnx
 
 import jshard as js
-from jshard.checkpoint.lookup import OF_A_RUN, local_path, no_checkpoint, steps_in
+from jshard.checkpoint.buckets import BucketPath
+from jshard.checkpoint.lookup import OF_A_RUN, no_checkpoint, place_of, steps_in
 from jshard.cli._arguments import TrainArgs, num_devices, parse_mesh, parse_steps
 from jshard.cli._devices import open_mesh
 from jshard.cluster.compile import Variant, as_text
@@ -32,7 +33,7 @@ from jshard.train.trackers import available
 
 _RUNS = Path("runs")
 # Options that a resumed run takes over.
-_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer", "init_from")
+_WHAT = ("recipe", "set", "unit", "steps", "seed", "data", "tokenizer", "init_from", "checkpoints")
 _KEYS = {"steps": "num_steps", "seed": "seed"}  # options for keys of the recipe
 
 
@@ -61,7 +62,7 @@ class Request:
         absolute = {  # a run may be resumed from another folder
             "data": [path.absolute() for path in self.args.data],
             "tokenizer": self.args.tokenizer and self.args.tokenizer.absolute(),
-            "init_from": self.args.init_from and self.args.init_from.absolute(),
+            "init_from": self.args.init_from and str(place_of(self.args.init_from)),
         }
         return {key: getattr(self.args, key) for key in _WHAT} | absolute | {"recipe": self.name}
 
@@ -114,6 +115,7 @@ def request_of(args: TrainArgs) -> Request:
     check_profile_name(args.options)
     _refuse_doubles(args)
     _check_auto(args)
+    _check_bucket(args)
     model_file = load_model_file(args.model)
     out = args.out
     if args.resume:
@@ -124,7 +126,8 @@ def request_of(args: TrainArgs) -> Request:
         args = _with_stored(dataclasses.replace(args, resume=stored is not None), stored or {})
     if out is not None and not args.resume:
         RunFolder.check_vacant(out)  # now: the data may take minutes to read
-    if args.init_from is not None and not _has_checkpoints(out) and not local_path(args.init_from).exists():
+    is_begun = args.init_from is not None and _has_checkpoints(out, args.checkpoints)
+    if args.init_from is not None and not is_begun and not place_of(args.init_from).exists():
         raise no_checkpoint(args.init_from)
     name, recipe = model_file.recipe(args.recipe)
     own = {option: key for option, key in _KEYS.items() if getattr(args, option) is not None}
@@ -172,13 +175,31 @@ def _check_auto(args: TrainArgs) -> None:
         )
 
 
-def _has_checkpoints(out: Path | None) -> bool:
-    return out is not None and bool(steps_in(out / OF_A_RUN))
+def _check_bucket(args: TrainArgs) -> None:
+    if args.checkpoints is not None and BucketPath.parse(args.checkpoints) is None:
+        raise ShardingError(
+            "The checkpoints cannot go there.",
+            where=f"--checkpoints {args.checkpoints}",
+            why="it is no address in a bucket; on a disk they are in the folder of the run.",
+            do="--checkpoints gs://bucket/name, or s3://bucket/name; or leave it out.",
+        )
+
+
+def _has_checkpoints(out: Path | None, place: str | None) -> bool:
+    return out is not None and bool(steps_in(place_of(place or out / OF_A_RUN)))
 
 
 def _check_origin(args: TrainArgs, stored: Mapping[str, Any], out: Path | None) -> None:
     """Of a run that has checkpoints --init-from can only say again what it began with, as job scripts do."""
-    if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out):
+    place = stored.get("checkpoints")
+    if stored and args.checkpoints not in (None, place):
+        raise ShardingError(
+            "The checkpoints of the run are elsewhere.",
+            where=f"--resume --checkpoints {args.checkpoints}",
+            why=f"{out} has its checkpoints in {place or OF_A_RUN}.",
+            do="leave out --checkpoints; or begin a new run: without --resume, in another --out.",
+        )
+    if args.init_from is None or "init_from" not in stored or not _has_checkpoints(out, place):
         return
     began = stored["init_from"]
     if began is None or Path(began).resolve() != args.init_from.resolve():

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jshard.api.optimizer import abstract_optimizer, shard_optimizer
 from jshard.checkpoint import Checkpointer, forecast
 from jshard.checkpoint import restore as restore_state
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.formats import foreign_source
 from jshard.checkpoint.formats.source import Names
 from jshard.checkpoint.series_folder import checkpoint_at
@@ -99,8 +100,8 @@ def check_source(model_file: ModelFile, recipe: Recipe, mesh: Mesh, path: Path) 
         forecast(found, like={"model": frozen}, only="params", names=names, extra="ignore")
 
 
-def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Path, Names | None]:
+def _source(model_file: ModelFile, recipe: Recipe, path: Path) -> tuple[Place, Names | None]:
     """The checkpoint that a path means, and what it calls the parameters if others wrote it."""
     found = checkpoint_at(path)
-    is_foreign = foreign_source(found) is not None
+    is_foreign = isinstance(found, Path) and foreign_source(found) is not None
     return found, model_file.names_elsewhere(recipe.model) if is_foreign else None

@@ -26,9 +26,9 @@ from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
 from jshard.checkpoint.checkpointer import TIMEOUT_S
+from jshard.checkpoint.copies import Packing, opened_parts
 from jshard.checkpoint.errors import reason
-from jshard.checkpoint.packed import PackedCheckpoint, Packing
-from jshard.checkpoint.readers import unreadable
+from jshard.checkpoint.opened import unreadable
 from jshard.checkpoint.restoring import Restoring
 from jshard.checkpoint.saving import give_memory_back
 from jshard.checkpoint.storage import free_bytes
@@ -169,7 +169,7 @@ class MemoryCopies:
         opened, error = None, None
         name = Path(f"copy in memory of step {step}")
         try:
-            opened = PackedCheckpoint(name, [self._reader(part) for part in self._parts(run, step)])
+            opened = opened_parts(name, [self._reader(part) for part in self._parts(run, step)])
         except Exception as caught:
             error = caught if isinstance(caught, FourPartError) else unreadable(name, reason(caught))
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())

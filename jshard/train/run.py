@@ -20,7 +20,8 @@ from jax.sharding import Mesh
 from jshard import launch
 from jshard._live import at_work
 from jshard._processes import is_primary
-from jshard.checkpoint.lookup import OF_A_RUN, steps_in
+from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.lookup import OF_A_RUN, place_of, steps_in
 from jshard.data import Data, DataError, Loader, local_rows
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.launch import stall
@@ -57,7 +58,7 @@ class Finished(Fitted):
     """
 
     out: Path
-    checkpoint: Path | None
+    checkpoint: Place | None
     sample: str | None
 
 
@@ -128,7 +129,8 @@ def run_recipe(
     _check_vocabulary(recipe, data)
     loader = _loader(data, recipe, recipe.batch_size, mesh, workers)
     eval_loader = _loader(data, recipe, recipe.batch_size // recipe.accumulate, mesh)
-    if init_from is not None and not (resume and steps_in(Path(out) / OF_A_RUN)):
+    series = place_of((options or {}).get("checkpoints") or Path(out) / OF_A_RUN)
+    if init_from is not None and not (resume and steps_in(series)):
         check_source(model_file, recipe, mesh, init_from)
     say = say if is_primary() else (lambda line: None)
     copies = None

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jshard import launch
 from jshard._live import at_work
 from jshard.checkpoint import Checkpointer, CheckpointError
+from jshard.checkpoint.buckets import Place
 from jshard.recipes.building import new_model
 from jshard.recipes.model_file import ModelFile
 from jshard.recipes.recipe import Recipe
@@ -56,7 +57,7 @@ class RunCheckpoints:
         self._series = Checkpointer(folder.checkpoints, keep=recipe.keep_checkpoints)
         self._val_losses: dict[int, float] = {}  # the last one, by its step
         self._noted: int | None = None
-        self._newest: Path | None = None  # known without a look at the disk
+        self._newest: Place | None = None  # known without a look at the disk
         self._is_from_memory = False
         self.is_begun = False
 
@@ -78,6 +79,13 @@ class RunCheckpoints:
             init_from: whose parameters a new run begins with; see `create_from`.
         """
         latest = self._series.agreed_latest()
+        if latest is not None and not self._folder.is_resumed:  # in a bucket: the folder of a new run is empty
+            raise CheckpointError(
+                "The checkpoints of another run are there.",
+                where=f"--checkpoints {self._folder.checkpoints}",
+                why=f"the newest is of step {latest}; a new run would go on from it, and delete the older ones.",
+                do="name an address that is empty; or resume that run: --out FOLDER --resume",
+            )
         if (found := self._from_memory(newer_than=latest)) is not None:
             self._series.set_aside_newer(found[2])
             self._say(f"resumed from the copy in memory of step {found[2]}; the newest checkpoint: {latest}")
@@ -149,7 +157,7 @@ class RunCheckpoints:
         """Waits until no save is at work."""
         self._series.wait()
 
-    def latest(self) -> Path | None:
+    def latest(self) -> Place | None:
         """The newest one."""
         latest = self._series.latest()
         return None if latest is None else self._path(latest)
@@ -184,7 +192,7 @@ class RunCheckpoints:
         self.is_begun = True
         return begun
 
-    def _path(self, step: int) -> Path:
+    def _path(self, step: int) -> Place:
         """Of a checkpoint, as the folder of the run was given."""
         return self._folder.checkpoints / str(step)
 

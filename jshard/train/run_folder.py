@@ -27,6 +27,8 @@ import jax
 from jax.sharding import Mesh
 
 from jshard import _processes, launch
+from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.lookup import place_of
 from jshard.errors import FourPartError, RunError, ShardingError
 from jshard.plans.mesh import num_processes
 from jshard.recipes.recipe import versions
@@ -106,9 +108,10 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
-    def checkpoints(self) -> Path:
-        """The folder for a `Checkpointer`."""
-        return self.path / "checkpoints"
+    def checkpoints(self) -> Place:
+        """The folder for a `Checkpointer`, or its address in a bucket."""
+        place = self._record.options.get("checkpoints")
+        return self.path / "checkpoints" if place is None else place_of(place)
 
     def samples_before(self, step: int) -> int:
         """Samples that the steps before one were given: the batches of a resumed run may have had several sizes.
@@ -360,9 +363,8 @@ def _writing(path: Path) -> Iterator[None]:
     except OSError as error:
         why = f"{error.strerror} ({errno.errorcode.get(error.errno or 0, error.errno)}): {error.filename or path}."
         if error.errno in _BROKEN_DISK:
-            raise RunError(
-                "The folder of the run could not be written.", where=str(path), why=why, do="make room."
-            ) from error
+            do = "mend the disk." if error.errno == errno.EIO else "make room."
+            raise RunError("The folder of the run could not be written.", where=str(path), why=why, do=do) from error
         raise ShardingError(
             "The folder of the run cannot be written.",
             where=f"--out {path}",

@@ -341,11 +341,11 @@ def three(tmp_path_factory):
 def damaged(three, tmp_path):
     """Step 3 with a bit that was flipped, step 2 without one of its files."""
     ckpt = Checkpointer(shutil.copytree(three.folder, tmp_path / "c"))
-    data = max((ckpt.path(3) / "state").rglob("c/*/*"), key=lambda path: path.stat().st_size)
+    data = ckpt.path(3) / "arrays" / "00000-000.safetensors"
     content = bytearray(data.read_bytes())
-    content[5] ^= 4
+    content[5000] ^= 4
     data.write_bytes(content)
-    (ckpt.path(2) / "state" / "_METADATA").unlink()
+    (ckpt.path(2) / "arrays" / data.name).unlink()
     return ckpt
 
 
@@ -355,7 +355,7 @@ def test_falling_back_goes_to_the_newest_good_one_and_says_so(damaged):
     texts = [str(warning.message) for warning in reported]
     for step, text in zip((3, 2), texts, strict=True):
         assert text.startswith(f"checkpoint {damaged.path(step)} is damaged; going back to step {step - 1}.\n")
-    assert "its bytes have changed" in texts[0] and "state/_METADATA  is missing" in texts[1]
+    assert "its bytes have changed" in texts[0] and "safetensors  is missing" in texts[1]
 
 
 def test_without_it_the_damage_is_an_error_that_names_the_others(damaged):
@@ -368,7 +368,7 @@ def test_the_newest_is_one_whose_files_are_all_there(damaged):
     with pytest.warns(CheckpointWarning) as reported:
         assert damaged.latest() == 1
     assert len(reported) == 1
-    assert f"{damaged.path(2)}: state/_METADATA  is missing" in str(reported[0].message)
+    assert f"{damaged.path(2)}: arrays/00000-000.safetensors  is missing" in str(reported[0].message)
 
 
 def test_a_state_that_does_not_fit_is_no_reason_to_fall_back(three):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from jshard.checkpoint.errors import CheckpointError
-from jshard.checkpoint.formats import DcpSource
+from jshard.checkpoint.formats import DcpSource, dcp_writer
 from jshard.checkpoint.formats.source import stored_array
 from jshard.errors import RunError
 from tests.checkpoint import dcp_fixture
@@ -282,6 +282,45 @@ def test_bytes_that_changed_end_in_a_four_part_error_or_in_nothing(folder):
         (folder / name).write_bytes(before)
 
 
+# ---- Writing ----------------------------------------------------------------------------------------
+
+
+class Held:
+    """Arrays in memory, as a source."""
+
+    def __init__(self, arrays):
+        self.arrays = {name: np.asarray(array) for name, array in arrays.items()}
+        self.leaves = {name: stored_array(array.shape, array.dtype) for name, array in self.arrays.items()}
+
+    def read(self, name, box):
+        return self.arrays[name][box]
+
+
+WRITTEN = {name.replace(".", "/"): array for name, (array, _) in TENSORS.items()}
+WRITTEN |= {"deep": np.arange(100).reshape(2, 5, 10), "yes": np.array([True, False]), "bytes": np.arange(5, dtype="u4")}
+WRITTEN_VALUES = {"opt/step": 7, "lr": 0.5, "note": "text \N{SNOWMAN}"}
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    monkeypatch.setattr(dcp_writer, "_CHUNK_BYTES", 150)  # so that most arrays are in several chunks
+    counted = []
+    dcp_writer.write_dcp(tmp_path / "w", Held(WRITTEN), values=WRITTEN_VALUES, on_written=counted.append)
+    assert sum(counted) == sum(array.nbytes for array in WRITTEN.values())
+    return tmp_path / "w"
+
+
+def test_what_is_written_is_read_as_it_was(written):
+    source = DcpSource(written)
+    check_source(source, {name.replace("/", "."): array for name, array in WRITTEN.items()})
+    assert dict(source.values) == {name.replace("/", "."): value for name, value in WRITTEN_VALUES.items()}
+    assert source.damaged_names() == []
+    with pytest.raises(CheckpointError, match="there is one already"):
+        dcp_writer.write_dcp(written, Held(WRITTEN))
+    with pytest.raises(CheckpointError, match=r"(?s)no such dtype for 1 arrays.*x  int4"):
+        dcp_writer.write_dcp(written.parent / "x", Held({"x": np.zeros(2, jnp.int4)}))
+
+
 # ---- Against PyTorch itself -----------------------------------------------------------------------
 
 
@@ -329,3 +368,19 @@ def test_pytorch_reads_what_the_tests_write(folder):
         np.testing.assert_array_equal(
             state[name].contiguous().view(torch.uint8).numpy().ravel(), bits(TENSORS[name][0])
         )
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_pytorch_loads_what_is_written(written):
+    torch = pytest.importorskip("torch")
+    import torch.distributed.checkpoint as dcp
+
+    arrays = {name.replace("/", "."): np.asarray(array) for name, array in WRITTEN.items()}
+    state = {name: torch.empty(x.shape, dtype=getattr(torch, str(x.dtype))) for name, x in arrays.items()}
+    state |= {"opt": {"step": 0}, "lr": 0.0, "note": ""}
+    dcp.load(state, checkpoint_id=written, no_dist=True)
+    for name, array in arrays.items():
+        found = state[name].contiguous().reshape(-1).view(torch.uint8).numpy()
+        np.testing.assert_array_equal(found, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    assert (state["opt"]["step"], state["lr"], state["note"]) == tuple(WRITTEN_VALUES.values())

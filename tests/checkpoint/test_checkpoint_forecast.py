@@ -62,18 +62,6 @@ def test_a_part_is_told_as_a_part(saved):
     assert reported.wanted_bytes == 2048 * 4
 
 
-@pytest.mark.parametrize(
-    ("shape", "shard", "budget"),
-    [((50257, 768), (50257, 768), None), ((6283, 4096), (6283, 4096), 2 << 20), ((8192, 8192), (1024, 8192), 2 << 20)],
-    ids=["a prime vocabulary", "an odd one", "a large kernel"],
-)
-def test_pieces_are_neither_tiny_nor_too_large(shape, shard, budget):
-    found = storage.chunk_bytes(shape, shard, 4, 2 << 20)
-    cut = np.prod(shard) * 4 if found is None else storage._cut_bytes(shape, shard, 4, found)
-    assert cut >= 1 << 20
-    assert budget is None or found is not None
-
-
 # How much is on its way at a time.
 
 

@@ -1,6 +1,7 @@
 """What other libraries wrote restores, sharded over eight devices: plain Orbax, PyTorch's DCP, safetensors, GPT-2."""
 
 import dataclasses
+import functools
 import os
 import pickle
 
@@ -18,7 +19,7 @@ from orbax.checkpoint import v1 as orbax_v1
 import jshard as js
 from jshard.checkpoint import CheckpointError, CheckpointWarning
 from jshard.checkpoint.formats import Stored, write_safetensors
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.train import load_model_file
 from tests.checkpoint.dcp_fixture import put_archive, split, write_dcp
 from tests.micro_gpt import MODELS, micro
@@ -127,10 +128,29 @@ def test_no_advice_leads_from_parameters_to_moments(tmp_path):
     assert lines[1:] == [f'restore(path, like, rename={{"params": "{name}"}})' for name in "ab"]
 
 
+def test_a_composite_in_a_composite_is_read_by_the_names_of_both(tmp_path):
+    """And a tree may have a leaf that is called as its item: Orbax was asked for a leaf without a name."""
+    bias = {"bias": PARAMS["dense"]["bias"]}
+    save = orbax_v0.args.StandardSave
+    with orbax_v0.Checkpointer(orbax_v0.CompositeCheckpointHandler()) as checkpointer:
+        checkpointer.save(tmp_path / "inner", args=orbax_v0.args.Composite(params=save(PARAMS), ema=save(EMA)))
+        checkpointer.save(tmp_path / "c", args=orbax_v0.args.Composite(bias=save(bias)))
+    (tmp_path / "inner").rename(tmp_path / "c" / "outer")
+    (tmp_path / "c" / "outer" / "_CHECKPOINT_METADATA").unlink()  # Orbax writes none there
+    whole = {"outer": {"params": PARAMS, "ema": EMA}, "bias": bias}
+    for part in (whole, {"outer": whole["outer"]}, {"bias": bias}):
+        with pytest.warns(CheckpointWarning, match="no sums"):
+            jax.tree.map(np.testing.assert_array_equal, js.checkpoint.restore(tmp_path / "c", zeros(part)), part)
+    with pytest.raises(CheckpointError, match="several trees") as caught:
+        js.checkpoint.restore(tmp_path / "c", zeros(PARAMS))
+    assert [line.split("  ")[0] for line in caught.value.where[1:]] == ["bias", "outer/ema", "outer/params"]
+
+
 def test_one_tree_beside_notes_is_read_as_it_is(tmp_path):
     path = write_composite(tmp_path / "c", "v0 StandardSave", params=PARAMS)
-    with pytest.warns(CheckpointWarning, match="no sums"):
-        jax.tree.map(np.testing.assert_array_equal, js.checkpoint.restore(path, zeros(PARAMS)), PARAMS)
+    for like, wanted in ((zeros(PARAMS), PARAMS), (zeros({"params": PARAMS}), {"params": PARAMS})):
+        with pytest.warns(CheckpointWarning, match="no sums"):
+            jax.tree.map(np.testing.assert_array_equal, js.checkpoint.restore(path, like), wanted)
     with pytest.raises(CheckpointError, match="it is a part of a checkpoint, and none itself") as caught:
         js.checkpoint.restore(path / "notes", zeros(PARAMS))
     assert caught.value.do == f'restore("{path}", like=...)'
@@ -293,7 +313,7 @@ def test_plain_orbax_with_dots_and_slashes_in_its_keys(tmp_path, layout):
     jax.tree.map(np.testing.assert_array_equal, restored, state)
     with pytest.raises(CheckpointError, match=r"a%2Eb  stored \(4,\)  wanted \(3,\)"):
         js.checkpoint.restore(tmp_path / "c", {"a.b": jnp.zeros(3)})
-    source = OrbaxCheckpoint(tmp_path / "c")
+    source = own_checkpoint(tmp_path / "c")
     assert source.read("a%2Eb", (slice(1, 3),)).tolist() == [1, 2]
     assert source.read("c/f/g%2E", (slice(1, 3),)).tolist() == [4, 5]
 
@@ -318,7 +338,7 @@ def test_a_leaf_that_is_wanted_twice_is_two_arrays(tmp_path):
 def test_a_number_is_no_truth_value(tmp_path, wanted):
     """Of 5 a restore made True."""
     js.checkpoint.save(tmp_path / "c", {"five": 5, "yes": True, "one": 1})
-    with pytest.raises(CheckpointError, match=r"(?s)A stored number is too large.*wants it as bool"):
+    with pytest.raises(CheckpointError, match=r"(?s)A stored number does not fit.*five  5.*wants it as bool"):
         js.checkpoint.restore(tmp_path / "c", {"five": wanted})
     assert all(js.checkpoint.restore(tmp_path / "c", {"yes": wanted, "one": wanted}).values())
 
@@ -351,10 +371,30 @@ def test_values_that_overflow_in_the_dtype_of_like_are_told(tmp_path, name):
     assert not [w for w in warned if "too large" in str(w.message)]
 
 
+def test_a_number_of_python_that_overflows_is_told(tmp_path):
+    js.checkpoint.save(tmp_path / "c", {"x": 1e300, "y": 10**6})
+    for make in (np.zeros, jnp.zeros):
+        with pytest.warns(CheckpointWarning, match=r"(?s)2 leaves hold.*x  float -> float16.*y  int -> float16: 1 val"):
+            js.checkpoint.restore(tmp_path / "c", {"x": make((), np.float16), "y": make((), np.float16)})
+
+
+def test_keys_that_are_written_alike_and_keys_that_cannot_be_sorted(tmp_path):
+    """1 and "1" beside each other, at the top and below it: JAX takes no such dict apart."""
+    state = {1: W, "1": W + 1, "s": {1: W + 2, "1": {2: W + 3, "b": [W + 4]}, "'": W + 5}}
+    js.checkpoint.save(tmp_path / "c", state)
+    restored = js.checkpoint.restore(tmp_path / "c", state)
+    assert [*restored] == [*state] and [*restored["s"]] == [1, "1", "'"]
+    for path in ([1], ["1"], ["s", 1], ["s", "1", 2], ["s", "1", "b", 0], ["s", "'"]):
+        ours, theirs = functools.reduce(lambda node, key: node[key], path, state), restored
+        for key in path:
+            theirs = theirs[key]
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_a_number_that_does_not_fit_is_an_error(tmp_path):
     js.checkpoint.save(tmp_path / "c", {"tokens": 5_000_000_000})
     write_dcp(tmp_path / "d", {"w": split(W, 1)}, {"tokens": 2**70})
     for name in "cd":
         for wanted in (jnp.int32(0), np.int32(0), np.zeros((), np.int32)):
-            with pytest.raises(CheckpointError, match="A stored number is too large"):
+            with pytest.raises(CheckpointError, match=r"A stored number does not fit\.\n  where: tokens"):
                 js.checkpoint.restore(tmp_path / name, {"tokens": wanted})

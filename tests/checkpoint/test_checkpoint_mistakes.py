@@ -120,7 +120,7 @@ MISTAKES = {
     "path: no such step": lambda run: restore(run, path="checkpoints/300"),
     "path: of the run": lambda run: restore(run, path=""),
     "path: of all checkpoints": lambda run: restore(run, path="checkpoints"),
-    "path: inside of a checkpoint, as Orbax has it": lambda run: restore(run, path="checkpoints/200/state"),
+    "path: inside of a checkpoint": lambda run: restore(run, path="checkpoints/200/arrays"),
     "path: of one checkpoint, for a series": lambda run: Checkpointer(run / "checkpoints" / "200").restore(state()),
     "path: of the run, for a series": lambda run: Checkpointer(run).restore(state()),
     "path: after the state": lambda run: checkpoint.save(state(), run / "checkpoints" / "300"),
@@ -146,8 +146,12 @@ MISTAKES = {
     "save: what is no data": lambda run: checkpoint.save(
         run / "new", {"f": print, "t": np.array(["a"]), "n": 2**70, "z": 1j, "u": jnp.ones(2, jnp.uint4)}
     ),
-    "save: a path that is too long": lambda run: checkpoint.save(run / "new", {"model": {"层" * 90: jnp.ones(1)}}),
-    "save: two leaves of one path": lambda run: checkpoint.save(run / "new", {1: jnp.ones(1), "1": jnp.ones(2)}),
+    "save: a path that is too long": lambda run: checkpoint.save(
+        run / "new", {"model": {"层" * 90: jnp.ones(1)}}, format="orbax"
+    ),
+    "save: two leaves of one path": lambda run: checkpoint.save(
+        run / "new", {1: jnp.ones(1), "1": jnp.ones(2), "'1'": jnp.ones(3)}
+    ),
 }
 
 
@@ -195,4 +199,4 @@ def test_lines_to_paste_work(run):
     with pytest.warns(checkpoint.CheckpointWarning, match="3 stored leaves are left out"):
         checkpoint.restore(path, state(Net(bias=False)), extra="ignore")
     assert Checkpointer(run / "checkpoints").restore(state(), step=200)["step"] == 0
-    assert checkpoint.restore(run.parent / "unsealed", state(), verify=False)["step"] == 0
+    assert checkpoint.restore(run / "checkpoints" / "100", state(), verify=False)["step"] == 0

@@ -2,6 +2,7 @@
 
 import shutil
 import warnings
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import jshard as js
 from jshard.checkpoint.comparing import verify
-from jshard.checkpoint.readers import OrbaxCheckpoint, cut
+from jshard.checkpoint.readers import cut, own_checkpoint
 
+BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_of_0_1"
 ROWS = 256  # of 1 KiB: eight chunks of 32 KiB, and a leaf that is larger than what a manifest has checksums of
 
 
@@ -48,43 +50,47 @@ def test_a_good_checkpoint_is_read_whole(saved):
     verdict = verify(saved, on_read=read.append)
     assert verdict.is_good and verdict.findings == ()
     assert (verdict.num_leaves, verdict.unsummed) == (8, 0)
-    assert verdict.num_bytes == sum(read) == 2 * ROWS * 1024 + 16 + 1 + 8
+    assert verdict.num_bytes == 2 * ROWS * 1024 + 16 + 1 + 8 <= sum(read)
 
 
-# Of every kind of file, a bit near its begin and one near its end; signs and exponents too.
+DATA = "arrays/00000-000.safetensors"
+
+
+# Of every kind of file: bits near its begin and near its end, and in the middle, where the large leaves are.
 @pytest.mark.parametrize("bit", [0, 7])
 @pytest.mark.parametrize(
-    ("file", "leaf"),
-    [
-        ("state/model.large/c/0/0", "model/large"),
-        ("state/model.table/c/3/0", "model/table"),
-        ("state/model.scale/c/0", "model/scale"),
-        ("state/model.table/zarr.json", "model/table"),
-        ("state/_METADATA", None),
-        ("state/_strings.json", None),
-        ("jshard.json", None),
-    ],
+    ("file", "leaf"), [(DATA, "model/table"), ("_CHECKPOINT_METADATA", None), ("jshard.json", None)]
 )
 def test_a_flipped_bit(copy, file, leaf, bit):
     size = (copy / file).stat().st_size
-    for byte in (3, size // 2, size - 25 if size > 40 else size - 1):
+    for byte, place in ((3, leaf and "model/large"), (2 * size // 3, leaf), (size - 1, None)):  # the last of the index
         flip(copy / file, byte, bit)
-        assert (leaf, file) in found(copy), byte
+        assert (place, file) in found(copy), byte
         flip(copy / file, byte, bit)
     assert verify(copy).is_good
 
 
-def test_missing_and_cut_off_files_all_at_once(copy):
-    (copy / "state/model.table/c/3/0").unlink()
-    (copy / "state/model.large/c/0/0").write_bytes((copy / "state/model.large/c/0/0").read_bytes()[:-1])
-    shutil.rmtree(copy / "state/key")
-    verdict = verify(copy)
-    reasons = {(finding.leaf, finding.file): finding.why for finding in verdict.findings}
-    assert reasons["model/table", "state/model.table/c/3/0"] == "is missing"
-    size = (copy / "state/model.large/c/0/0").stat().st_size
-    assert reasons["model/large", "state/model.large/c/0/0"] == f"{size} bytes of {size + 1}"
-    assert {("key", "state/key/c/0"), ("key", "state/key/zarr.json")} <= set(reasons)
-    assert {leaf for leaf, _ in reasons} == {"model/table", "model/large", "key"}
+@pytest.mark.parametrize("cut", [0, 1, 100_000])
+def test_missing_and_cut_off_files_all_at_once(copy, cut):
+    data = (copy / DATA).read_bytes()
+    (copy / DATA).unlink()
+    if cut:
+        (copy / DATA).write_bytes(data[:-cut])
+    (copy / "orbax.checkpoint").unlink()
+    reasons = {(finding.leaf, finding.file): finding.why for finding in verify(copy).findings}
+    assert reasons == {
+        (None, DATA): f"{len(data) - cut} bytes of {len(data)}" if cut else "is missing",
+        (None, "orbax.checkpoint"): "is missing",
+    }
+
+
+def test_an_old_checkpoint_names_the_leaf_and_the_file(tmp_path):
+    copy = shutil.copytree(BEFORE / "100", tmp_path / "c")
+    (file,) = (copy / "state" / "host").rglob("c/0")
+    flip(file, 3)
+    assert found(copy) == [("host", "state/host/c/0")]
+    file.unlink()
+    assert found(copy) == [("host", "state/host/c/0")]
 
 
 def test_plain_orbax_can_be_read_and_no_more(tmp_path):
@@ -96,7 +102,7 @@ def test_plain_orbax_can_be_read_and_no_more(tmp_path):
     verdict = verify(tmp_path / "c")
     assert verdict.is_good
     assert (verdict.num_leaves, verdict.unsummed, verdict.num_files) == (3, 2, 0)
-    source = OrbaxCheckpoint(tmp_path / "c")
+    source = own_checkpoint(tmp_path / "c")
     np.testing.assert_array_equal(source.read("a/0", (slice(1, 3), slice(0, 2))), [[4, 5], [8, 9]])
     shutil.rmtree(tmp_path / "c" / "state" / "d")
     assert not verify(tmp_path / "c").is_good

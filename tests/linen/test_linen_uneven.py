@@ -395,7 +395,7 @@ def saved(folder: Any) -> tuple[dict, float]:
     """Saves after a step on 8 devices; the logical state, and the loss of another step."""
     model, create = gpt2("8")
     state, _, _ = step(js.shard_init(create, model), LONG)
-    checkpoint.save(folder / "run", {"state": state})
+    checkpoint.save(folder / "run", {"state": state}, format="orbax")
     return flat(state), float(step(state, LONG)[1])
 
 

@@ -22,8 +22,8 @@ from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
 from jshard.checkpoint import series_folder, storage
+from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.saving import Saving
-from jshard.checkpoint.sums import LeafSums
 from jshard.errors import FourPartError
 from tests.checkpoint.checkpoint_states import LAYOUTS, abstract, differences, filled
 
@@ -56,6 +56,17 @@ def matrix():
         restored = checkpoint.restore(FOLDER / f"one {source}", like=abstract(target))
         found[f"one {source} -> {target}"] = differences(restored, target, seed)
     return found
+
+
+def bucket():
+    """A series in a bucket; the second process may not upload its part of the third checkpoint."""
+    with checkpoint.Checkpointer(os.environ["SERIES"], keep=2) as series:
+        for step in (1, 2):
+            series.save(step, filled(SHARED[0], step))
+        error = reported(lambda: series.save(3, filled(SHARED[0], 3)))
+        assert series.agreed_latest() == 2
+        restored = series.restore(abstract(SHARED[1]))
+    return {"error": error, "differences": differences(restored, SHARED[1], 2)}
 
 
 def not_shared():
@@ -121,7 +132,7 @@ def apart():
     )
     found["other values"] = save(key=jax.random.key(PROCESS))
     found["no data"] = save(f=print if PROCESS == 1 else 1)
-    for process, owner, part in ((0, Saving, "_prepare"), (1, LeafSums, "__init__"), (1, storage, "save_async")):
+    for process, owner, part in ((0, Saving, "_prepare"), (1, HeldState, "__init__"), (1, storage, "save_async")):
         works = getattr(owner, part)
         if process == PROCESS:
             setattr(owner, part, fails)
@@ -145,11 +156,11 @@ def fails(*args, **options):
 
 def slow():
     """Process 1 is slow to write."""
-    write = storage._Progress.on_write_end
+    write = storage.PackedPart.write
     if PROCESS == 1:
-        storage._Progress.on_write_end = lambda *args: (time.sleep(SLOW_S), write(*args))
+        storage.PackedPart.write = lambda *args: (time.sleep(SLOW_S), write(*args))
     checkpoint.Checkpointer(FOLDER / "slow").save(1, state(1))
-    storage._Progress.on_write_end = write
+    storage.PackedPart.write = write
 
 
 def stall():

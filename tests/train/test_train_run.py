@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import jshard as js
 from jshard.checkpoint import Checkpointer, CheckpointWarning, saving, timeline
-from jshard.checkpoint.readers import OrbaxCheckpoint
+from jshard.checkpoint.readers import own_checkpoint
 from jshard.data import Loader, load_text
 from jshard.errors import RunError, ShardingError
 from jshard.launch import StallWatch
@@ -212,7 +212,7 @@ def test_saves_are_at_work_while_the_run_goes_on(whole):
     saves = timeline.read(finished.out / "checkpoints")
     assert [save["step"] for save in saves] == [3, 6, 8]
     assert all(save["error"] is None and save["blocked_s"] > 0 for save in saves)
-    manifest = OrbaxCheckpoint(finished.checkpoint.absolute()).manifest
+    manifest = own_checkpoint(finished.checkpoint.absolute()).manifest
     assert manifest.step == 8 and manifest.metrics == {"val_loss": finished.val_loss}
 
 
@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_costs_its_steps_and_no_more(whole, data, tmp_path)
     with pytest.warns(CheckpointWarning) as warned:
         again, lines = trained(data, out, resume=True)
     texts = [str(warning.message) for warning in warned]
-    assert any("damaged and do not count" in text and "checkpoints/8" in text for text in texts)
+    assert any("is damaged; going back to step 6" in text and "checkpoints/8" in text for text in texts)
     assert any("is now called 8.damaged" in text for text in texts)
     assert any(line == f"resumed from {out / 'checkpoints' / '6'}" for line in lines)
     for a, b in zip(state_of(again, js.mesh())[1], state_of(finished, js.mesh())[1], strict=True):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from jshard.checkpoint.formats.dcp import METADATA as _METADATA
 from jshard.checkpoint.formats.dcp import DcpSource as DcpSource
+from jshard.checkpoint.formats.dcp_writer import write_dcp as write_dcp
 from jshard.checkpoint.formats.safetensors import SUFFIX as _SUFFIX
 from jshard.checkpoint.formats.safetensors import SafetensorsSource as SafetensorsSource
 from jshard.checkpoint.formats.safetensors import write_safetensors as write_safetensors

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 import jax.numpy as jnp
 import numpy as np
 
-from jshard.checkpoint.draft import flush
+from jshard.checkpoint.draft import flush, mend
 from jshard.checkpoint.errors import CheckpointError, reason
 from jshard.checkpoint.formats.source import (
     Box,
@@ -291,7 +291,7 @@ def write_safetensors(
             "The safetensors checkpoint could not be written.",
             where=str(folder),
             why=reason(error),
-            do="make room, or name a folder on another disk.",
+            do=mend(reason(error)),
         ) from error
     finally:
         for file in unfinished.values():

@@ -175,12 +175,13 @@ class _PickleReader(pickle.Unpickler):
 
 _MOST_PICKLE_BYTES = 1 << 30
 _LOCAL_HEADER_BYTES = 30
-_STORAGES = {
+STORAGES = {
     **{"BoolStorage": "bool", "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32"},
     **{"LongStorage": "int64", "ByteStorage": "uint8", "HalfStorage": "float16", "BFloat16Storage": "bfloat16"},
     **{"FloatStorage": "float32", "DoubleStorage": "float64"},
     **{"ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128"},
 }
+"""PyTorch's classes of storages, and the dtypes of what is in them; those of other dtypes are bytes."""
 
 
 class _Storage(NamedTuple):
@@ -208,7 +209,7 @@ def _read(region: FileRegion) -> np.ndarray:
 
 _PICKLED = {
     **PLAIN,
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    **{("torch", name): dtype for name, dtype in STORAGES.items()},
     ("torch.storage", "UntypedStorage"): "uint8",
 }
 _TENSOR = {

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.text import Text
 
 from jshard._text import human_bytes
+from jshard.checkpoint.buckets import Place
 from jshard.checkpoint.comparing import Finding, LeafDiff, Verdict, diff, verify
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.series_folder import ListedCheckpoint, checkpoint_at, listing
@@ -111,7 +112,7 @@ def run_diff(argv: Sequence[str]) -> int:
     return 1 if any(leaf.kind != "equal" for leaf in found) else 0
 
 
-def _differences_table(paths: Sequence[Path], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
+def _differences_table(paths: Sequence[Place], found: Sequence[LeafDiff], args: DiffArgs) -> Group:
     counts = collections.Counter(leaf.kind for leaf in found)
     summary = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
     lines = [whole_line(f"a: {paths[0]}"), whole_line(f"b: {paths[1]}")]

@@ -18,11 +18,14 @@ from jshard.checkpoint.formats import (
     NamedSource,
     foreign_source,
     whole_leaves,
+    write_dcp,
     write_safetensors,
 )
 from jshard.checkpoint.formats.source import Names
+from jshard.checkpoint.lookup import local_path
 from jshard.checkpoint.manifest import Manifest
-from jshard.checkpoint.readers import ForeignCheckpoint, Opened, OrbaxCheckpoint
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.readers import ForeignCheckpoint, own_checkpoint
 from jshard.checkpoint.reshard import Part, import_leaves, part_of, reshard
 from jshard.checkpoint.series_folder import checkpoint_at, is_checkpoint, listing
 from jshard.cli._arguments import parse
@@ -74,7 +77,7 @@ def run_reshard(argv: Sequence[str]) -> int:
     path = checkpoint_at(args.path)
     specs = None if model is None else model.specs(mesh)
     with progress("reshard", listing(path).entries[0].num_bytes) as note:
-        manifest = reshard(path, args.out.absolute(), mesh, specs=specs, on_written=note)
+        manifest = reshard(path, local_path(args.out), mesh, specs=specs, on_written=note)
     _show(args, manifest)
     return 0
 
@@ -83,7 +86,7 @@ def _show(args: ReshardArgs | ImportArgs, manifest: Manifest) -> None:
     """One line on a checkpoint that was written, or the same as JSON."""
     count, num_bytes = len(manifest.leaves), sum(leaf.nbytes for leaf in manifest.leaves.values())
     if args.json:
-        path = str(args.out.absolute())
+        path = str(local_path(args.out))
         print(as_json({"path": path, "leaves": count, "bytes": num_bytes, "mesh": dict(manifest.mesh)}))
     else:
         print(f"{args.out}: {count} leaves, {human_bytes(num_bytes, 1)}")
@@ -116,13 +119,14 @@ def run_import(argv: Sequence[str]) -> int:
     mesh = cpu_mesh(args.mesh)
     source = _source(args, model)
     with progress("import", sum(leaf.nbytes for leaf in source.arrays.values())) as note:
-        manifest = import_leaves(source, args.out.absolute(), mesh, on_written=note)
+        manifest = import_leaves(source, local_path(args.out), mesh, on_written=note)
     _show(args, manifest)
     return 0
 
 
 def _source(args: ImportArgs, model: Model | None) -> Opened:
     """What is imported, by the paths that it gets."""
+    local_path(args.path)
     found = None if is_checkpoint(args.path) else foreign_source(args.path)
     if found is None and not is_checkpoint(args.path):
         raise CheckpointError(
@@ -133,14 +137,14 @@ def _source(args: ImportArgs, model: Model | None) -> Opened:
         )
     if model is None:
         path = args.path.absolute()
-        return OrbaxCheckpoint(path) if found is None else ForeignCheckpoint(path, found)
+        return own_checkpoint(path) if found is None else ForeignCheckpoint(path, found)
     named = NamedSource(_arrays(args.path) if found is None else found, model.names())
     _check_whole(args, named)
     return Part(named, {f"model/{name}": (name, None) for name in named.leaves})
 
 
 def _arrays(path: Path) -> Part:
-    ours = OrbaxCheckpoint(path.absolute())
+    ours = own_checkpoint(path.absolute())
     return Part(ours, {name: (name, None) for name in ours.arrays})
 
 
@@ -161,7 +165,7 @@ def _check_whole(args: ImportArgs, source: NamedSource) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportArgs(_ModelArgs):
-    """Writes the parameters of a checkpoint as safetensors, an array at a time.
+    """Writes the parameters of a checkpoint as safetensors, or as a distributed checkpoint of PyTorch, array by array.
 
     With --model they have the names and the orientation of Hugging Face, layer by layer also where a run had them
     stacked. The checkpoint is verified first. Exit codes: 0 done, 1 damaged, or writing failed, 2 the request was
@@ -171,9 +175,10 @@ class ExportArgs(_ModelArgs):
     path: tyro.conf.Positional[Path]
     """A checkpoint, a folder of them (its newest is read), or the folder of a run."""
     out: tyro.conf.Positional[Path]
-    """Folder to write model.safetensors into, or several files with an index."""
-    format: Literal["safetensors"] = "safetensors"
-    """Of the files."""
+    """Folder to write into: model.safetensors, or several files with an index; or what
+    torch.distributed.checkpoint.load reads."""
+    format: Literal["safetensors", "dcp"] = "safetensors"
+    """Of the files. Of dcp, names have dots between the keys, and numbers and texts of that part are written, too."""
     part: Annotated[str, tyro.conf.arg(metavar="PREFIX")] = "model"
     """The part of the state: beginning of the paths, which the names then lack."""
     extra: Literal["error", "ignore"] = "error"
@@ -189,16 +194,22 @@ def run_export(argv: Sequence[str]) -> int:
     args = parse(ExportArgs, argv, command="jshard ckpt export")
     model = args.loaded()
     path = checkpoint_at(args.path)
-    ours = OrbaxCheckpoint(path)
+    ours = own_checkpoint(path)
     if not args.no_verify:
         _check_good(ours)
     part = part_of(ours, args.part, names=None if model is None else model.names())
     source: ArraySource = part if model is None else _named(args, part, model.names())
     total = sum(leaf.nbytes for leaf in source.leaves.values())
     with progress("export", total) as note:
-        files = write_safetensors(
-            args.out, whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
-        )
+        if args.format == "dcp":
+            begin = f"{args.part.strip('/')}/" if args.part else ""
+            values = {} if model is not None else ours.values()
+            values = {path.removeprefix(begin): x for path, x in values.items() if path.startswith(begin)}
+            files = write_dcp(local_path(args.out), source, values=values, on_written=note)
+        else:
+            files = write_safetensors(
+                local_path(args.out), whole_leaves(source), max_shard_bytes=args.max_shard_gb * 1e9, on_written=note
+            )
     if args.json:
         print(as_json({"files": list(map(str, files)), "leaves": len(source.leaves), "bytes": total}))
     else:
@@ -207,7 +218,7 @@ def run_export(argv: Sequence[str]) -> int:
     return 0
 
 
-def _check_good(ours: OrbaxCheckpoint) -> None:
+def _check_good(ours: Opened) -> None:
     with progress("verify", sum(leaf.nbytes for leaf in ours.arrays.values())) as note:
         verdict = verify(ours.path, on_read=note)
     if not verdict.is_good:

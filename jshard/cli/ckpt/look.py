@@ -14,7 +14,8 @@ from rich.text import Text
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
-from jshard.checkpoint.readers import Opened, open_checkpoint
+from jshard.checkpoint.opened import Opened
+from jshard.checkpoint.readers import open_checkpoint
 from jshard.checkpoint.series_folder import ListedCheckpoint, Listing, checkpoint_at, listing
 from jshard.cli._arguments import parse
 from jshard.cli.ckpt._shared import as_json, mesh_text, moment, shape_text

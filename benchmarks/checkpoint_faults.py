@@ -1,0 +1,233 @@
+"""Checkpoints under faults: changed bits are found, and a kill leaves the last complete checkpoint.
+
+    python -m benchmarks.checkpoint_faults flips --times 50     # one bit, anywhere in any file
+    python -m benchmarks.checkpoint_faults pairs --times 50     # two changes that cancel in a sum of words
+    python -m benchmarks.checkpoint_faults kills --times 30     # kill -9 at a random moment of a save
+
+A change is found if `verify` names it, or a restore refuses. What is not found is named, with the file, the place, and
+whether a restore still gives what was saved; so are changes of bytes that nothing reads. Exit code 1 if values changed
+unseen, or a kill cost a complete checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+_LEAVES = {"kernel": (512, 1024), "bias": (1024,), "table": (333, 40), "small": (8,), "half": (64, 96)}
+
+
+def main() -> None:
+    """Reads the command line and runs what it asks for."""
+    if sys.argv[1:2] == ["save"]:  # a process that is to be killed
+        _save_on(*sys.argv[2:])
+        return
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8)
+    warnings.simplefilter("ignore")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint_faults")
+    parser.add_argument("what", choices=("flips", "pairs", "kills"))
+    parser.add_argument("--times", type=int, default=30)
+    parser.add_argument("--processes", type=lambda text: [int(n) for n in text.split(",")], default=[1, 2])
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    rng = random.Random(args.seed)
+    with tempfile.TemporaryDirectory(dir=Path.home(), prefix=".jshard-faults-") as folder:
+        if args.what == "kills":
+            found = [_kills(Path(folder) / str(n), n, args.times, rng) for n in args.processes]
+            good = all(found)
+        else:
+            good = _changes(Path(folder) / "c", _one_bit if args.what == "flips" else _pair, args.times, rng)
+    sys.exit(0 if good else 1)
+
+
+def _state(step: int) -> dict[str, Any]:
+    """Arrays on all devices, cut along the first dim where it divides, and numbers."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    mesh, draw = Mesh(np.array(jax.devices()), ("fsdp",)), np.random.default_rng(step)
+    state: dict[str, Any] = {"step": step, "note": "text"}
+    for name, shape in _LEAVES.items():
+        array = draw.standard_normal(shape, dtype=np.float32)
+        array = array.astype(jnp.bfloat16) if name == "half" else array
+        sharding = NamedSharding(mesh, P("fsdp" if shape[0] % len(jax.devices()) == 0 else None))
+        state[name] = jax.make_array_from_callback(shape, sharding, lambda box, array=array: array[box])
+    return state
+
+
+def _is_equal(found: Any, wanted: Any) -> bool:
+    import jax
+    import numpy as np
+
+    alike = lambda a, b: np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    return all(jax.tree.leaves(jax.tree.map(alike, found, wanted)))
+
+
+# Changed bytes.
+
+_Change = Callable[[bytearray, random.Random], str]
+
+
+def _one_bit(raw: bytearray, rng: random.Random) -> str:
+    at, bit = rng.randrange(len(raw)), rng.randrange(8)
+    raw[at] ^= 1 << bit
+    return f"bit {bit} of byte {at} of {len(raw)}"
+
+
+def _pair(raw: bytearray, rng: random.Random) -> str:
+    """The same bit set in one word and cleared in another, or two words that change places: sums of words stay."""
+    while True:
+        first, second = (8 * rng.randrange(len(raw) // 8) for _ in range(2))
+        byte, bit = rng.randrange(8), rng.randrange(8)
+        a, b = raw[first + byte] >> bit & 1, raw[second + byte] >> bit & 1
+        if a != b:
+            for at in (first, second):
+                raw[at + byte] ^= 1 << bit
+            return f"bit {bit} of bytes {first + byte} and {second + byte} of {len(raw)}"
+
+
+def _changes(path: Path, change: _Change, times: int, rng: random.Random) -> bool:
+    import jshard as js
+
+    state = _state(1)
+    js.checkpoint.save(path, state)
+    files = sorted(file for file in path.rglob("*") if file.is_file() and file.stat().st_size >= 64)
+    if change is _pair:  # within what large files hold: values, and what describes them
+        files = [file for file in files if file.stat().st_size >= 4096]
+    sizes = [file.stat().st_size for file in files]
+    found, harmless, unseen = 0, [], []
+    for number in range(times):
+        file = rng.choice(files) if number % 2 else rng.choices(files, sizes)[0]  # small ones, too
+        before = file.read_bytes()
+        raw = bytearray(before)
+        line = f"{file.relative_to(path)}: {change(raw, rng)}"
+        file.write_bytes(raw)
+        seen, is_equal = _look(path, state)
+        if seen:
+            found += 1
+        else:
+            (harmless if is_equal else unseen).append(line)
+        file.write_bytes(before)
+    print(f"found {found} of {times} in {len(files)} files", flush=True)
+    for what, lines in (("not found, values equal", harmless), ("NOT FOUND, VALUES DIFFER", unseen)):
+        for line in lines:
+            print(f"{what}: {line}")
+    assert _look(path, state) == (False, True)  # whole again
+    return not unseen
+
+
+def _look(path: Path, state: Any) -> tuple[bool, bool]:
+    """Whether something is found at all, and whether a restore gives what was saved."""
+    import jshard as js
+    from jshard.checkpoint.comparing import verify
+    from jshard.errors import FourPartError
+
+    try:
+        if not verify(path).is_good:
+            return True, False
+        return False, _is_equal(js.checkpoint.restore(path, state), state)
+    except FourPartError:
+        return True, False
+
+
+# Kills.
+
+
+def _save_on(folder: str, process: str, processes: str, coordinator: str) -> None:
+    """Saves step after step, and says when each begins."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", 8 // int(processes))
+    if int(processes) > 1:
+        jax.distributed.initialize(coordinator, int(processes), int(process))
+    from jshard.checkpoint import Checkpointer
+
+    checkpoints = Checkpointer(folder, keep=2)
+    step = (checkpoints.latest() or 0) + 1
+    while True:
+        state = _state(step)
+        print(step, flush=True)
+        checkpoints.save(step, state)
+        step += 1
+
+
+def _kills(folder: Path, processes: int, times: int, rng: random.Random) -> bool:
+    """Each one goes on with the series that the one before it left."""
+    lost, save_s, hit = [], 1.0, 0
+    for number in range(times):
+        latest, begun, save_s = _killed(folder, processes, save_s, rng)
+        found = _after_a_kill(folder)
+        hit += found == begun - 1  # it was in the middle of a save, not after it
+        if found is None or found < latest:
+            lost.append(f"kill {number}: complete was {latest}, and {found} is left")
+    print(f"{processes} processes: {times - len(lost)} of {times} kills left a good checkpoint; {hit} hit a save")
+    print("\n".join(lost), flush=True)
+    return not lost
+
+
+def _killed(folder: Path, processes: int, save_s: float, rng: random.Random) -> tuple[int, int, float]:
+    """The step that was complete for certain, the one that had begun, and seconds that a save takes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        coordinator = f"localhost:{free.getsockname()[1]}"
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.checkpoint_faults", "save", str(folder)]
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+    running = [subprocess.Popen([*command, str(n), str(processes), coordinator], **pipes) for n in range(processes)]
+    out = running[0].stdout
+    assert out is not None
+    try:
+        first = _next_step(out)
+        began_s = time.monotonic()
+        begun = _next_step(out)
+        save_s = time.monotonic() - began_s
+        time.sleep(rng.uniform(0.0, save_s))
+        for process in rng.sample(running, rng.randint(1, processes)):
+            process.kill()
+        time.sleep(rng.choice((0.0, 1.0)) if processes > 1 else 0.0)  # the other one works on for a while
+    finally:
+        for process in running:
+            process.kill()
+        for process in running:
+            process.wait()
+    begun = max([begun, *(int(line) for line in out if line.strip().isdecimal())])
+    assert begun > first
+    return begun - 1, begun, save_s
+
+
+def _next_step(out: Any) -> int:
+    """The next line that is a number: libraries print there, too."""
+    return next(int(line) for line in out if line.strip().isdecimal())
+
+
+def _after_a_kill(folder: Path) -> int | None:
+    """The newest step, if all that are there are good and hold what was saved."""
+    from jshard.checkpoint import Checkpointer
+    from jshard.checkpoint.comparing import verify
+
+    checkpoints = Checkpointer(folder, keep=2)
+    for step in checkpoints.steps():
+        state = _state(step)
+        if not verify(folder / str(step)).is_good or not _is_equal(checkpoints.restore(state, step), state):
+            return None
+    return checkpoints.latest()
+
+
+if __name__ == "__main__":
+    main()

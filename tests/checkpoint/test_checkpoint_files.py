@@ -1,0 +1,107 @@
+"""Packed files: whoever knows safetensors reads them, any box comes out of any pieces, and each is written once."""
+
+import itertools
+from pathlib import Path
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jshard.checkpoint.files import dealing
+from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
+from jshard.checkpoint.files.dealing import LeafFacts
+from jshard.checkpoint.files.layout import Piece, laid_out
+from jshard.checkpoint.files.places import LocalFolder
+from jshard.checkpoint.files.reading import ChangedError, do_all
+from jshard.checkpoint.files.writing import write_file
+
+DTYPES = ("bool", "int4", "uint8", "int64", "bfloat16", "float8_e4m3fn", "float8_e5m2fnuz", "float32", "complex64")
+
+
+def drawn(dtype, shape):
+    return np.random.default_rng(0).integers(0, 2, shape).astype(jnp.dtype(dtype))
+
+
+def written(folder: Path, leaves, cut):
+    """Leaves in pieces that are cut at some rows, in one file."""
+    pieces = []
+    for number, (path, values) in enumerate(leaves.items()):
+        ends = sorted({0, *(min(row, values.shape[0]) for row in cut), values.shape[0]}) if values.ndim else []
+        rest = tuple((0, size) for size in values.shape[1:])
+        boxes = [((a, b), *rest) for a, b in itertools.pairwise(ends)] if values.ndim else [()]
+        pieces += [Piece(number, path, values.dtype, box) for box in boxes]
+    (layout,) = laid_out(pieces)
+    place, values = LocalFolder(folder), list(leaves.values())
+    write_file(place, "a.safetensors", layout, lambda n: values[layout.pieces[n].leaf][inside(layout.pieces[n].box)])
+    return place, PackedFile.open(place, "a.safetensors", layout.num_bytes)
+
+
+def inside(box):
+    return tuple(slice(*limits) for limits in box)
+
+
+def test_whoever_knows_safetensors_reads_every_piece(tmp_path):
+    leaves = {f"a/{dtype}": drawn(dtype, (5, 3)) for dtype in DTYPES} | {"large": drawn("float32", (300, 500))}
+    written(tmp_path, leaves | {"scalar": drawn("float32", ())}, [2, 100])
+    with safe_open(tmp_path / "a.safetensors", "np") as file:
+        entries = [entry for entry in file.keys() if not entry.startswith("jshard.")]  # noqa: SIM118
+        assert len(entries) == 2 * len(DTYPES) + 3 + 1
+        for entry in entries:
+            path, _, box = entry.rstrip("]").rpartition("[")
+            if path == "a/bfloat16" or path.startswith("a/float8"):
+                continue  # the package has no numpy for them
+            wanted = leaves[path][tuple(slice(*map(int, dim.split(":"))) for dim in box.split(","))] if box else None
+            if wanted is not None:
+                assert file.get_tensor(entry).tobytes() == wanted.tobytes()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.int4])
+def test_any_box_comes_out_of_any_pieces(tmp_path, dtype):
+    values = np.random.default_rng(1).integers(-8, 8, (37, 5, 700)).astype(dtype)
+    _, file = written(tmp_path, {"a": values[0], "b": values}, [1, 3, 20])
+    pieces, draw = Pieces([file], 2), np.random.default_rng(2)
+    for _ in range(30):
+        box = tuple(tuple(sorted(draw.choice(size + 1, 2, replace=False).tolist())) for size in values.shape)
+        out = np.empty([b - a for a, b in box], dtype)
+        do_all(pieces.reads([Want(1, values.shape, box, out)], verify=True), threads=2)
+        assert out.tobytes() == values[inside(box)].tobytes(), box
+    data = bytearray((tmp_path / "a.safetensors").read_bytes())
+    data[file.index.offsets[-1]] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(data)
+    with pytest.raises(ChangedError):
+        do_all(pieces.reads([Want(1, values.shape, box, out)], verify=True), threads=2)
+
+
+class Device:
+    def __init__(self, process):
+        self.process_index = process
+
+
+class Layout:
+    """Stands for a sharding over devices of several processes: boxes along dim 0, with the processes of each."""
+
+    def __init__(self, *owners):
+        self.owners = owners
+
+    def devices_indices_map(self, shape):
+        rows = shape[0] // len(self.owners)
+        boxes = [slice(box * rows, (box + 1) * rows) for box in range(len(self.owners))]
+        return {Device(process): (box,) for box, all_ in zip(boxes, self.owners, strict=True) for process in all_}
+
+
+def test_every_element_is_written_once_and_all_write_alike():
+    both, own = Layout((0, 1, 2), (0, 1, 2)), Layout((0,), (1,), (2,))
+    facts = [LeafFacts(0, "large", (3000,), "float64", (both, (3000,)))]
+    facts += [LeafFacts(n, f"{n}", (6 * n,), "float32", (both, (6 * n,))) for n in range(1, 40)]
+    facts += [LeafFacts(50, "own", (8,), "int8", (own, (9,))), LeafFacts(51, "host", (4,), "int8", None)]
+    plans = [dealing.plan(tuple(facts), process, 3, 1 << 30) for process in range(3)]
+    for leaf in facts:
+        seen = np.zeros(leaf.shape, int)
+        for plan in plans:
+            for piece in (piece for file in plan.files for piece in file.pieces if piece.leaf == leaf.number):
+                seen[inside(piece.box)] += 1
+        assert (seen == 1).all(), leaf
+    sizes = [plan.num_bytes for plan in plans]
+    assert max(sizes) < 1.1 * min(sizes), sizes
