@@ -32,6 +32,7 @@ CASES = {
     "strategies": Case("strategies", "strategies over model sizes, compiled for 64 GPUs; needs plan-gpu, and no GPU"),
     "limiter": Case("limiter", "budgets of prefetching, compiled for GPUs; needs plan-gpu, and no GPU"),
     "memory": Case("memory", "memory of a step, estimated and compiled for GPU clusters; needs plan-gpu, and no GPU"),
+    "published": Case("published", "published step times beside planned ones; needs plan-gpu, and no GPU"),
     "optimizers": Case("optimizers", "how far each Optax optimizer is from one device on sharded state"),
     "checkpoint": Case("checkpoint", "saving and restoring, beside Orbax as it is, PyTorch's DCP, and plain files"),
     "copies": Case("copies", "what copies in memory cost beside none, and beside checkpoints as often"),

@@ -53,6 +53,7 @@ class LlamaConfig:
     scan: bool = False  # the blocks in one module, run as one loop: compile time does not grow with depth
     # Read by `annotate` only: an unsharded Llama computes in float32 and keeps every activation.
     compute_dtype: str = "float32"
+    reduce_dtype: str = "float32"  # of gradients on their way to each other
     remat: str = "none"
 
     def __post_init__(self) -> None:
@@ -256,7 +257,7 @@ def annotate(model: Llama, mesh: Mesh | AbstractMesh) -> None:
     js.parallel.split(model, TENSOR)
     precision = None
     if config.compute_dtype != "float32":
-        precision = js.MixedPrecision(param=config.compute_dtype, reduce="float32")
+        precision = js.MixedPrecision(param=config.compute_dtype, reduce=config.reduce_dtype)
     for block in [model.blocks] if config.scan else model.blocks:
         stacked = 1 if config.scan else 0
         js.fully_shard(

@@ -114,11 +114,13 @@ class PlanArgs(RecipeArgs):
 
     topology: Annotated[str, tyro.conf.arg(metavar="DEVICE:SHAPE")] = ""
     """The cluster: hosts x GPUs (h100:64x8), slices x hosts x GPUs (h100:4x16x8), or a TPU slice (v5p:8x8x8). Devices:
-    h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e. Needs the extra `plan-gpu` or `plan-tpu`."""
+    h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, or as clouds rent them: a3-high, a3-mega, p4d, p4de, p5,
+    dgx-a100, dgx-h100. Needs the extra `plan-gpu` or `plan-tpu`."""
     options: Annotated[str, tyro.conf.arg(metavar="PROFILE")] = "fastest"
     """Options of the compiler, as of js.compiler_options: fastest, memory, or none."""
     assume: Settings = ()
-    """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9 --assume matmul_efficiency=.7."""
+    """What is known of the cluster, for the estimates: --assume slow_bytes_per_s=25e9, or a range:
+    --assume slow_bytes_per_s=10e9..14e9."""
     xla_flags: Annotated[str, tyro.conf.arg(metavar="FLAGS")] = ""
     """What a run would have in XLA_FLAGS, for what no option of one program can say; auto says to the scheduler how
     long collectives take on this cluster and mesh."""

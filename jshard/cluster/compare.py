@@ -120,7 +120,7 @@ class VariantCompiler:
 
     def _compiled(self, asked: CompileRequest, variant: Variant) -> Compared:
         request = variant.of(asked)
-        found = Compared(variant=variant, command=command_line(request, known=self.cluster.known))
+        found = Compared(variant=variant, command=command_line(request, assume=self.cluster.assume))
         try:
             step: CompiledStep = compile_step(request, timeout_s=self.timeout_s)
             return dataclasses.replace(found, plan=ClusterPlan.of(step, cluster=self.cluster, name=variant.name))

@@ -132,7 +132,7 @@ def _key(setting: str) -> str:
     return setting.partition("=")[0].strip()
 
 
-def command_line(request: CompileRequest, *, known: Mapping[str, float]) -> str:
+def command_line(request: CompileRequest, *, assume: Sequence[str]) -> str:
     """The command line that asks for what is compiled; "" for what only `--compare` asks for."""
     if request.plain_flax or request.shard_replicated:
         return ""
@@ -144,7 +144,7 @@ def command_line(request: CompileRequest, *, known: Mapping[str, float]) -> str:
     words += [word for name, value in request.units.items() for word in ("--unit", f"{name}={as_text(value)}")]
     words += [] if request.profile == "fastest" else ["--options", request.profile or "none"]
     words += [f"--xla-flags={request.xla_flags}"] if request.xla_flags else []
-    words += [word for name, value in known.items() for word in ("--assume", f"{name}={value:g}")]
+    words += [word for text in assume for word in ("--assume", text)]
     return shlex.join(words)
 
 
@@ -163,6 +163,7 @@ class CompiledStep:
         plan: of the annotation.
         options: that the compiler was given.
         batch_size: sequences of a step.
+        sequence_length: tokens of a sequence.
         accumulate: microbatches of a step.
         flops: arithmetic of a step over all devices, as for the MFU.
         flops_formula: how that number comes about.
@@ -179,6 +180,7 @@ class CompiledStep:
     plan: ShardPlan = dataclasses.field(repr=False)
     options: Mapping[str, Any]
     batch_size: int
+    sequence_length: int
     accumulate: int
     flops: float
     flops_formula: str

@@ -86,6 +86,7 @@ def _compiled_step(request: CompileRequest, folder: Path) -> dict[str, Any]:
         "plan": json.loads(plan.to_json()),
         "options": options,
         "batch_size": recipe.batch_size,
+        "sequence_length": recipe.sequence_length,
         "accumulate": recipe.accumulate,
         "flops": flops,
         "flops_formula": formula,

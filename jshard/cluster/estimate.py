@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -27,6 +26,7 @@ class Estimate:
         assumptions: the machine.
         step_s: the step.
         compute_s: what of it computes.
+        split_s: the same, for each of `jshard.cluster.replay.WORKS`.
         communication_s: what the collectives take, one after another.
         exposed_s: what of it the computation waits for.
         hidden: part of the communication that runs beside computation, from 0 to 1.
@@ -37,8 +37,10 @@ class Estimate:
     assumptions: Assumptions
     step_s: float
     compute_s: float
+    split_s: Mapping[str, float]
     communication_s: float
     exposed_s: float
+    exposed_by_kind_s: Mapping[str, float]
     hidden: float
     hidden_in_loops: float
     flops: float
@@ -46,7 +48,7 @@ class Estimate:
     def to_dict(self) -> dict[str, Any]:
         """The totals, for JSON."""
         found = dataclasses.asdict(self)
-        return found | {"flops_per_s": found.pop("flops") / self.step_s if self.step_s else 0.0}
+        return found | {"computed_flops_per_s": found.pop("flops") / self.step_s if self.step_s else 0.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,18 @@ class EstimateRange:
 
     Args:
         stated: the estimate under the assumptions as given.
-        cases: those at the corners of the ranges, and `stated`.
+        fastest: where all that is not known turns out well.
+        slowest: where all of it turns out badly.
     """
 
     stated: Estimate
-    cases: tuple[Estimate, ...]
+    fastest: Estimate
+    slowest: Estimate
 
     @property
-    def fastest(self) -> Estimate:
-        """The case with the shortest step."""
-        return min(self.cases, key=lambda e: e.step_s)
-
-    @property
-    def slowest(self) -> Estimate:
-        """The case with the longest step."""
-        return max(self.cases, key=lambda e: e.step_s)
+    def cases(self) -> tuple[Estimate, ...]:
+        """All three."""
+        return self.stated, self.fastest, self.slowest
 
     def span(self, name: str) -> tuple[float, float]:
         """Smallest and largest value of a number of the cases."""
@@ -81,17 +80,25 @@ def estimate(schedule: Schedule, assumptions: Assumptions) -> Estimate:
     """Plays a schedule (`jshard.inspect.hlo.walk.read_schedule`) under assumptions."""
     replay = Replay(schedule, assumptions)
     times = list(zip(replay.communication_s, replay.exposed_s, strict=True))
+    by_kind = dict.fromkeys((window.kind for window in schedule.windows), 0.0)
+    for window, exposed_s in zip(schedule.windows, replay.exposed_s, strict=True):
+        by_kind[window.kind] += exposed_s
     in_loops = [time for time, window in zip(times, schedule.windows, strict=True) if window.loop]
     return Estimate(
         assumptions,
         step_s=replay.clock_s,
         compute_s=replay.compute_s,
+        split_s=replay.split_s,
         communication_s=sum(replay.communication_s),
         exposed_s=sum(replay.exposed_s),
+        exposed_by_kind_s=by_kind,
         hidden=_hidden(times),
         hidden_in_loops=_hidden(in_loops),
         flops=schedule.flops,
     )
+
+
+_DELAYS = "contention", "straggling", "latency_s", "launch_s", "fast_hop_s", "slow_hop_s"
 
 
 def estimate_range(
@@ -102,14 +109,13 @@ def estimate_range(
     Args:
         schedule: as for `estimate`.
         assumptions: the machine; what is not varied stays as it says.
-        ranges: lowest and highest value of some of its numbers; all corners of them are looked at.
+        ranges: lowest and highest value of some of its numbers.
     """
-    corners = [
-        estimate(schedule, dataclasses.replace(assumptions, **dict(zip(ranges, values, strict=True))))
-        for values in itertools.product(*ranges.values())
-    ]
-    stated = estimate(schedule, assumptions)
-    return EstimateRange(stated, (stated, *corners))
+    well = {name: min(ends) if name in _DELAYS else max(ends) for name, ends in ranges.items()}
+    badly = {name: max(ends) if name in _DELAYS else min(ends) for name, ends in ranges.items()}
+    return EstimateRange(
+        *(estimate(schedule, dataclasses.replace(assumptions, **changed)) for changed in ({}, well, badly))
+    )
 
 
 def _hidden(times: Sequence[tuple[float, float]]) -> float:
@@ -129,8 +135,15 @@ _CPU = Assumptions(  # a guess, to be corrected by measured steps
     latency_s=1e-4,
     host_bytes_per_s=1e10,  # the same memory
 )
-EFFICIENCY = 0.60, 0.75  # of matrix products, by the peak of the data sheet
 _FP8 = "f8e4m3fn", "f8e5m2"
+# A collective takes multiprocessors and memory bandwidth of what is computed beside it: arXiv 2507.03114, abstract, has
+# 18.9 % in the mean and 40 % at most, on A100, H100, MI210 and MI250.
+_CONTENTION, _CONTENTIONS = 0.19, (0.0, 0.4)
+# All wait for the slowest device: "5% and higher differences on an 8-gpu node" (ml-engineering, compute/accelerator).
+_STRAGGLING, _STRAGGLINGS = 0.05, (0.0, 0.1)
+# Of a collective, and of a step of its ring by NVLink and by network: NCCL, src/graph/tuning.cc, ring with LL128.
+_NCCL = {"latency_s": 14e-6, "fast_hop_s": 1.9e-6, "slow_hop_s": 4e-6}
+_LAUNCH_S = 1e-6  # developer.nvidia.com/blog/cuda-graphs: 3.8 us a kernel that runs for 2.9 us
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,10 +198,20 @@ def _assumed(device: DeviceFacts, fast_group: int) -> Assumptions:
         fast_bytes_per_s=device.fast.bytes_per_s,
         fast_group=fast_group,
         slow_bytes_per_s=device.slow.bytes_per_s,
-        matmul_efficiency=EFFICIENCY[0],
+        matmul_efficiency=device.matmul.stated / 100,
+        attention_efficiency=device.attention.stated / 100,
+        contention=_CONTENTION,
+        straggling=_STRAGGLING,
         host_bytes_per_s=device.host.bytes_per_s if device.host else None,
         flops_per_s_of=tuple(peaks.items()),
+        multiprocessors=device.target.core_count if device.target is not None else 0,
+        launch_s=_LAUNCH_S if device.platform == "gpu" else 0.0,
+        **(_NCCL if device.platform == "gpu" else {}),
     )
+
+
+Known = float | tuple[float, float]
+"""A value, or the lowest and highest that it may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,16 +220,23 @@ class PlannedCluster:
 
     Args:
         topology: the cluster.
-        known: fields of `Assumptions` with values that are known: they are not varied.
+        known: fields of `Assumptions` with what is known of them: a value, which is not varied, or a range.
     """
 
     topology: Topology
-    known: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    known: Mapping[str, Known] = dataclasses.field(default_factory=dict)
 
     @property
     def assumptions(self) -> Assumptions:
         """What an estimate takes for granted."""
-        return dataclasses.replace(assumptions_of(self.topology), **self.known)
+        stated = {name: sum(value) / 2 if isinstance(value, tuple) else value for name, value in self.known.items()}
+        return dataclasses.replace(assumptions_of(self.topology), **stated)
+
+    @property
+    def assume(self) -> tuple[str, ...]:
+        """What is known as `parse_known` reads it."""
+        ends = lambda value: value if isinstance(value, tuple) else (value,)
+        return tuple(f"{name}={'..'.join(f'{end:g}' for end in ends(value))}" for name, value in self.known.items())
 
     @property
     def machine(self) -> Machine:
@@ -216,49 +246,63 @@ class PlannedCluster:
 
     @property
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """What is least known: how fast the links are that bind the cluster, and what matrix products reach.
+        """What is least known: how fast the links are that bind the cluster, what kernels reach, who waits for whom.
 
         Where a cluster is larger than what fast links join, its adapters bind it; else the fast links do.
         """
-        device = self.topology.device
-        is_wide = self.topology.num_devices > self.topology.fast_group
+        device, num_devices = self.topology.device, self.topology.num_devices
+        is_wide = num_devices > self.topology.fast_group
         link = ("slow_bytes_per_s", device.slow.range) if is_wide else ("fast_bytes_per_s", device.fast.range)
-        found = dict([link, ("matmul_efficiency", EFFICIENCY)])
-        return {name: ends for name, ends in found.items() if name not in self.known}
+        found = dict([link]) | {
+            "matmul_efficiency": device.matmul.range,
+            "attention_efficiency": device.attention.range,
+            "contention": _CONTENTIONS,
+            "straggling": _STRAGGLINGS,
+        }
+        given = {name: value for name, value in self.known.items() if isinstance(value, tuple)}
+        return {name: ends for name, ends in found.items() if name not in self.known} | given
 
     def estimate(self, schedule: Schedule) -> EstimateRange:
         """Estimates of a compiled step, over the ranges of what is least known."""
         return estimate_range(schedule, self.assumptions, self.ranges)
 
 
-def parse_known(texts: Sequence[str]) -> dict[str, float]:
-    """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9`.
+def parse_known(texts: Sequence[str]) -> dict[str, Known]:
+    """What a command line knows of a cluster: texts such as `slow_bytes_per_s=25e9` or `slow_bytes_per_s=10e9..14e9`.
 
     Raises:
         ShardingError: it is no assumption, cannot have the value, or is given twice.
     """
     names = [f.name for f in dataclasses.fields(Assumptions) if f.type in (float, int, float | None)]
-    found = {}
+    found = dict[str, Known]()
     for text in texts:
         name, _, value = (part.strip() for part in text.partition("="))
-        number = _number(name, value)
-        if name not in names or number is None or name in found:
+        ends = [_number(name, end) for end in value.split("..")]
+        numbers = [number for number in ends if number is not None]
+        if (
+            name not in names
+            or len(numbers) != len(ends)
+            or len(ends) > 2
+            or numbers != sorted(numbers)
+            or name in found
+        ):
             raise ShardingError(
                 "An assumption is given twice." if name in found else "The assumption about a cluster is not known.",
                 where=f"--assume {text}",
-                why=f"the assumptions are {', '.join(names)}, each a positive number and given once; an efficiency is"
-                " at most 1, and fast_group whole.",
+                why=f"the assumptions are {', '.join(names)}, each a positive number, or two of them as 10e9..14e9, and"
+                " given once; an efficiency is at most 1, and fast_group and multiprocessors whole.",
                 do="--assume slow_bytes_per_s=25e9",
             )
-        found[name] = number
+        found[name] = numbers[0] if len(numbers) == 1 else (numbers[0], numbers[1])
     return found
 
 
 def _number(name: str, text: str) -> float | None:
     """The value of an assumption; None if it cannot have that one."""
     try:
-        number = int(text) if name == "fast_group" else float(text)
+        number = int(text) if name in ("fast_group", "multiprocessors") else float(text)
     except ValueError:
         return None
+    least = 0.0 if name in ("contention", "straggling") else sys.float_info.min
     most = 1.0 if name.endswith("_efficiency") else sys.float_info.max
-    return number if 0 < number <= most else None
+    return number if least <= number <= most else None

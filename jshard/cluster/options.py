@@ -53,6 +53,14 @@ _TPU_SPARSE_CORES: tuple[Entry, ...] = tuple(
     for what in map(names.format, ("all_gather", "reduce_scatter", "all_reduce"))
 ) + ({"xla_tpu_use_tc_device_shape_on_sc": True},)
 
+# XLA's own model of how long kernels and collectives take is for Hopper and Blackwell alone (SolLatencyEstimator::
+# IsSupportedForModule), and without one it leaves its latency-hiding scheduler out. An older one serves Ampere.
+_AMPERE: tuple[Entry, ...] = (
+    {"xla_gpu_enable_latency_hiding_scheduler": True},
+    {"xla_gpu_enable_analytical_latency_estimator": True},
+)
+_HOPPER = 9  # its compute capability
+
 # No entry: nothing was shown to help.
 PROFILES: Mapping[str, Mapping[str, tuple[Entry, ...]]] = {
     "fastest": {GPU: (_LIMIT, _DOUBLE_BUFFER), "v5p": _TPU_GATHERS, "v6e": _TPU_SPARSE_CORES},
@@ -72,7 +80,8 @@ def compiler_options(
 
     A profile holds only what was shown to help: on a GPU "fastest" lets eight collectives overlap and double-buffers
     loops; "memory" overlaps without the second buffer, and pipelines the collectives of loops instead. On a TPU
-    "fastest" has options for v5p and v6e. Elsewhere a profile is empty. An option that the installed version does
+    "fastest" has options for v5p and v6e. On an A100 both turn the latency-hiding scheduler on, which XLA itself does
+    for Hopper and Blackwell alone. Elsewhere a profile is empty. An option that the installed version does
     not know is left out, with one warning for all of them.
 
     Args:
@@ -117,7 +126,9 @@ def _entries(profile: str | None, platform: str, family: str) -> tuple[Entry, ..
             'for any TPU; platform="v5p" says which it is.',
             stacklevel=4,
         )
-    return by_device.get(platform, by_device.get(family, ()))
+    entries = by_device.get(platform, by_device.get(family, ()))
+    target = DEVICES[platform].target if platform in DEVICES else None
+    return (*entries, *_AMPERE) if entries and target is not None and target.major < _HOPPER else entries
 
 
 def _chosen(entries: Sequence[Entry], refused: frozenset[str]) -> Options:
@@ -199,10 +210,9 @@ def _of_value(error: Exception, options: Mapping[str, Any]) -> Exception:
 def _device(platform: str | None) -> str:
     if platform is not None:
         return _PLATFORMS.get(platform, platform)
-    if jax.default_backend() != "tpu":
-        return _PLATFORMS.get(jax.default_backend(), "cpu")
-    facts = device_of(jax.devices()[0].device_kind)
-    return facts.name if facts is not None else TPU
+    family = _PLATFORMS.get(jax.default_backend(), "cpu")
+    facts = device_of(jax.devices()[0].device_kind) if family in (GPU, TPU) else None
+    return facts.name if facts is not None else family
 
 
 def _check(profile: str | None, platform: str) -> None:

@@ -1,15 +1,26 @@
 """Plays a schedule on two streams, one that computes and one that communicates, under stated assumptions."""
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
 
 from jshard.inspect.hlo.collectives import ring_bytes
 from jshard.inspect.hlo.module import item_bytes
 from jshard.inspect.hlo.schedule import Blocking, Compute, Loop, Schedule, Start, Step, Wait, Window
-from jshard.inspect.hlo.work import OpWork
+from jshard.inspect.hlo.work import EqualProducts, OpWork
 
 # Every device of a host brings its own link to other hosts, and these kinds use all of them together.
 _SHARED_LINKS = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+# Output tiles of one multiprocessor, as cuBLAS and CUTLASS have them; a product takes whole waves of them.
+_TILES, _SPLITS = ((128, 256), (256, 128), (128, 128)), (1, 2, 4, 8)
+_FILL = (
+    128  # contracted elements whose time a tile takes to fill its pipeline and to write its result: two of its steps
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,8 +35,15 @@ class Assumptions:
         fast_group: devices that those links join: consecutive ones in the order of the mesh.
         slow_bytes_per_s: what a device's link to other hosts reaches (NIC).
         latency_s: of one collective.
-        matmul_efficiency: part of `flops_per_s` that matrix products reach.
+        fast_hop_s: what each step of its ring to a neighbour adds.
+        slow_hop_s: what each step to another host adds.
+        matmul_efficiency: part of `flops_per_s` that large matrix products reach; tiles and waves come on top.
+        attention_efficiency: part of it that attention in one kernel reaches.
         memory_efficiency: part of `memory_bytes_per_s` that other operations reach.
+        multiprocessors: of a device, over which tiles are dealt; 0 to leave tiles and waves out.
+        launch_s: from the end of one kernel to the beginning of the next.
+        contention: how much longer computing takes beside a collective, which takes multiprocessors and bandwidth.
+        straggling: how much longer the slowest device computes, for which all wait.
         host_bytes_per_s: what copies from the host's memory or to it reach, each way; None if it is not known.
         flops_per_s_of: peaks of other dtypes, by HLO name; those not named go by their width (TF32 half, FP8 twice).
 
@@ -43,27 +61,42 @@ class Assumptions:
     fast_group: int
     slow_bytes_per_s: float
     latency_s: float = 15e-6
-    matmul_efficiency: float = 0.6
+    fast_hop_s: float = 0.0
+    slow_hop_s: float = 0.0
+    matmul_efficiency: float = 0.7
+    attention_efficiency: float = 0.45
     memory_efficiency: float = 0.8
+    multiprocessors: int = 0
+    launch_s: float = 0.0
+    contention: float = 0.0
+    straggling: float = 0.0
     host_bytes_per_s: float | None = None
     flops_per_s_of: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         return (
-            f"{self.name}: {self.flops_per_s / 1e12:g} TFLOP/s x {self.matmul_efficiency:.0%},"
+            f"{self.name}: {self.flops_per_s / 1e12:g} TFLOP/s x {self.matmul_efficiency:.0%}"
+            f" (attention {self.attention_efficiency:.0%}),"
             f" memory {self.memory_bytes_per_s / 1e12:g} TB/s x {self.memory_efficiency:.0%},"
             f" {self.fast_bytes_per_s / 1e9:g} GB/s among {self.fast_group},"
-            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us a collective"
+            f" {self.slow_bytes_per_s / 1e9:g} GB/s beyond, {self.latency_s * 1e6:g} us a collective,"
+            f" computing {self.contention:.0%} longer beside one and {self.straggling:.0%} on the slowest device"
         )
 
     def compute_s(self, work: OpWork) -> float:
         """Time of an operation: bound by its products or by its memory traffic, whichever takes longer."""
-        products = sum(flops / self._peak(dtype) for dtype, flops in work.flops) / self.matmul_efficiency
-        return max(products, work.memory_bytes / (self.memory_bytes_per_s * self.memory_efficiency))
+        products_s = sum(one.flops / self._reached(one) for one in work.products)
+        traffic_s = work.memory_bytes / (self.memory_bytes_per_s * self.memory_efficiency)
+        return self.launch_s + max(products_s, traffic_s) * (1 + self.straggling)
 
-    def _peak(self, dtype: str) -> float:
-        named = dict(self.flops_per_s_of)
-        return named[dtype] if dtype in named else self.flops_per_s * 2 / max(item_bytes(dtype), 0.5)
+    def _reached(self, product: EqualProducts) -> float:
+        """Operations a second."""
+        peaks = dict(self.flops_per_s_of)
+        by_width = self.flops_per_s * 2 / max(item_bytes(product.dtype), 0.5)
+        peak = peaks.get(product.dtype, by_width)
+        if product.is_attention:
+            return peak * self.attention_efficiency
+        return peak * self.matmul_efficiency * _shape_part(product.sizes, self.multiprocessors)
 
     def collective_s(self, window: Window) -> float:
         """Time of one execution of a compiled collective, alone on the links."""
@@ -82,13 +115,37 @@ class Assumptions:
         """
         sent = ring_bytes(kind, full_bytes, len(group))
         hosts = len({position // self.fast_group for position in group})
+        rounds = 2 if kind == "all-reduce" else 1
+        hops_s = rounds * ((len(group) - hosts) * self.fast_hop_s + (hosts - 1) * self.slow_hop_s)
         fast = sent / self.fast_bytes_per_s
         if hosts == 1:
-            return fast + self.latency_s
+            return fast + self.latency_s + hops_s
         links = len(group) / hosts if kind in _SHARED_LINKS else 1
-        return max(fast, sent / (self.slow_bytes_per_s * links)) + self.latency_s
+        return max(fast, sent / (self.slow_bytes_per_s * links)) + self.latency_s + hops_s
 
 
+@functools.cache
+def _shape_part(sizes: tuple[float, ...], multiprocessors: int) -> float:
+    """What a product of these sizes reaches of what a large one does: of the best tile, and the best split along K."""
+    if not sizes or not multiprocessors:
+        return 1.0
+    batch, rows, columns, contracted = sizes
+    best = 0.0
+    for (high, wide), split in itertools.product(_TILES, _SPLITS):
+        tiles = batch * math.ceil(rows / high) * math.ceil(columns / wide)
+        if split > 1 and tiles > multiprocessors:
+            continue
+        computed = math.ceil(tiles * split / multiprocessors) * multiprocessors * high * wide / split
+        best = max(best, batch * rows * columns / computed * contracted / (contracted + _FILL * split))
+    return best
+
+
+WORKS: tuple[str, ...] = (
+    "products",
+    "attention",
+    "elementwise",
+    "update",
+)  # the update: what comes after the last product
 _SAME = 1e-9  # of a round's time: two rounds that begin so alike go alike
 
 
@@ -137,7 +194,7 @@ class Replay:
 
     Attributes:
         clock_s: when the step ended.
-        compute_s: time that the computing stream worked.
+        split_s: time that the computing stream worked on each of `WORKS`.
         communication_s: time that each collective took, over all its executions, by its place in the schedule.
         exposed_s: by the same place, time that the computing stream stood still for it.
         spans: what ran when. Of a loop, a few rounds.
@@ -151,12 +208,18 @@ class Replay:
         self._links_free_s = 0.0
         self._under_way: dict[str, tuple[float, int]] = {}  # by token: when it ends, which one
         self._segment = Segment(0.0, 0.0)  # the one that is being made
-        self.clock_s = self.compute_s = 0.0
+        self.clock_s = 0.0
+        self.split_s = dict.fromkeys(WORKS, 0.0)
         self.communication_s = [0.0] * len(schedule.windows)
         self.exposed_s = [0.0] * len(schedule.windows)
         self.spans: list[Span] = []
         self.segments: list[Segment] = []
-        self._run(schedule.steps)
+        products = [place for place, step in enumerate(schedule.steps) if _multiplies(step)]
+        update = products[-1] + 1 if products else 0
+        self._other = "elementwise"
+        self._run(schedule.steps[:update])
+        self._other = "update"
+        self._run(schedule.steps[update:])
         self.clock_s = max(self.clock_s, self._links_free_s)
         self._cut()
 
@@ -164,8 +227,7 @@ class Replay:
         for step in steps:
             match step:
                 case Compute():
-                    lane = "matmul" if step.work.matmuls else "other"
-                    self._compute(lane, step.name, self._assumptions.compute_s(step.work))
+                    self._compute(self._work_of(step), step.name, self._assumptions.compute_s(step.work))
                 case Start():
                     self._under_way[step.token] = self._send(step.window), step.window
                 case Blocking():
@@ -176,10 +238,24 @@ class Replay:
                 case Loop():
                     self._loop(step)
 
-    def _compute(self, lane: str, name: str, seconds: float) -> None:
+    @property
+    def compute_s(self) -> float:
+        """Time that the computing stream worked."""
+        return sum(self.split_s.values())
+
+    def _work_of(self, step: Compute) -> str:
+        """Which of `WORKS` it is."""
+        if not step.work.products:
+            return self._other
+        return "attention" if any(one.is_attention for one in step.work.products) else "products"
+
+    def _compute(self, work: str, name: str, alone_s: float) -> None:
+        beside_s = min(max(0.0, self._links_free_s - self.clock_s), alone_s * (1 + self._assumptions.contention))
+        seconds = alone_s + beside_s * self._assumptions.contention / (1 + self._assumptions.contention)
+        lane = "other" if work == self._other else "matmul"
         self.spans.append(Span(lane, self.clock_s, self.clock_s + seconds, name))
         self.clock_s += seconds
-        self.compute_s += seconds
+        self.split_s[work] += seconds
 
     def _send(self, window: int) -> float:
         """Queues a collective; when it will be through."""
@@ -198,7 +274,8 @@ class Replay:
 
     def _loop(self, loop: Loop) -> None:
         if not _communicates(loop.steps):
-            self._compute("matmul", loop.name, loop.rounds * self._computing_s(loop.steps))
+            for work, seconds in self._computing_s(loop.steps).items():
+                self._compute(work, loop.name, loop.rounds * seconds)
             return
         outside = self._segment
         self._cut()
@@ -218,14 +295,16 @@ class Replay:
         self._rename(loop.leaves)
         self._segment = dataclasses.replace(outside, begin_s=self.clock_s)
 
-    def _computing_s(self, steps: Sequence[Step]) -> float:
-        total = 0.0
+    def _computing_s(self, steps: Sequence[Step]) -> Mapping[str, float]:
+        """Time of each of `WORKS` in steps that only compute."""
+        found = collections.defaultdict[str, float](float)
         for step in steps:
             if isinstance(step, Compute):
-                total += self._assumptions.compute_s(step.work)
+                found[self._work_of(step)] += self._assumptions.compute_s(step.work)
             elif isinstance(step, Loop):
-                total += step.rounds * self._computing_s(step.steps)
-        return total
+                for work, seconds in self._computing_s(step.steps).items():
+                    found[work] += step.rounds * seconds
+        return found
 
     def _repeat(self, rounds: int, period_s: float, before: list[float]) -> None:
         """Adds rounds that go like the last one, of which the sums before it are given."""
@@ -234,7 +313,7 @@ class Replay:
         n = len(self._windows)
         self.communication_s = [x + y for x, y in zip(now[:n], added[:n], strict=True)]
         self.exposed_s = [x + y for x, y in zip(now[n : 2 * n], added[n : 2 * n], strict=True)]
-        self.compute_s += added[-1]
+        self.split_s = dict(zip(WORKS, (x + y for x, y in zip(now[2 * n :], added[2 * n :], strict=True)), strict=True))
         later = rounds * period_s
         self.clock_s += later
         self._links_free_s += later
@@ -244,7 +323,7 @@ class Replay:
             self.spans.append(Span("communication", begin_s, end_s + later, self._windows[window].name, window))
 
     def _sums(self) -> list[float]:
-        return [*self.communication_s, *self.exposed_s, self.compute_s]
+        return [*self.communication_s, *self.exposed_s, *self.split_s.values()]
 
     def _state(self) -> dict[str, float]:
         """What is still to come of the collectives under way, by token; that of the links under no name."""
@@ -264,6 +343,14 @@ class Replay:
 
 def _communicates(steps: Sequence[Step]) -> bool:
     return any(_communicates(step.steps) if isinstance(step, Loop) else not isinstance(step, Compute) for step in steps)
+
+
+def _multiplies(step: Step) -> bool:
+    return (
+        any(map(_multiplies, step.steps))
+        if isinstance(step, Loop)
+        else isinstance(step, Compute) and bool(step.work.products)
+    )
 
 
 def _alike(before: dict[str, float], after: dict[str, float], period_s: float) -> bool:

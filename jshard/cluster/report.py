@@ -13,7 +13,7 @@ from rich.text import Text
 from jshard._text import duration, human_bytes
 from jshard.cluster.compile import CompiledStep
 from jshard.cluster.estimate import Estimate, EstimateRange, PlannedCluster
-from jshard.cluster.replay import Assumptions, Replay, Span
+from jshard.cluster.replay import WORKS, Assumptions, Replay, Span
 from jshard.cluster.topology import Topology
 from jshard.inspect.audit import Audit, audit
 from jshard.inspect.drawing import Bar, chrome_trace, html_page
@@ -64,6 +64,7 @@ def _bar(span: Span, windows: Sequence[Window], begin_s: float, end_s: float) ->
 # The report: what was compiled, and apart from it what is estimated.
 
 _ESTIMATE = "Estimate: a replay of the compiled schedule under assumptions, not a measurement"
+_CLOSE, _HALF = 0.85, 0.5  # of the memory, and of the communication
 _PREALLOCATED = 0.75  # of a GPU's memory: what JAX takes at its start by default
 
 
@@ -121,8 +122,15 @@ class ClusterPlan(Printed):
 
     def mfu(self, estimate: Estimate) -> float:
         """The model's arithmetic as a part of the peak, if a step takes as long as in an estimate."""
-        peak = self.topology.num_devices * self.topology.device.flops_per_s["bf16"]
-        return self.step.flops / estimate.step_s / peak
+        return self._flops_per_s(estimate) / self.topology.device.flops_per_s["bf16"]
+
+    def hfu(self, estimate: Estimate) -> float:
+        """The same of the arithmetic of the compiled step, with what is computed again."""
+        return estimate.flops / estimate.step_s / self.topology.device.flops_per_s["bf16"]
+
+    def _flops_per_s(self, estimate: Estimate) -> float:
+        """The model's arithmetic on one device, in a second."""
+        return self.step.flops / estimate.step_s / self.topology.num_devices
 
     def __rich__(self) -> Group:
         parts: list[Any] = [Text(self._headline()), Text(), Text(self._compiled_title(), style="bold")]
@@ -146,6 +154,10 @@ class ClusterPlan(Printed):
         return {
             "name": self.name,
             "topology": self.topology.text,
+            "devices": self.topology.num_devices,
+            "batch_size": step.batch_size,
+            "sequence_length": step.sequence_length,
+            "accumulate": step.accumulate,
             "mesh": dict(step.plan.mesh),
             "compiled": compiled,
             "estimate": self._estimates_json(),
@@ -172,8 +184,19 @@ class ClusterPlan(Printed):
     def _estimates_json(self) -> dict[str, Any]:
         found = self.estimates
         named = {"low": found.fastest, "stated": found.stated, "high": found.slowest}
-        cases = {name: case.to_dict() | {"mfu": self.mfu(case)} for name, case in named.items()}
+        cases = {name: case.to_dict() | self._rates(case) for name, case in named.items()}
         return cases | {"flops_per_step": self.step.flops, "flops_formula": self.step.flops_formula}
+
+    def _rates(self, estimate: Estimate) -> dict[str, float]:
+        """What is published of runs."""
+        per_s = self.step.batch_size * self.step.sequence_length / estimate.step_s
+        return {
+            "mfu": self.mfu(estimate),
+            "hfu": self.hfu(estimate),
+            "model_flops_per_s_per_device": self._flops_per_s(estimate),
+            "tokens_per_s": per_s,
+            "tokens_per_s_per_device": per_s / self.topology.num_devices,
+        }
 
     def _headline(self) -> str:
         axes = ", ".join(f"{axis}={size}" for axis, size in self.step.plan.mesh)
@@ -195,18 +218,27 @@ class ClusterPlan(Printed):
         lines = ["NCCL, CUDA and fragmentation come on top: leave several GiB."]
         if peak > _PREALLOCATED * device.hbm_bytes:
             lines.append("JAX takes three quarters of a GPU's memory unless XLA_PYTHON_CLIENT_MEM_FRACTION=.95 is set.")
+        hidden = self.estimates.stated.hidden
+        if peak > _CLOSE * device.hbm_bytes and hidden < _HALF:
+            more = f"--set accumulate={2 * self.step.accumulate}"
+            lines.append(
+                f"So close to the limit the compiler overlaps less: {hidden:.0%} of the communication is hidden."
+                f" --unit remat=full, or {more}, leaves it room."
+            )
         return lines
 
     def _estimate_table(self) -> FittedTable:
-        found, n = self.estimates, self.topology.num_devices
+        found = self.estimates
         table = made_table("", "", "from>", "to>", "stated>")
         rows: tuple[tuple[str, Callable[[Estimate], float], Callable[[float], str]], ...] = (
             ("step", lambda e: e.step_s, duration),
-            ("communication not hidden", lambda e: e.exposed_s, duration),
+            *((f"  {work}", lambda e, work=work: e.split_s[work], duration) for work in WORKS),
+            ("  communication not hidden", lambda e: e.exposed_s, duration),
             ("communication hidden", lambda e: e.hidden, "{:.1%}".format),
             ("communication in loops hidden", lambda e: e.hidden_in_loops, "{:.1%}".format),
-            ("TFLOP/s by device (the model's)", lambda e: self.step.flops / e.step_s / n / 1e12, "{:.0f}".format),
+            ("TFLOP/s by device (the model's)", lambda e: self._flops_per_s(e) / 1e12, "{:.0f}".format),
             ("MFU, of dense bf16", self.mfu, "{:.1%}".format),
+            ("HFU, with what is computed again", self.hfu, "{:.1%}".format),
         )
         for name, value, written in rows:
             if "loops" in name and not self.audit.schedule.in_loops:
@@ -216,16 +248,18 @@ class ClusterPlan(Printed):
         return table
 
     def _assumed(self) -> str:
+        percent = lambda text: lambda ends: text.format(f"{ends[0]:.0%} to {ends[1]:.0%}")
+        rate = lambda text: lambda ends: text.format(f"{ends[0] / 1e9:g} to {ends[1] / 1e9:g}")
         words = {
-            "slow_bytes_per_s": "adapters at {} GB/s",
-            "fast_bytes_per_s": "fast links at {} GB/s",
-            "matmul_efficiency": "matrix products at {} % of their peak",
+            "slow_bytes_per_s": rate("adapters at {} GB/s"),
+            "fast_bytes_per_s": rate("fast links at {} GB/s"),
+            "matmul_efficiency": percent("matrix products at {} of their peak"),
+            "attention_efficiency": percent("attention at {} of it"),
+            "contention": percent("computing {} longer beside a collective"),
+            "straggling": percent("{} longer on the slowest device"),
         }
-        span = lambda ends, unit: f"{ends[0] / unit:g} to {ends[1] / unit:g}"
-        varied = [
-            words[name].format(span(ends, 0.01 if name == "matmul_efficiency" else 1e9))
-            for name, ends in self.cluster.ranges.items()
-        ]
+        other = lambda name: lambda ends: f"{name} {ends[0]:g} to {ends[1]:g}"
+        varied = [words.get(name, other(name))(ends) for name, ends in self.cluster.ranges.items()]
         lines = (
             f"stated: {self.cluster.assumptions}",
             f"from, to: {', '.join(varied) or 'the same, as nothing is left to vary'}",

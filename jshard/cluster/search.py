@@ -239,7 +239,7 @@ def choose(
     with at_work("estimating every way", say=bench.say, stream=bench.stream) as work:
         found = search(costs, mesh)
         work.result = found.counted
-    line = command_line(asked, known=bench.cluster.known)
+    line = command_line(asked, assume=bench.cluster.assume)
     compiled = [Compared(variant=Variant(name="as asked", mesh=mesh), command=line, plan=plan)]
     others = [cost for cost in found.finalists(_FINALISTS + _MORE) if cost is not found.default]
     for i, cost in enumerate(others):

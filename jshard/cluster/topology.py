@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from jshard import _compat
 from jshard.errors import MissingExtraError, RunError, ShardingError
-from jshard.facts.devices import DEVICES, DeviceFacts
+from jshard.facts.devices import CLOUDS, DEVICES, DeviceFacts
 from jshard.facts.gpu_target import CUDNN, target_config_text
 from jshard.kernels.backend import TracedDevice, planned_for
 
@@ -73,7 +73,7 @@ def parse_topology(text: str) -> Topology:
 
     Args:
         text: `DEVICE:HOSTSxGPUS` or `DEVICE:SLICESxHOSTSxGPUS` for GPUs, `DEVICE:XxY` or `DEVICE:XxYxZ` for TPUs;
-            the devices are those of `jshard.facts.devices.DEVICES`.
+            the devices are those of `jshard.facts.devices.DEVICES`, and machines of its `CLOUDS`.
 
     Raises:
         TopologyError: it is none, its device is not known, or its extents do not fit the device.
@@ -83,9 +83,9 @@ def parse_topology(text: str) -> Topology:
         512
     """
     name, _, shape = text.strip().partition(":")
-    if name not in DEVICES:
+    device = DEVICES.get(name) or CLOUDS.get(name)
+    if device is None:
         raise _unknown(text, name, shape)
-    device = DEVICES[name]
     parts = shape.split("x")
     wanted = (2, 3) if device.platform == "gpu" else (device.dims,)
     if not all(part.isdecimal() and int(part) > 0 for part in parts) or len(parts) not in wanted:
@@ -224,7 +224,7 @@ def _unknown(text: str, name: str, shape: str) -> TopologyError:
     return TopologyError(
         f"There is no device {name!r}.",
         where=f"--topology {text}",
-        why=f"the devices are {', '.join(DEVICES)}.",
+        why=f"the devices are {', '.join(DEVICES)}, and with adapters of their own {', '.join(CLOUDS)}.",
         do="  # or ".join(lines),
     )
 

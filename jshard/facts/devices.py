@@ -43,6 +43,35 @@ class DeviceLink:
         return found | ({f"{name}_range": f"assumption: {self.least_percent} to 100 {of}"} if ranged else {})
 
 
+@dataclasses.dataclass(frozen=True)
+class Reached:
+    """What kernels reach of a device's peak, in percent: stated, and the lowest and highest that were measured."""
+
+    least: float
+    stated: float
+    most: float
+    source: str
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """The lowest and highest, as parts."""
+        return self.least / 100, self.most / 100
+
+
+# Matrix products: the most is the highest of any shape, "MAMF" of github.com/stas00/ml-engineering; stated is what is
+# sustained at the power limit, "MSMF" there; and the least as far below that.
+_MAMF = "ml-engineering, compute/accelerator: at most {} TFLOP/s of {}, sustained {}"
+_BF16_HOPPER = Reached(66, 73, 80, _MAMF.format(794.5, 989, "as an H200, 755 of its 834"))
+_BF16_H200 = Reached(69, 76, 84, _MAMF.format(834, 989, 755))
+_BF16_BLACKWELL = Reached(50, 64, 78, _MAMF.format(1745, 2250, 1429))
+_BF16_AMPERE = Reached(74, 80, 87, _MAMF.format(271.2, 312, "at 1305 of 1410 MHz, NVIDIA's clock for HPL"))
+_BF16_TPU = Reached(70, 80, 90, "assumption: whole steps of MaxText reach 56 to 71 % (its configs/v5e, configs/v5p)")
+# Attention in one kernel, causal, heads of 128.
+_FLASH_HOPPER = Reached(30, 42, 54, "FlashAttention-3 paper, figure 5: FlashAttention-2 298, cuDNN 539 TFLOP/s")
+_FLASH_AMPERE = Reached(45, 55, 65, "FlashAttention-2 paper: 50 to 73 % of an A100; backward less")
+_FLASH_TPU = Reached(30, 45, 60, "assumption: as on an H100")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DeviceFacts:
     """One kind of accelerator, as JAX counts devices: a GPU, or a TPU chip.
@@ -58,6 +87,8 @@ class DeviceFacts:
         fast: between neighbours, by device: NVLink, or all ICI links of a chip.
         fast_group: most devices that such links join.
         slow: between groups, by device: network adapter, or data-center network.
+        matmul: what large matrix products reach of the peak.
+        attention: what attention in one kernel reaches of it.
         sheet: the data sheet, or the page about it.
         host: between the device and the host's memory, each way; None where no rate is published.
         target: what the GPU compiler asks for; None for a TPU, whose compiler knows its devices.
@@ -74,6 +105,8 @@ class DeviceFacts:
     fast: DeviceLink
     fast_group: int
     slow: DeviceLink
+    matmul: Reached
+    attention: Reached
     sheet: str
     host: DeviceLink | None = None
     target: GpuTarget | None = None
@@ -109,6 +142,7 @@ class DeviceFacts:
                 "target": self.spec,
             }
         found |= self.fast.sources("fast") | self.slow.sources("slow")
+        found |= {"matmul_efficiency": self.matmul.source, "attention_efficiency": self.attention.source}
         return found | (self.host.sources("host", ranged=False) if self.host else {})
 
     def product_flops_per_s(self, dtype: str) -> float:
@@ -155,6 +189,8 @@ def _tpu(
         hbm_bytes=int(hbm_gib * GIB),
         hbm_bytes_per_s=gb_per_s * GIGA,
         fast_group=pod,
+        matmul=_BF16_TPU,
+        attention=_FLASH_TPU,
         sheet=f"cloud.google.com/tpu/docs/{name}",
         **facts,
     )
@@ -200,6 +236,8 @@ _ALL = (
         sheet="NVIDIA H100 data sheet (SXM)",
         target=_H100,
         spec="h100_sxm",
+        matmul=_BF16_HOPPER,
+        attention=_FLASH_HOPPER,
         fast=_NVLINK4,
         slow=_IB_400,
         host=_PCIE_5,
@@ -217,6 +255,8 @@ _ALL = (
             device_memory_size=151_397_597_184,
         ),
         spec="h200",
+        matmul=_BF16_H200,
+        attention=_FLASH_HOPPER,
         fast=_NVLINK4,
         slow=_IB_400,
         host=_PCIE_5,
@@ -242,6 +282,8 @@ _ALL = (
                 links=12,
             ),
             spec=f"a100_sxm_{gb}",
+            matmul=_BF16_AMPERE,
+            attention=_FLASH_AMPERE,
             fast=_NVLINK3,
             slow=_IB_200,
             host=_PCIE_4,
@@ -270,6 +312,8 @@ _ALL = (
             links=18,
         ),
         spec="b200",
+        matmul=_BF16_BLACKWELL,
+        attention=_FLASH_HOPPER,
         fast=_NVLINK5,
         slow=_IB_400,
         host=_PCIE_5,
@@ -293,6 +337,8 @@ _ALL = (
             links=18,
         ),
         spec="gb200",
+        matmul=_BF16_BLACKWELL,
+        attention=_FLASH_HOPPER,
         fast=_NVLINK5,
         group=72,
         slow=_IB_400,
@@ -336,6 +382,32 @@ _ALL = (
     ),
 )
 DEVICES: Mapping[str, DeviceFacts] = types.MappingProxyType({facts.name: facts for facts in _ALL})
+
+# Machines that clouds rent, by their own names: a device above, with the adapters that one of its hosts of 8 has.
+_EFA = "EFA"
+
+
+def _rented(name: str, device: str, gbit_per_s: int, fabric: str) -> DeviceFacts:
+    link = DeviceLink(
+        gbit_per_s / 64, f"{gbit_per_s} Gb/s of {fabric} for a host of 8 GPUs", reached_percent=80, least_percent=40
+    )
+    return dataclasses.replace(DEVICES[device], title=f"{DEVICES[device].title} ({name})", slow=link)
+
+
+CLOUDS: Mapping[str, DeviceFacts] = types.MappingProxyType(
+    {
+        name: _rented(name, device, gbit_per_s, fabric)
+        for name, device, gbit_per_s, fabric in (
+            ("a3-high", "h100", 800, "GPUDirect-TCPX"),  # cloud.google.com/compute/docs/gpus/gpudirect: 4 x 200
+            ("a3-mega", "h100", 1600, "GPUDirect-TCPXO"),  # the same: 8 x 200
+            ("p4d", "a100-40", 400, _EFA),  # aws.amazon.com/ec2/instance-types/p4
+            ("p4de", "a100-80", 400, _EFA),
+            ("p5", "h100", 3200, _EFA),  # aws.amazon.com/ec2/instance-types/p5
+            ("dgx-a100", "a100-80", 1600, "InfiniBand"),  # NVIDIA DGX A100 data sheet: 8 x 200
+            ("dgx-h100", "h100", 3200, "InfiniBand"),  # NVIDIA DGX H100 data sheet: 8 x 400
+        )
+    }
+)
 
 # Devices of which no cluster is planned: what the driver calls them, dense bf16 (of a V100 fp16) for each device as JAX
 # counts them, and the source. Where a sheet gives the figure with sparsity, half of it is taken.

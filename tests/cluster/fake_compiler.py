@@ -22,7 +22,7 @@ from tests.scheduled_text import dot, gather, gathered, program
 GPT = load_model_file(MODELS / "gpt.py")
 
 
-def cluster_of(topology: str, **known: float) -> PlannedCluster:
+def cluster_of(topology: str, **known: Any) -> PlannedCluster:
     """A cluster, and what is known of it."""
     return PlannedCluster(parse_topology(topology), known)
 
@@ -72,6 +72,7 @@ def step_of(asked: CompileRequest, *, peak_bytes: int, products: int = 1) -> Com
         plan=_plan(tuple(asked.mesh.items())),
         options={},
         batch_size=recipe.batch_size,
+        sequence_length=recipe.sequence_length,
         accumulate=recipe.accumulate,
         flops=1e12,
         flops_formula="made up",

@@ -37,6 +37,15 @@ def test_the_installed_jaxlib_knows_every_option_of_the_gpu_profiles():
     assert len(least) == 2 and set(least.values()) in ({True}, {ON})
 
 
+def test_on_an_a100_the_scheduler_is_turned_on_that_xla_keeps_for_later_gpus():
+    of_all, of_ampere = (compiler_options("fastest", platform=name) for name in ("h100", "a100-80"))
+    scheduler = {
+        f"xla_gpu_enable_{what}": True for what in ("latency_hiding_scheduler", "analytical_latency_estimator")
+    }
+    assert of_all == {LIMIT: 8, UNROLLING: DOUBLE_BUFFER} and of_ampere == of_all | scheduler
+    assert compiler_options(None, platform="a100-40") == {}
+
+
 def test_the_name_that_the_version_knows_is_taken():
     old, new = "xla_gpu_enable_pipelined_{}", "xla_gpu_pipeline_{}"
     kinds = ("all_gather", "reduce_scatter")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jshard.facts.devices import DEVICES, device_of, peak_of
+from jshard.facts.devices import CLOUDS, DEVICES, device_of, peak_of
 from jshard.facts.gpu_target import target_config_text
 
 GPUS = [facts for facts in DEVICES.values() if facts.target is not None]
@@ -19,12 +19,31 @@ def test_every_number_has_a_source_and_assumptions_say_so(facts):
     ranged = {f"{link}_{what}" for link in ("fast", "slow") for what in ("bytes_per_s", "range")}
     host = {"host_bytes_per_s"} if facts.host else set()  # of no TPU is the rate published
     assert bool(host) == (facts.platform == "gpu")
-    given = {"flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "fast_group"} | ({"target"} if facts.target else set())
+    given = {"flops_per_s", "hbm_bytes", "hbm_bytes_per_s", "fast_group", "matmul_efficiency", "attention_efficiency"}
+    given |= {"target"} if facts.target else set()
     assert set(facts.sources) == given | ranged | host
-    assert {name for name, source in facts.sources.items() if source.startswith("assumption: ")} == ranged | host
+    assumed = {name for name, source in facts.sources.items() if source.startswith("assumption: ")}
+    assert assumed == ranged | host | ({"matmul_efficiency", "attention_efficiency"} if facts.dims else set())
+    for reached in (facts.matmul, facts.attention):
+        assert 0 < reached.least < reached.stated < reached.most < 100
+        assert reached.stated == pytest.approx((reached.least + reached.most) / 2, abs=1)
     for link in (facts.fast, facts.slow):
         assert 0 < link.range[0] < link.bytes_per_s < link.range[1]
     assert facts.slow.bytes_per_s < facts.fast.bytes_per_s < facts.hbm_bytes_per_s
+
+
+def test_machines_of_clouds_have_adapters_of_their_own():
+    rates = {name: facts.slow.gb_per_s for name, facts in CLOUDS.items()}
+    assert rates == {
+        "a3-high": 12.5,
+        "a3-mega": 25,
+        "p4d": 6.25,
+        "p4de": 6.25,
+        "p5": 50,
+        "dgx-a100": 25,
+        "dgx-h100": 50,
+    }
+    assert "800 Gb/s of GPUDirect-TCPX for a host of 8 GPUs" in CLOUDS["a3-high"].sources["slow_bytes_per_s"]
 
 
 @pytest.mark.parametrize("facts", DEVICES.values(), ids=lambda facts: facts.name)
@@ -63,7 +82,7 @@ def test_the_description_is_made_from_the_facts(facts):
     lines = [line.strip() for line in target_config_text(facts.target).splitlines()]
     assert {
         f"core_count: {facts.target.core_count}",
-        f"device_memory_size: {facts.hbm_bytes}",
+        f"device_memory_size: {round(facts.hbm_bytes * 0.95 / 0.80)}",  # XLA leaves a fifth of it
         f"memory_bandwidth: {int(facts.hbm_bytes_per_s)}",
         f'device_description_str: "{facts.target.description}"',
         'platform_name: "CUDA"',

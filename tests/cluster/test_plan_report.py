@@ -29,7 +29,7 @@ def plan_of(peak, *, products=1):
 
 def row_of(peak, *, name="suggestion", error=None, **way):
     variant = Variant(name=name, mesh=ASKED.mesh, **way)
-    command = command_line(variant.of(ASKED), known={})
+    command = command_line(variant.of(ASKED), assume=())
     return Compared(variant=variant, command=command, plan=None if error else plan_of(peak), error=error)
 
 
@@ -70,6 +70,24 @@ def test_where_nothing_helps_it_says_so(tried, text):
     report = PlanReport(plan=plan_of(1.5), tried=tuple(map(row_of, tried)))
     assert text in " ".join(str(report).split())
     assert json.loads(report.to_json())["suggestions"] == []
+
+
+def test_close_to_the_limit_a_plan_says_that_overlap_is_gone():
+    near, far = (" ".join(str(plan_of(peak)).split()) for peak in (0.95, 0.5))
+    assert "of the communication is hidden. --unit remat=full, or --set accumulate=2, leaves it room." in near
+    assert "leaves it room" not in far
+
+
+def test_the_json_has_what_is_published_of_runs_and_where_the_time_goes():
+    found = json.loads(PlanReport(plan=plan_of(0.5)).to_json())
+    stated, tokens = found["estimate"]["stated"], found["batch_size"] * found["sequence_length"]
+    assert found["devices"] == 8 and found["accumulate"] == 1
+    assert stated["tokens_per_s"] == pytest.approx(tokens / stated["step_s"])
+    assert stated["tokens_per_s_per_device"] * 8 == pytest.approx(stated["tokens_per_s"])
+    assert stated["mfu"] == pytest.approx(stated["model_flops_per_s_per_device"] / 989.5e12)
+    assert stated["hfu"] == pytest.approx(stated["computed_flops_per_s"] / 989.5e12)
+    assert sum(stated["split_s"].values()) + stated["exposed_s"] == pytest.approx(stated["step_s"])
+    assert sum(stated["exposed_by_kind_s"].values()) == pytest.approx(stated["exposed_s"])
 
 
 def test_of_what_fits_nothing_is_suggested():
@@ -121,9 +139,9 @@ def test_the_quickest_comes_first_and_is_marked():
     found = Comparison(rows=tuple(rows))
     shown = [row for row in lines_from(found, "Side by side") if " fsdp=8 " in row]
     assert [row.partition(" fsdp=8 ")[0] for row in shown] == ["quick*", "slow", "large"]
-    assert [re.search(r"[\d.]+ [mu]s", row)[0] for row in shown[:2]] == ["34.0 us", "5.05 ms"]
+    assert [re.search(r"[\d.]+ [mu]s", row)[0] for row in shown[:2]] == ["46.3 us", "10.1 ms"]
     assert [row["name"] for row in found.to_dicts()] == ["large", "slow", "quick"]
-    assert "4.47-5.05 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
+    assert "9.20-11.3 ms 100.0-100.0%" in lines_from(found, "Side by side")  # the range, in a line of its own
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ def searched(costs, *, capacity_bytes=None, **degrees):
 
 def two_nodes(*settings):
     """Of 8 devices each, and slow links between them."""
-    return costs_for("h100:2x8", *settings, slow_bytes_per_s=4e8, latency_s=1e-7)
+    at_once = dict.fromkeys(("latency_s", "fast_hop_s", "slow_hop_s"), 1e-7)
+    return costs_for("h100:2x8", *settings, slow_bytes_per_s=4e8, **at_once)
 
 
 def test_a_small_model_on_many_devices_is_replicated():

@@ -28,6 +28,8 @@ HAS_TPU_COMPILER = importlib.util.find_spec("libtpu") is not None
         ("v5p:8x8x8", "v5p", (8, 8, 8), 512, 512),
         ("v5e:16x16", "v5e", (16, 16), 256, 256),
         (" v6e:2x4 ", "v6e", (2, 4), 8, 8),
+        ("a3-high:16x8", "h100", (1, 16, 8), 128, 8),
+        ("p4d:2x8", "a100-40", (1, 2, 8), 16, 8),
     ],
 )
 def test_read(text, device, extents, devices, fast):
@@ -59,7 +61,8 @@ def test_unknown_device_names_the_nearest():
     assert refused("h10:64x8") == (
         "There is no device 'h10'.\n"
         "  where: --topology h10:64x8\n"
-        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e.\n"
+        "  why:   the devices are h100, h200, a100-40, a100-80, b200, gb200, v5e, v5p, v6e, and with adapters of"
+        " their own a3-high, a3-mega, p4d, p4de, p5, dgx-a100, dgx-h100.\n"
         "  do:    --topology h100:64x8"
     )
     assert "do:    --topology a100-40:2x8  # or --topology a100-80:2x8" in refused("a100:2x8")

@@ -134,7 +134,7 @@ def test_a_way_goes_before_what_was_asked_for():
 
 def test_the_command_line_asks_for_what_was_compiled():
     found, known = WAY.of(ASKED), {"slow_bytes_per_s": 2.5e10, "fast_group": 8}
-    words = shlex.split(command_line(found, known=known))
+    words = shlex.split(command_line(found, assume=cluster_of("h100:1x8", **known).assume))
     assert words[:2] == ["jshard", "plan"]
     args = parse(PlanArgs, words[2:], command="jshard plan")
     assert args.model == Path("my_model.py") and args.recipe == "micro" and args.topology == "h100:1x8"
@@ -152,7 +152,7 @@ def test_the_options_of_a_way_are_those_of_the_command_line():
 @pytest.mark.parametrize("name", ["zero1", GSPMD])
 def test_what_only_a_comparison_asks_for_has_no_command_line(name):
     (found,) = variants(name)
-    assert command_line(found.of(ASKED), known={}) == ""
+    assert command_line(found.of(ASKED), assume=()) == ""
 
 
 # ---- what is known of a cluster ---------------------------------------------------------------------------------
@@ -163,14 +163,23 @@ def test_what_is_known_is_not_varied():
     assert known == {"slow_bytes_per_s": 25e9, "matmul_efficiency": 0.7}
     cluster = cluster_of("h100:2x8", **known)
     assert cluster.assumptions.slow_bytes_per_s == cluster.machine.assumptions.slow_bytes_per_s == 25e9
-    assert cluster.ranges == {} and set(cluster_of("h100:2x8").ranges) == set(known)
-    assert parse_known(["fast_group=4"]) == {"fast_group": 4}
+    assert set(cluster_of("h100:2x8").ranges) == set(cluster.ranges) | set(known)
+    assert not set(cluster.ranges) & set(known)
+    assert parse_known(["fast_group=4", "straggling=0"]) == {"fast_group": 4, "straggling": 0}
+
+
+def test_what_is_known_may_be_a_range_and_stated_is_its_middle():
+    known = parse_known(["slow_bytes_per_s=10e9..14e9"])
+    cluster = cluster_of("h100:2x8", **known)
+    assert cluster.assumptions.slow_bytes_per_s == 12e9 and cluster.ranges["slow_bytes_per_s"] == (10e9, 14e9)
+    assert parse_known(cluster.assume) == known
 
 
 @pytest.mark.parametrize(
     "text",
     ["slow=1", "name=x", "slow_bytes_per_s", "latency_s=0", "flops_per_s=-1", "flops_per_s=inf", "flops_per_s=nan"]
-    + ["matmul_efficiency=70", "fast_group=0.5", "fast_group=0", "flops_per_s_of=1"],
+    + ["matmul_efficiency=70", "fast_group=0.5", "fast_group=0", "flops_per_s_of=1"]
+    + ["straggling=-1", "slow_bytes_per_s=2..1", "slow_bytes_per_s=1..2..3"],
 )
 def test_what_cannot_be_assumed(text):
     with pytest.raises(ShardingError) as error:

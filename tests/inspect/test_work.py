@@ -3,7 +3,7 @@
 import pytest
 
 from jshard.inspect.hlo.module import parse_module
-from jshard.inspect.hlo.work import OpWork, Worker
+from jshard.inspect.hlo.work import EqualProducts, OpWork, Worker
 from tests.scheduled_text import computation, program
 
 
@@ -20,7 +20,8 @@ def test_a_batched_product():
         "%b = bf16[4,16,32]{2,1,0} constant({...})",
         "%c = f32[4,8,32]{2,1,0} dot(%a, %b), lhs_batch_dims={0}, lhs_contracting_dims={2}, rhs_contracting_dims={1}",
     )
-    assert found == OpWork((("bf16", 2 * 4 * 8 * 16 * 32),), 1, (4 * 8 * 16 + 4 * 16 * 32) * 2 + 4 * 8 * 32 * 4)
+    product = EqualProducts("bf16", 2 * 4 * 8 * 16 * 32, sizes=(4, 8, 32, 16))
+    assert found == OpWork((product,), (4 * 8 * 16 + 4 * 16 * 32) * 2 + 4 * 8 * 32 * 4)
 
 
 def test_a_batched_product_as_a_tpu_writes_it():

@@ -6,6 +6,7 @@ import functools
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -26,43 +27,68 @@ _NOTHING = "AllocateBuffer", "AsyncCollective", "ConcatBitcast", "AssumeGatherIn
 
 
 @dataclasses.dataclass(frozen=True)
+class EqualProducts:
+    """Matrix products alike: what they multiply decides how much of the peak they reach."""
+
+    dtype: str  # of what is multiplied
+    flops: float  # of all of them
+    count: int = 1
+    sizes: tuple[float, ...] = ()  # batch, rows, columns, contracted; empty where they are not those of one product
+    is_attention: bool = False  # a kernel that does all of it at once
+
+
+@dataclasses.dataclass(frozen=True)
 class OpWork:
     """The work of an instruction, of a computation, or of several together."""
 
-    # Floating-point operations of matrix products and convolutions, by dtype of what is multiplied.
-    flops: tuple[tuple[str, float], ...] = ()
-    matmuls: int = 0  # how many of those there are
+    products: tuple[EqualProducts, ...] = ()  # matrix products and convolutions
     memory_bytes: float = 0.0  # read from and written to device memory
     # Custom calls whose operations are not known: they count as their memory traffic alone.
     uncounted: tuple[str, ...] = ()
 
     @property
+    def flops(self) -> tuple[tuple[str, float], ...]:
+        """Floating-point operations of the products, by dtype."""
+        found = collections.Counter[str]()
+        for one in self.products:
+            found[one.dtype] += one.flops  # type: ignore[assignment]
+        return tuple(sorted(found.items()))
+
+    @property
+    def matmuls(self) -> int:
+        """How many products there are."""
+        return sum(one.count for one in self.products)
+
+    @property
     def total_flops(self) -> float:
         """Floating-point operations of all dtypes."""
-        return sum(count for _, count in self.flops)
+        return sum(one.flops for one in self.products)
 
     @property
     def is_nothing(self) -> bool:
         """Whether it takes no time."""
-        return not (self.flops or self.memory_bytes)
+        return not (self.products or self.memory_bytes)
 
     def times(self, rounds: int) -> "OpWork":
         """The same work again and again."""
-        flops = tuple((dtype, count * rounds) for dtype, count in self.flops)
-        return OpWork(flops, self.matmuls * rounds, self.memory_bytes * rounds, self.uncounted)
+        again = (dataclasses.replace(p, flops=p.flops * rounds, count=p.count * rounds) for p in self.products)
+        return OpWork(tuple(again), self.memory_bytes * rounds, self.uncounted)
 
 
 def added(parts: Iterable[OpWork]) -> OpWork:
     """The sum."""
-    flops: dict[str, float] = collections.defaultdict(float)
-    matmuls, memory_bytes, uncounted = 0, 0.0, []
+    alike: dict[tuple[Any, ...], list[EqualProducts]] = collections.defaultdict(list)
+    memory_bytes, uncounted = 0.0, []
     for part in parts:
-        for dtype, count in part.flops:
-            flops[dtype] += count
-        matmuls += part.matmuls
+        for one in part.products:
+            alike[one.dtype, one.sizes, one.is_attention].append(one)
         memory_bytes += part.memory_bytes
         uncounted += part.uncounted
-    return OpWork(tuple(sorted(flops.items())), matmuls, memory_bytes, tuple(dict.fromkeys(uncounted)))
+    products = (
+        dataclasses.replace(them[0], flops=sum(p.flops for p in them), count=sum(p.count for p in them))
+        for them in alike.values()
+    )
+    return OpWork(tuple(products), memory_bytes, tuple(dict.fromkeys(uncounted)))
 
 
 class Worker:
@@ -89,9 +115,10 @@ class Worker:
         """The matrix products of an instruction, and of what it calls."""
         opcode = instruction.opcode
         if opcode == "dot":
-            return _product(_dtype(home, instruction), _dot_flops(home, instruction))
+            return _product(_dtype(home, instruction), *_dot_sizes(home, instruction))
         if opcode == "convolution":
-            return _product(_dtype(home, instruction), _convolution_flops(home, instruction))
+            flops = _convolution_flops(home, instruction)
+            return OpWork((EqualProducts(_dtype(home, instruction), flops),)) if flops else OpWork()
         if opcode == "custom-call":
             return _custom_call(home, instruction)
         return added(self._within(body) for body in self._module.callees(instruction))
@@ -108,8 +135,9 @@ def _is_hosts(home: Computation, instruction: Instruction) -> bool:
     return any(_HOST in one.shape for one in (instruction, *given) if one is not None)
 
 
-def _product(dtype: str, flops: float) -> OpWork:
-    return OpWork(((dtype, flops),), 1) if flops else OpWork()
+def _product(dtype: str, *sizes: float) -> OpWork:
+    flops = 2.0 * math.prod(sizes)
+    return OpWork((EqualProducts(dtype, flops, sizes=sizes),)) if flops else OpWork()
 
 
 def _dtype(home: Computation, instruction: Instruction) -> str:
@@ -127,11 +155,13 @@ def _places(text: str, key: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", found.group(1))] if found else []
 
 
-def _dot_flops(home: Computation, dot: Instruction) -> float:
-    _, left = _array(home.operand(dot, 0))
-    _, out = _array(dot)
-    contracted = math.prod(left[d] for d in _places(dot.attributes, "lhs_contracting_dims") if d < len(left))
-    return 2.0 * math.prod(out) * contracted
+def _dot_sizes(home: Computation, dot: Instruction) -> tuple[float, float, float, float]:
+    """Batch, rows, columns, contracted."""
+    left = _array(home.operand(dot, 0))[1]
+    along = lambda key: float(math.prod(left[d] for d in _places(dot.attributes, key) if d < len(left)))
+    batch, contracted = along("lhs_batch_dims"), along("lhs_contracting_dims")
+    rows = math.prod(left) / (batch * contracted or 1)
+    return batch, rows, math.prod(_array(dot)[1]) / (batch * rows or 1), contracted
 
 
 def _custom_call(home: Computation, call: Instruction) -> OpWork:
@@ -140,8 +170,7 @@ def _custom_call(home: Computation, call: Instruction) -> OpWork:
         # The dims contracted are in the backend's own words: sizes give them, too.
         (dtype, left), (_, right), (_, out) = (_array(x) for x in (home.operand(call, 0), home.operand(call, 1), call))
         batch = math.prod(left[d] for d in _places(call.attributes, "lhs_batch_dimensions") if d < len(left))
-        sizes = [float(math.prod(dims)) for dims in (left, right, out)]
-        return _product(dtype, 2 * math.sqrt(math.prod(sizes) / batch))
+        return _product(dtype, batch, *_sides(*(math.prod(dims) / batch for dims in (left, right, out))))
     if name.startswith(CUDNN):
         return _attention(home, call, backward="Backward" in name)
     if name.startswith(MOSAIC) and _KERNEL in call.op_name:
@@ -157,7 +186,14 @@ def _kernel(home: Computation, call: Instruction) -> OpWork:
     (dtype, left), *others = operands
     out = math.prod(_array(call)[1])
     rights = [math.prod(dims) for _, dims in others if len(dims) == 2]
-    return added(_product(dtype, 2 * math.sqrt(float(math.prod(left)) * right * out)) for right in rights)
+    return added(_product(dtype, 1, *_sides(math.prod(left), right, out)) for right in rights)
+
+
+def _sides(left: float, right: float, out: float) -> tuple[float, float, float]:
+    """Rows, columns and what is contracted, of the sizes of three matrices."""
+    if not left * right * out:
+        return 0.0, 0.0, 0.0
+    return math.sqrt(left * out / right), math.sqrt(right * out / left), math.sqrt(left * right / out)
 
 
 def _target(call: Instruction) -> str:
@@ -173,7 +209,8 @@ def _attention(home: Computation, call: Instruction, *, backward: bool) -> OpWor
         return OpWork(uncounted=(CUDNN,))
     count = (5 if backward else 2) * 2.0 * math.prod(query) * key[1]
     causal = "CAUSAL" in call.attributes
-    return OpWork(((dtype, count / 2 if causal else count),), 5 if backward else 2)
+    done = count / 2 if causal else count
+    return OpWork((EqualProducts(dtype, done, 5 if backward else 2, is_attention=True),))
 
 
 def _convolution_flops(home: Computation, convolution: Instruction) -> float:
