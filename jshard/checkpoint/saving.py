@@ -201,8 +201,7 @@ class Saving:
         write = lambda sink, begin="": write_files(sink, held.files, held.values, begin=begin)
         if isinstance(self.path, BucketPath):
             sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
-            work = lambda: self._write(lambda: write(sink, begin), self.path)
-            return storage.in_thread(self.path, work, timeout_s=timeout_s)
+            return lambda: self._write(lambda: write(sink, begin), self.path)
         work = lambda folder: self._write(lambda: write(LocalFolder(folder / FOLDER)), folder)
         return storage.save_async(self._folder(), work, timeout_s=timeout_s)
 
