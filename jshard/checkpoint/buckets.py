@@ -248,6 +248,7 @@ class BucketFolder:
     part_bytes = PART_BYTES
     threads = _IN_FLIGHT
     gap_bytes = 1 << 20  # what a request costs in time
+    read_bytes = 4 << 20
 
     def __init__(self, path: BucketPath) -> None:
         self.path = path

@@ -76,6 +76,7 @@ def restore(
     extra: Extra = "error",
     names: Names | None = None,
     read_once: bool = False,
+    map: bool = False,
     verify: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
@@ -97,8 +98,15 @@ def restore(
         extra: what to do with stored leaves that `like` lacks: "error" or "ignore".
         names: what another library calls the leaves below the one name in `like`, as `hf_names(config)` in a
             model file says; see `jshard.checkpoint.formats.Stored`.
-        read_once: whether shards that several processes hold (HSDP) are read once, in parts, and exchanged between
-            their devices: for storage that is slower than the network. On one machine it is no quicker.
+        read_once: whether what several processes hold (HSDP) is read once, each of them a part, and exchanged between
+            their devices: for storage that is slower than the network. On one machine it is slower. Of packed
+            checkpoints; others are read by every process.
+        map: whether arrays on CPU devices are to be the files themselves, mapped into memory, where the checkpoint has
+            them cut as `like` does: nothing is copied, and processes of one machine share the memory. The files must
+            stay as they are while the arrays live. Deleting them is safe, and frees the disk when the arrays are gone.
+            But a file that is cut short ends the program by SIGBUS, and one that is written over changes the arrays:
+            a program cannot be protected from that. What is on a network is read, and so are other formats, with a
+            warning.
         verify: whether sums of all values are compared with those that were computed when they were saved.
         timeout_s: how long to wait for other processes.
 
@@ -114,7 +122,9 @@ def restore(
     """
     opened = open_checkpoint(place_of(path), names=names, verify=verify)
     rename = _without_the_one_name(opened, like) if rename is None else rename
-    restoring = Restoring(opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once)
+    restoring = Restoring(
+        opened, like, only=only, rename=rename, missing=missing, extra=extra, read_once=read_once, map=map
+    )
     return restoring.run(verify=verify, timeout_s=timeout_s)
 
 

@@ -68,6 +68,7 @@ class _Parts:
     """A `FileSource` of parts: the packed file of each begins somewhere in it."""
 
     gap_bytes = 1 << 20
+    read_bytes = 4 << 20
     threads = 2
 
     def __init__(self, parts: dict[str, tuple[Read, int]]) -> None:

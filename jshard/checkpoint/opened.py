@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -9,8 +10,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from jshard.checkpoint.buckets import Place
+from jshard.checkpoint.files.dealing import limits
 from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.formats.source import Box
 from jshard.checkpoint.manifest import Manifest, StoredLeaf
@@ -72,6 +75,13 @@ class Opened:
         """Boxes that make up an array, of at most so many bytes, unless it is stored in larger ones."""
         leaf = self.leaves[name]
         return cut(leaf.shape, np.dtype(leaf.dtype).itemsize, (1,) * len(leaf.shape), budget_bytes)
+
+
+@functools.lru_cache(maxsize=4096)
+def held_boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]:
+    """The boxes of an array that this process holds, each once."""
+    found = sharding.addressable_devices_indices_map(shape).values()
+    return tuple(dict.fromkeys(limits(index or (), shape) for index in found))
 
 
 def _touched(box: Limits, chunk: tuple[int, ...], shape: tuple[int, ...]) -> int:

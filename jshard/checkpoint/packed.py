@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Sharding
+import xxhash
 
+from jshard.checkpoint.balance import Together
 from jshard.checkpoint.buckets import BucketError, BucketFolder, BucketPath, Place
 from jshard.checkpoint.errors import reason
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import limits
 from jshard.checkpoint.files.layout import FileIndex, Limits
+from jshard.checkpoint.files.memory import HOST_MEMORY, MappedBoxes, Slab
 from jshard.checkpoint.files.places import FileSource, LocalFolder
-from jshard.checkpoint.files.reading import ChangedError, do_all
-from jshard.checkpoint.formats.source import Box, bounds, whole
+from jshard.checkpoint.files.reading import ChangedError, Read
+from jshard.checkpoint.formats.source import Box, bounds
 from jshard.checkpoint.manifest import FOLDER, Manifest, StoredLeaf
 from jshard.checkpoint.matching import own_mesh
-from jshard.checkpoint.opened import Opened, unreadable
+from jshard.checkpoint.opened import Opened, held_boxes, unreadable
 from jshard.errors import RunError, printable
 
-_BATCH_BYTES = 256 << 20  # of arrays that are read at a time
+_BATCH_BYTES = 64 << 20  # of arrays that are read at a time
 
 
 class PackedCheckpoint(Opened):
@@ -71,8 +76,9 @@ class PackedCheckpoint(Opened):
         return self.leaves
 
     def in_flight_bytes(self, reads: Mapping[str, Any]) -> int:
-        """See `Opened.in_flight_bytes`."""
-        return _BATCH_BYTES
+        """See `Opened.in_flight_bytes`: a batch that is read, and one that goes to the devices."""
+        held = [sum(_here_bytes(reads[name]) for name in names) for names in _batches(self._in_order(reads))]
+        return max(map(sum, itertools.pairwise([0, *held])), default=0)
 
     def values(self) -> dict[str, Any]:
         """See `Opened.values`."""
@@ -80,36 +86,60 @@ class PackedCheckpoint(Opened):
 
     def touched(self, name: str, leaf: StoredLeaf, boxes: Collection[Limits]) -> int:
         """See `Opened.touched`."""
-        return self.pieces.touched(self._numbers[name], boxes)
+        with self._named_errors():
+            return self.pieces.touched(self._numbers[name], boxes, leaf.shape, np.dtype(leaf.dtype).itemsize)
 
     def read(self, name: str, box: Box) -> np.ndarray:
         """See `Opened.read`."""
-        leaf = self.leaves[name]
-        limits_ = bounds(box, leaf.shape)
-        out = np.empty([stop - start for start, stop in limits_], leaf.dtype)
-        self._fill([(name, limits_, out)], threads=1)
-        return out
+        leaf, limits_ = self.leaves[name], bounds(box, self.leaves[name].shape)
+        slab = Slab(1, [stop - start for start, stop in limits_], np.dtype(leaf.dtype))
+        with self._named_errors():
+            for each in self.pieces.reads(_wants(self._numbers[name], leaf, (limits_,), slab), verify=self._verify):
+                each()
+        return slab.boxes[0]
 
-    def load(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Opened.load`."""
-        found: dict[str, Any] = {}
-        for batch in _batches(wanted):
-            arrays = {name: _Loading(like, self.leaves[name]) for name, like in batch if self.leaves[name].is_array}
-            self._fill([(name, box, out) for name, each in arrays.items() for box, out in each.wants()])
-            found |= {name: each.done() for name, each in arrays.items()}
-        values = {name: self.values()[name] for name in wanted if not self.leaves[name].is_array}
-        return {name: values[name] if name in values else found[name] for name in wanted}
+    def load(self, wanted: Mapping[str, Any], together: Together | None = None, *, map: bool = False) -> dict[str, Any]:
+        """See `Opened.load`: one batch is read while the one before goes to the devices.
 
-    def _fill(self, wants: Iterable[tuple[str, Limits, np.ndarray]], *, threads: int | None = None) -> None:
-        """Reads boxes of leaves into arrays."""
-        full = [Want(self._numbers[name], self.leaves[name].shape, box, out) for name, box, out in wants if out.size]
-        work = self.pieces.reads(full, verify=self._verify)
+        Args:
+            wanted: see there.
+            together: the processes that share the reads; all of them are here.
+            map: whether arrays on CPU devices are parts of the files, where that can be.
+        """
+        arrays = self._in_order(wanted)
+        found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
+        batches, pieces = list(_batches(arrays)), self.pieces if map else None
+        load = lambda name: _Loading(arrays[name], self.leaves[name], self._numbers[name], pieces)
+        if together is not None:
+            facts = [(name, arrays[name].shape) for name in arrays]
+            together.start(len(batches), xxhash.xxh3_64_hexdigest(repr((facts, self._verify)).encode()))
+        with self._named_errors(), _Pipeline(self._source.threads, together) as pipeline:
+            for names in batches:
+                pipeline.make_room()
+                batch = {name: load(name) for name in names}
+                wants = [want for each in batch.values() for want in each.wants]
+                found |= pipeline.put(batch, list(self.pieces.reads(wants, verify=self._verify)))
+            found |= pipeline.put({}, [])
+        if together is not None:
+            together.close()
+        return {name: found[name] for name in wanted}
+
+    @property
+    def can_be_mapped(self) -> bool:
+        """Whether its files can be memory of this process."""
+        with self._named_errors():
+            return all(file.mapped is not None for file in self.pieces.files)
+
+    def _in_order(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
+        """The arrays among some leaves, as the files have them."""
+        names = sorted((name for name in wanted if self.leaves[name].is_array), key=self._numbers.__getitem__)
+        return {name: wanted[name] for name in names}
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Says of what goes wrong with a file which checkpoint and which leaves it is."""
         try:
-            if threads == 1:
-                for each in work:
-                    each()
-            else:
-                do_all(work, threads=threads or self._source.threads)
+            yield
         except ChangedError as error:
             raise self._changed(error) from error
         except BucketError:
@@ -158,64 +188,116 @@ def _places(index: FileIndex, names: Sequence[str], leaves: Mapping[str, StoredL
         yield names[int(leaf)], int(offset), int(offset) + size * np.dtype(leaves[names[int(leaf)]].dtype).itemsize
 
 
+class _Pipeline:
+    """Two batches of leaves on their way: one is read, and one goes to the devices.
+
+    Args:
+        threads: that read.
+        together: the processes that read the same, if they share it.
+    """
+
+    def __init__(self, threads: int, together: Together | None) -> None:
+        self._pool = ThreadPoolExecutor(threads, "jshard-read")
+        self._together = together if together is not None and together.count > 1 else None
+        self._batch: tuple[dict[str, _Loading], list[Read], np.ndarray, list[Future[None]]] | None = None
+        self._sent: dict[str, Any] = {}
+
+    def __enter__(self) -> _Pipeline:
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._pool.shutdown(cancel_futures=kind is not None)
+
+    def make_room(self) -> None:
+        """Waits until the batch that was given last is on the devices."""
+        jax.block_until_ready(self._sent)
+
+    def put(self, batch: dict[str, _Loading], work: list[Read]) -> dict[str, Any]:
+        """Begins to read a batch, and gives the leaves of the one before."""
+        before, part = self._batch, np.empty(0, np.uint8)
+        if self._together is not None and batch:
+            part, reads = self._together.begin(work, self._pool)
+        else:
+            reads = [self._pool.submit(each) for each in work]
+        self._batch = (batch, work, part, reads) if batch else None
+        self._sent = {} if before is None else self._done(*before)
+        return self._sent
+
+    def _done(
+        self, batch: dict[str, _Loading], work: list[Read], part: np.ndarray, reads: list[Future[None]]
+    ) -> dict[str, Any]:
+        if self._together is not None:
+            given = self._together.end(work, part, reads)
+            reads = [self._pool.submit(each, views) for each, views in zip(work, given, strict=True)]
+        for read in reads:
+            read.result()
+        return {name: each.done() for name, each in batch.items()}
+
+
 class _Loading:
-    """A leaf on its way: the boxes that this process holds of it, each an array on the host until all are there.
+    """A leaf on its way: the boxes that this process holds of it, on the host until all are there.
 
     Args:
         like: what is asked for, see `Opened.load`.
         stored: the leaf.
+        number: of the leaf.
+        pieces: where it may be mapped.
     """
 
-    def __init__(self, like: Any, stored: StoredLeaf) -> None:
-        self._like, self._stored = like, stored
-        dtype = np.dtype(stored.dtype)
+    def __init__(self, like: Any, stored: StoredLeaf, number: int, pieces: Pieces | None) -> None:
+        self._like, dtype = like, np.dtype(stored.dtype)
         self._on_device = isinstance(like, jax.ShapeDtypeStruct)
         if not self._on_device:
-            self._shape, self._boxes = stored.shape, [bounds(whole(stored), stored.shape)]
+            self._shape, self._boxes = stored.shape, (tuple((0, size) for size in stored.shape),)
         else:
             self._is_key = jnp.issubdtype(like.dtype, jax.dtypes.prng_key)
             self._shape = stored.shape if self._is_key else tuple(like.shape)
-            assert like.sharding is not None
-            self._boxes = list(_boxes(like.sharding, self._shape))
-        self._held = {box: _empty(box, stored.shape, dtype) for box in self._boxes}
-
-    def wants(self) -> Iterator[tuple[Limits, np.ndarray]]:
-        """What is to be read: boxes and arrays for them."""
-        for box, out in self._held.items():
-            inside = tuple((a, min(b, size)) for (a, b), size in zip(box, self._stored.shape, strict=True))
-            if all(a < b for a, b in inside) or not box:
-                yield box, out
+            self._boxes = held_boxes(like.sharding, self._shape)
+        self._out: Slab | MappedBoxes | None = None
+        if pieces is not None and self._on_device and is_on_cpu(like) and self._shape == stored.shape and stored.nbytes:
+            self._out = pieces.mapped(number, self._boxes, stored.shape, dtype)
+        if self._out is None:
+            box_shape = [stop - start for start, stop in self._boxes[0]]
+            self._out = Slab(len(self._boxes), box_shape, dtype, HOST_MEMORY if self._on_device else None)
+            if self._shape != stored.shape:
+                self._out.bytes[:] = 0
+        self.wants = _wants(number, stored, self._boxes, self._out)
 
     def done(self) -> Any:
         """The leaf, once all of it is there."""
+        assert self._out is not None
+        held = self._out.boxes
+        del self._out, self.wants
         if not self._on_device:
-            return self._held[self._boxes[0]]
+            return held[0]
+        numbers = _order(self._boxes)
         leaf = jax.make_array_from_callback(
-            self._shape, self._like.sharding, lambda index: self._held[limits(index or (), self._shape)]
+            self._shape, self._like.sharding, lambda index: held[numbers[limits(index or (), self._shape)]]
         )
         with own_mesh(self._like):
             return jax.random.wrap_key_data(leaf, impl=self._like.dtype) if self._is_key else leaf
 
 
+def _wants(number: int, leaf: StoredLeaf, boxes: tuple[Limits, ...], out: Slab | MappedBoxes) -> list[Want]:
+    return [Want(number, leaf.shape, boxes, out)] if out.boxes[0].size else []
+
+
+def is_on_cpu(like: Any) -> bool:
+    """Whether an array will be on devices whose memory is that of the process."""
+    return all(device.platform == "cpu" for device in like.sharding.device_set)
+
+
 @functools.lru_cache(maxsize=4096)
-def _boxes(sharding: Sharding, shape: tuple[int, ...]) -> tuple[Limits, ...]:
-    """The boxes of an array that this process holds, each once."""
-    found = sharding.addressable_devices_indices_map(shape).values()
-    return tuple(dict.fromkeys(limits(index or (), shape) for index in found))
+def _order(boxes: tuple[Limits, ...]) -> Mapping[Limits, int]:
+    return {box: number for number, box in enumerate(boxes)}
 
 
-def _empty(box: Limits, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array for a box; zeros where it reaches beyond what is stored."""
-    is_padded = any(stop > size for (_, stop), size in zip(box, shape, strict=True))
-    return (np.zeros if is_padded else np.empty)([stop - start for start, stop in box], dtype)
-
-
-def _batches(wanted: Mapping[str, Any]) -> Iterator[list[tuple[str, Any]]]:
-    """What is wanted in parts of some hundred MiB."""
-    batch: list[tuple[str, Any]] = []
+def _batches(wanted: Mapping[str, Any]) -> Iterator[list[str]]:
+    """What is wanted in parts of some MiB."""
+    batch: list[str] = []
     held = 0
     for name, like in wanted.items():
-        batch.append((name, like))
+        batch.append(name)
         held += _here_bytes(like)
         if held >= _BATCH_BYTES:
             yield batch

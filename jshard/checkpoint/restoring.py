@@ -20,14 +20,15 @@ from jshard._processes import all_or_none
 from jshard._text import human_bytes
 from jshard.checkpoint import leaves as _leaves
 from jshard.checkpoint import manifest as _manifest
-from jshard.checkpoint.balance import cut_further, spreads
+from jshard.checkpoint.balance import OtherFailedError, Together, sharers
 from jshard.checkpoint.buckets import BucketError, BucketPath, Place, bucket_error
 from jshard.checkpoint.errors import CheckpointError, CheckpointWarning
 from jshard.checkpoint.files.layout import Limits
 from jshard.checkpoint.manifest import StoredLeaf
 from jshard.checkpoint.matching import finish, match, num_overflows, own_mesh, renamed, to_read
 from jshard.checkpoint.mismatch import check_fits
-from jshard.checkpoint.opened import Opened, unreadable
+from jshard.checkpoint.opened import Opened, held_boxes, unreadable
+from jshard.checkpoint.packed import PackedCheckpoint, is_on_cpu
 from jshard.checkpoint.position import check_position, is_data_position
 from jshard.checkpoint.readers import OrbaxCheckpoint
 from jshard.checkpoint.saving import give_memory_back
@@ -51,7 +52,8 @@ class Forecast:
 
     Attributes:
         wanted_bytes: of the boxes that its devices will hold, each counted once.
-        touched_bytes: of the stored chunks that these boxes are in, as each box reads its chunks whole.
+        touched_bytes: that are read for them: of packed files those of the rows that some box is in; of others each box
+            reads the stored chunks whole that it is in.
         host_bytes: memory of the host that the read takes beside the state: what is on its way at a time, and leaves
             that stay on the host.
         worst: the leaf that reads the most bytes in vain; None where none does.
@@ -99,13 +101,11 @@ def _forecast(opened: Opened, stored: Mapping[str, StoredLeaf], reads: Mapping[s
     )
 
 
-def _boxes(leaf: StoredLeaf, like: Any) -> set[Limits]:
+def _boxes(leaf: StoredLeaf, like: Any) -> tuple[Limits, ...]:
     """The boxes of a leaf that this process holds; a random key is read whole."""
-    whole = tuple((0, size) for size in leaf.shape)
     if not isinstance(like, jax.ShapeDtypeStruct) or like.sharding is None or len(like.shape) != len(leaf.shape):
-        return {whole}
-    found: Any = like.sharding.addressable_devices_indices_map(like.shape).values()
-    return {tuple(part.indices(size)[:2] for part, size in zip(box, leaf.shape, strict=True)) for box in found}
+        return (tuple((0, size) for size in leaf.shape),)
+    return held_boxes(like.sharding, tuple(like.shape))
 
 
 class Restoring:
@@ -125,8 +125,9 @@ class Restoring:
         missing: Missing = "error",
         extra: Extra = "error",
         read_once: bool = False,
+        map: bool = False,
     ) -> None:
-        self.opened, self._like, self._read_once = opened, like, read_once
+        self.opened, self._like, self._read_once, self._map = opened, like, read_once, map
         self.phases = Phases()
         with self.phases("plan"):
             _check_policies(missing, extra)
@@ -169,30 +170,39 @@ class Restoring:
         found: dict[str, Any] = {}
         for key, pick in self.match.picks.items():
             for path in pick.stored:
-                found.setdefault(path, self._spread(to_read(self._stored[path], pick, self._wanted[key])))
+                found.setdefault(path, to_read(self._stored[path], pick, self._wanted[key]))
         return found
 
     @functools.cached_property
     def forecast(self) -> Forecast:
         """What this process will read."""
-        return _forecast(self.opened, self._stored, self.reads)
+        found = _forecast(self.opened, self._stored, self.reads)
+        if len(self._members) < 2:
+            return found
+        touched_bytes, host_bytes = found.touched_bytes // len(self._members), 2 * found.host_bytes
+        return dataclasses.replace(found, touched_bytes=touched_bytes, host_bytes=host_bytes)
 
-    def _spread(self, like: Any) -> Any:
-        """An array to be read, cut further where several processes would read the same."""
-        if not isinstance(like, jax.ShapeDtypeStruct) or jnp.issubdtype(like.dtype, jax.dtypes.prng_key):
-            return like
-        if not self._read_once or not (axes := spreads(like.sharding)):
-            return like
-        return jax.ShapeDtypeStruct(like.shape, like.dtype, sharding=cut_further(like.sharding, like.shape, axes))
+    @functools.cached_property
+    def _members(self) -> tuple[int, ...]:
+        """The processes that read a part each of what all of them want; empty where nothing is shared."""
+        is_shared = (
+            self._read_once and not self._map and jax.process_count() > 1 and isinstance(self.opened, PackedCheckpoint)
+        )
+        return sharers(self.reads.values()) if is_shared else ()
 
     def run(self, *, verify: bool, timeout_s: float) -> Any:
         """Reads, and returns new objects of the kinds in `like`; a `RunError` names what is damaged."""
         path, found, sums, num_bytes, error = self.opened.path, {}, {}, 0, None
+        together = Together(self._members, timeout_s=timeout_s) if self._members else None
         try:
-            found, sums = self._read(verify)
+            found, sums = self._read(verify, together)
             num_bytes = self.forecast.wanted_bytes
+        except OtherFailedError:
+            pass
         except Exception as caught:  # the others wait to hear of it
             error = caught
+            if together is not None:
+                together.fail()
         own = {"sums": sums, "report": self.phases.report(num_bytes=num_bytes)}
         why = lambda failures: "\n".join(f"process {number}: {parts['why']}" for number, parts in failures.items())
         kinds = lambda failures: {parts["kind"] for parts in failures.values()}
@@ -210,11 +220,12 @@ class Restoring:
             what = "leaves hold values that are too large for the dtypes of `like`"
             message = f"{path} is restored; {_list(what, tuple(self._overflows))}"
             warnings.warn(message, CheckpointWarning, stacklevel=3)
-        give_memory_back()
+        if not isinstance(self.opened, PackedCheckpoint):  # which keeps what it will need again, and no more
+            give_memory_back()
         self.record["processes"] = [other["report"] for other in heard]
         return restored
 
-    def _read(self, verify: bool) -> tuple[dict[str, Any], dict[str, Sums]]:
+    def _read(self, verify: bool, together: Together | None) -> tuple[dict[str, Any], dict[str, Sums]]:
         """The stored leaves, and the sums over what this process holds of them."""
         manifest = self.opened.manifest
         if verify and manifest is not None:
@@ -222,7 +233,10 @@ class Restoring:
                 _check_files(self.opened.path, manifest)
         self._warn(verify)
         with self.phases("read"):
-            found = self.opened.load(self.reads)
+            if isinstance(self.opened, PackedCheckpoint):
+                found = self.opened.load(self.reads, together, map=self._map)
+            else:
+                found = self.opened.load(self.reads)
             jax.block_until_ready(found)
         if not verify or manifest is None:
             return found, {}
@@ -232,6 +246,14 @@ class Restoring:
             total = lambda key: LeafSums(found[key], shape(manifest.leaves[key])).total()
             with concurrent.futures.ThreadPoolExecutor(_SUMMING_THREADS) as pool:
                 return found, dict(zip(summed, pool.map(total, summed), strict=True))
+
+    def _unmapped(self) -> str:
+        """Why nothing of it can be mapped, if that is so."""
+        if not isinstance(self.opened, PackedCheckpoint):
+            return "it is not packed"
+        if not any(isinstance(like, jax.ShapeDtypeStruct) and is_on_cpu(like) for like in self.reads.values()):
+            return "the arrays are not on CPU devices"
+        return "" if self.opened.can_be_mapped else "it is not on a disk of this machine"
 
     def _filled(self, found: dict[str, Any]) -> Any:
         """New objects of the kinds in `like`, made of what was read."""
@@ -280,6 +302,10 @@ class Restoring:
         notes = [_list(what, lines) for what, lines in done.items() if lines]
         if verify and self.opened.manifest is None and isinstance(self.opened, OrbaxCheckpoint):
             notes.append("it has no sums to be checked by: jshard did not write it.")
+        if self._map and (why := self._unmapped()):
+            notes.append(f"it was read, and not mapped: {why}.")
+        if self._read_once and jax.process_count() > 1 and not isinstance(self.opened, PackedCheckpoint):
+            notes.append("read_once is for packed checkpoints: of this one every process read what it wanted.")
         in_vain = self.forecast.touched_bytes - self.forecast.wanted_bytes
         if self.forecast.amplification > _AMPLIFICATION and in_vain > _WORTH_BYTES:
             notes.append(

@@ -13,8 +13,9 @@ from jshard.checkpoint.files import dealing
 from jshard.checkpoint.files.boxes import PackedFile, Pieces, Want
 from jshard.checkpoint.files.dealing import LeafFacts
 from jshard.checkpoint.files.layout import Piece, laid_out
-from jshard.checkpoint.files.places import LocalFolder
-from jshard.checkpoint.files.reading import ChangedError, do_all
+from jshard.checkpoint.files.memory import Slab
+from jshard.checkpoint.files.places import LocalFolder, do_all
+from jshard.checkpoint.files.reading import ChangedError
 from jshard.checkpoint.files.writing import write_file
 
 DTYPES = ("bool", "int4", "uint8", "int64", "bfloat16", "float8_e4m3fn", "float8_e5m2fnuz", "float32", "complex64")
@@ -64,14 +65,14 @@ def test_any_box_comes_out_of_any_pieces(tmp_path, dtype):
     pieces, draw = Pieces([file], 2), np.random.default_rng(2)
     for _ in range(30):
         box = tuple(tuple(sorted(draw.choice(size + 1, 2, replace=False).tolist())) for size in values.shape)
-        out = np.empty([b - a for a, b in box], dtype)
-        do_all(pieces.reads([Want(1, values.shape, box, out)], verify=True), threads=2)
-        assert out.tobytes() == values[inside(box)].tobytes(), box
+        out = Slab(1, [b - a for a, b in box], values.dtype)
+        do_all(pieces.reads([Want(1, values.shape, (box,), out)], verify=True), threads=2)
+        assert out.boxes[0].tobytes() == values[inside(box)].tobytes(), box
     data = bytearray((tmp_path / "a.safetensors").read_bytes())
     data[file.index.offsets[-1]] ^= 1
     (tmp_path / "a.safetensors").write_bytes(data)
     with pytest.raises(ChangedError):
-        do_all(pieces.reads([Want(1, values.shape, box, out)], verify=True), threads=2)
+        do_all(pieces.reads([Want(1, values.shape, (box,), out)], verify=True), threads=2)
 
 
 class Device:

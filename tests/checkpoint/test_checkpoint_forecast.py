@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 import jshard as js
 from jshard.checkpoint import restoring
+from jshard.checkpoint.readers import open_checkpoint
 
 SHAPES = {"kernel": (4096, 2048), "table": (50304, 64), "bias": (2048,)}
 
@@ -45,16 +46,35 @@ def test_any_degree_reads_what_it_wants(saved, num_devices):
     assert reported.wanted_bytes == WANTED and reported.amplification <= 1.1
 
 
-def test_along_the_other_dim_whole_pieces_are_read(saved):
+def test_along_the_other_dim_rows_are_read_whole_by_each_process(saved):
     reported = js.checkpoint.forecast(saved, like(8, None, "fsdp"))
+    assert reported.worst is None and reported.touched_bytes == WANTED  # one process has all columns
+    opened, (rows, columns) = open_checkpoint(saved), SHAPES["kernel"]
+    boxes = [((0, rows), (0, columns // 8)), ((0, rows // 2), (columns // 8, columns // 4))]
+    assert opened.touched("kernel", opened.leaves["kernel"], boxes) == rows * columns
+
+
+@pytest.fixture(scope="module")
+def saved_as_zarr(tmp_path_factory):
+    path = tmp_path_factory.mktemp("zarr") / "c"
+    value = np.ones(SHAPES["kernel"], np.float32)
+    state = {"kernel": jax.device_put(value, like(2, "fsdp")["kernel"].sharding)}
+    js.checkpoint.save(path, state, format="orbax")
+    return path
+
+
+def test_of_zarr_each_device_reads_whole_chunks(saved_as_zarr):
+    reported = js.checkpoint.forecast(saved_as_zarr, {"kernel": like(8, None, "fsdp")["kernel"]})
     assert reported.worst == "kernel" and reported.amplification > 4
-    assert str(reported).startswith(f"{reported.touched_bytes / 2**20:.1f} MiB to read for {WANTED / 2**20:.1f} MiB (x")
+    assert str(reported).startswith(
+        f"{reported.touched_bytes / 2**20:.1f} MiB to read for {reported.wanted_bytes / 2**20:.1f} MiB (x"
+    )
 
 
-def test_a_lot_in_vain_is_a_warning_with_the_command(saved, monkeypatch):
+def test_a_lot_in_vain_is_a_warning_with_the_command(saved_as_zarr, monkeypatch):
     monkeypatch.setattr(restoring, "_WORTH_BYTES", 1 << 20)
     with pytest.warns(js.checkpoint.CheckpointWarning, match=r"kernel(.|\n)*jshard ckpt reshard .*/c .*/c-resharded"):
-        js.checkpoint.restore(saved, like(8, None, "fsdp"))
+        js.checkpoint.restore(saved_as_zarr, {"kernel": like(8, None, "fsdp")["kernel"]})
 
 
 def test_a_part_is_told_as_a_part(saved):

@@ -22,6 +22,7 @@ from jshard import checkpoint
 from jshard._compat import coordinator
 from jshard._processes import exchange
 from jshard.checkpoint import saving, series_folder, storage
+from jshard.checkpoint.files import places
 from jshard.checkpoint.files.dealing import HeldState
 from jshard.checkpoint.saving import Saving
 from jshard.errors import FourPartError
@@ -95,6 +96,60 @@ def balance():
 
 def written_bytes():
     return int(Path("/proc/self/io").read_text().split("wchar:")[1].split()[0])
+
+
+def once():
+    """What both hold, in shards of 1 KiB to 4 MiB: the bytes that this process reads, and errors of one and of both."""
+    mesh, path = js.mesh(replica=2, fsdp=4), FOLDER / "once"
+    shapes = {"large": ((4096, 1024), "float32"), "odd": ((4, 7, 3), "bool"), "scalar": ((), "int8")}
+    shapes |= {f"small{n}": ((256, 4 + n), "bfloat16") for n in range(100)} | {"key": ((), "key")}
+    on_mesh = lambda ndim: NamedSharding(mesh, PartitionSpec(*["fsdp"][:ndim]))
+    held = {}
+    for number, (name, (shape, dtype)) in enumerate(shapes.items()):
+        if dtype == "key":
+            held[name] = jax.jit(lambda: jax.random.key(7), out_shardings=on_mesh(0))()
+        else:
+            values = np.random.default_rng(number).integers(0, 100, shape).astype(jnp.dtype(dtype))
+            held[name] = jax.make_array_from_callback(shape, on_mesh(len(shape)), lambda box, x=values: x[box])
+    held["host"], held["step"] = np.arange(1000), 3
+    checkpoint.save(path, held)
+    restore = lambda like=held: checkpoint.restore(path, like, read_once=True, timeout_s=300)
+    differ = lambda found: [name for name, value in held.items() if not all_equal(found[name], value)]
+    restore()  # what is imported, and the connections
+    before = read_bytes()
+    found = {"differ": differ(restore()), "bytes": read_bytes() - before}
+    found["forecast"] = checkpoint.forecast(path, held, read_once=True).touched_bytes
+    found["other leaves"] = reported(lambda: restore({"large": held["large"], "step": 0} if PROCESS else held))
+
+    read = places.LocalFolder.read
+    if PROCESS == 1:
+        places.LocalFolder.read = lambda self, *where: fails() if where[1] > 1 << 20 else read(self, *where)
+    found["one fails"] = reported(restore)
+    places.LocalFolder.read = read
+    (file,) = (path / "arrays").glob("00001-*")
+    if PROCESS == 1:
+        with file.open("r+b") as changed:
+            changed.seek(1 << 20)
+            byte = changed.read(1)
+            changed.seek(1 << 20)
+            changed.write(bytes([byte[0] ^ 1]))
+    exchange("changed", "", timeout_s=800)
+    found["a bit"] = reported(restore)
+    return found
+
+
+def all_equal(a, b):
+    if not isinstance(b, jax.Array):
+        return np.array_equal(a, b)
+    if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+        a, b = jax.random.key_data(a), jax.random.key_data(b)
+    pairs = zip(a.addressable_shards, b.addressable_shards, strict=True)
+    same = a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    return same and all(np.array_equal(x.data, y.data) for x, y in pairs)
+
+
+def read_bytes():
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
 def state(number):

@@ -60,7 +60,7 @@ def read(folder, part, process):
 def test_two_processes(tmp_path):
     for seed, layout in enumerate(LAYOUTS):
         checkpoint.save(tmp_path / f"one {layout}", filled(layout, seed))
-    codes = end(start_two(tmp_path, "matrix", "balance", "not_shared", "apart", "slow", "stall"))
+    codes = end(start_two(tmp_path, "matrix", "balance", "once", "not_shared", "apart", "slow", "stall"))
     assert codes == [0, 0], [(tmp_path / f"stderr-{process}").read_text()[-3000:] for process in range(2)]
 
     # The matrix, by what each process holds; and what two have written, on layouts of one.
@@ -73,6 +73,7 @@ def test_two_processes(tmp_path):
         assert differences(restored, target, seed) == []
 
     what_both_hold_is_written_by_both(tmp_path)
+    what_both_hold_is_read_once(tmp_path)
     folders_that_are_not_shared(tmp_path)
     what_fails_in_one_process(tmp_path)
     a_process_that_is_slow(tmp_path)
@@ -84,6 +85,17 @@ def what_both_hold_is_written_by_both(folder):
     assert all(each["equal"] and each["sharding"] for each in found)
     few, many = sorted(each["bytes"] for each in found)
     assert few > 0.8 * many and few > 2 * 2**20, found
+
+
+def what_both_hold_is_read_once(folder):
+    found = [read(folder, "once", process) for process in range(2)]
+    assert not any(each["differ"] for each in found)
+    size = sum(path.stat().st_size for path in (folder / "once" / "arrays").iterdir())
+    for each in found:
+        assert 0.45 * size < each["bytes"] < 0.55 * size and 0.45 * size < each["forecast"] < 0.55 * size, (size, found)
+        assert each["other leaves"]["type"] == "CheckpointError" and "do not ask for the same" in str(each)
+        assert "arrays/00001-000.safetensors\n         large" in each["a bit"]["text"]
+        assert "ValueError: not foreseen" in each["one fails"]["text"]
 
 
 def folders_that_are_not_shared(folder):

@@ -11,8 +11,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from jshard.checkpoint.files.layout import TAIL_BYTES, FileIndex, Limits, parse_index, parse_tail
+from jshard.checkpoint.files.memory import MappedBoxes, Slab
 from jshard.checkpoint.files.places import FileSource
-from jshard.checkpoint.files.reading import READ_BYTES, Range, changed, reads
+from jshard.checkpoint.files.reading import READ_BYTES, Range, Read, changed, reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +37,11 @@ class PackedFile:
             found = before + found
         return cls(source, name, parse_index(memoryview(found)[len(found) - length :]))
 
+    @functools.cached_property
+    def mapped(self) -> np.ndarray | None:
+        """The file in memory; None where that cannot be."""
+        return self.source.mapped(self.name)
+
     def changed(self, on_read: Callable[[int], object]) -> Iterator[tuple[int, int]]:
         """Reads all of the file but its index; where blocks begin and end that are not as they were written."""
         buffer = memoryview(bytearray(READ_BYTES))
@@ -48,19 +54,19 @@ class PackedFile:
 
 @dataclasses.dataclass(frozen=True)
 class Want:
-    """A box of a leaf, and the array that it goes into, which is contiguous.
+    """Boxes of a leaf, and where they go.
 
     Args:
         leaf: the number of the leaf.
         shape: of the leaf.
-        box: of it.
-        out: the array.
+        boxes: of it, each once.
+        out: what they go into; or what they are already, and are only checked.
     """
 
     leaf: int
     shape: tuple[int, ...]
-    box: Limits
-    out: np.ndarray
+    boxes: tuple[Limits, ...]
+    out: Slab | MappedBoxes
 
 
 class Pieces:
@@ -87,17 +93,10 @@ class Pieces:
         _, _, starts, stops = self.of(leaf)
         return math.prod(shape) - int(np.prod(stops - starts, axis=1).sum()) if len(starts) else math.prod(shape)
 
-    def touched(self, leaf: int, boxes: Collection[Limits]) -> int:
+    def touched(self, leaf: int, boxes: Collection[Limits], shape: tuple[int, ...], itemsize: int) -> int:
         """How many elements are read for some boxes of a leaf."""
         _, _, starts, stops = self.of(leaf)
-        pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        total = 0
-        for box in boxes:
-            for piece in pieces if box not in pieces else [box]:
-                if (common := _common(piece, box)) is not None:
-                    tiles = [common] if None not in (_run(piece, common), _run(box, common)) else None
-                    total += sum(map(_size, tiles or _cut_rows(piece, common, 1)))
-        return total
+        return sum(part.count for part in _parts(tuple(boxes), *_key(starts, stops), shape, itemsize))
 
     def _ndim(self, piece: int) -> int:
         first = self._columns[2]
@@ -121,83 +120,159 @@ class Pieces:
         order = np.argsort(leaves, kind="stable")
         return np.searchsorted(leaves[order], np.arange(self._num_leaves + 1)), order
 
-    def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Callable[[], None]]:
+    def reads(self, wants: Iterable[Want], *, verify: bool) -> Iterator[Read]:
         """The reads that fill some arrays, each to be done in any thread.
 
         What no piece holds is left as it is.
         """
-        ranges: dict[int, list[Range]] = {}
-        by_leaf: dict[int, list[Want]] = {}
+        ranges: dict[tuple[int, bool], list[Range]] = {}
         for want in wants:
-            by_leaf.setdefault(want.leaf, []).append(want)
-        for leaf, wanted in by_leaf.items():
-            for file, found in self._ranges(leaf, wanted):
-                ranges.setdefault(file, []).append(found)
-        for number, found in sorted(ranges.items()):
+            for file, found in self._ranges(want):
+                ranges.setdefault((file, isinstance(want.out, MappedBoxes)), []).append(found)
+        for (number, is_mapped), found in sorted(ranges.items()):
             file = self.files[number]
-            sums = file.index.sums if verify else None
-            yield from reads(file.source, file.name, found, sums=sums, end=file.index.index_begin)
+            sums, mapped = file.index.sums if verify else None, file.mapped if is_mapped else None
+            if verify or not is_mapped:
+                yield from reads(file.source, file.name, found, sums=sums, end=file.index.index_begin, mapped=mapped)
 
-    def _ranges(self, leaf: int, wants: Sequence[Want]) -> Iterator[tuple[int, Range]]:
+    def mapped(
+        self, leaf: int, boxes: tuple[Limits, ...], shape: tuple[int, ...], dtype: np.dtype
+    ) -> MappedBoxes | None:
+        """Boxes of a leaf as they are in the files; None where they are no pieces, or the files cannot be mapped."""
         files, offsets, starts, stops = self.of(leaf)
-        boxes = [tuple(zip(a, b, strict=True)) for a, b in zip(starts.tolist(), stops.tolist(), strict=True)]
-        exact = dict(zip(boxes, range(len(boxes)), strict=True))
-        if all(want.box in exact for want in wants) and len({want.box for want in wants}) == len(wants):
-            for want in wants:
-                piece = exact[want.box]
-                yield int(files[piece]), Range(int(offsets[piece]), want.out.nbytes, _bytes(want.out))
-            return
-        hits: dict[int, list[tuple[Want, Limits]]] = {}
-        for want in wants:
-            left = math.prod(min(b, size) - a for (a, b), size in zip(want.box, want.shape, strict=True))
-            box = np.array(want.box, np.int64).reshape(-1, 2)
-            low, high = np.maximum(starts, box[:, 0]), np.minimum(stops, box[:, 1])
-            for piece in np.flatnonzero((low < high).all(axis=1)).tolist():
-                common = tuple(zip(low[piece].tolist(), high[piece].tolist(), strict=True))
-                hits.setdefault(piece, []).append((want, common))
-                left -= _size(common)
-            if left:
-                raise ValueError(f"{left} elements of leaf {leaf} are in none of the files")
-        for piece, found in hits.items():
-            file, offset, box = int(files[piece]), int(offsets[piece]), boxes[piece]
-            itemsize = found[0][0].out.itemsize
-            runs = [(_run(box, common), _run(want.box, common)) for want, common in found]
-            direct = [
-                Range(
-                    offset + there * itemsize,
-                    size := _size(common) * itemsize,
-                    _bytes(want.out)[here * itemsize : here * itemsize + size],
-                )
-                for (want, common), (there, here) in zip(found, runs, strict=True)
-                if there is not None and here is not None
-            ]
-            direct.sort(key=lambda each: each.offset)
-            overlap = any(a.end > b.offset for a, b in itertools.pairwise(direct))
-            is_direct = len(direct) == len(found) and not overlap
-            yield from ((file, each) for each in (direct if is_direct else _tiles(box, offset, found)))
+        parts = _parts(boxes, *_key(starts, stops), shape, dtype.itemsize)
+        held = [self.files[int(files[part.piece])].mapped for part in parts if part.is_whole]
+        if not parts or len(held) < len(parts):
+            return None
+        found = []
+        for part, file, box in zip(parts, held, boxes, strict=True):
+            if file is None:
+                return None
+            values = np.frombuffer(file, dtype, part.count, int(offsets[part.piece]))
+            found.append(values.reshape([b - a for a, b in box]))
+        return MappedBoxes(found)
+
+    def _ranges(self, want: Want) -> Iterator[tuple[int, Range]]:
+        files, offsets, starts, stops = self.of(want.leaf)
+        out, itemsize = want.out, want.out.boxes[0].itemsize
+        parts = _parts(want.boxes, *_key(starts, stops), want.shape, itemsize)
+        if isinstance(out, Slab) and len(parts) > 1 and all(part.is_whole for part in parts):
+            pieces = [part.piece for part in parts]
+            if (np.diff(offsets[pieces]) == out.stride).all() and (files[pieces] == files[pieces[0]]).all():
+                yield int(files[pieces[0]]), Range(int(offsets[pieces[0]]), out.bytes.nbytes, out.bytes.data)
+                return
+        for part in parts:
+            offset, num_bytes = int(offsets[part.piece]) + part.begin * itemsize, part.count * itemsize
+            if isinstance(out, MappedBoxes):
+                found = Range(offset, num_bytes)
+            elif part.place is None:
+                found = Range(offset, num_bytes, then=functools.partial(_scatter, part, out.boxes))
+            else:
+                number, begin = part.place
+                begin *= itemsize
+                found = Range(offset, num_bytes, _bytes(out.boxes[number])[begin : begin + num_bytes])
+            yield int(files[part.piece]), found
 
 
-def _tiles(box: Limits, offset: int, found: Sequence[tuple[Want, Limits]]) -> Iterator[Range]:
-    """Reads what some arrays want of a piece in contiguous parts of it, out of which their boxes are copied."""
-    dtype = found[0][0].out.dtype
+@dataclasses.dataclass(frozen=True)
+class _Stretch:
+    """Elements of a piece that are read, one after the other, and where they go.
+
+    Attributes:
+        piece: its number among those of the leaf.
+        begin: the first element in the piece.
+        count: how many.
+        place: the box that they go into as they are, and at which element; None where they are copied.
+        shape: of the elements, where they are copied.
+        copies: the box, where in it, and what of the elements goes there.
+        is_whole: whether the part is a piece and a box, and the first parts are the first boxes.
+    """
+
+    piece: int
+    begin: int
+    count: int
+    place: tuple[int, int] | None = None
+    shape: tuple[int, ...] = ()
+    copies: tuple[tuple[int, tuple[slice, ...], tuple[slice, ...]], ...] = ()
+    is_whole: bool = False
+
+
+def _scatter(part: _Stretch, boxes: Sequence[np.ndarray], view: memoryview) -> None:
+    values = np.frombuffer(view, boxes[0].dtype).reshape(part.shape)
+    for number, to, of in part.copies:
+        boxes[number][to] = values[of]
+
+
+def _key(starts: np.ndarray, stops: np.ndarray) -> tuple[tuple[int, ...], bytes, bytes]:
+    """Boxes of pieces as something to look up by."""
+    return starts.shape, starts.tobytes(), stops.tobytes()
+
+
+@functools.lru_cache(maxsize=256)
+def _parts(
+    boxes: tuple[Limits, ...], num: tuple[int, ...], starts: bytes, stops: bytes, shape: tuple[int, ...], itemsize: int
+) -> tuple[_Stretch, ...]:
+    """What is read of the pieces of a leaf for some boxes; the same for all leaves that are cut alike.
+
+    Args:
+        boxes: of the leaf; what is beyond its shape is no part of it.
+        num: how many pieces, and how many dims.
+        starts: where the boxes of the pieces begin.
+        stops: where they end.
+        shape: of the leaf.
+        itemsize: bytes of an element.
+    """
+    low, high = (np.frombuffer(each, np.int64).reshape(num) for each in (starts, stops))
+    pieces = [tuple(zip(a, b, strict=True)) for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+    hits: dict[int, list[tuple[int, Limits]]] = {}
+    for number, wanted in enumerate(boxes):
+        left = math.prod(max(0, min(b, size) - a) for (a, b), size in zip(wanted, shape, strict=True))
+        box = np.array(wanted, np.int64).reshape(-1, 2)
+        near = pieces and (np.maximum(low, box[:, 0]) < np.minimum(high, box[:, 1])).all(axis=1)
+        for piece in np.flatnonzero(near).tolist():
+            common = _common(pieces[piece], wanted)
+            assert common is not None
+            hits.setdefault(piece, []).append((number, common))
+            left -= _size(common)
+        if left:
+            raise ValueError(f"{left} elements of a leaf of shape {shape} are in none of the files")
+    found: list[_Stretch] = []
+    for piece, common in hits.items():
+        found += _of_piece(piece, pieces[piece], boxes, common, itemsize)
+    whole = [boxes[part.place[0]] == pieces[part.piece] for part in found if part.place is not None]
+    if len(whole) == len(found) == len(boxes) and all(whole):
+        places = [part.place[0] for part in found if part.place is not None]
+        if places == sorted(places):
+            return tuple(dataclasses.replace(part, is_whole=True) for part in found)
+    return tuple(found)
+
+
+def _of_piece(
+    piece: int, box: Limits, boxes: Sequence[Limits], hits: Sequence[tuple[int, Limits]], itemsize: int
+) -> list[_Stretch]:
+    """What is read of one piece: as it is, if each of the boxes has a part of it that is contiguous in both."""
+    direct: list[_Stretch] = []
+    for number, common in hits:
+        there, here = _run(box, common), _run(boxes[number], common)
+        if there is not None and here is not None:
+            direct.append(_Stretch(piece, there, _size(common), place=(number, here)))
+    direct.sort(key=lambda part: part.begin)
+    overlap = any(a.begin + a.count > b.begin for a, b in itertools.pairwise(direct))
+    if len(direct) == len(hits) and not overlap:
+        return direct
+    # Contiguous parts of the piece: of the dims behind the first that is not read whole, all is read.
     union = tuple(
-        (min(common[dim][0] for _, common in found), max(common[dim][1] for _, common in found))
+        (min(common[dim][0] for _, common in hits), max(common[dim][1] for _, common in hits))
         for dim in range(len(box))
     )
-    # Of the dims behind the first that is not read whole, all is read.
-    for tile in _cut_rows(box, union, dtype.itemsize):
+    tiles = []
+    for tile in _cut_rows(box, union, itemsize):
         there = _run(box, tile)
         assert there is not None
-        shape = tuple(b - a for a, b in tile)
-
-        def scatter(view: memoryview, tile: Limits = tile, shape: tuple[int, ...] = shape) -> None:
-            values = np.frombuffer(view, dtype).reshape(shape)
-            for want, common in found:
-                inside = _common(tile, common)
-                if inside is not None:
-                    want.out[_within(want.box, inside)] = values[_within(tile, inside)]
-
-        yield Range(offset + there * dtype.itemsize, math.prod(shape) * dtype.itemsize, then=scatter)
+        inside = [(number, both) for number, common in hits if (both := _common(tile, common)) is not None]
+        copies = tuple((number, _within(boxes[number], both), _within(tile, both)) for number, both in inside)
+        tiles.append(_Stretch(piece, there, _size(tile), shape=tuple(b - a for a, b in tile), copies=copies))
+    return tiles
 
 
 def _cut_rows(box: Limits, wanted: Limits, itemsize: int) -> Iterator[Limits]:

@@ -170,7 +170,7 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
     entries: dict[str, tuple[str, Sequence[int], int, int]] = {}
     places, end = [], 0
     for piece in pieces:
-        begin = _up(end, _PAGE if piece.nbytes >= _LARGE_BYTES else _SMALL)
+        begin = _up(end, _unit(piece.nbytes))
         if begin > end:
             entries[f"{_PADDING}.{len(places)}"] = "U8", (begin - end,), end, begin
         end = begin + piece.nbytes
@@ -194,6 +194,16 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
         index_begin=index_begin,
         num_bytes=index_begin + index_bytes,
     )
+
+
+def spaced(num_bytes: int) -> int:
+    """From the beginning of a piece of so many bytes to that of another one behind it."""
+    return _up(num_bytes, _unit(num_bytes))
+
+
+def _unit(num_bytes: int) -> int:
+    """What a piece of so many bytes begins on."""
+    return _PAGE if num_bytes >= _LARGE_BYTES else _SMALL
 
 
 def num_blocks(num_bytes: int) -> int:
