@@ -31,11 +31,12 @@ class PackedFile:
         found = bytearray(guess)
         source.read(name, size - guess, [memoryview(found)])
         length = parse_tail(bytes(found[-TAIL_BYTES:]), size)
+        view = memoryview(found)[max(0, guess - length) :]
         if length > guess:
-            before = bytearray(length - guess)
-            source.read(name, size - length, [memoryview(before)])
-            found = before + found
-        return cls(source, name, parse_index(memoryview(found)[len(found) - length :]))
+            view = np.empty(length, np.uint8).data  # not zeros: of many files this is a lot of memory
+            view[length - guess :] = found
+            source.read(name, size - length, [view[: length - guess]])
+        return cls(source, name, parse_index(view))
 
     @functools.cached_property
     def mapped(self) -> np.ndarray | None:
@@ -80,13 +81,14 @@ class Pieces:
         """The pieces of a leaf: the number of the file, the offset there, and where the box begins and ends."""
         begins, order = self._by_leaf
         chosen = order[begins[leaf] : begins[leaf + 1]]
-        file, offset, first, starts, stops = self._columns
+        offset, first, starts, stops = self._columns
+        file = np.searchsorted(self._file_ends, chosen, "right")
         if not len(chosen):
-            return file[chosen], offset[chosen], np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
+            return file, offset[chosen], np.zeros((0, 0), np.int64), np.zeros((0, 0), np.int64)
         at = first[chosen]
         ndim = self._ndim(int(chosen[0]))
         places = at[:, None] + np.arange(ndim)
-        return file[chosen], offset[chosen], starts[places], stops[places]
+        return file, offset[chosen], starts[places], stops[places]
 
     def num_missing(self, leaf: int, shape: Sequence[int]) -> int:
         """How many elements of a leaf are in no piece."""
@@ -99,15 +101,19 @@ class Pieces:
         return sum(part.count for part in _parts(tuple(boxes), *_key(starts, stops), shape, itemsize))
 
     def _ndim(self, piece: int) -> int:
-        first = self._columns[2]
-        return int((first[piece + 1] if piece + 1 < len(first) else len(self._columns[3])) - first[piece])
+        first = self._columns[1]
+        return int((first[piece + 1] if piece + 1 < len(first) else len(self._columns[2])) - first[piece])
+
+    @functools.cached_property
+    def _file_ends(self) -> np.ndarray:
+        """How many pieces there are up to the end of each file."""
+        return np.cumsum([len(file.index.leaves) for file in self.files])
 
     @functools.cached_property
     def _columns(self) -> tuple[np.ndarray, ...]:
         indexes = [file.index for file in self.files]
         limits = np.cumsum([0, *(len(index.starts) for index in indexes)])
         return (
-            np.concatenate([np.full(len(index.leaves), n, np.int32) for n, index in enumerate(indexes)]),
             np.concatenate([index.offsets for index in indexes]),
             np.concatenate([index.begins + before for index, before in zip(indexes, limits, strict=False)]),
             np.concatenate([index.starts for index in indexes]),
@@ -116,7 +122,8 @@ class Pieces:
 
     @functools.cached_property
     def _by_leaf(self) -> tuple[np.ndarray, np.ndarray]:
-        leaves = np.concatenate([file.index.leaves for file in self.files])
+        dtype = np.uint16 if self._num_leaves <= 1 << 16 else np.uint32  # short ones are sorted in a sixth of the time
+        leaves = np.concatenate([file.index.leaves for file in self.files], dtype=dtype, casting="unsafe")
         order = np.argsort(leaves, kind="stable")
         return np.searchsorted(leaves[order], np.arange(self._num_leaves + 1)), order
 
