@@ -108,13 +108,15 @@ class PackedCheckpoint(Opened):
         """
         arrays = self._in_order(wanted)
         found = {name: self.manifest.values[name] for name in wanted if name not in arrays}
-        batches = list(_batches(arrays))
+        batches, pieces = list(_batches(arrays)), self.pieces if map else None
+        load = lambda name: _Loading(arrays[name], self.leaves[name], self._numbers[name], pieces)
         if together is not None:
             facts = [(name, arrays[name].shape) for name in arrays]
             together.start(len(batches), xxhash.xxh3_64_hexdigest(repr((facts, self._verify)).encode()))
         with self._named_errors(), _Pipeline(self._source.threads, together) as pipeline:
             for names in batches:
-                batch = {name: self._loading(name, arrays[name], map) for name in names}
+                pipeline.make_room()
+                batch = {name: load(name) for name in names}
                 wants = [want for each in batch.values() for want in each.wants]
                 found |= pipeline.put(batch, list(self.pieces.reads(wants, verify=self._verify)))
             found |= pipeline.put({}, [])
@@ -127,9 +129,6 @@ class PackedCheckpoint(Opened):
         """Whether its files can be memory of this process."""
         with self._named_errors():
             return all(file.mapped is not None for file in self.pieces.files)
-
-    def _loading(self, name: str, like: Any, map: bool) -> _Loading:
-        return _Loading(like, self.leaves[name], self._numbers[name], self.pieces if map else None)
 
     def _in_order(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
         """The arrays among some leaves, as the files have them."""
@@ -209,9 +208,12 @@ class _Pipeline:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._pool.shutdown(cancel_futures=kind is not None)
 
+    def make_room(self) -> None:
+        """Waits until the batch that was given last is on the devices."""
+        jax.block_until_ready(self._sent)
+
     def put(self, batch: dict[str, _Loading], work: list[Read]) -> dict[str, Any]:
         """Begins to read a batch, and gives the leaves of the one before."""
-        jax.block_until_ready(self._sent)
         before, part = self._batch, np.empty(0, np.uint8)
         if self._together is not None and batch:
             part, reads = self._together.begin(work, self._pool)

@@ -52,7 +52,8 @@ class Forecast:
 
     Attributes:
         wanted_bytes: of the boxes that its devices will hold, each counted once.
-        touched_bytes: of the stored chunks that these boxes are in, as each box reads its chunks whole.
+        touched_bytes: that are read for them: of packed files those of the rows that some box is in; of others each box
+            reads the stored chunks whole that it is in.
         host_bytes: memory of the host that the read takes beside the state: what is on its way at a time, and leaves
             that stay on the host.
         worst: the leaf that reads the most bytes in vain; None where none does.

@@ -99,7 +99,9 @@ class Saving:
             held, counts = self._together("all here", lambda: (self._hold(leaves), orbax_operations()))
             orbax_operations(max(counts))
             with self._errors_named():
-                self._begin(held)
+                # Of several processes Orbax asks the devices, which are the step's as soon as this returns.
+                can_wait = jax.process_count() == 1 and isinstance(held, HeldState)
+                self._wait = (lambda: self._begun(held)()) if can_wait else self._begun(held)
         except BaseException as error:
             if isinstance(error, Exception):
                 publish_failure(self._failures, error)
@@ -189,22 +191,19 @@ class Saving:
             self._totals = {key: LeafSums(leaf) for key, leaf in full.items()}
             return {key: leaf for key, leaf in {**leaves, **full}.items() if getattr(leaf, "size", 1)}  # Orbax's rule
 
-    def _begin(self, held: HeldState | dict[str, Any]) -> None:
-        """Begins to write what is held."""
+    def _begun(self, held: HeldState | dict[str, Any]) -> Callable[[], None]:
+        """Begins to write what is held; a function that waits until the checkpoint has its name."""
         timeout_s = self._timeout_s
         self._num_bytes = sum(sums.num_bytes for sums in self._totals.values())  # Orbax does not say it
         if not isinstance(held, HeldState):
             work = lambda folder: self._write(dict, folder)
-            self._wait = storage.save_async(self._folder(), work, leaves=held, timeout_s=timeout_s)
-            return
+            return storage.save_async(self._folder(), work, leaves=held, timeout_s=timeout_s)
         write = lambda sink, begin="": write_files(sink, held.files, held.values, begin=begin)
         if isinstance(self.path, BucketPath):
             sink, begin = BucketFolder(self.path / FOLDER), f"{secrets.token_hex(4)}-"  # no two saves write the same
-            work = lambda: self._write(lambda: write(sink, begin), self.path)
-            self._wait = storage.in_thread(self.path, work, timeout_s=timeout_s)
-        else:
-            work = lambda folder: self._write(lambda: write(LocalFolder(folder / FOLDER)), folder)
-            self._wait = storage.save_async(self._folder(), work, timeout_s=timeout_s)
+            return lambda: self._write(lambda: write(sink, begin), self.path)
+        work = lambda folder: self._write(lambda: write(LocalFolder(folder / FOLDER)), folder)
+        return storage.save_async(self._folder(), work, timeout_s=timeout_s)
 
     def _folder(self) -> Path:
         assert isinstance(self.path, Path)

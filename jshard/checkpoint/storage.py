@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
@@ -98,21 +97,6 @@ def save_async(
                 response.result(timeout_s)
             except TimeoutError as error:  # Orbax's own deadlines do not cover all that it waits for
                 raise TimeoutError(f"not all processes have written their part after {timeout_s:.0f} s.") from error
-
-    return wait
-
-
-def in_thread(path: Place, work: Callable[[], None], *, timeout_s: float) -> Callable[[], None]:
-    """`save_async` where there is nothing to rename: the manifest makes it a checkpoint."""
-    pool = concurrent.futures.ThreadPoolExecutor(1, "jshard-upload")
-    done = pool.submit(work)
-    pool.shutdown(wait=False)
-
-    def wait() -> None:
-        try:
-            done.result(timeout_s)
-        except TimeoutError as error:
-            raise TimeoutError(f"its part of {path} is not written after {timeout_s:.0f} s.") from error
 
     return wait
 

@@ -59,10 +59,11 @@ def full():
     return OSError(28, "No space left on device")
 
 
-def test_what_is_saved_are_the_values_at_the_call(tmp_path, gate):
+@pytest.mark.parametrize("form", ["packed", "orbax"])
+def test_what_is_saved_are_the_values_at_the_call(tmp_path, gate, form):
     """Arrays that are donated and overwritten the moment it returns, and arrays of numpy that are changed in place."""
     live = state(1)
-    pending = checkpoint.save_async(tmp_path / "c", live)
+    pending = checkpoint.save_async(tmp_path / "c", live, format=form)
     overwrite = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
     for _ in range(3):
         live["w"] = overwrite(live["w"])

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jshard as js
 from jshard import checkpoint
 from jshard.checkpoint import saving
-from jshard.checkpoint.sums import LeafSums, add, box_sums
+from jshard.checkpoint.sums import add, box_sums
 from jshard.errors import RunError
 from tests.checkpoint.checkpoint_states import raw
 
@@ -202,21 +202,6 @@ def test_a_change_of_any_element_shows(data, dtype, shape, seed):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.data(), st.sampled_from(DTYPES), st.tuples(st.integers(2, 6), st.integers(2, 6)), st.integers(0, 1000))
-def test_rows_columns_and_boxes_that_changed_places_show(data, dtype, shape, seed):
-    values = drawn(dtype, shape, seed)
-    dim = data.draw(st.integers(0, 1))
-    first, second = data.draw(st.lists(st.integers(0, shape[dim] - 1), min_size=2, max_size=2, unique=True))
-    order = np.arange(shape[dim])
-    order[[first, second]] = second, first
-    swapped = np.take(values, order, axis=dim)
-    lines = [np.take(values, n, dim) for n in (first, second)]
-    if whole(lines[0])[0] == whole(lines[1])[0]:
-        return  # lines of one sum change places unseen: rare, but for small numbers
-    assert whole(swapped) != whole(values)
-
-
-@settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(DTYPES), st.lists(st.integers(1, 6), min_size=1, max_size=3), st.integers(0, 1000))
 def test_sums_of_boxes_add_up_however_a_leaf_is_cut(data, dtype, shape, seed):
     values = drawn(dtype, tuple(shape), seed)
@@ -228,11 +213,3 @@ def test_sums_of_boxes_add_up_however_a_leaf_is_cut(data, dtype, shape, seed):
         parts = (slice(box[dim].start, cut), slice(cut, box[dim].stop))
         boxes += [(*box[:dim], part, *box[dim + 1 :]) for part in parts if part.start < part.stop]
     assert add(box_sums(values[box], box, shape) for box in boxes) == whole(values)
-
-
-def test_sums_do_not_hang_on_the_mesh():
-    values = drawn(np.dtype(np.float32), (16, 24), 0)
-    specs = [P(), P("fsdp"), P(None, "fsdp"), P("replica", "fsdp"), P(("replica", "fsdp"))]
-    mesh = js.mesh(replica=2)
-    sums = [LeafSums(jax.device_put(values, NamedSharding(mesh, spec))).total() for spec in specs]
-    assert set(sums) == {whole(values)}
