@@ -8,6 +8,7 @@ The mesh, the layout and the processes it was saved from are for people, and not
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -249,5 +250,9 @@ def from_json(fields: Mapping[str, Any]) -> Manifest:
 
 def _known(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that a dataclass has, with tuples for lists: a later version may write others too."""
-    names = {field.name for field in dataclasses.fields(kind)}
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name in names}
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items() if name in _names(kind)}
+
+
+@functools.cache
+def _names(kind: type) -> frozenset[str]:
+    return frozenset(field.name for field in dataclasses.fields(kind))

@@ -57,6 +57,14 @@ def test_whoever_knows_safetensors_reads_every_piece(tmp_path):
                 assert file.get_tensor(entry).tobytes() == wanted.tobytes()
 
 
+def test_hugging_faces_libraries_open_a_file(tmp_path):
+    hub = pytest.importorskip("huggingface_hub", reason="tokenizers brings it: the extra hf")
+    written(tmp_path, {dtype: drawn(dtype, (5, 3)) for dtype in DTYPES}, [2])
+    described = hub.parse_local_safetensors_file_metadata(tmp_path / "a.safetensors")
+    assert described.tensors["bfloat16[2:5,0:3]"].shape == [3, 3]
+    assert described.metadata["format"] == "pt"  # load_state_dict_from_file, which needs PyTorch, refuses others
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.int4])
 def test_any_box_comes_out_of_any_pieces(tmp_path, dtype):
     values = np.random.default_rng(1).integers(-8, 8, (37, 5, 700)).astype(dtype)

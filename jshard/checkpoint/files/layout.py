@@ -61,7 +61,7 @@ _ENTRY = {  # what safetensors calls dtypes; others are bytes there
 }
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """A box of a leaf.
 
@@ -77,12 +77,12 @@ class Piece:
     dtype: np.dtype
     box: Limits
 
-    @property
+    @functools.cached_property
     def shape(self) -> tuple[int, ...]:
         """Of the box."""
         return tuple(stop - start for start, stop in self.box)
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
@@ -182,11 +182,12 @@ def _laid_out(pieces: Sequence[Piece]) -> FileLayout:
     columns = len(pieces) * 16 + sum(len(piece.box) for piece in pieces) * 16
     # The number of the sums is in the header's entry for the index, and the header is among what they are over: the
     # length of the header is found first, with room for the digits.
-    guess = len(_header(entries, data_bytes, data_bytes + columns + 8 * (1 << 32)))
+    header = functools.partial(_header, _listed(entries), data_bytes)
+    guess = len(header(data_bytes + columns + 8 * (1 << 32)))
     head_bytes = _up(8 + guess, _PAGE)
     index_begin = head_bytes + data_bytes
     index_bytes = columns + 8 * num_blocks(index_begin) + TAIL_BYTES
-    text = _header(entries, data_bytes, data_bytes + index_bytes).ljust(head_bytes - 8)
+    text = header(data_bytes + index_bytes).ljust(head_bytes - 8)
     return FileLayout(
         header=len(text).to_bytes(8, "little") + text,
         pieces=tuple(pieces),
@@ -214,13 +215,19 @@ def _entry_of(piece: Piece) -> tuple[str, Sequence[int]]:
     return "U8", piece.shape if piece.dtype.itemsize == 1 else (*piece.shape, piece.dtype.itemsize)
 
 
-def _header(entries: Mapping[str, tuple[str, Sequence[int], int, int]], index_begin: int, end: int) -> bytes:
+def _listed(entries: Mapping[str, tuple[str, Sequence[int], int, int]]) -> str:
+    """The header up to the entry of the index, which comes last."""
     listed = {
         name: {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, stop]}
         for name, (dtype, shape, begin, stop) in entries.items()
     }
-    listed[_INDEX] = {"dtype": "U8", "shape": [end - index_begin], "data_offsets": [index_begin, end]}
-    return json.dumps({"__metadata__": {"format": "jshard"}, **listed}, separators=(",", ":")).encode()
+    # Libraries of Hugging Face open no file that does not say whose arrays it holds.
+    return json.dumps({"__metadata__": {"format": "pt"}, **listed}, separators=(",", ":"))[:-1]
+
+
+def _header(listed: str, begin: int, end: int) -> bytes:
+    index = {_INDEX: {"dtype": "U8", "shape": [end - begin], "data_offsets": [begin, end]}}
+    return f"{listed},{json.dumps(index, separators=(',', ':'))[1:]}".encode()
 
 
 def parse_tail(tail: bytes, num_bytes: int) -> int:
