@@ -1,7 +1,8 @@
-"""A checkpoint that an older jshard wrote is restored: `fixtures/checkpoints_of_0_1` was saved by version 0.1.0.
+"""Checkpoints that an older jshard wrote are restored: `fixtures/checkpoints_of_0_1`, `fixtures/checkpoints_packed`.
 
-It was made once, by `python -m` of this module in a checkout of that time, and is never
-renewed: what it holds is what people have on their disks.
+Version 0.1.0 saved the first one; the second one is of the day on which files were packed for the first time. Each was
+made once, by `python -m` of this module in a checkout of that time, and is never renewed: what it holds is what people
+have on their disks.
 """
 
 import json
@@ -21,7 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 import jshard as js
 from jshard.data.batches import GlobalBatches
 
-BEFORE = Path(__file__).parents[1] / "fixtures" / "checkpoints_of_0_1"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+BEFORE = [FIXTURES / "checkpoints_of_0_1", FIXTURES / "checkpoints_packed"]
 
 
 class Net(nnx.Module):
@@ -83,17 +85,19 @@ def values(state: dict[str, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("num_devices", [1, 2, 4])
-def test_a_checkpoint_of_before_is_restored(num_devices):
+@pytest.mark.parametrize("before", BEFORE, ids=lambda path: path.name)
+def test_a_checkpoint_of_before_is_restored(before, num_devices):
     wanted = values(filled(state_on(2)))
-    with js.checkpoint.Checkpointer(BEFORE) as checkpoints:
+    with js.checkpoint.Checkpointer(before) as checkpoints:
         restored = checkpoints.restore(state_on(num_devices))
     for own, other in zip(values(restored), wanted, strict=True):
         np.testing.assert_array_equal(own, other)
 
 
-def test_a_series_of_before_goes_on(tmp_path):
+@pytest.mark.parametrize("before", BEFORE, ids=lambda path: path.name)
+def test_a_series_of_before_goes_on(before, tmp_path):
     folder = tmp_path / "checkpoints"
-    shutil.copytree(BEFORE, folder)
+    shutil.copytree(before, folder)
     assert js.checkpoint.verify(folder / "100").is_good
     with js.checkpoint.Checkpointer(folder, keep=1) as checkpoints:
         assert checkpoints.latest() == 100
