@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from jshard.cli import main
 from jshard.errors import RunError
 from tests.checkpoint.bucket_servers import SCHEMES, Server, serve
 from tests.compiling import python
+from tests.micro_gpt import USERS_FILE
 from tests.processes.test_checkpoint_processes import end, read, start_two
 
 pytestmark = pytest.mark.wide
@@ -83,6 +85,20 @@ def test_checkpoints_are_kept_and_found_by_the_commands(server: Server, series: 
     assert main(["ckpt", "diff", f"{series}/2", f"{series}/3"]) == 1
     assert "good, all files are there" in capsys.readouterr().out
     assert main(["ckpt", "verify", str(series / "7")]) == 2
+
+
+def test_a_run_has_its_checkpoints_there(series: BucketPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    Path("model.py").write_text(USERS_FILE)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 400)
+    how = ["--data", "text.txt", "--out", "run", "--track", "--sample-tokens", "0", "--set", "model.n_layer=1"]
+    assert main(["train", "model.py", "--steps", "1", "--checkpoints", str(series), *how]) == 0
+    assert main(["train", "model.py", "--steps", "2", "--resume", *how]) == 0
+    assert f"resumed from {series}/1\n" in capsys.readouterr().out
+    assert Checkpointer(str(series)).steps() == [1, 2] and not Path("run/checkpoints").exists()
+    assert main(["train", "model.py", "--resume", "--checkpoints", f"{series}-2", *how]) == 2
+    assert f"has its checkpoints in {series}" in capsys.readouterr().err
 
 
 def test_a_copy_on_a_disk_is_a_checkpoint(series: BucketPath, tmp_path: Path):
